@@ -1,0 +1,106 @@
+"""Every failure has a name, and its message says what to do next.
+
+Exception
+└── UcclEpError                anything this package raises on purpose
+    ├── ConfigError            a setting, a shape, a dtype or an id is wrong; nothing has moved, the group stays usable
+    ├── BootstrapError         ranks could not find, trust or agree with each other
+    ├── ProtocolError          a peer (or a corrupted wire) claimed something that the formats forbid
+    ├── TransportError         a NIC, a socket or a shared segment failed (device, errno, completion status)
+    ├── ProxyDied              a proxy thread of this rank ended before it was told to
+    └── PeerError              one peer is to blame
+        ├── PeerTimeout        the peer is silent: the deadline passed (phase, what arrived, what was expected)
+        └── PeerLost           the peer is gone: its process died or its connection closed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BootstrapError",
+    "ConfigError",
+    "PeerError",
+    "PeerLost",
+    "PeerTimeout",
+    "ProtocolError",
+    "ProxyDied",
+    "TransportError",
+    "UcclEpError",
+]
+
+
+class UcclEpError(Exception):
+    """Root of the tree. Catch this to catch everything that the package raises on purpose."""
+
+
+class ConfigError(UcclEpError, ValueError):
+    """A setting, shape, dtype, id or token count was refused before anything moved."""
+
+
+class BootstrapError(UcclEpError, RuntimeError):
+    """Ranks could not reach, authenticate or agree with each other while a group was being built."""
+
+
+class ProtocolError(UcclEpError, RuntimeError):
+    """A received header, immediate, frame or offset breaks the formats in ``uccl_ep_serving.protocol``."""
+
+
+class TransportError(UcclEpError, RuntimeError):
+    """A transport operation failed.
+
+    Attributes:
+        device: NIC, interface or segment the operation ran on.
+        errno: operating-system error number, 0 when there is none.
+        status: completion status of the transport, 0 when there is none.
+    """
+
+    def __init__(self, message: str, *, device: str = "", errno: int = 0, status: int = 0) -> None:
+        super().__init__(message)
+        self.device = device
+        self.errno = errno
+        self.status = status
+
+
+class ProxyDied(UcclEpError, RuntimeError):
+    """A proxy thread of this rank ended without being asked to; the buffer must be closed."""
+
+
+class PeerError(UcclEpError, RuntimeError):
+    """One peer is to blame.
+
+    Attributes:
+        peer: EP rank of the peer (the first one, where several are missing).
+        phase: operation that noticed, for example ``"low-latency dispatch recv"``.
+        channel: channel on which it was noticed, -1 when no single one.
+    """
+
+    def __init__(self, message: str, *, peer: int, phase: str = "", channel: int = -1) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.phase = phase
+        self.channel = channel
+
+
+class PeerTimeout(PeerError, TimeoutError):
+    """The deadline passed while waiting for a peer that still seems to be alive.
+
+    Attributes:
+        arrived: messages of the stream that had arrived without a gap.
+        expected: messages that the waiting operation needs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: int,
+        phase: str = "",
+        channel: int = -1,
+        arrived: int = -1,
+        expected: int = -1,
+    ) -> None:
+        super().__init__(message, peer=peer, phase=phase, channel=channel)
+        self.arrived = arrived
+        self.expected = expected
+
+
+class PeerLost(PeerError, ConnectionError):
+    """A peer's process died, or its connection closed without a goodbye."""

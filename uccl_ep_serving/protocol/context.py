@@ -1,0 +1,87 @@
+"""The kernel context: one int64 block per Buffer through which kernels find everything they touch.
+
+Kernels get the address of this block and nothing else that belongs to the runtime; the proxy knows only the
+address of the sticky error. Tables of
+``ranks x 256`` are indexed ``rank * STREAMS + stream``. Written once by the runtime before the first kernel, then only
+where the last column says so.
+
+    word  name             meaning                                                           later writer
+    0     RANK             EP rank of this process                                            -
+    1     RANKS            EP ranks                                                           -
+    2     CHANNELS         channels a message is striped over                                 -
+    3     WINDOW           address of this rank's window                                      -
+    4     WINDOW_BYTES     its length                                                         -
+    5     ARRIVED          address of int64[ranks x 256]: *address* of the arrived count      -
+    6     COMPLETED        address of int64[ranks x 256]: *address* of the locally completed  -
+                           message count, 0 for a peer whose window is mapped
+    7     PEER_WINDOW      address of int64[ranks]: address of the peer's mapped window, 0    -
+                           for a peer reached through a proxy (this rank's own entry: WINDOW)
+    8     FLAG             address of int64[ranks x 256]: address of the peer's direct flag,  -
+                           0 for a peer reached through a proxy
+    9     RING             address of int64[256]: address of the ring that owns the stream    -
+    10    MASK             address of int32[ranks]: 1 = the peer is masked (lost)             host
+    11    ERROR            address of int64[8], the sticky error: code, peer, stream,         kernel, host,
+                           arrived, expected; nothing is published once the code is not 0     proxy
+
+Memory orders: arrived and completed counts are stored with release by their one writer (proxy, or for a mapped peer
+the peer's kernel) and loaded with acquire; the sticky error's code is stored last with release, loaded with acquire.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ARRIVED",
+    "CHANNELS",
+    "COMPLETED",
+    "CONTEXT_WORDS",
+    "ERROR",
+    "ERROR_CODE",
+    "ERROR_PEER",
+    "ERROR_STREAM",
+    "ERROR_WORDS",
+    "FAILURE_CLAIMED",
+    "FAILURE_CLOSED",
+    "FAILURE_NONE",
+    "FAILURE_PEER_LOST",
+    "FAILURE_PEER_TIMEOUT",
+    "FAILURE_PROTOCOL",
+    "FAILURE_PROXY_DIED",
+    "FAILURE_TRANSPORT",
+    "FLAG",
+    "MASK",
+    "PEER_WINDOW",
+    "RANK",
+    "RANKS",
+    "RING",
+    "STATUS_OK",
+    "STATUS_PENDING",
+    "STATUS_POISONED",
+    "STATUS_PROTOCOL",
+    "WINDOW",
+    "WINDOW_BYTES",
+]
+
+RANK, RANKS, CHANNELS, WINDOW, WINDOW_BYTES, ARRIVED, COMPLETED, PEER_WINDOW, FLAG, RING, MASK, ERROR = range(12)
+CONTEXT_WORDS = 16
+
+ERROR_CODE, ERROR_PEER, ERROR_STREAM, ERROR_ARRIVED, ERROR_EXPECTED = range(5)
+ERROR_WORDS = 8
+
+#: Values of the sticky error's code. The first to be set wins (compare-and-exchange from 0, details stored before it
+#: under the private code FAILURE_CLAIMED); CLOSED is set by an orderly close.
+FAILURE_NONE = 0
+FAILURE_CLAIMED = 1
+FAILURE_PEER_LOST = 2
+FAILURE_PEER_TIMEOUT = 3
+FAILURE_PROXY_DIED = 4
+FAILURE_PROTOCOL = 5
+FAILURE_TRANSPORT = 6
+FAILURE_CLOSED = 7
+
+#: What a kernel returns. PENDING: the slice of time it was given is over and a peer is still missing; call again.
+STATUS_OK = 0
+STATUS_PENDING = 1
+#: The sticky error was set before or while the kernel ran; nothing was published after it.
+STATUS_POISONED = 2
+#: A peer's header claims something the formats forbid; the sticky error says what.
+STATUS_PROTOCOL = 3

@@ -1,0 +1,190 @@
+"""Headers of the messages that ranks send each other: sequences of little-endian int64 words.
+
+Every header starts with ``TAG`` (format version and message kind) so that a receiver can refuse what is not meant for
+it. A receiver reads each word once, checks it, and uses that copy: the memory behind it is writable by the peer.
+
+Low-latency dispatch message, contiguous in the slot of (parity, source rank):
+
+    header (64 bytes) | meta x tokens | rows x tokens
+
+``meta`` of a token (:func:`meta_bytes`): int32 token index at the source, then ``topk`` int32 global expert ids (-1 for
+those that do not live at this destination), then, when the header says so, ``topk`` float32 router weights (always
+reserved). A row is the token's data followed by its scales, rounded up to 16 bytes (:func:`row_bytes`).
+
+Low-latency combine message, at the offset the dispatch header named (``RETURN_OFFSET``):
+
+    header (64 bytes) | rows
+
+in the order of the dispatch message: one row per token (``FORM_REDUCED``: weighted sum of its local experts) or one
+per (token, top-k slot that lives here) in slot order (``FORM_EXPANDED``).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DTYPE_BF16",
+    "DTYPE_F16",
+    "DTYPE_F32",
+    "DTYPE_FP8",
+    "DTYPE_FP8_UE8M0",
+    "FORMAT_VERSION",
+    "FORM_EXPANDED",
+    "FORM_REDUCED",
+    "GRANT_SLOTS",
+    "HEADER_BYTES",
+    "HEADER_WORDS",
+    "NOTICE_SLOTS",
+    "SCALE_BLOCK",
+    "LowLatencyHeader",
+    "NormalGrant",
+    "NormalNotify",
+    "Notice",
+    "element_bytes",
+    "meta_bytes",
+    "notify_bytes",
+    "round_up",
+    "row_bytes",
+    "scale_bytes",
+    "tag",
+]
+
+FORMAT_VERSION = 1
+HEADER_WORDS = 8
+HEADER_BYTES = HEADER_WORDS * 8
+#: Values per scale in block-scaled FP8 (DeepEP: per-token groups of 128).
+SCALE_BLOCK = 128
+#: Rotating slots per peer; a slot is rewritten only after the previous use completed locally and the peer moved on.
+NOTICE_SLOTS = 4
+GRANT_SLOTS = 4
+
+DTYPE_BF16 = 0
+DTYPE_F16 = 1
+DTYPE_F32 = 2
+DTYPE_FP8 = 3  # e4m3, one float32 scale per 128 values
+DTYPE_FP8_UE8M0 = 4  # e4m3, one power-of-two exponent byte per 128 values
+
+FORM_EXPANDED = 0
+FORM_REDUCED = 1
+
+_KIND_LL_DISPATCH, _KIND_LL_COMBINE, _KIND_NOTICE, _KIND_NOTIFY, _KIND_GRANT = 1, 2, 3, 4, 5
+
+
+def tag(kind: int) -> int:
+    """First word of a header of ``kind``: ASCII "UCEP", format version, kind."""
+    return 0x5543_4550 << 24 | FORMAT_VERSION << 8 | kind
+
+
+class LowLatencyHeader:
+    """Word indices of a low-latency dispatch or combine header.
+
+    Writer: the send kernel of the source. Reader: the recv kernel of the destination, after ``arrived`` covers it.
+    """
+
+    DISPATCH_TAG = tag(_KIND_LL_DISPATCH)
+    COMBINE_TAG = tag(_KIND_LL_COMBINE)
+    TAG = 0
+    #: Message number of the phase, 0, 1, 2, …
+    NUMBER = 1
+    #: Dispatch: tokens. Combine: rows.
+    ROWS = 2
+    #: Dispatch: DTYPE_* of the rows. Combine: FORM_* << 8 | DTYPE_* of the rows.
+    CODING = 3
+    #: Digest of (tokens, hidden, experts, topk, ranks, version): both sides laid the window out alike.
+    PLAN = 4
+    #: Dispatch: byte offset in the *source's* window where this destination puts its combine message, rows follow the
+    #: header there. Combine: 0.
+    RETURN_OFFSET = 5
+    #: Low-latency dispatch messages of the receiver of this header that the sender has finished reading.
+    CONSUMED_DISPATCH = 6
+    #: Combine messages likewise, counted only once all writes into that space are known to be over.
+    CONSUMED_COMBINE = 7
+    #: Dispatch only, or-ed into CODING: router weights are present, combine will return FORM_REDUCED.
+    WEIGHTED = 1 << 16
+
+
+class Notice:
+    """Word indices of a notice: consumed counts that no header carried in time. 64 bytes."""
+
+    TAG_VALUE = tag(_KIND_NOTICE)
+    TAG = 0
+    NUMBER = 1
+    CONSUMED_DISPATCH = 6
+    CONSUMED_COMBINE = 7
+
+
+class NormalNotify:
+    """Word indices of the message that opens a normal-mode operation; int32 tokens per local expert follow it.
+
+    Writer: each rank to each rank. Reader: the receiver, before it grants anything.
+    """
+
+    TAG_VALUE = tag(_KIND_NOTIFY)
+    TAG = 0
+    #: Number of the operation, 0, 1, 2, … (dispatches and combines counted together).
+    NUMBER = 1
+    #: Rows the sender has for the receiver.
+    ROWS = 2
+    #: OPERATION << 16 | DTYPE_* of the rows.
+    CODING = 3
+    #: Digest of (hidden, topk, experts, row bytes, operation): both sides mean the same operation.
+    SHAPE = 4
+    ROW_BYTES = 5
+    META_BYTES = 6
+
+    OPERATION_DISPATCH = 1
+    OPERATION_CACHED_DISPATCH = 2
+    OPERATION_COMBINE = 3
+
+
+class NormalGrant:
+    """Word indices of a grant: where in the receiver's window the next rows of a sender go. 64 bytes.
+
+    Writer: the receiver of the rows. Reader: the sender of the rows.
+    """
+
+    TAG_VALUE = tag(_KIND_GRANT)
+    TAG = 0
+    #: Number of the operation.
+    NUMBER = 1
+    #: Number of the grant within the operation and peer, 0, 1, 2, …
+    ROUND = 2
+    #: Rows granted; the sender sends exactly as many.
+    ROWS = 3
+    #: Byte offset in the receiver's window of the first row; rows follow at their natural stride.
+    ROW_OFFSET = 4
+    #: Byte offset of the first row's meta; stride META_BYTES.
+    META_OFFSET = 5
+    #: Rows per chunk message; chunk i travels on channel i % channels.
+    CHUNK_ROWS = 6
+
+
+def round_up(value: int, step: int) -> int:
+    """``value`` rounded up to a multiple of ``step``."""
+    return -(-value // step) * step
+
+
+def element_bytes(dtype: int) -> int:
+    """Bytes of one value of a DTYPE_* code."""
+    return (2, 2, 4, 1, 1)[dtype]
+
+
+def scale_bytes(hidden: int, dtype: int) -> int:
+    """Bytes of one row's scales."""
+    if dtype == DTYPE_FP8:
+        return hidden // SCALE_BLOCK * 4
+    return hidden // SCALE_BLOCK if dtype == DTYPE_FP8_UE8M0 else 0
+
+
+def row_bytes(hidden: int, dtype: int) -> int:
+    """Bytes of a low-latency row on the wire: data, then scales, rounded up to 16."""
+    return round_up(hidden * element_bytes(dtype) + scale_bytes(hidden, dtype), 16)
+
+
+def meta_bytes(topk: int) -> int:
+    """Bytes of a token's meta in a low-latency dispatch message."""
+    return round_up(4 + topk * 8, 16)
+
+
+def notify_bytes(local_experts: int) -> int:
+    """Bytes of a normal-mode notify: header and one int32 count per expert of the receiver."""
+    return HEADER_BYTES + round_up(local_experts * 4, 16)

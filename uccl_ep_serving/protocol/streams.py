@@ -1,0 +1,91 @@
+"""Stream ids: which phase, buffer parity and channel a sequence of writes belongs to.
+
+A stream is (source rank -> destination rank, stream id). Phases, parities and channels have ids of their own, so two
+overlapped micro-batches never wait for each other. Ids 0..127 carry messages; id ``CREDIT | s`` carries, in the
+opposite direction, zero-length messages that each return :data:`CREDIT_WRITES` writes of stream ``s``. Credit streams
+need no credits themselves: at most ``SEQUENCE_WINDOW / CREDIT_WRITES`` of them can be outstanding, because the stream
+they credit stops without them.
+
+Every id belongs to one proxy, the same number at both ends (:func:`proxy_of`), hence to one ring and one connection.
+"""
+
+from __future__ import annotations
+
+from .imm import IMM, SEQUENCE_WINDOW
+
+__all__ = [
+    "CREDIT",
+    "CREDIT_WRITES",
+    "LL_COMBINE",
+    "LL_DISPATCH",
+    "MAX_CHANNELS",
+    "NORMAL_COMBINE",
+    "NORMAL_DISPATCH",
+    "NORMAL_GRANT",
+    "NORMAL_NOTIFY",
+    "NOTICE",
+    "STREAMS",
+    "channel_of",
+    "ll_stream",
+    "name_of",
+    "proxy_of",
+]
+
+STREAMS = 256
+CREDIT = 128
+MAX_CHANNELS = 16
+
+#: Low-latency consumed counts that no header carried in time (one 64-byte write each).
+NOTICE = 0
+#: Normal mode: counts (or "ready") that open every operation.
+NORMAL_NOTIFY = 1
+#: Normal mode: the receiver's grants.
+NORMAL_GRANT = 2
+
+LL_DISPATCH = 8  # + parity * 16 + channel
+LL_COMBINE = LL_DISPATCH + 2 * MAX_CHANNELS  # + parity * 16 + channel
+NORMAL_DISPATCH = LL_COMBINE + 2 * MAX_CHANNELS  # + channel
+NORMAL_COMBINE = NORMAL_DISPATCH + MAX_CHANNELS  # + channel
+_END = NORMAL_COMBINE + MAX_CHANNELS
+
+#: A quarter of the window: the sender always has a credit under way long before it would have to stop.
+CREDIT_WRITES = SEQUENCE_WINDOW // 4
+
+assert _END <= CREDIT
+assert IMM["stream"].limit + 1 == STREAMS
+
+
+def ll_stream(phase: int, number: int, channel: int) -> int:
+    """Stream of low-latency message ``number`` (0, 1, 2, …) of ``phase`` (LL_DISPATCH or LL_COMBINE).
+
+    Message ``number`` is message ``number // 2`` of that stream, so it has arrived when ``arrived >= number // 2 + 1``.
+    """
+    return phase + (number & 1) * MAX_CHANNELS + channel
+
+
+def channel_of(stream: int) -> int:
+    """Channel of a stream id; control streams and the credits of control streams belong to channel 0."""
+    base = stream & (CREDIT - 1)
+    return (base - LL_DISPATCH) % MAX_CHANNELS if base >= LL_DISPATCH else 0
+
+
+def proxy_of(stream: int, proxies: int) -> int:
+    """Index of the proxy thread that owns a stream, equal on both sides because all ranks agree on ``proxies``."""
+    return channel_of(stream) % proxies
+
+
+def name_of(stream: int) -> str:
+    """Words for a stream id, for messages and tables."""
+    base, prefix = stream & (CREDIT - 1), "credit of " if stream & CREDIT else ""
+    if base < LL_DISPATCH:
+        return prefix + {NOTICE: "notice", NORMAL_NOTIFY: "normal notify", NORMAL_GRANT: "normal grant"}.get(
+            base, f"control {base}"
+        )
+    channel = channel_of(base)
+    if base < LL_COMBINE:
+        return f"{prefix}low-latency dispatch, parity {(base - LL_DISPATCH) // MAX_CHANNELS}, channel {channel}"
+    if base < NORMAL_DISPATCH:
+        return f"{prefix}low-latency combine, parity {(base - LL_COMBINE) // MAX_CHANNELS}, channel {channel}"
+    if base < NORMAL_COMBINE:
+        return f"{prefix}normal dispatch, channel {channel}"
+    return f"{prefix}normal combine, channel {channel}"
