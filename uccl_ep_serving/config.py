@@ -1,0 +1,254 @@
+"""Settings: every ``UCCL_EP_*`` variable, read once, checked, frozen.
+
+This is the only module that reads the environment. A :class:`Settings` is built when a Buffer is created; ranks
+exchange the ones marked "agreed" at bootstrap and refuse to start when they differ. Unknown ``UCCL_EP_*`` variables are
+reported, because a misspelt setting that silently does nothing costs hours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError
+
+__all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "unknown_variables"]
+
+_PREFIX = "UCCL_EP_"
+_MIB = 1 << 20
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text, 0)
+        if not low <= value <= high:
+            raise ValueError(f"must be in {low}..{high}")
+        return value
+
+    return parse
+
+
+def _power_of_two(low: int, high: int) -> Callable[[str], int]:
+    bounded = _integer(low, high)
+
+    def parse(text: str) -> int:
+        value = bounded(text)
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
+
+    return parse
+
+
+def _size(low: int, high: int) -> Callable[[str], int]:
+    """Bytes, with an optional K, M or G (powers of 1024), rounded up to 4096."""
+    bounded = _integer(low, high)
+
+    def parse(text: str) -> int:
+        shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
+        digits = text[:-1] if shift else text
+        value = bounded(str(int(digits, 0) << shift))
+        return -(-value // 4096) * 4096
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise ValueError(f"must be in {low}..{high} seconds")
+        return value
+
+    return parse
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    try:
+        return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[text.lower()]
+    except KeyError:
+        raise ValueError("must be 1 or 0") from None
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    """``"4,5"`` or ``"4-7"`` or empty."""
+    cpus: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        field: attribute of :class:`Settings`.
+        parse: text -> value, raising ValueError.
+        agreed: all ranks must have the same value.
+        meaning: one line for the documentation.
+    """
+
+    field: str
+    parse: Callable[[str], Any]
+    agreed: bool
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        """Name of the environment variable."""
+        return _PREFIX + self.field.upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings, with their defaults. Units: bytes and seconds."""
+
+    transport: str = "auto"
+    direct: bool = True
+    proxies: int = 1
+    channels: int = 1
+    timeout: float = 100.0
+    connect_timeout: float = 60.0
+    ring_slots: int = 4096
+    quantum: int = 1 * _MIB
+    bytes_in_flight: int = 64 * _MIB
+    peer_bytes_in_flight: int = 16 * _MIB
+    writes_in_flight: int = 4096
+    heap_bytes: int = 256 * _MIB
+    round_bytes: int = 64 * _MIB
+    chunk_bytes: int = 1 * _MIB
+    chunk_depth: int = 4
+    tcp_connections: int = 2
+    socket_ifname: str = ""
+    proxy_cpus: tuple[int, ...] = ()
+    fault_proxy_after: int = 0
+    #: Not a variable of ours: the launcher's MASTER_ADDR, a hint for choosing an interface.
+    master_address: str = ""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+        """Defaults, then the environment, then ``overrides``.
+
+        Raises:
+            ConfigError: a value does not parse, is out of range, or contradicts another one.
+        """
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for variable in SETTINGS:
+            text = environment.get(variable.name)
+            if text is None or text == "":
+                continue
+            try:
+                values[variable.field] = variable.parse(text)
+            except ValueError as error:
+                raise ConfigError(f"{variable.name}={text!r}: {error}. Meaning: {variable.meaning}") from None
+        values["master_address"] = environment.get("MASTER_ADDR", "")
+        settings = cls(**{**values, **overrides})
+        if settings.proxies > settings.channels:
+            # Streams are dealt to proxies by channel: more proxies than channels would idle.
+            settings = dataclasses.replace(settings, channels=settings.proxies)
+        if settings.peer_bytes_in_flight > settings.bytes_in_flight:
+            raise ConfigError(
+                f"UCCL_EP_PEER_BYTES_IN_FLIGHT = {settings.peer_bytes_in_flight} exceeds "
+                f"UCCL_EP_BYTES_IN_FLIGHT = {settings.bytes_in_flight}: one slow peer could then stop all others"
+            )
+        return settings
+
+    def agreed(self) -> dict[str, Any]:
+        """The values on which all ranks must agree, by variable name."""
+        return {variable.name: getattr(self, variable.field) for variable in SETTINGS if variable.agreed}
+
+
+SETTINGS: tuple[Variable, ...] = (
+    Variable(
+        "transport",
+        _choice("auto", "shm", "tcp"),
+        True,
+        "transport for peers that are not written directly; auto = shm on one host, else tcp",
+    ),
+    Variable(
+        "direct",
+        _flag,
+        True,
+        "1 = kernels write the windows of peers on the same host themselves, 0 = every peer goes through proxies",
+    ),
+    Variable("proxies", _integer(1, 16), True, "proxy threads per Buffer"),
+    Variable("channels", _integer(1, 16), True, "channels a message is striped over; raised to the number of proxies"),
+    Variable("timeout", _seconds(0.05, 86400), False, "seconds a wait for a peer may last before PeerTimeout"),
+    Variable(
+        "connect_timeout", _seconds(0.05, 86400), False, "seconds that bootstrap, connecting and closing may last"
+    ),
+    Variable("ring_slots", _power_of_two(2, 1 << 20), False, "commands a ring holds"),
+    Variable(
+        "quantum",
+        _size(4096, 256 * _MIB),
+        False,
+        "bytes of the largest single write; longer commands are split by the proxy",
+    ),
+    Variable("bytes_in_flight", _size(4096, 1 << 40), False, "bytes posted and not completed, per proxy"),
+    Variable(
+        "peer_bytes_in_flight",
+        _size(4096, 1 << 40),
+        False,
+        "the same per peer, so that a slow peer leaves room for the others",
+    ),
+    Variable("writes_in_flight", _integer(1, 1 << 16), False, "writes posted and not completed, per proxy"),
+    Variable("heap_bytes", _size(0, 1 << 40), True, "bytes of window in which normal mode places received rows"),
+    Variable(
+        "round_bytes", _size(4096, 1 << 40), True, "bytes of window for normal mode's rounds, when the heap has no room"
+    ),
+    Variable("chunk_bytes", _size(4096, 256 * _MIB), True, "bytes of one chunk of normal mode"),
+    Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode"),
+    Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
+    Variable(
+        "socket_ifname",
+        str,
+        False,
+        "network interface whose address is told to peers; default: the route to the first rank",
+    ),
+    Variable("proxy_cpus", _cpus, False, "cores for the proxy threads, as 4,5 or 4-7; default: not pinned"),
+    Variable(
+        "fault_proxy_after",
+        _integer(0, 1 << 40),
+        False,
+        "fault injection for tests: the first proxy dies after this many commands; 0 = never",
+    ),
+)
+
+
+#: Read before any Settings exists, by the compiled-code cache and the loader.
+_EARLY = {_PREFIX + "CACHE_DIR": "directory for compiled code; default: the user's cache directory"}
+
+
+def cache_base(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Candidate directories for compiled code, best first."""
+    environment = os.environ if environment is None else environment
+    found = (
+        environment.get(_PREFIX + "CACHE_DIR"),
+        environment.get("XDG_CACHE_HOME"),
+        os.path.expanduser("~/.cache"),
+    )
+    return [base for base in found if base]
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """``UCCL_EP_*`` variables that mean nothing, each with the closest real name (or "")."""
+    environment = os.environ if environment is None else environment
+    known = [variable.name for variable in SETTINGS] + list(_EARLY)
+    unknown = sorted(name for name in environment if name.startswith(_PREFIX) and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in unknown}

@@ -1,0 +1,81 @@
+"""Calls through C function addresses, and the few libc functions that compiled loops need.
+
+Addresses are passed at run time: a ctypes function captured as a global would disable Numba's cache. Libc symbols are
+resolved by name when the compiled code is loaded (``types.ExternalFunction``), which caches well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .atomics import peek, poke
+from .jit import compiled
+
+__all__ = ["call1", "call3", "call8", "monotonic_ns", "nanosleep_ns", "sched_yield"]
+
+_I64 = ir.IntType(64)
+
+
+def _caller(arity: int) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64] * arity)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(*[types.int64] * (arity + 1)), codegen
+
+
+@intrinsic
+def call1(typingctx, function, a):  # type: ignore[no-untyped-def]
+    """``int64 function(int64)``."""
+    return _caller(1)
+
+
+@intrinsic
+def call3(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
+    """``int64 function(int64 x 3)``."""
+    return _caller(3)
+
+
+@intrinsic
+def call8(typingctx, function, a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+    """``int64 function(int64 x 8)``."""
+    return _caller(8)
+
+
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.int64))
+
+_CLOCK_MONOTONIC = 1
+
+
+@intrinsic
+def _two_words(typingctx):  # type: ignore[no-untyped-def]
+    """Address of 16 bytes of the caller's stack, allocated once per function."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_I64, 2)), _I64)
+
+    return types.int64(), codegen
+
+
+@compiled
+def monotonic_ns() -> int:
+    """CLOCK_MONOTONIC in nanoseconds, the clock of ``time.monotonic_ns``."""
+    spec = _two_words()
+    _clock_gettime(_CLOCK_MONOTONIC, spec)
+    return peek(spec) * 1_000_000_000 + peek(spec + 8)
+
+
+@compiled
+def nanosleep_ns(duration: int) -> None:
+    """Sleep at least ``duration`` nanoseconds (an interrupted sleep ends early)."""
+    spec = _two_words()
+    poke(spec, duration // 1_000_000_000)
+    poke(spec + 8, duration % 1_000_000_000)
+    _nanosleep(spec, 0)

@@ -1,0 +1,40 @@
+"""The sticky error: the one word that stops everybody.
+
+Writer: whoever notices first (kernel, proxy, host watcher), by compare-and-exchange on the code. Readers: every kernel
+before it publishes and while it waits, every proxy loop, the host before every operation.
+"""
+
+from __future__ import annotations
+
+from ..protocol.context import (
+    ERROR_ARRIVED,
+    ERROR_CODE,
+    ERROR_EXPECTED,
+    ERROR_PEER,
+    ERROR_STREAM,
+    FAILURE_CLAIMED,
+    FAILURE_NONE,
+)
+from .atomics import compare_exchange, load64, poke, store64
+from .jit import compiled
+
+__all__ = ["failed", "set_failure"]
+
+
+@compiled
+def failed(error: int) -> bool:
+    """True once the sticky error at address ``error`` is set (or being set)."""
+    return load64(error + 8 * ERROR_CODE) != FAILURE_NONE
+
+
+@compiled
+def set_failure(error: int, code: int, peer: int, stream: int, arrived: int, expected: int) -> bool:
+    """Set the sticky error unless somebody was first; True when this call set it."""
+    if not compare_exchange(error + 8 * ERROR_CODE, FAILURE_NONE, FAILURE_CLAIMED):
+        return False
+    poke(error + 8 * ERROR_PEER, peer)
+    poke(error + 8 * ERROR_STREAM, stream)
+    poke(error + 8 * ERROR_ARRIVED, arrived)
+    poke(error + 8 * ERROR_EXPECTED, expected)
+    store64(error + 8 * ERROR_CODE, code)
+    return True

@@ -1,0 +1,106 @@
+"""``@compiled``: a nogil, cached Numba function whose cache can never be stale or unwritable.
+
+Numba invalidates a cached function when its own file changes, not when a *callee in another file* or an imported
+constant changes. So the cache directory carries a digest of every source file that compiled code can come from. It is
+created below the user's cache directory, or in a temporary one when that cannot be written (a read-only install
+with an unwritable HOME must not fail at import).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+from numba import njit
+
+__all__ = ["c_function", "cache_directory", "compile_lock", "compiled"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def _source_digest() -> str:
+    """Digest of all sources that compiled functions can inline, and of the compiler."""
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:3]}".encode())
+    for part in ("protocol", "native", "proxy", "kernels"):
+        # The two top-level packages are reached through symlinks in a checkout, hence resolve().
+        root = (_PACKAGE / part).resolve()
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{part}/{path.relative_to(root)}".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _writable(directory: Path) -> bool:
+    """Create ``directory`` (mode 0700) and try a file in it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
+    temporary directory, the first that can be written."""
+    digest = _source_digest()
+    bases = [
+        os.environ.get("UCCL_EP_CACHE_DIR"),
+        os.environ.get("XDG_CACHE_HOME"),
+        os.path.expanduser("~/.cache"),
+    ]
+    for base in bases:
+        if base and _writable(directory := Path(base) / "uccl_ep_serving" / digest):
+            return directory
+    directory = Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.getuid()}" / digest
+    # Someone else's directory in a shared /tmp must not feed us machine code.
+    if _writable(directory) and directory.stat().st_uid == os.getuid() == directory.parent.stat().st_uid:
+        return directory
+    return Path(tempfile.mkdtemp(prefix="uccl_ep_serving-"))
+
+
+@contextlib.contextmanager
+def _numba_cache_directory(directory: Path) -> Iterator[None]:
+    """Numba reads this setting while a function is decorated; other users of Numba in the process keep theirs."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def compiled(function: F) -> F:
+    """Decorator: Numba-compiled on first use, nogil, cached. No bounds checks, no exceptions: return status codes."""
+    with _numba_cache_directory(cache_directory()):
+        return cast(F, njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function))
+
+
+def c_function(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a cached C-callable function; its ``.address`` goes into transport tables."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        with _numba_cache_directory(cache_directory()):
+            return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)
+
+    return decorate
+
+
+@contextlib.contextmanager
+def compile_lock() -> Iterator[None]:
+    """Hold this while compiling: of many ranks that start together one compiles and the others load its result."""
+    with open(cache_directory() / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
