@@ -1,0 +1,218 @@
+"""Everything the kernels of one rank can touch, and the bounded wait around them.
+
+:class:`KernelSpace` owns the context block (``protocol.context``) with its address tables, the sticky error, the mask
+and the progress block. It does not know how peers are reached: the runtime tells it, per peer, either the address of
+the peer's mapped window or the proxy's count addresses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import (
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    ProxyDied,
+    TransportError,
+    UcclEpError,
+)
+from .memory import HeapAllocator, Segment
+from .native.failure import set_failure
+from .protocol import context as ctx
+from .protocol.layout import WindowLayout
+from .protocol.streams import CREDIT, STREAMS, channel_of, name_of
+
+__all__ = ["KernelSpace"]
+
+#: Length of one slice of a wait. Between slices Python handles signals (Ctrl-C) and the host looks at its watchers.
+SLICE_NS = 20_000_000
+
+_I64 = npt.NDArray[np.int64]
+
+
+class KernelSpace:
+    """Context block, window, heap, sticky error and mask of one rank.
+
+    Args:
+        rank, ranks, channels: of the group.
+        segment: the window.
+        layout: what lies where in it.
+        timeout: seconds a wait may last.
+        mask: int32[ranks] to share with other generations, a fresh one by default.
+
+    Attributes:
+        context: address of the context block.
+        window: address of the window.
+        progress: address of int64[8]: peer, stream, arrived, expected of whatever a pending kernel waits for.
+            Writer: kernels that return PENDING. Reader: the host, after they did.
+        mask: int32[ranks], 1 = peer masked. Writer: host. Readers: kernels.
+        watch: called between slices of a wait; raises when the host knows more (a lost peer, a dead proxy).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        channels: int,
+        segment: Segment,
+        layout: WindowLayout,
+        timeout: float,
+        mask: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.layout = layout
+        self.timeout = timeout
+        self.window = segment.address
+        self.heap = HeapAllocator(segment.bytes, layout.normal_heap, layout.normal.heap)
+        self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32) if mask is None else mask
+        self.watch: Callable[[], None] = lambda: None
+        self._segment = segment
+        self._error: _I64 = np.zeros(ctx.ERROR_WORDS, dtype=np.int64)
+        self._progress: _I64 = np.zeros(8, dtype=np.int64)
+        self._arrived: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
+        self._completed: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
+        self._flag: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
+        self._peer_window: _I64 = np.zeros(ranks, dtype=np.int64)
+        self._ring: _I64 = np.zeros(STREAMS, dtype=np.int64)
+        self._context: _I64 = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
+        for word, value in {
+            ctx.RANK: rank,
+            ctx.RANKS: ranks,
+            ctx.CHANNELS: channels,
+            ctx.WINDOW: segment.address,
+            ctx.WINDOW_BYTES: layout.nbytes,
+            ctx.ARRIVED: self._arrived.ctypes.data,
+            ctx.COMPLETED: self._completed.ctypes.data,
+            ctx.PEER_WINDOW: self._peer_window.ctypes.data,
+            ctx.FLAG: self._flag.ctypes.data,
+            ctx.RING: self._ring.ctypes.data,
+            ctx.MASK: self.mask.ctypes.data,
+            ctx.ERROR: self._error.ctypes.data,
+        }.items():
+            self._context[word] = value
+        self.context: int = self._context.ctypes.data
+        self.progress: int = self._progress.ctypes.data
+        self.error: int = self._error.ctypes.data
+        self.connect_direct(rank, segment.address)
+
+    def connect_direct(self, peer: int, window: int) -> None:
+        """``peer``'s window is mapped at ``window``: kernels write it and store its flags themselves."""
+        streams = np.arange(STREAMS, dtype=np.int64)
+        flags = self.layout.direct_flags
+        self._peer_window[peer] = window
+        self._arrived[peer] = self.window + flags + (peer * STREAMS + streams) * 8
+        self._flag[peer] = window + flags + (self.rank * STREAMS + streams) * 8
+        self._completed[peer] = 0
+
+    def connect_proxied(
+        self, peer: int, arrived: Callable[[int, int], int], completed: Callable[[int, int], int]
+    ) -> None:
+        """``peer`` is reached through proxies, which publish counts at the addresses the two functions give."""
+        for stream in range(CREDIT):
+            self._arrived[peer, stream] = arrived(peer, stream)
+            self._completed[peer, stream] = completed(peer, stream)
+
+    @property
+    def window_bytes(self) -> npt.NDArray[np.uint8]:
+        """uint8 view of the window."""
+        return self._segment.bytes
+
+    def set_ring(self, stream: int, address: int) -> None:
+        """Commands of ``stream`` go into the ring at ``address``."""
+        self._ring[stream] = address
+
+    def is_direct(self, peer: int) -> bool:
+        """True when kernels write ``peer``'s window themselves."""
+        return bool(self._peer_window[peer])
+
+    def fail(self, code: int, peer: int = -1, stream: int = -1, arrived: int = -1, expected: int = -1) -> bool:
+        """Set the sticky error unless it is set; True when this call was the first."""
+        return bool(set_failure(self.error, code, peer, stream, arrived, expected))
+
+    @property
+    def failed(self) -> bool:
+        """True once the sticky error is set."""
+        return bool(self._error[ctx.ERROR_CODE] != ctx.FAILURE_NONE)
+
+    def clear_failure_of(self, peer: int) -> None:
+        """Lift a sticky error that blames ``peer``; only for a peer that has been masked."""
+        if self._error[ctx.ERROR_PEER] == peer:
+            self._error[ctx.ERROR_CODE] = ctx.FAILURE_NONE
+
+    def failure(self, phase: str) -> UcclEpError:
+        """The sticky error as an exception."""
+        code, peer, stream, arrived, expected = (int(word) for word in self._error[:5])
+        where = f"{phase}, rank {self.rank} of {self.ranks}"
+        on = f" on {name_of(stream)}" if stream >= 0 else ""
+        channel = channel_of(stream) if stream >= 0 else -1
+        if code == ctx.FAILURE_PEER_LOST:
+            return PeerLost(
+                f"{where}: rank {peer} is lost (its process died or its connection closed without a goodbye). "
+                f"Next step: read rank {peer}'s log, then close this Buffer and build the group again",
+                peer=peer,
+                phase=phase,
+                channel=channel,
+            )
+        if code == ctx.FAILURE_PEER_TIMEOUT:
+            return PeerTimeout(
+                f"{where}: rank {peer} is silent{on}: {arrived} messages arrived, {expected} expected within "
+                f"{self.timeout:g} s. Likely cause: rank {peer} has not made the same call, is stuck, or the network "
+                "drops its traffic. Next step: compare the ranks' last operations; raise UCCL_EP_TIMEOUT for slow "
+                "starts",
+                peer=peer,
+                phase=phase,
+                channel=channel,
+                arrived=arrived,
+                expected=expected,
+            )
+        if code == ctx.FAILURE_PROXY_DIED:
+            return ProxyDied(
+                f"{where}: proxy thread {peer} of this rank died (status {arrived}). Close this Buffer; the log has "
+                f"the cause"
+            )
+        if code == ctx.FAILURE_PROTOCOL:
+            return ProtocolError(
+                f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "
+                "Likely cause: ranks run different versions or were given different shapes"
+            )
+        if code == ctx.FAILURE_TRANSPORT:
+            return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)
+        return UcclEpError(f"{where}: this Buffer is closed")
+
+    def check(self, phase: str) -> None:
+        """Raise what the host or the sticky error knows, before an operation starts."""
+        self.watch()
+        if self.failed:
+            raise self.failure(phase)
+
+    def wait(self, phase: str, step: Callable[[int], int]) -> None:
+        """Run ``step`` until it is done.
+
+        Args:
+            phase: words for messages, for example ``"low-latency dispatch recv"``.
+            step: called with the CLOCK_MONOTONIC instant in ns at which it must return; returns a STATUS_* of
+                ``protocol.context``. On PENDING it has stored what it waits for in the progress block.
+
+        Raises:
+            PeerTimeout: the deadline passed; the sticky error is set.
+            PeerLost, ProxyDied, TransportError, ProtocolError: as the sticky error says.
+        """
+        end = time.monotonic() + self.timeout
+        while True:
+            status = step(time.monotonic_ns() + SLICE_NS)
+            if status == ctx.STATUS_OK:
+                return
+            if status != ctx.STATUS_PENDING:
+                self.watch()
+                raise self.failure(phase)
+            self.watch()
+            if time.monotonic() >= end:
+                peer, stream, arrived, expected = (int(word) for word in self._progress[:4])
+                self.fail(ctx.FAILURE_PEER_TIMEOUT, peer, stream, arrived, expected)
+                raise self.failure(phase)

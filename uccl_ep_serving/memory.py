@@ -1,0 +1,149 @@
+"""Windows: shared segments that peers map, and the heap from which received rows are leased.
+
+A segment is an anonymous ``memfd``: it has no name in any file system, so nothing is left behind when its owner is
+killed, it is readable by nobody who was not handed the descriptor, and a small ``/dev/shm`` does not limit it. Pages
+are committed when they are first touched, so a worst-case region costs address space only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import mmap
+import os
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .errors import ConfigError, TransportError
+
+__all__ = ["HeapAllocator", "Segment"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Segment:
+    """A shared memory segment mapped into this process.
+
+    Attributes:
+        nbytes: length.
+        address: where it is mapped; valid while ``bytes`` or any array or tensor derived from it lives.
+        bytes: uint8 array over the whole segment.
+        fd: descriptor to hand to peers, -1 once closed.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = fd
+        try:
+            self.bytes: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise TransportError(
+                f"cannot map a shared segment of {nbytes} bytes: {error}. Lower UCCL_EP_HEAP_BYTES or raise the "
+                "address-space limit (ulimit -v)",
+                device="memfd",
+                errno=getattr(error, "errno", None) or 0,
+            ) from error
+        self.address: int = self.bytes.ctypes.data
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Segment:
+        """A new zeroed segment; ``name`` shows in /proc/<pid>/maps. Raises TransportError when memory is refused."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise TransportError(
+                f"cannot size a shared segment to {nbytes} bytes: {error}",
+                device="memfd",
+                errno=error.errno or 0,
+            ) from error
+        return cls(fd, nbytes)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Segment:
+        """Map a peer's segment from a descriptor received from it (taken over).
+
+        Raises ConfigError when the descriptor is shorter than ``nbytes``: a write beyond its end would be fatal.
+        """
+        actual = os.fstat(fd).st_size
+        if actual < nbytes:
+            os.close(fd)
+            raise ConfigError(f"the peer's segment has {actual} bytes where {nbytes} were agreed")
+        return cls(fd, nbytes)
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        """Give up this object's hold. Memory is unmapped when the last array or tensor over it is gone."""
+        self.close_descriptor()
+        self.bytes = np.empty(0, dtype=np.uint8)
+
+
+class HeapAllocator:
+    """First-fit allocator over a byte range of a window; ranges are leased to tensors.
+
+    One host thread takes; leases end in whatever thread collects the tensor, so a returned range only lands in a deque
+    (atomic append) and is merged by the next :meth:`take`.
+    """
+
+    GRAIN = 128
+
+    def __init__(self, window: Bytes, offset: int, nbytes: int) -> None:
+        self._window = window
+        self._free: list[tuple[int, int]] = [(offset, nbytes // self.GRAIN * self.GRAIN)] if nbytes else []
+        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+        self._taken: dict[int, int] = {}
+        self.capacity = nbytes
+
+    def take(self, nbytes: int) -> int | None:
+        """Window offset of a free range of ``nbytes`` (rounded up to 128), or None when there is no room."""
+        self._merge_returned()
+        need = max(-(-nbytes // self.GRAIN), 1) * self.GRAIN
+        for index, (start, length) in enumerate(self._free):
+            if length >= need:
+                if length == need:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + need, length - need)
+                self._taken[start] = need
+                return start
+        return None
+
+    def give(self, offset: int) -> None:
+        """Return a range that :meth:`take` handed out and that no tensor was made of."""
+        self._returned.append((offset, self._taken.pop(offset)))
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 tensor over a taken range. The range returns to the heap when the tensor's storage is collected."""
+        array = self._window[offset : offset + nbytes]
+        # torch keeps exactly this array object alive for as long as any tensor shares the storage.
+        lease = weakref.finalize(array, self._returned.append, (offset, self._taken.pop(offset)))
+        lease.atexit = False
+        return torch.from_numpy(array)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not leased (maybe in several ranges)."""
+        self._merge_returned()
+        return sum(length for _, length in self._free)
+
+    def _merge_returned(self) -> None:
+        while self._returned:
+            start, length = self._returned.popleft()
+            at = bisect.bisect(self._free, (start, length))
+            if at < len(self._free) and self._free[at][0] == start + length:
+                length += self._free.pop(at)[1]
+            if at and sum(self._free[at - 1]) == start:
+                start, before = self._free[at - 1][0], self._free.pop(at - 1)[1]
+                length += before
+                at -= 1
+            self._free.insert(at, (start, length))
