@@ -24,7 +24,7 @@ from .config import Settings
 from .errors import BootstrapError, ConfigError
 from .protocol.message import FORMAT_VERSION
 
-__all__ = ["Card", "Exchange", "Introduction", "TorchExchange", "introduce", "local_host"]
+__all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "local_host"]
 
 _SECRET_BYTES = 32
 
@@ -75,6 +75,31 @@ class TorchExchange:
         return [
             bytes(one[: int(size.item())].cpu().numpy().tobytes()) for one, size in zip(blocks, lengths, strict=True)
         ]
+
+
+class StoreExchange:
+    """:class:`Exchange` over a ``torch.distributed`` store (TCPStore, FileStore), for programs without process groups.
+
+    Args:
+        store: shared by all ranks; its timeout bounds the wait.
+        rank, size: of the group.
+        name: distinguishes groups on the same store; each use of a store needs a new one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, name: str = "uccl_ep") -> None:
+        self._store = dist.PrefixStore(name, store)
+        self._calls = 0
+        self.rank = rank
+        self.size = size
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank. Raises BootstrapError when a rank does not appear within the store's timeout."""
+        self._calls += 1
+        self._store.set(f"{self._calls}/{self.rank}", payload)
+        try:
+            return [bytes(self._store.get(f"{self._calls}/{peer}")) for peer in range(self.size)]
+        except dist.DistStoreError as error:
+            raise BootstrapError(f"rank {self.rank}: not all of {self.size} ranks reached the store: {error}") from error
 
 
 class Card(msgspec.Struct, frozen=True):

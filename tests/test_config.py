@@ -1,0 +1,54 @@
+"""Settings are read once, checked, and never silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.errors import ConfigError
+
+
+def test_every_variable_is_a_field_and_every_field_a_variable() -> None:
+    fields = {field.name for field in dataclasses.fields(Settings)} - {"master_address"}
+    assert fields == {variable.field for variable in SETTINGS}
+    assert all(variable.meaning for variable in SETTINGS)
+
+
+def test_sizes_take_suffixes_and_overrides_win() -> None:
+    settings = Settings.from_environment({"UCCL_EP_HEAP_BYTES": "3M", "UCCL_EP_TIMEOUT": "2.5"}, timeout=1.0)
+    assert settings.heap_bytes == 3 << 20
+    assert settings.timeout == 1.0
+
+
+def test_proxies_raise_channels() -> None:
+    assert Settings.from_environment({"UCCL_EP_PROXIES": "3"}).channels == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("UCCL_EP_TRANSPORT", "rdma"),
+        ("UCCL_EP_PROXIES", "17"),
+        ("UCCL_EP_PROXIES", "two"),
+        ("UCCL_EP_RING_SLOTS", "1000"),
+        ("UCCL_EP_TIMEOUT", "0"),
+        ("UCCL_EP_DIRECT", "maybe"),
+        ("UCCL_EP_QUANTUM", "1T"),
+    ],
+)
+def test_bad_values_are_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Settings.from_environment({name: value})
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="PEER_BYTES_IN_FLIGHT"):
+        Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": "1M"})
+
+
+def test_unknown_variables_come_with_the_closest_name() -> None:
+    assert unknown_variables({"UCCL_EP_PROXYS": "2", "UCCL_EP_PROXIES": "2", "HOME": "/"}) == {
+        "UCCL_EP_PROXYS": "UCCL_EP_PROXIES"
+    }

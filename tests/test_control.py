@@ -1,0 +1,227 @@
+"""Ranks as threads: introductions, agreement, descriptors, liveness, and strangers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from uccl_ep_serving.bootstrap import Introduction, introduce
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, PeerTimeout, ProtocolError
+from uccl_ep_serving.live import LiveServer, query
+from uccl_ep_serving.operation_log import OperationLog
+
+
+class ThreadExchange:
+    """All-gather among threads."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, board: list[bytes]) -> None:
+        self.rank = rank
+        self.size = len(board)
+        self._barrier = barrier
+        self._board = board
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self._board[self.rank] = payload
+        self._barrier.wait(30)
+        result = list(self._board)
+        self._barrier.wait(30)
+        return result
+
+
+def in_threads(size: int, body: Callable[[ThreadExchange], Any]) -> list[Any]:
+    """Results by rank; an exception is a result."""
+    barrier, board = threading.Barrier(size), [b""] * size
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = body(ThreadExchange(rank, barrier, board))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def joined(exchange: ThreadExchange, *, tcp: bool = False, **overrides: Any) -> ControlMesh:
+    """A connected mesh; ``tcp`` pretends that every rank is on a host of its own."""
+    settings = Settings.from_environment({}, **{"connect_timeout": 10.0, **overrides})
+    mesh = ControlMesh(exchange.rank, exchange.size, settings)
+    known = introduce(
+        exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
+    )
+    if tcp:
+        import msgspec
+
+        cards = tuple(msgspec.structs.replace(card, host=str(card.rank)) for card in known.cards)
+        known = Introduction(cards, known.secret)
+    mesh.connect(known)
+    return mesh
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_gather_returns_everybodys_payload_in_rank_order(tcp: bool) -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=tcp)
+        rounds = [[data for data, _ in mesh.gather(f"step {i}", b"%d.%d" % (i, exchange.rank))] for i in range(5)]
+        local = mesh.local_peers
+        mesh.gather("end")
+        mesh.close()
+        return rounds, local
+
+    for rank, (rounds, local) in enumerate(in_threads(4, body)):
+        assert rounds == [[b"%d.%d" % (i, peer) for peer in range(4)] for i in range(5)]
+        assert local == (frozenset() if tcp else frozenset(range(4)) - {rank})
+
+
+def test_descriptors_reach_peers_on_this_host() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mine = os.memfd_create("test")
+        os.write(mine, b"rank %d" % exchange.rank)
+        got = mesh.gather("share", descriptors=[mine])
+        texts = [os.pread(taken[0], 100, 0) if taken else b"" for _, taken in got]
+        for _, taken in got:
+            for descriptor in taken:
+                os.close(descriptor)
+        mesh.gather("end")
+        os.close(mine)
+        mesh.close()
+        return texts
+
+    for rank, texts in enumerate(in_threads(3, body)):
+        assert texts == [b"" if peer == rank else b"rank %d" % peer for peer in range(3)]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=tcp)
+        mesh.gather("all here")
+        if exchange.rank == 1:
+            mesh.goodbye()
+            time.sleep(0.1)
+            mesh.close()
+            return None
+        if exchange.rank == 2:
+            time.sleep(0.3)
+            mesh.abandon()  # what the kernel does for a killed process
+            return None
+        start = time.monotonic()
+        try:
+            with pytest.raises(PeerLost, match="rank 2 is gone") as caught:
+                mesh.gather("next", without=frozenset({1}), timeout=20.0)
+            assert caught.value.peer == 2
+            return time.monotonic() - start, list(mesh.lost)
+        finally:
+            mesh.close()
+
+    results = in_threads(3, body)
+    took, lost = results[0]
+    assert took < 1.3
+    assert lost == [2]
+
+
+def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        try:
+            if exchange.rank == 0:
+                with pytest.raises(PeerTimeout, match=r"ranks \[1\]") as caught:
+                    mesh.gather("alone", timeout=0.2)
+                assert (caught.value.peer, caught.value.arrived, caught.value.expected) == (1, 0, 1)
+                mesh.gather("grow")
+            else:
+                time.sleep(0.5)
+                with pytest.raises(ProtocolError, match="'wrong'.*'alone'|have not made the same calls"):
+                    mesh.gather("wrong")
+                mesh.gather("grow")
+            return True
+        finally:
+            mesh.close()
+
+    assert in_threads(2, body) == [True, True]
+
+
+def test_ranks_that_disagree_are_told_who_and_what() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        joined(exchange, proxies=1 + (exchange.rank == 2), channels=2)
+
+    for error in in_threads(3, body):
+        assert isinstance(error, ConfigError)
+        assert "UCCL_EP_PROXIES: rank 0 has 1, rank 2" in str(error)
+
+
+def test_a_wrong_secret_is_refused_and_strangers_do_not_disturb() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        settings = Settings.from_environment({}, connect_timeout=3.0)
+        mesh = ControlMesh(exchange.rank, 2, settings)
+        known = introduce(
+            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
+        )
+        if exchange.rank == 1:
+            for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b""):
+                with socket.create_connection((known.cards[0].address, known.cards[0].port)) as stranger:
+                    stranger.sendall(noise)
+            known = Introduction(known.cards, b"x" * 32)
+        mesh.connect(known)
+
+    zero, one = in_threads(2, body)
+    assert isinstance(one, BootstrapError)
+    assert "does not know the job's secret" in str(one)
+    assert isinstance(zero, BootstrapError)
+    assert "ranks [1] have not connected" in str(zero)
+
+
+def test_a_forked_child_lets_go_of_the_connections() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        return mesh
+
+    zero, one = in_threads(2, body)
+    child = os.fork()
+    if child == 0:
+        time.sleep(3)
+        os._exit(0)
+    try:
+        one.abandon()
+        deadline = time.monotonic() + 1.0
+        while not zero.lost and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert zero.lost == [1]  # although the child still lives
+    finally:
+        zero.close()
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_live_counters_answer_only_while_open() -> None:
+    log = OperationLog()
+    for duration in range(1, 101):
+        log.record("ll_dispatch", 3, 2, duration * 1000, expert_rows=5)
+    server = LiveServer(lambda: {"ops": log.snapshot()})
+    other = LiveServer(lambda: {"number": 2})
+    try:
+        first, second = query(os.getpid())
+        ops = first["ops"]["ll_dispatch"]
+        assert (ops["count"], ops["tokens"], ops["rows"], ops["expert_rows"]) == (100, 300, 200, 500)
+        assert ops["p50_us"] == pytest.approx(50.5)
+        assert ops["p99_us"] == pytest.approx(99.0, abs=0.2)
+        assert second == {"number": 2}
+    finally:
+        server.close()
+        other.close()
+    assert query(os.getpid()) == []

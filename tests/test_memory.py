@@ -1,0 +1,81 @@
+"""Segments leave nothing behind; the heap leases ranges to tensors and gets them back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+
+import pytest
+import torch
+
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.memory import HeapAllocator, Segment
+
+
+def test_segment_is_shared_and_has_no_name() -> None:
+    before = set(os.listdir("/dev/shm"))
+    one = Segment.create("test", 8192)
+    two = Segment.attach(os.dup(one.fd), 8192)
+    one.bytes[5] = 7
+    assert two.bytes[5] == 7
+    assert set(os.listdir("/dev/shm")) == before
+    one.close()
+    two.close()
+    assert one.fd == two.fd == -1
+
+
+def test_a_short_segment_is_refused() -> None:
+    one = Segment.create("test", 4096)
+    with pytest.raises(ConfigError, match="4096 bytes where 8192"):
+        Segment.attach(os.dup(one.fd), 8192)
+
+
+def test_memory_stays_mapped_while_a_tensor_lives() -> None:
+    segment = Segment.create("test", 8192)
+    heap = HeapAllocator(segment.bytes, 0, 8192)
+    offset = heap.take(100)
+    assert offset is not None
+    tensor = heap.tensor(offset, 100)
+    segment.close()
+    tensor.fill_(3)
+    assert int(tensor.sum()) == 300
+
+
+def test_a_lease_ends_with_the_last_view() -> None:
+    segment = Segment.create("test", 1 << 20)
+    heap = HeapAllocator(segment.bytes, 4096, 1 << 16)
+    offset = heap.take(1 << 16)
+    assert offset == 4096
+    assert heap.take(1) is None
+    tensor = heap.tensor(offset, 1 << 16)
+    view = tensor.view(torch.bfloat16)[10:20]
+    del tensor
+    gc.collect()
+    assert heap.take(1) is None
+    del view
+    gc.collect()
+    assert heap.free_bytes == 1 << 16
+
+
+def test_heap_merges_whatever_the_order_of_return() -> None:
+    segment = Segment.create("test", 1 << 20)
+    for seed in range(20):
+        heap = HeapAllocator(segment.bytes, 0, 1 << 20)
+        rng = random.Random(seed)
+        taken: dict[int, int] = {}
+        for _ in range(200):
+            if taken and rng.random() < 0.5:
+                offset = rng.choice(list(taken))
+                heap.give(offset)
+                del taken[offset]
+            else:
+                size = rng.randrange(1, 40000)
+                offset = heap.take(size)
+                if offset is not None:
+                    assert all(offset + size <= o or offset >= o + s for o, s in taken.items())
+                    taken[offset] = size
+        for offset in list(taken):
+            heap.give(offset)
+        assert heap.free_bytes == 1 << 20
+        assert heap.take(1 << 20) == 0
