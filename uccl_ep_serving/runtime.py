@@ -1,0 +1,468 @@
+"""The runtime of a Buffer: allocate -> register -> connect -> start, and the reverse on close.
+
+A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode first meets a
+shape that does not fit, all ranks agree on it and rebuild the data plane with a larger window (:meth:`Runtime.grow`);
+the control connections stay. Everything above sees only the kernel space of the current generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .bootstrap import Exchange, introduce
+from .config import Settings, unknown_variables
+from .control import ControlMesh
+from .errors import ConfigError, PeerError, UcclEpError
+from .kernel_space import KernelSpace
+from .live import LiveServer
+from .memory import HeapAllocator, Segment
+from .operation_log import OperationLog
+from .protocol import context as ctx
+from .protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from .protocol.streams import CREDIT
+from .proxy.service import ProxyService
+from .proxy.transport.select import DIRECT, Choice, choose
+from .proxy.transport.shm import ShmEndpoint, mailbox_bytes
+from .proxy.transport.tcp import TcpEndpoint
+
+if TYPE_CHECKING:
+    from .proxy.transport.base import Endpoint
+
+__all__ = ["Runtime"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass
+class _DataPlane:
+    """What is rebuilt by :meth:`Runtime.grow`. Closed in the reverse order of construction."""
+
+    layout: WindowLayout
+    segments: list[Segment] = field(default_factory=list)
+    endpoints: list[list[Endpoint]] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    space: KernelSpace | None = None
+    service: ProxyService | None = None
+
+    @property
+    def routes(self) -> dict[int, str]:
+        """Name of the way to each peer."""
+        return {peer: choice.transport for peer, choice in self.choices.items()}
+
+    def close(self, deadline: float) -> None:
+        """Stop the proxies, close the endpoints, let go of the memory."""
+        if self.service is not None:
+            self.service.stop(deadline)
+        for endpoint in (one for row in self.endpoints for one in row):
+            endpoint.close()
+        for segment in self.segments:
+            segment.close()
+        self.endpoints, self.segments = [], []
+
+
+class Runtime:
+    """Connections, memory and proxies of one Buffer on one rank. Construction is collective.
+
+    Args:
+        exchange: the launcher's all-gather; used once.
+        settings: this rank's settings.
+        heap_bytes: least bytes of window for normal mode's received rows (the engine's size hint).
+
+    Attributes:
+        rank, ranks, settings: of the group.
+        generation: number of :meth:`grow` calls; message counters restart at 0 with each.
+
+    Raises:
+        ConfigError, BootstrapError, TransportError: nothing is left open.
+    """
+
+    def __init__(self, exchange: Exchange, settings: Settings, heap_bytes: int = 0) -> None:
+        for name, closest in unknown_variables().items():
+            _log.warning(
+                "%s is not a setting of uccl_ep_serving%s", name, f"; did you mean {closest}?" if closest else ""
+            )
+        self.settings = settings
+        self.rank = exchange.rank
+        self.ranks = exchange.size
+        self.generation = 0
+        self.operations = OperationLog()
+        self.record = self.operations.record
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._mask: npt.NDArray[np.int32] = np.zeros(self.ranks, dtype=np.int32)
+        self._normal = _normal_plan(self.ranks, settings, heap_bytes)
+        self._mesh = ControlMesh(self.rank, self.ranks, settings)
+        self._plane: _DataPlane | None = None
+        self._live: LiveServer | None = None
+        try:
+            introduction = introduce(
+                exchange,
+                settings,
+                socket_name=self._mesh.socket_name,
+                address=self._mesh.address,
+                port=self._mesh.port,
+                sizes={"normal-mode heap bytes": self._normal.heap},
+            )
+            self._cards = introduction.cards
+            self._secret = introduction.secret
+            self._mesh.on_lost = self._on_lost
+            self._mesh.on_goodbye = self._on_goodbye
+            self._mesh.connect(introduction)
+            self._plane = self._build(None)
+            self._live = LiveServer(self.stats)
+        except BaseException:
+            self._teardown(time.monotonic() + 1.0)
+            raise
+        self._log_choices()
+
+    # -- what low_latency and normal use ------------------------------------------------------------------------
+
+    @property
+    def space(self) -> KernelSpace:
+        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed or forked."""
+        if self._plane is None or self._plane.space is None or self._closed:
+            raise UcclEpError("this Buffer is closed")
+        if os.getpid() != self._pid:
+            raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
+        return self._plane.space
+
+    @property
+    def layout(self) -> WindowLayout:
+        """Where everything lies in the windows of the current generation."""
+        return self.space.layout
+
+    @property
+    def window(self) -> int:
+        """Address of this rank's window."""
+        return self.space.window
+
+    @property
+    def window_bytes(self) -> npt.NDArray[np.uint8]:
+        """uint8 view of this rank's window."""
+        return self.space.window_bytes
+
+    @property
+    def context(self) -> int:
+        """Address of the kernel context block (``protocol.context``)."""
+        return self.space.context
+
+    @property
+    def progress(self) -> int:
+        """Address of the progress block: what a pending kernel waits for."""
+        return self.space.progress
+
+    @property
+    def mask(self) -> npt.NDArray[np.int32]:
+        """int32[ranks], 1 = peer masked."""
+        return self._mask
+
+    @property
+    def heap(self) -> HeapAllocator:
+        """Heap of normal mode's received rows."""
+        return self.space.heap
+
+    def check(self, phase: str = "operation") -> None:
+        """Raise what is known to be wrong before an operation starts."""
+        self.space.check(phase)
+
+    def wait(self, phase: str, step: Callable[[int], int]) -> None:
+        """See :meth:`KernelSpace.wait`."""
+        self.space.wait(phase, step)
+
+    def grow(self, plan: LowLatencyPlan) -> None:
+        """Rebuild the data plane with room for ``plan``. Collective; no operation may be in flight.
+
+        Raises:
+            ConfigError: ranks ask for different plans; every rank raises and the group goes on as it was.
+            PeerError: a rank did not take part.
+        """
+        self.check("low-latency setup")
+        mine = msgspec.msgpack.encode(plan)
+        answers = self._mesh.gather("low-latency setup", mine, without=self._masked(), timeout=self.settings.timeout)
+        others = {
+            rank: msgspec.msgpack.decode(payload, type=LowLatencyPlan)
+            for rank, (payload, _) in enumerate(answers)
+            if payload and payload != mine
+        }
+        if others:
+            raise ConfigError(
+                f"low-latency setup: the ranks disagree, nothing was changed: rank {self.rank} has {plan}, "
+                + ", ".join(f"rank {rank} has {other}" for rank, other in others.items())
+            )
+        old, self._plane = self._plane, None
+        deadline = time.monotonic() + self.settings.connect_timeout
+        if old is not None:
+            if old.service is not None:
+                old.service.drain(deadline)
+            # Nobody may unmap or stop while another rank still writes to it.
+            self._mesh.gather("leaving the old window", without=self._masked())
+            old.close(deadline)
+        self._plane = self._build(plan)
+        self.generation += 1
+
+    # -- peers --------------------------------------------------------------------------------------------------
+
+    def _masked(self) -> frozenset[int]:
+        return frozenset(int(peer) for peer in np.flatnonzero(self._mask))
+
+    def mask_peer(self, peer: int) -> None:
+        """Leave ``peer`` out from now on: its tokens and experts drop out, the others go on."""
+        self._mask[peer] = 1
+        space = self.space
+        space.clear_failure_of(peer)
+        if self._plane is not None and self._plane.service is not None and not space.is_direct(peer):
+            self._plane.service.forget(peer, ctx.FAILURE_PEER_LOST)
+        _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
+
+    def _on_lost(self, peer: int) -> None:
+        if self._closed or self._mask[peer]:
+            return
+        plane = self._plane
+        if plane is not None and plane.space is not None:
+            plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
+
+    def _on_goodbye(self, peer: int) -> None:
+        plane = self._plane
+        if plane is not None and plane.service is not None and plane.routes.get(peer) not in (None, DIRECT):
+            plane.service.forget(peer, ctx.FAILURE_CLOSED)
+
+    def _watch(self) -> None:
+        """Between slices of a wait: raise what the proxies or the control connections know."""
+        plane = self._plane
+        if plane is None or plane.space is None or plane.service is None:
+            return
+        for peer in self._mesh.lost:
+            if not self._mask[peer]:
+                plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
+        if not plane.space.failed:
+            plane.service.check()
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def _build(self, plan: LowLatencyPlan | None) -> _DataPlane:
+        settings, ranks, rank = self.settings, self.ranks, self.rank
+        deadline = time.monotonic() + settings.connect_timeout
+        try:
+            layout = WindowLayout(ranks, plan, self._normal)
+        except ValueError as error:
+            raise ConfigError(f"{error}") from error
+        plane = _DataPlane(layout)
+        try:
+            window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
+            mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(ranks, settings.proxies))
+            plane.segments += [window, mailbox]
+            answers = self._mesh.gather(
+                "sharing windows",
+                layout.digest.to_bytes(8, "little"),
+                descriptors=[window.fd, mailbox.fd],
+                without=self._masked(),
+            )
+            windows, mailboxes = [0] * ranks, [0] * ranks
+            windows[rank], mailboxes[rank] = window.address, mailbox.address
+            for peer, (_, descriptors) in enumerate(answers):
+                if len(descriptors) == 2:
+                    for target, descriptor, nbytes in (
+                        (windows, descriptors[0], layout.nbytes),
+                        (mailboxes, descriptors[1], mailbox.nbytes),
+                    ):
+                        segment = Segment.attach(descriptor, nbytes)
+                        segment.close_descriptor()
+                        plane.segments.append(segment)
+                        target[peer] = segment.address
+            window.close_descriptor()
+            mailbox.close_descriptor()
+            for peer in range(ranks):
+                if peer != rank and not self._mask[peer]:
+                    same_host = self._cards[peer].host == self._cards[rank].host
+                    plane.choices[peer] = choose(settings, mapped=bool(windows[peer]), same_host=same_host)
+            self._connect(plane, window, mailbox.address, windows, mailboxes, deadline)
+            assert plane.service is not None
+            plane.service.start()
+            self._mesh.gather("starting", without=self._masked())
+        except BaseException:
+            plane.close(time.monotonic() + 1.0)
+            raise
+        return plane
+
+    def _connect(
+        self,
+        plane: _DataPlane,
+        window: Segment,
+        mailbox: int,
+        windows: list[int],
+        mailboxes: list[int],
+        deadline: float,
+    ) -> None:
+        settings, ranks, rank, nbytes = self.settings, self.ranks, self.rank, plane.layout.nbytes
+        kinds = sorted(set(plane.routes.values()) - {DIRECT})
+        host = self._cards[rank].address
+        for proxy in range(settings.proxies):
+            row: list[Endpoint] = []
+            plane.endpoints.append(row)
+            for kind in kinds:
+                if kind == "shm":
+                    row.append(
+                        ShmEndpoint(
+                            rank,
+                            ranks,
+                            proxy,
+                            mailbox=mailbox,
+                            peer_mailboxes=mailboxes,
+                            peer_windows=windows,
+                            window_bytes=nbytes,
+                        )
+                    )
+                else:
+                    row.append(
+                        TcpEndpoint(
+                            rank,
+                            ranks,
+                            proxy,
+                            window=window.address,
+                            window_bytes=nbytes,
+                            secret=self._secret,
+                            settings=settings,
+                            host=host,
+                            job=self.generation.to_bytes(8, "little"),
+                        )
+                    )
+        offered = msgspec.msgpack.encode([[endpoint.address() for endpoint in row] for row in plane.endpoints])
+        answers = self._mesh.gather(
+            "exchanging addresses", msgspec.msgpack.encode((kinds, offered)), without=self._masked()
+        )
+        theirs: dict[int, dict[str, list[bytes]]] = {}
+        for peer, (payload, _) in enumerate(answers):
+            if payload and peer != rank:
+                names, table = msgspec.msgpack.decode(payload, type=tuple[list[str], bytes])
+                rows = msgspec.msgpack.decode(table, type=list[list[bytes]])
+                theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+        for proxy, row in enumerate(plane.endpoints):
+            for kind, endpoint in zip(kinds, row, strict=True):
+                addresses: list[bytes | None] = [
+                    theirs[peer][kind][proxy] if plane.routes.get(peer) == kind else None for peer in range(ranks)
+                ]
+                endpoint.connect(addresses, deadline)
+        space = KernelSpace(rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._mask)
+        plane.space = space
+        plane.service = service = ProxyService(
+            rank=rank,
+            ranks=ranks,
+            window=window.address,
+            window_bytes=nbytes,
+            settings=settings,
+            error=space.error,
+            endpoints=plane.endpoints,
+            route=[kinds.index(plane.routes[peer]) if plane.routes.get(peer) in kinds else -1 for peer in range(ranks)],
+        )
+        for stream in range(CREDIT):
+            space.set_ring(stream, service.ring(stream))
+        for peer, kind in plane.routes.items():
+            if kind == DIRECT:
+                space.connect_direct(peer, windows[peer])
+            else:
+                space.connect_proxied(peer, service.arrived, service.completed)
+        space.watch = self._watch
+
+    def _log_choices(self) -> None:
+        by_reason: dict[str, list[str]] = {}
+        for peer, choice in sorted(self._plane.choices.items() if self._plane else ()):
+            by_reason.setdefault(choice.reason, []).append(str(peer))
+        routes = "; ".join(f"{reason}: ranks {', '.join(peers)}" for reason, peers in by_reason.items())
+        _log.info(
+            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.0f MiB (heap %.0f MiB), timeout %g s",
+            self.rank,
+            self.ranks,
+            routes or "alone",
+            self.settings.proxies,
+            self.settings.channels,
+            self.layout.nbytes / 2**20,
+            self._normal.heap / 2**20,
+            self.settings.timeout,
+        )
+
+    # -- sight and end ------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plain counters of this rank; also what the live socket serves."""
+        plane = self._plane
+        routes = plane.routes if plane is not None else {}
+        counters: dict[str, Any] = plane.service.counters() if plane is not None and plane.service is not None else {}
+        return {
+            "rank": self.rank,
+            "world": self.ranks,
+            "pid": self._pid,
+            "generation": self.generation,
+            "transport_by_peer": {str(peer): kind for peer, kind in routes.items()},
+            "direct_peers": sorted(peer for peer, kind in routes.items() if kind == DIRECT),
+            "proxies": self.settings.proxies,
+            "channels": self.settings.channels,
+            "masked": sorted(self._masked()),
+            "lost": list(self._mesh.lost),
+            "ops": self.operations.snapshot(),
+            **counters.get("total", {}),
+            "by_proxy": counters.get("proxies", []),
+            "streams": counters.get("streams", []),
+            "latency": {str(stream): buckets for stream, buckets in counters.get("latency", {}).items()},
+        }
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._closed
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Stop, drain, wait for the others (bounded by ``timeout`` seconds), unmap. May be called twice."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        deadline = time.monotonic() + timeout
+        plane = self._plane
+        if plane is not None and plane.space is not None and plane.service is not None and not plane.space.failed:
+            plane.service.drain(deadline)
+            try:
+                self._mesh.gather("close", without=self._masked(), timeout=max(deadline - time.monotonic(), 0.0))
+            except UcclEpError as error:
+                # The others may keep working or be gone; this rank leaves all the same.
+                level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR
+                _log.log(level, "rank %d closes without the others: %s", self.rank, error)
+        self._teardown(deadline)
+
+    def _teardown(self, deadline: float) -> None:
+        self._closed = True
+        self._mesh.goodbye()
+        plane, self._plane = self._plane, None
+        if plane is not None:
+            if plane.space is not None:
+                plane.space.fail(ctx.FAILURE_CLOSED)
+            plane.close(deadline)
+        with contextlib.suppress(OSError):
+            self._mesh.close()
+        if self._live is not None:
+            self._live.close()
+
+
+def _normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
+    """Normal-mode sizes from the settings, the heap at least what the caller asked for."""
+    heap = -(-max(settings.heap_bytes, heap_bytes) // 4096) * 4096
+    try:
+        return NormalPlan(
+            ranks, heap=heap, rounds=settings.round_bytes, chunk=settings.chunk_bytes, depth=settings.chunk_depth
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
