@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Rewrite requirements/{core,dev,sglang-cpu}.txt from what is installed in the running environment.
+
+Each list is closed: it names every distribution it needs that an earlier list does not have, so that pip
+installs it with ``--no-deps`` and no resolver decides anything. The dependencies in pyproject.toml decide
+which list a distribution belongs to; what they do not reach was installed for SGLang.
+
+Usage: ``.venv/bin/python scripts/freeze.py`` in an environment where ``make test`` and ``make demo`` pass.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import NormalizedName, canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+OURSELVES = canonicalize_name("uccl_ep_serving")
+# installed by other means: pip by venv, torch from requirements/torch.txt
+NOT_LISTED = {canonicalize_name("pip"), canonicalize_name("torch"), OURSELVES}
+
+
+def closure(requirements: list[str], installed: Mapping[NormalizedName, str]) -> set[NormalizedName]:
+    """Names of the installed distributions that ``requirements`` reach, themselves included."""
+    seen: set[tuple[NormalizedName, tuple[str, ...]]] = set()
+    todo = [Requirement(text) for text in requirements]
+    while todo:
+        requirement = todo.pop()
+        name = canonicalize_name(requirement.name)
+        extras = tuple(sorted(requirement.extras))
+        if name not in installed or (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        for text in metadata.distribution(name).requires or []:
+            below = Requirement(text)
+            marker = below.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                todo.append(below)
+    return {name for name, _ in seen}
+
+
+def rewrite(path: Path, names: set[NormalizedName], installed: Mapping[NormalizedName, str]) -> None:
+    """Replace the pins of ``path``, keeping the comment at its head."""
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    pins = [f"{name}=={installed[name]}" for name in sorted(names)]
+    path.write_text("\n".join([*head, "", *pins, ""]))
+    print(f"{path.relative_to(ROOT)}: {len(pins)} pins")
+
+
+def main() -> None:
+    """Sort every installed distribution into one list and write the lists."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = project["project"]
+    extras: dict[str, list[str]] = declared["optional-dependencies"]
+    installed = {canonicalize_name(found.name): found.version for found in metadata.distributions()}
+    build = ["setuptools"]
+    core = closure([*declared["dependencies"], *build], installed)
+    # packaging is what this script itself needs
+    dev = closure([*extras["test"], *extras["dev"], "packaging"], installed) - core
+    rest = set(installed) - core - dev
+    rewrite(ROOT / "requirements" / "core.txt", core - NOT_LISTED, installed)
+    rewrite(ROOT / "requirements" / "dev.txt", dev - NOT_LISTED, installed)
+    rewrite(ROOT / "requirements" / "sglang-cpu.txt", rest - NOT_LISTED, installed)
+
+
+if __name__ == "__main__":
+    main()

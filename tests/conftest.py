@@ -1,0 +1,74 @@
+"""What every test shares: hypothesis profiles, skipping what the machine lacks, a check that nothing is left.
+
+``HYPOTHESIS_PROFILE=thorough`` searches with fresh random examples; by default every run tries the same ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+
+INFINIBAND = Path("/sys/class/infiniband")
+
+# no deadline: the first example of a test may compile what it calls
+settings.register_profile(
+    "quick", deadline=None, derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", parent=settings.get_profile("quick"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def _missing() -> dict[str, str]:
+    """Markers whose tests cannot run here, each with the reason that pytest's summary shows."""
+    missing = {}
+    if not any(importlib.util.find_spec(engine) for engine in ("sglang", "vllm")):
+        missing["engine"] = "no engine is installed: make test-engine installs SGLang for CPU"
+    if not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
+        missing["rdma"] = f"no RDMA device under {INFINIBAND}"
+    return missing
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests whose marker names something this machine lacks."""
+    missing = _missing()
+    # torch takes seconds to import: only asked when a test needs the answer
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
+        missing["gpu"] = "no CUDA device"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the session when a child process or a shared-memory file of ours outlives the tests."""
+    yield
+    children = psutil.Process().children(recursive=True)
+    # multiprocessing's own helpers (resource tracker, fork server) live until this process exits
+    children = [child for child in children if "from multiprocessing." not in _describe(child)]
+    # those that are already on their way out get a moment
+    _, alive = psutil.wait_procs(children, timeout=2)
+    commands = {child.pid: _describe(child) for child in alive}
+    assert not commands, f"processes outlive the tests: {commands}"
+    leftover = sorted(str(path) for path in Path("/dev/shm").glob("uccl_ep*"))
+    assert not leftover, f"shared-memory files outlive the tests: {leftover}"
