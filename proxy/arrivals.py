@@ -1,0 +1,146 @@
+"""Arrivals: from immediates in any order, repeated or forged, to counts that kernels trust; and the credits owed."""
+
+from __future__ import annotations
+
+from ..native.atomics import peek, poke
+from ..native.jit import compiled, inlined
+from ..protocol.streams import CREDIT, CREDIT_WRITES, STREAMS
+from .codec import imm_last, imm_source, imm_stream
+from .faults import FAULT_CREDIT, FAULT_IMMEDIATE, FAULT_SOURCE, FAULT_STREAM_OWNER, blame_source
+from .flow import credit_open, post_apart
+from .sequence import HELD_BACK, PREFIX, REPEATED, note
+from .state import (
+    ARRIVED,
+    C_BYTES_RECEIVED,
+    C_DUPLICATES,
+    C_HELD_BACK,
+    COUNTERS,
+    CREDITED,
+    DUE,
+    DUE_HEAD,
+    DUE_NEXT,
+    DUE_TAIL,
+    GRANTED,
+    NEXT,
+    OWNED,
+    PEER_BUSY,
+    PEER_ENTRY,
+    PEER_STATE,
+    PEERS,
+    RANK,
+    RANKS,
+    RECEIVE,
+    RECEIVE_ENTRY,
+    SEEN,
+    SEND,
+    SEND_ENTRY,
+    STAMP,
+    UP,
+    WINDOW,
+)
+from .transport.base import ACCEPTED
+
+__all__ = ["arrive", "grant_credits"]
+
+
+@inlined
+def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
+    """ARRIVED: a write with immediate ``imm`` from rank ``proven`` (-1: the immediate must be believed) is visible.
+
+    Nothing of an immediate is used before it was checked: an impossible one is blamed on the peer, and the peer is
+    parted from.
+    """
+    source = imm_source(imm)
+    stream = imm_stream(imm)
+    fault = 0
+    if imm >> 32:
+        fault = FAULT_IMMEDIATE
+    elif source >= peek(state + RANKS) or source == peek(state + RANK) or (proven >= 0 and proven != source):
+        fault = FAULT_SOURCE
+    elif peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_STATE) != UP:
+        # Lost, forgotten or never connected: nothing of it counts.
+        return
+    elif peek(peek(state + OWNED) + stream * 8) == 0:
+        fault = FAULT_STREAM_OWNER
+    else:
+        fault = _note_arrival(state, source, stream, imm, nbytes)
+    if fault:
+        blame_source(state, proven, source, fault, stream, imm)
+
+
+@inlined
+def _note_arrival(state: int, source: int, stream: int, imm: int, nbytes: int) -> int:
+    """Enter a checked immediate in the window of its stream; a fault code when it is a credit too many."""
+    index = source * STREAMS + stream
+    record = peek(state + RECEIVE) + index * RECEIVE_ENTRY
+    outcome = note(record + SEEN, peek(state + ARRIVED) + index * 8, imm, imm_last(imm))
+    counters = peek(state + COUNTERS)
+    if outcome == REPEATED:
+        poke(counters + C_DUPLICATES, peek(counters + C_DUPLICATES) + 1)
+        return 0
+    if outcome == HELD_BACK:
+        poke(counters + C_HELD_BACK, peek(counters + C_HELD_BACK) + 1)
+    prefix = peek(record + SEEN + PREFIX)
+    if stream >= CREDIT:
+        send = peek(state + SEND) + (index ^ CREDIT) * SEND_ENTRY
+        covered = prefix * CREDIT_WRITES
+        if covered > peek(send + NEXT):
+            # Believing it would let this rank run past the receiver's window.
+            return FAULT_CREDIT
+        poke(send + CREDITED, covered)
+        return 0
+    poke(counters + C_BYTES_RECEIVED, peek(counters + C_BYTES_RECEIVED) + nbytes)
+    if prefix - peek(record + GRANTED) >= CREDIT_WRITES and peek(record + DUE) == 0:
+        _owe(state, record, index)
+    return 0
+
+
+@compiled
+def _owe(state: int, record: int, index: int) -> None:
+    """Append stream ``index`` to the list of those that owe their sender a credit."""
+    poke(record + DUE, 1)
+    poke(record + DUE_NEXT, 0)
+    tail = peek(state + DUE_TAIL)
+    if tail:
+        poke(peek(state + RECEIVE) + (tail - 1) * RECEIVE_ENTRY + DUE_NEXT, index + 1)
+    else:
+        poke(state + DUE_HEAD, index + 1)
+    poke(state + DUE_TAIL, index + 1)
+
+
+@compiled
+def grant_credits(state: int) -> int:
+    """Post the credits that are owed; returns how many. They pass by rings, queues and byte caps.
+
+    A sender can be stopped by missing credits while the ring and the caps of its receiver are full of data that waits
+    for credits of the other direction: were credits to queue behind data, both could stop for ever.
+    """
+    index = peek(state + DUE_HEAD) - 1
+    posted = 0
+    # Those that cannot be posted now are appended again, behind the last one of this round.
+    end = peek(state + DUE_TAIL) - 1
+    while index >= 0:
+        record = peek(state + RECEIVE) + index * RECEIVE_ENTRY
+        following = peek(record + DUE_NEXT) - 1
+        poke(state + DUE_HEAD, following + 1)
+        if following < 0:
+            poke(state + DUE_TAIL, 0)
+        poke(record + DUE, 0)
+        peer = index // STREAMS
+        entry = peek(state + PEERS) + peer * PEER_ENTRY
+        stream = (index % STREAMS) | CREDIT
+        send = peek(state + SEND) + (index | CREDIT) * SEND_ENTRY
+        while peek(entry + PEER_STATE) == UP and peek(record + SEEN + PREFIX) - peek(record + GRANTED) >= CREDIT_WRITES:
+            if peek(entry + PEER_BUSY) == peek(state + STAMP) or not credit_open(send):
+                _owe(state, record, index)
+                break
+            if post_apart(state, entry, send, peer, stream, peek(state + WINDOW), 0, 0, 1) != ACCEPTED:
+                if peek(entry + PEER_STATE) == UP:
+                    _owe(state, record, index)
+                break
+            poke(record + GRANTED, peek(record + GRANTED) + CREDIT_WRITES)
+            posted += 1
+        if index == end:
+            break
+        index = following
+    return posted

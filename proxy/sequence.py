@@ -1,0 +1,94 @@
+"""The sequence window: which numbered writes of a stream have happened, and how many messages that makes without a gap.
+
+One algorithm, used twice for every stream: by the receiver for writes that have *arrived*, by the sender for writes
+that have *completed* locally. Both may come in any order; both are published as the count of messages whose writes,
+and all before them, have happened.
+
+Memory of one window (owned by one proxy thread, nobody else reads or writes it):
+
+    byte  0  PREFIX    int64, writes that have happened without a gap (never wraps)
+    byte  8  MESSAGES  int64, messages among them, that is: ends of messages
+    byte 16  HELD      int64, writes that have happened behind a gap
+    byte 24  PAIRS     2 bits for each of the 1,024 sequence numbers from PREFIX on, at sequence % 1024:
+                       1 = happened, 2 = it ends a message; all zero in order, so the fast path never touches them
+
+A number is 11 bits. Because at most 1,024 writes are outstanding, one that lies 0..1023 ahead of PREFIX is new (or a
+repeat of a held one), and one that lies 1024..2047 ahead is really behind: a repeat.
+"""
+
+from __future__ import annotations
+
+from ..native.atomics import peek, poke, store64
+from ..native.jit import compiled, inlined
+from ..protocol.imm import SEQUENCE_SPACE, SEQUENCE_WINDOW
+
+__all__ = ["HELD", "HELD_BACK", "IN_ORDER", "MESSAGES", "PREFIX", "REPEATED", "WINDOW_STATE_BYTES", "note"]
+
+PREFIX, MESSAGES, HELD, PAIRS = 0, 8, 16, 24
+#: One int64 of PAIRS holds 32 sequence numbers.
+WINDOW_STATE_BYTES = PAIRS + SEQUENCE_WINDOW // 32 * 8
+
+#: What :func:`note` found. REPEATED changes nothing.
+REPEATED, IN_ORDER, HELD_BACK = 0, 1, 2
+
+_SPACE_MASK = SEQUENCE_SPACE - 1
+_WINDOW_MASK = SEQUENCE_WINDOW - 1
+
+
+@inlined
+def _pair_address(window: int, sequence: int) -> int:
+    return window + PAIRS + ((sequence & _WINDOW_MASK) >> 5) * 8
+
+
+@compiled
+def _close_gap(window: int, published: int, prefix: int, last: int) -> None:
+    """The write at ``prefix`` happened: take it and everything held directly behind it."""
+    messages = peek(window + MESSAGES) + last
+    held = peek(window + HELD)
+    prefix += 1
+    while held:
+        address = _pair_address(window, prefix)
+        shift = 2 * (prefix & 31)
+        word = peek(address)
+        pair = (word >> shift) & 3
+        if pair == 0:
+            break
+        poke(address, word & ~(3 << shift))
+        messages += pair >> 1
+        prefix += 1
+        held -= 1
+    poke(window + PREFIX, prefix)
+    poke(window + HELD, held)
+    poke(window + MESSAGES, messages)
+    store64(published, messages)
+
+
+@inlined
+def note(window: int, published: int, sequence: int, last: int) -> int:
+    """Write ``sequence`` (modulo 2048) has happened; ``last`` is 1 when it ends a message.
+
+    Stores the gap-free message count at address ``published`` with release, so that whoever loads it with acquire
+    sees the payloads it covers. Returns IN_ORDER, HELD_BACK or REPEATED.
+    """
+    prefix = peek(window + PREFIX)
+    ahead = (sequence - prefix) & _SPACE_MASK
+    if ahead == 0:
+        if peek(window + HELD) == 0:
+            poke(window + PREFIX, prefix + 1)
+            if last:
+                messages = peek(window + MESSAGES) + 1
+                poke(window + MESSAGES, messages)
+                store64(published, messages)
+        else:
+            _close_gap(window, published, prefix, last)
+        return IN_ORDER
+    if ahead > _WINDOW_MASK:
+        return REPEATED
+    address = _pair_address(window, sequence)
+    shift = 2 * (sequence & 31)
+    word = peek(address)
+    if (word >> shift) & 1:
+        return REPEATED
+    poke(address, word | (1 | last << 1) << shift)
+    poke(window + HELD, peek(window + HELD) + 1)
+    return HELD_BACK

@@ -1,0 +1,123 @@
+"""What a proxy has done, as plain Python values: counters, the four states of each stream, sampled latencies.
+
+Everything is read from memory that the loop updates with plain stores: reading costs the loop nothing. Values of one
+snapshot were read one after another, so two of them may differ by what happened in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protocol.ring import HEAD, TAIL
+from ..protocol.streams import CREDIT, name_of
+from .control import read
+from .sequence import HELD, MESSAGES, PREFIX
+from .state import (
+    ABSENT,
+    COUNTER_NAMES,
+    CREDITED,
+    CREDITS,
+    DONE,
+    ENQUEUED,
+    LOAD,
+    LOAD_BYTES,
+    LOAD_SHIFT,
+    NEXT,
+    PEER_STATE,
+    QUEUED,
+    SEEN,
+    WAITING,
+    ProxyState,
+)
+
+__all__ = ["in_flight", "latencies", "proxy_counters", "stream_states"]
+
+
+def in_flight(state: ProxyState) -> int:
+    """Commands in the ring and in queues, plus writes and credits not completed.
+
+    The order of the reads matters: the loop counts a command on the next stage before it takes it off the one before.
+    """
+    waiting = read(state.ring + HEAD) - read(state.ring + TAIL)
+    waiting += read(state.address + QUEUED)
+    return waiting + (read(state.address + LOAD) >> LOAD_SHIFT) + read(state.address + CREDITS)
+
+
+def proxy_counters(state: ProxyState) -> dict[str, int]:
+    """All counters by name, and how much is in each place now.
+
+    ``held_back`` counts writes that arrived before an earlier one, ``retries`` posts that the transport refused as
+    busy, ``queued`` commands that could not be posted straight from the ring, ``ring_blocked`` iterations in which a
+    destination whose quota was full held up the ring, ``discarded`` commands for lost or forgotten peers.
+    """
+    counters = {name: int(value) for name, value in zip(COUNTER_NAMES, state.counters, strict=True)}
+    counters["ring_depth"] = read(state.ring + HEAD) - read(state.ring + TAIL)
+    counters["queue_depth"] = state.word(QUEUED)
+    load = state.word(LOAD)
+    counters["writes_in_flight"] = load >> LOAD_SHIFT
+    counters["bytes_in_flight"] = load & LOAD_BYTES
+    send, receive = state.send, state.receive
+    data, credit = slice(0, CREDIT), slice(CREDIT, None)
+    counters["writes"] = _sum(send[:, data, NEXT // 8])
+    counters["writes_completed"] = _sum(send[:, data, (DONE + PREFIX) // 8] + send[:, data, (DONE + HELD) // 8])
+    counters["messages_sent"] = _sum(send[:, data, ENQUEUED // 8] - send[:, data, WAITING // 8])
+    counters["messages_completed"] = _sum(send[:, data, (DONE + MESSAGES) // 8])
+    counters["writes_received"] = _sum(receive[:, data, (SEEN + PREFIX) // 8] + receive[:, data, (SEEN + HELD) // 8])
+    counters["messages_received"] = _sum(receive[:, data, (SEEN + MESSAGES) // 8])
+    counters["credits_sent"] = _sum(send[:, credit, NEXT // 8])
+    counters["credits_received"] = _sum(receive[:, credit, (SEEN + PREFIX) // 8])
+    return counters
+
+
+def _sum(values: NDArray[np.int64]) -> int:
+    return int(values.sum())
+
+
+def stream_states(state: ProxyState) -> list[dict[str, Any]]:
+    """One entry per (peer, stream) that has carried something.
+
+    Sending, in messages: ``enqueued`` (taken from the ring), ``posted``, ``completed`` (locally). In writes:
+    ``writes_posted``, ``writes_completed`` and ``writes_applied`` (covered by the receiver's credits, hence in steps
+    of :data:`~uccl_ep_serving.protocol.streams.CREDIT_WRITES`). Receiving: ``arrived`` messages, ``writes_arrived``
+    without a gap, ``held_back`` behind a gap now. A sender whose ``enqueued`` is ahead of ``posted`` waits for its own
+    transport or for credits; ``posted`` ahead of ``completed``: the network is slow; all equal, and the receiver's
+    ``arrived`` behind: the receiver's proxy is.
+    """
+    entries: list[dict[str, Any]] = []
+    for peer in np.flatnonzero(state.peers[:, PEER_STATE // 8] != ABSENT):
+        send, receive = state.send[peer, :CREDIT], state.receive[peer, :CREDIT]
+        active = (send[:, ENQUEUED // 8] | send[:, NEXT // 8]) != 0
+        active |= (receive[:, (SEEN + PREFIX) // 8] | receive[:, (SEEN + HELD) // 8]) != 0
+        for stream in np.flatnonzero(active):
+            sent, seen = send[stream], receive[stream]
+            entries.append(
+                {
+                    "peer": int(peer),
+                    "stream": int(stream),
+                    "name": name_of(int(stream)),
+                    "enqueued": int(sent[ENQUEUED // 8]),
+                    "posted": int(sent[ENQUEUED // 8] - sent[WAITING // 8]),
+                    "completed": int(sent[(DONE + MESSAGES) // 8]),
+                    "writes_posted": int(sent[NEXT // 8]),
+                    "writes_completed": int(sent[(DONE + PREFIX) // 8]),
+                    "writes_applied": int(sent[CREDITED // 8]),
+                    "arrived": int(seen[(SEEN + MESSAGES) // 8]),
+                    "writes_arrived": int(seen[(SEEN + PREFIX) // 8]),
+                    "held_back": int(seen[(SEEN + HELD) // 8]),
+                }
+            )
+    return entries
+
+
+def latencies(state: ProxyState) -> dict[int, list[int]]:
+    """Per stream that was sampled: counts of post-to-completion times, bucket b for [2**b, 2**(b+1)) ns.
+
+    One write at a time is timed per proxy, so these are samples, not totals.
+    """
+    return {
+        int(stream): [int(count) for count in state.latency[stream]]
+        for stream in np.flatnonzero(state.latency.any(axis=1))
+    }
