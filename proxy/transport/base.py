@@ -1,0 +1,120 @@
+"""The seam between a proxy and a transport.
+
+Control path: an :class:`Endpoint` object in Python, one per proxy thread and transport, connected to all the peers it
+serves. Data path: four C functions, called from the compiled proxy loop with the endpoint's context address; they never
+block, never raise and never touch Python.
+
+    post(context, peer, stream, local, target, nbytes, imm, wr_id) -> ACCEPTED | BUSY | negative status
+        Start one one-sided write of ``nbytes`` bytes (0 allowed) from address ``local`` of this process to byte offset
+        ``target`` of the peer's window, followed by the 32-bit immediate ``imm``. BUSY: no room now, nothing happened,
+        ask again later. The source bytes stay untouched until the SENT event of ``wr_id``. The caller has checked that
+        [local, local + nbytes) lies in its own window and that target + nbytes is within the window's length.
+    flush(context) -> 0 | negative status
+        Ring the doorbell: everything accepted is under way. Called once after each batch of posts.
+    poll(context, events, limit) -> number of events | negative status
+        Drive progress and store up to ``limit`` events of EVENT_BYTES bytes at address ``events``.
+    drop(context, peer, reason) -> 0
+        The peer is lost or said goodbye: discard what is queued for it, complete nothing of it any more, ignore what
+        still comes from it.
+
+An event is four int64: kind, value, peer, status.
+
+    SENT      value = wr_id. Local completion: the source bytes may be reused, nothing of the write is repeated any more.
+    ARRIVED   value = immediate. The payload of *this* write is visible. peer = the source rank proved by the connection,
+              or -1 where the transport cannot prove it (the immediate's source is then used).
+    DOWN      peer's connection closed or failed; value 0, status = errno.
+    FAULT     peer sent what the format forbids (a frame too long, an offset outside the window); status = a FAULT_* code.
+
+A transport may deliver the writes of a peer in any order and may repeat an ARRIVED or a payload until its SENT; it must
+not lose one without a DOWN or a negative status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "ACCEPTED",
+    "ARRIVED",
+    "BUSY",
+    "DOWN",
+    "EVENT_BYTES",
+    "FAULT",
+    "FAULT_BAD_FRAME",
+    "FAULT_OUTSIDE_WINDOW",
+    "FAULT_WRONG_SOURCE",
+    "SENT",
+    "Capabilities",
+    "DataPath",
+    "Endpoint",
+]
+
+ACCEPTED = 0
+BUSY = 1
+
+SENT, ARRIVED, DOWN, FAULT = 1, 2, 3, 4
+EVENT_BYTES = 32
+
+FAULT_BAD_FRAME = 1
+FAULT_OUTSIDE_WINDOW = 2
+FAULT_WRONG_SOURCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport offers; layers above branch on these, never on its name.
+
+    Attributes:
+        name: "shm", "tcp", "fake", "roce", "efa".
+        ordered: writes to one peer become visible in the order in which they were posted.
+        proves_source: ARRIVED names the source rank by the connection itself.
+        memory_kinds: window kinds it can read from and write to: "shared", "host", "device".
+        immediate_bits: bits of immediate it carries (32 for all so far).
+        max_write: most bytes of one write.
+    """
+
+    name: str
+    ordered: bool
+    proves_source: bool
+    memory_kinds: tuple[str, ...]
+    immediate_bits: int
+    max_write: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataPath:
+    """Addresses of an endpoint's context and of its four C functions."""
+
+    context: int
+    post: int
+    flush: int
+    poll: int
+    drop: int
+
+
+class Endpoint(Protocol):
+    """Control path of one transport for one proxy thread."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this transport offers."""
+
+    def address(self) -> bytes:
+        """What peers need to connect to this endpoint; opaque, exchanged by the bootstrap."""
+
+    def connect(self, addresses: Sequence[bytes | None], deadline: float) -> None:
+        """Connect to every peer whose entry is not None (``addresses`` is indexed by rank, own entry None).
+
+        ``deadline`` is a ``time.monotonic()`` instant. Raises BootstrapError or TransportError naming the peer.
+        """
+
+    def data_path(self) -> DataPath:
+        """Addresses for the proxy loop; valid from ``connect`` to ``close``."""
+
+    def describe(self, peer: int) -> str:
+        """Words for the log: how ``peer`` is reached."""
+
+    def close(self) -> None:
+        """Release everything. Call only after the proxy thread has stopped. Never raises, may be called twice."""

@@ -1,0 +1,215 @@
+"""``tcp``: one-sided writes as frames over several TCP connections per peer. Control path of the endpoint.
+
+The pieces: :mod:`.tcp_connect` finds the peers, :mod:`.tcp_auth` proves who they are, :mod:`.tcp_data` moves frames,
+:mod:`.tcp_state` is the memory it works on, and :mod:`uccl_ep_serving.protocol.frame` says what is on the wire. The
+job's secret authenticates connections; what travels over them is neither encrypted nor signed, so the network between
+the hosts of a job must be trusted not to alter traffic, as RDMA networks are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import select
+import socket
+import weakref
+from collections.abc import Sequence
+
+from ...config import Settings
+from ...errors import BootstrapError, ConfigError, TransportError
+from ...protocol.command import MAX_WRITE_BYTES
+from ...protocol.frame import decode_address, encode_address
+from ...protocol.imm import IMM
+from .base import Capabilities, DataPath
+from .tcp_auth import Identity
+from .tcp_connect import meet
+from .tcp_data import warm
+from .tcp_state import EPOLL, State
+
+__all__ = ["MIN_SECRET_BYTES", "TcpEndpoint", "warm"]
+
+#: HMAC-SHA256 keys shorter than this could be guessed from one recorded handshake.
+MIN_SECRET_BYTES = 16
+
+_EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+
+class TcpEndpoint:
+    """Endpoint of one proxy thread over TCP.
+
+    Args:
+        rank, ranks, proxy: who this is; peers' endpoints of the same ``proxy`` connect to each other.
+        window: address of this rank's window, the only memory that peers write.
+        window_bytes: its length, equal on all ranks.
+        secret: the job's secret, at least :data:`MIN_SECRET_BYTES` bytes, equal on all ranks.
+        settings: ``tcp_connections`` is used.
+        host: numeric IPv4 or IPv6 address of an interface that peers can reach; the port is chosen by the kernel.
+        job: name of the job; a connection of another job is dropped.
+
+    Raises:
+        ConfigError: the secret is too short, or ``host`` is not an address that peers could connect to.
+        TransportError: the operating system refused to listen on ``host``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        proxy: int,
+        *,
+        window: int,
+        window_bytes: int,
+        secret: bytes,
+        settings: Settings,
+        host: str,
+        job: bytes,
+    ) -> None:
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(f"rank {rank}: the job secret has {len(secret)} bytes, {MIN_SECRET_BYTES} are needed")
+        self._identity = Identity(rank, ranks, proxy, settings.tcp_connections, window_bytes, job, secret)
+        self._state = State(ranks=ranks, connections=settings.tcp_connections, window=window, window_bytes=window_bytes)
+        self._how = ["not connected"] * ranks
+        self._fds: list[int] = []
+        self._epoll: select.epoll | None = None
+        self._data_path = DataPath(self._state.address, *warm())
+        self._listener: socket.socket | None = _listen(rank, host)
+        self._address = encode_address(*self._listener.getsockname()[:2])
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """In order per stream, not between streams on different connections; the connection proves the source."""
+        return Capabilities(
+            name="tcp",
+            ordered=False,
+            proves_source=True,
+            memory_kinds=("shared", "host"),
+            immediate_bits=IMM.bits,
+            max_write=MAX_WRITE_BYTES,
+        )
+
+    def address(self) -> bytes:
+        """Host and port on which this endpoint listens."""
+        return self._address
+
+    def connect(self, addresses: Sequence[bytes | None], deadline: float) -> None:
+        """Connect to every peer whose entry is not None; both sides prove the job's secret.
+
+        Every endpoint of the group must be in its ``connect`` before the deadline (a ``time.monotonic()`` instant).
+
+        Raises:
+            BootstrapError: a peer did not come in time, was refused or refused; it is named. The endpoint is closed.
+            TransportError: the operating system refused a socket. The endpoint is closed.
+        """
+        try:
+            self._connect(addresses, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, addresses: Sequence[bytes | None], deadline: float) -> None:
+        me = self._identity
+        if self._listener is None:
+            raise BootstrapError(f"rank {me.rank}: this tcp endpoint has been connected or closed already")
+        targets, sources = {}, set()
+        for peer, address in enumerate(addresses):
+            if address is None or peer == me.rank:
+                continue
+            try:
+                host_port = decode_address(address)
+            except ValueError as error:
+                raise BootstrapError(f"rank {me.rank}: address of rank {peer} for tcp: {error}") from None
+            if peer < me.rank:
+                targets[peer] = host_port
+            else:
+                sources.add(peer)
+        links = meet(me, self._listener, targets, frozenset(sources), deadline)
+        _open.add(self)
+        self._listener.close()
+        self._listener = None
+        try:
+            self._epoll = select.epoll()
+            self._state.context[EPOLL] = self._epoll.fileno()
+            for peer in (*targets, *sources):
+                self._how[peer] = _words([links[peer, number] for number in range(me.connections)])
+            for (peer, number), connection in links.items():
+                self._epoll.register(connection.fileno(), _EDGES)
+                fd = connection.detach()
+                self._fds.append(fd)
+                self._state.attach(peer * me.connections + number, fd)
+        except OSError as error:
+            # getpeername fails when the peer is gone by now: whoever still holds a socket closes it.
+            raise BootstrapError(f"rank {me.rank}: a proven tcp connection failed: {error.strerror}") from None
+        finally:
+            for connection in links.values():
+                connection.close()
+
+    def data_path(self) -> DataPath:
+        """Addresses for the proxy loop; valid from ``connect`` to ``close``."""
+        return self._data_path
+
+    def describe(self, peer: int) -> str:
+        """How ``peer`` is reached."""
+        return self._how[peer]
+
+    def close(self) -> None:
+        """Close all sockets; what the kernel has taken is still sent. Never raises, may be called twice."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._fds = []
+        self._state.detach()
+        if self._epoll is not None:
+            self._epoll.close()
+            self._epoll = None
+
+
+#: Endpoints that hold connections, to be let go in a forked child.
+_open: weakref.WeakSet[TcpEndpoint] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A child that kept the descriptors would keep a killed rank's connections open: its peers would see no DOWN."""
+    for endpoint in list(_open):
+        endpoint.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _words(connections: Sequence[socket.socket]) -> str:
+    """``tcp, 2 connections, [10.0.0.1]:40000,40001 - [10.0.0.2]:50000,50000``."""
+    ends = []
+    for names in (
+        [connection.getsockname() for connection in connections],
+        [connection.getpeername() for connection in connections],
+    ):
+        ends.append(f"[{names[0][0]}]:{','.join(str(name[1]) for name in names)}")
+    return f"tcp, {len(connections)} connections, {' - '.join(ends)}"
+
+
+def _listen(rank: int, host: str) -> socket.socket:
+    """A socket listening on ``host``, on a port of the kernel's choice."""
+    try:
+        parsed = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(f"rank {rank}: {host!r} is not a numeric IPv4 or IPv6 address") from None
+    if parsed.is_unspecified or (parsed.version == 6 and parsed.is_link_local):
+        raise ConfigError(
+            f"rank {rank}: peers cannot connect to {host}; choose an interface with UCCL_EP_SOCKET_IFNAME"
+        )
+    family = socket.AF_INET if parsed.version == 4 else socket.AF_INET6
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind((host, 0))
+        # The kernel caps this at net.core.somaxconn; whoever finds the queue full connects again.
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise TransportError(
+            f"rank {rank}: cannot listen on {host}: {error.strerror}", device=host, errno=error.errno or 0
+        ) from None
+    return listener

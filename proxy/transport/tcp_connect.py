@@ -1,0 +1,384 @@
+"""Connects one endpoint to its peers: many handshakes side by side in one thread, up to a deadline.
+
+Of each pair the higher rank connects and the lower one accepts, ``connections`` times. Whatever else reaches the
+listening socket (a port scanner, garbage, silence, another job) is dropped and counted, and delays nobody. A peer that
+speaks the handshake, claims a rank of this job and fails it is a mistake in the set-up: it is named on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import os
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...errors import BootstrapError, TransportError
+from ...protocol.frame import Verdict
+from .tcp_auth import Handshake, Identity, Refused, accept, connect
+
+__all__ = ["meet", "tune"]
+
+#: A connection that was accepted and does not finish its handshake in this time is dropped. A real peer that was merely
+#: slow connects again.
+ACCEPT_SECONDS = 10.0
+#: After this long without an answer to a SYN, start anew: the kernel's own retries become rare.
+CONNECT_SECONDS = 5.0
+#: Pause before connecting again, doubled up to the last value.
+RETRY_SECONDS = (0.02, 1.0)
+#: A refused claim to be rank r fails this rank only after r had this long to prove itself: a stranger who guesses the
+#: job's name and a rank cannot stop the group.
+REFUSAL_SECONDS = 2.0
+#: Times are looked at this often: a deadline is kept this well.
+TICK_SECONDS = 0.05
+#: Unproven connections kept at once beyond the expected ones; the oldest gives way.
+MAX_STRANGERS = 64
+
+#: Dead-host detection on an idle connection: probe after 10 s, every 5 s, three times.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_RETRY_ERRNO = frozenset(
+    (
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ETIMEDOUT,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.EADDRNOTAVAIL,
+        errno.EAGAIN,
+        errno.EPIPE,
+    )
+)
+
+Key = tuple[int, int]
+
+
+def tune(connection: socket.socket) -> None:
+    """Options of a connection that will carry frames. Buffer sizes stay with the kernel's autotuning."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+@dataclass(eq=False)
+class _Talk:
+    """One connection in its handshake."""
+
+    socket: socket.socket
+    handshake: Handshake
+    expires: float
+    wanted: Key | None  # (peer, connection) that this rank asked for; None = accepted, whoever it is
+    where: str
+    connected: bool
+    sending: bytes = b""
+    receiving: int = 0
+    received: bytes = b""
+    started: bool = False
+    result: Key | None = None
+
+    def step(self) -> bool:
+        """Go as far as the socket allows; True when ``result`` is set.
+
+        Raises:
+            OSError: the connection failed.
+            ValueError: the other side does not speak the handshake.
+            Refused: it does, and the two do not fit.
+        """
+        if not self.connected:
+            code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            self.connected = True
+        if not self.started:
+            self.started = True
+            self._take(next(self.handshake))
+        while True:
+            if self.sending:
+                try:
+                    self.sending = self.sending[self.socket.send(self.sending, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    return False
+                if self.sending:
+                    return False
+            elif len(self.received) < self.receiving:
+                try:
+                    part = self.socket.recv(self.receiving - len(self.received))
+                except BlockingIOError:
+                    return False
+                if not part:
+                    raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+                self.received += part
+            else:
+                received, self.received, self.receiving = self.received, b"", 0
+                try:
+                    self._take(self.handshake.send(received))
+                except StopIteration as end:
+                    self.result = end.value
+                    return True
+
+    def _take(self, request: bytes | int) -> None:
+        if isinstance(request, bytes):
+            self.sending = request
+        else:
+            self.receiving = request
+
+    @property
+    def events(self) -> int:
+        """What to wait for."""
+        waits_to_write = not self.connected or bool(self.sending)
+        return selectors.EVENT_WRITE if waits_to_write else selectors.EVENT_READ
+
+    def close(self) -> None:
+        """Close the socket, unread input first: closing over it would reset the connection under our last frame."""
+        self.handshake.close()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.recv(4096)
+        self.socket.close()
+
+
+@dataclass
+class _Meeting:
+    me: Identity
+    listener: socket.socket
+    targets: Mapping[int, tuple[str, int]]  # lower ranks, to connect to
+    sources: frozenset[int]  # higher ranks, that connect to us
+    deadline: float
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    done: dict[Key, socket.socket] = field(default_factory=dict)
+    talks: set[_Talk] = field(default_factory=set)
+    retries: list[tuple[float, Key]] = field(default_factory=list)
+    pauses: dict[Key, float] = field(default_factory=dict)
+    last_words: dict[int, str] = field(default_factory=dict)  # by target rank: why the last attempt failed
+    refused: dict[int, tuple[float, str]] = field(default_factory=dict)  # by claimed source rank
+    strangers: int = 0
+    last_stranger: str = ""
+
+    @property
+    def wanted(self) -> int:
+        """Connections in all."""
+        return (len(self.targets) + len(self.sources)) * self.me.connections
+
+    def run(self) -> dict[Key, socket.socket]:
+        """Until every connection is proven; see :func:`meet`."""
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, None)
+        tick = time.monotonic()
+        self.retries = [(tick, (peer, number)) for peer in self.targets for number in range(self.me.connections)]
+        heapq.heapify(self.retries)
+        try:
+            while len(self.done) < self.wanted:
+                now = time.monotonic()
+                if now >= tick:
+                    tick = now + TICK_SECONDS
+                    self._check_time(now)
+                while self.retries and self.retries[0][0] <= now:
+                    self._dial(heapq.heappop(self.retries)[1], now)
+                until = min(tick, self.retries[0][0]) if self.retries else tick
+                for key, _ in self.selector.select(until - now):
+                    if key.data is None:
+                        self._answer()
+                    elif key.data in self.talks:
+                        self._step(key.data)
+        except BaseException:
+            for connection in self.done.values():
+                connection.close()
+            raise
+        finally:
+            for talk in list(self.talks):
+                self._forget(talk)
+            self.selector.close()
+        return self.done
+
+    def _check_time(self, now: float) -> None:
+        for rank, (when, words) in self.refused.items():
+            if now >= when + REFUSAL_SECONDS:
+                raise BootstrapError(
+                    f"rank {self.me.rank}: a connection that claims to be rank {rank} was refused: {words}. "
+                    "Check that all ranks were started by the same launcher with the same settings"
+                )
+        for talk in [talk for talk in self.talks if now >= talk.expires]:
+            self._failed(talk, "no answer to the handshake" if talk.connected else "no answer to connect")
+        if now >= self.deadline:
+            raise BootstrapError(self._report())
+
+    def _report(self) -> str:
+        made = Counter(peer for peer, _ in self.done)
+        peers = {peer: self.me.connections - made[peer] for peer in sorted((*self.targets, *self.sources))}
+        peers = {peer: count for peer, count in peers.items() if count}
+        words = []
+        for peer, count in list(peers.items())[:8]:
+            if peer in self.targets:
+                host, port = self.targets[peer]
+                why = self.last_words.get(peer, "no answer yet")
+                words.append(f"rank {peer}: {count} connections to [{host}]:{port} not made ({why})")
+            else:
+                words.append(f"rank {peer}: {count} connections from it did not come")
+        if len(peers) > 8:
+            words.append(f"and {len(peers) - 8} more ranks")
+        if self.strangers:
+            words.append(f"{self.strangers} other connections were dropped, the last {self.last_stranger}")
+        host, port = self.listener.getsockname()[:2]
+        return (
+            f"rank {self.me.rank}, proxy {self.me.proxy}: connecting over tcp did not finish in time. "
+            f"{'; '.join(words)}. This rank listens on [{host}]:{port}; check that the peers run, that "
+            "UCCL_EP_SOCKET_IFNAME names an interface they can reach, and that no firewall is between"
+        )
+
+    def _dial(self, key: Key, now: float) -> None:
+        host, port = self.targets[key[0]]
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+            family, kind, protocol, _, sockaddr = found[0]
+            connection = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
+        except OSError as error:
+            raise self._transport_error(error, f"socket for rank {key[0]} at [{host}]:{port}") from None
+        code = connection.connect_ex(sockaddr)
+        talk = _Talk(
+            connection,
+            connect(self.me, *key),
+            expires=now + CONNECT_SECONDS,
+            wanted=key,
+            where=f"[{host}]:{port}",
+            connected=code == 0,
+        )
+        self.talks.add(talk)
+        if code not in (0, errno.EINPROGRESS):
+            self._failed(talk, os.strerror(code), code)
+            return
+        self.selector.register(connection, talk.events, talk)
+
+    def _answer(self) -> None:
+        """Accept everybody who waits."""
+        while True:
+            try:
+                connection, sockaddr = self.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.ENETDOWN):
+                    continue
+                raise self._transport_error(error, "accept") from None
+            connection.setblocking(False)
+            talk = _Talk(
+                connection,
+                accept(self.me, self.sources),
+                expires=min(time.monotonic() + ACCEPT_SECONDS, self.deadline),
+                wanted=None,
+                where=f"[{sockaddr[0]}]:{sockaddr[1]}",
+                connected=True,
+            )
+            if len(self.talks) >= self.wanted + MAX_STRANGERS:
+                accepted = [other for other in self.talks if other.wanted is None]
+                self._failed(min(accepted, key=lambda other: other.expires), "too many silent connections")
+            self.talks.add(talk)
+            self.selector.register(connection, selectors.EVENT_READ, talk)
+            self._step(talk)
+
+    def _step(self, talk: _Talk) -> None:
+        was_connected = talk.connected
+        try:
+            finished = talk.step()
+        except Refused as refusal:
+            self._refusal(talk, refusal)
+            return
+        except ValueError as error:
+            self._failed(talk, str(error))
+            return
+        except OSError as error:
+            self._failed(talk, error.strerror or str(error), error.errno or 0)
+            return
+        if not finished:
+            if talk.wanted is not None and not was_connected and talk.connected:
+                # The connection stands in the peer's backlog; the peer may come to it late.
+                talk.expires = self.deadline
+            self.selector.modify(talk.socket, talk.events, talk)
+            return
+        assert talk.result is not None
+        self.talks.discard(talk)
+        self.selector.unregister(talk.socket)
+        tune(talk.socket)
+        stale = self.done.pop(talk.result, None)
+        if stale is not None:
+            # The same peer, proven again: it did not see our welcome on the first one.
+            stale.close()
+        self.done[talk.result] = talk.socket
+        self.refused.pop(talk.result[0], None)
+
+    def _refusal(self, talk: _Talk, refusal: Refused) -> None:
+        words = f"{refusal.verdict.words} ({talk.where})"
+        if talk.wanted is not None:
+            self._forget(talk)
+            raise BootstrapError(
+                f"rank {self.me.rank}: connecting to rank {talk.wanted[0]} over tcp was refused: {words}. "
+                "Check that all ranks were started by the same launcher with the same settings"
+            )
+        proven = any(peer == refusal.claimed for peer, _ in self.done)
+        if (
+            refusal.verdict in (Verdict.WRONG_SECRET, Verdict.OTHER_SHAPE)
+            and refusal.claimed in self.sources
+            and not proven
+        ):
+            self.refused.setdefault(refusal.claimed, (time.monotonic(), words))
+        self._failed(talk, words)
+
+    def _failed(self, talk: _Talk, words: str, code: int = 0) -> None:
+        """Drop a connection; connect again where this rank had asked for it."""
+        self._forget(talk)
+        if talk.wanted is None:
+            self.strangers += 1
+            self.last_stranger = f"{talk.where}: {words}"
+            return
+        peer = talk.wanted[0]
+        self.last_words[peer] = words
+        if code and code not in _RETRY_ERRNO:
+            raise self._transport_error(OSError(code, words), f"connection to rank {peer} at {talk.where}")
+        pause = self.pauses.get(talk.wanted, RETRY_SECONDS[0])
+        self.pauses[talk.wanted] = min(2 * pause, RETRY_SECONDS[1])
+        heapq.heappush(self.retries, (time.monotonic() + pause, talk.wanted))
+
+    def _forget(self, talk: _Talk) -> None:
+        self.talks.discard(talk)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(talk.socket)
+        talk.close()
+
+    def _transport_error(self, error: OSError, what: str) -> TransportError:
+        hint = ""
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            hint = f". This endpoint needs {self.wanted} connections: raise ulimit -n or lower UCCL_EP_TCP_CONNECTIONS"
+        return TransportError(
+            f"rank {self.me.rank}: {what}: {error.strerror or error}{hint}", device="tcp", errno=error.errno or 0
+        )
+
+
+def meet(
+    me: Identity,
+    listener: socket.socket,
+    targets: Mapping[int, tuple[str, int]],
+    sources: frozenset[int],
+    deadline: float,
+) -> dict[Key, socket.socket]:
+    """Connect to all ``targets`` and wait for all ``sources``.
+
+    Args:
+        me: what this endpoint says and proves.
+        listener: a listening socket whose address the sources know.
+        targets: (host, port) by rank, to connect to.
+        sources: ranks that connect to the listener.
+        deadline: ``time.monotonic()`` instant.
+
+    Returns:
+        By (peer, connection index): a proven, non-blocking, tuned socket.
+
+    Raises:
+        BootstrapError: somebody did not come in time, or refused, or was refused; the peer is named.
+        TransportError: the operating system refused a socket.
+    """
+    return _Meeting(me, listener, targets, sources, deadline).run()

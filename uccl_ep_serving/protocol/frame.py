@@ -1,0 +1,350 @@
+"""What travels over a TCP connection: data frames, and the handshake before them. All little-endian, all fixed.
+
+A connection carries the writes of some streams of one peer, in one direction each way. Every write is one frame: a
+32-byte header and the payload, nothing between frames. The receiver takes nothing on trust: it copies the header,
+checks every field, and only then lets the payload into its window.
+
+The handshake runs once per connection, before any data frame. Each of its frames starts with an 8-byte prefix that
+names the kind, so a reader always knows how many bytes follow; nothing in it has a variable length.
+
+    connector -> acceptor  HELLO      who I am, whom I want, what I believe the group looks like, nonce
+    acceptor -> connector  CHALLENGE  nonce, proof over both nonces
+    connector -> acceptor  PROOF      proof over both nonces
+    acceptor -> connector  VERDICT    0 = welcome; data frames may follow in both directions
+
+Either side may send VERDICT with a refusal instead of its next frame and close. A proof is
+HMAC-SHA256(secret, role label + HELLO + CHALLENGE nonce): it covers both nonces, both ranks and everything else that
+HELLO claims, and the role label keeps one side's proof from being played back as the other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .command import MAX_RANKS, MAX_WINDOW_BYTES, MAX_WRITE_BYTES
+
+__all__ = [
+    "CHALLENGE_BYTES",
+    "FRAME_BYTES",
+    "FRAME_LENGTH",
+    "FRAME_MAGIC",
+    "FRAME_NUMBER",
+    "FRAME_TARGET",
+    "HANDSHAKE_VERSION",
+    "HELLO_BYTES",
+    "JOB_BYTES",
+    "KIND_CHALLENGE",
+    "KIND_HELLO",
+    "KIND_PROOF",
+    "KIND_VERDICT",
+    "MAX_CONNECTIONS",
+    "MAX_PROXIES",
+    "NONCE_BYTES",
+    "PREFIX_BYTES",
+    "PROOF_BYTES",
+    "ROLE_ACCEPTOR",
+    "ROLE_CONNECTOR",
+    "Frame",
+    "Hello",
+    "Verdict",
+    "connection_of",
+    "decode_address",
+    "decode_challenge",
+    "decode_frame",
+    "decode_hello",
+    "decode_prefix",
+    "encode_address",
+    "encode_challenge",
+    "encode_frame",
+    "encode_hello",
+    "encode_proof",
+    "encode_verdict",
+    "frame_fields",
+    "handshake_fields",
+    "job_digest",
+    "proof_of",
+]
+
+# --- data frames ------------------------------------------------------------------------------------------------------
+
+#: First four bytes of a frame: "UEP" and the version of the frame format.
+FRAME_MAGIC = int.from_bytes(b"UEP\x01", "little")
+
+_FRAME = struct.Struct("<IIQQQ")
+FRAME_BYTES = _FRAME.size
+#: Byte offsets of the 64-bit fields; byte 0 holds the magic (low half) and the immediate (high half).
+FRAME_TARGET, FRAME_LENGTH, FRAME_NUMBER = 8, 16, 24
+
+assert FRAME_BYTES == 32
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Header of one write.
+
+    Attributes:
+        imm: the 32-bit immediate.
+        target: byte offset in the receiver's window.
+        length: payload bytes that follow the header.
+        number: frames sent before this one on the same connection, so that bytes lost or repeated are noticed.
+    """
+
+    imm: int
+    target: int
+    length: int
+    number: int
+
+
+def frame_fields() -> tuple[tuple[str, int, int, str], ...]:
+    """(name, byte offset, bytes, meaning) of the frame header, for the tables in ARCHITECTURE.md."""
+    return (
+        ("magic", 0, 4, '"UEP" and the format version 1'),
+        ("imm", 4, 4, "the immediate; its source must be the rank that the connection proved"),
+        ("target", FRAME_TARGET, 8, "byte offset in the receiver's window"),
+        ("length", FRAME_LENGTH, 8, f"payload bytes that follow, at most {MAX_WRITE_BYTES}"),
+        ("number", FRAME_NUMBER, 8, "frames sent before on this connection"),
+    )
+
+
+def _check(name: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise ValueError(f"{name} = {value} is outside {low}..{high}")
+    return value
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """The 32 header bytes. Raises ValueError when a field is out of range."""
+    _check("imm", frame.imm, 0, (1 << 32) - 1)
+    _check("length", frame.length, 0, MAX_WRITE_BYTES)
+    _check("target", frame.target, 0, MAX_WINDOW_BYTES - frame.length)
+    _check("number", frame.number, 0, (1 << 63) - 1)
+    return _FRAME.pack(FRAME_MAGIC, frame.imm, frame.target, frame.length, frame.number)
+
+
+def decode_frame(header: bytes, *, window_bytes: int = MAX_WINDOW_BYTES) -> Frame:
+    """The header in 32 bytes, checked against a window of ``window_bytes``. Raises ValueError naming the field."""
+    if len(header) != FRAME_BYTES:
+        raise ValueError(f"a frame header has {FRAME_BYTES} bytes, not {len(header)}")
+    magic, imm, target, length, number = _FRAME.unpack(header)
+    if magic != FRAME_MAGIC:
+        raise ValueError(f"frame magic {magic:#010x} is not {FRAME_MAGIC:#010x}")
+    _check("length", length, 0, MAX_WRITE_BYTES)
+    _check("target + length", target + length, 0, window_bytes)
+    _check("number", number, 0, (1 << 63) - 1)
+    return Frame(imm, target, length, number)
+
+
+def connection_of(stream: int, connections: int) -> int:
+    """Index of the connection that carries ``stream``: fixed, so that a stream stays in order on its connection.
+
+    Channels are the low four bits of a stream id and parities the next one, so adding the two spreads neighbouring
+    channels, and the two parities of one channel, over the connections.
+    """
+    return (stream + (stream >> 4)) % connections
+
+
+# --- address ----------------------------------------------------------------------------------------------------------
+
+_ADDRESS = struct.Struct("<4sHH")
+_ADDRESS_MAGIC = b"UEPA"
+_MAX_HOST = 255
+
+
+def encode_address(host: str, port: int) -> bytes:
+    """What a peer needs to connect: magic, port, length of the host, host in ASCII. Raises ValueError on a misfit."""
+    text = host.encode("ascii")
+    _check("length of the host", len(text), 1, _MAX_HOST)
+    return _ADDRESS.pack(_ADDRESS_MAGIC, _check("port", port, 1, 65535), len(text)) + text
+
+
+def decode_address(address: bytes) -> tuple[str, int]:
+    """(host, port). Raises ValueError when ``address`` was not made by :func:`encode_address`."""
+    if len(address) < _ADDRESS.size:
+        raise ValueError(f"a TCP address has at least {_ADDRESS.size} bytes, not {len(address)}")
+    magic, port, length = _ADDRESS.unpack_from(address)
+    if magic != _ADDRESS_MAGIC or len(address) != _ADDRESS.size + length or not port or not length:
+        raise ValueError(f"{address[:16]!r} is not a TCP address")
+    return address[_ADDRESS.size :].decode("ascii"), port
+
+
+# --- handshake --------------------------------------------------------------------------------------------------------
+
+HANDSHAKE_VERSION = 1
+NONCE_BYTES = 32
+JOB_BYTES = 16
+_PROOF_SIZE = hashlib.sha256().digest_size
+
+#: Capacities of the settings ``proxies`` and ``tcp_connections``.
+MAX_PROXIES = 16
+MAX_CONNECTIONS = 16
+
+_HANDSHAKE_MAGIC = b"UEPH"
+_PREFIX = struct.Struct("<4sBBH")
+_HELLO = struct.Struct(f"<HHHHHHQ{JOB_BYTES}s{NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f"<{NONCE_BYTES}s{_PROOF_SIZE}s")
+
+PREFIX_BYTES = _PREFIX.size
+#: Bytes that follow the prefix, by kind.
+HELLO_BYTES = _HELLO.size
+CHALLENGE_BYTES = _CHALLENGE.size
+PROOF_BYTES = _PROOF_SIZE
+
+KIND_HELLO, KIND_CHALLENGE, KIND_PROOF, KIND_VERDICT = 1, 2, 3, 4
+
+ROLE_CONNECTOR = b"uccl-ep connector\0"
+ROLE_ACCEPTOR = b"uccl-ep acceptor\0\0"
+
+
+class Verdict(IntEnum):
+    """The 16-bit code of a VERDICT frame."""
+
+    WELCOME = 0
+    WRONG_SECRET = 1
+    OTHER_JOB = 2
+    OTHER_RANK = 3
+    OTHER_SHAPE = 4
+    OTHER_VERSION = 5
+
+    @property
+    def words(self) -> str:
+        """Why the handshake was refused."""
+        return {
+            Verdict.WELCOME: "welcome",
+            Verdict.WRONG_SECRET: "the two sides do not have the same job secret",
+            Verdict.OTHER_JOB: "the two sides belong to different jobs",
+            Verdict.OTHER_RANK: "the connector asked for another rank than the one that answered",
+            Verdict.OTHER_SHAPE: "the two sides disagree on ranks, proxies, TCP connections or window bytes",
+            Verdict.OTHER_VERSION: "the two sides speak different versions of the handshake",
+        }[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of a connection.
+
+    Attributes:
+        source: rank of the connector.
+        target: rank that it wants to reach.
+        ranks: size of the group.
+        proxy: index of the proxy thread at both ends.
+        connections: connections per peer and proxy.
+        connection: index of this one.
+        window_bytes: length of every window of the group.
+        job: :func:`job_digest`.
+        nonce: 32 random bytes.
+    """
+
+    source: int
+    target: int
+    ranks: int
+    proxy: int
+    connections: int
+    connection: int
+    window_bytes: int
+    job: bytes
+    nonce: bytes
+
+
+def job_digest(job: bytes) -> bytes:
+    """16 bytes that name the job on the wire; ``job`` itself is not sent."""
+    return hashlib.sha256(b"uccl-ep job\0" + job).digest()[:JOB_BYTES]
+
+
+def _prefix(kind: int, code: int = 0) -> bytes:
+    return _PREFIX.pack(_HANDSHAKE_MAGIC, HANDSHAKE_VERSION, kind, code)
+
+
+def decode_prefix(prefix: bytes) -> tuple[int, int, int]:
+    """(version, kind, code) of a handshake frame. Raises ValueError when it is not one; any version is returned."""
+    if len(prefix) != PREFIX_BYTES:
+        raise ValueError(f"a handshake prefix has {PREFIX_BYTES} bytes, not {len(prefix)}")
+    magic, version, kind, code = _PREFIX.unpack(prefix)
+    if magic != _HANDSHAKE_MAGIC:
+        raise ValueError(f"handshake magic {magic!r} is not {_HANDSHAKE_MAGIC!r}")
+    _check("handshake kind", kind, KIND_HELLO, KIND_VERDICT)
+    return version, kind, code
+
+
+def _check_hello(hello: Hello) -> Hello:
+    _check("ranks", hello.ranks, 1, MAX_RANKS)
+    _check("source", hello.source, 0, hello.ranks - 1)
+    _check("target", hello.target, 0, hello.ranks - 1)
+    _check("proxy", hello.proxy, 0, MAX_PROXIES - 1)
+    _check("connections", hello.connections, 1, MAX_CONNECTIONS)
+    _check("connection", hello.connection, 0, hello.connections - 1)
+    _check("window_bytes", hello.window_bytes, 1, MAX_WINDOW_BYTES)
+    _check("bytes of job", len(hello.job), JOB_BYTES, JOB_BYTES)
+    _check("bytes of nonce", len(hello.nonce), NONCE_BYTES, NONCE_BYTES)
+    return hello
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """Prefix and body. Raises ValueError when a field is out of range."""
+    _check_hello(hello)
+    return _prefix(KIND_HELLO) + _HELLO.pack(
+        hello.source,
+        hello.target,
+        hello.ranks,
+        hello.proxy,
+        hello.connections,
+        hello.connection,
+        hello.window_bytes,
+        hello.job,
+        hello.nonce,
+    )
+
+
+def decode_hello(body: bytes) -> Hello:
+    """The body of a HELLO (without its prefix). Raises ValueError when it is malformed."""
+    if len(body) != HELLO_BYTES:
+        raise ValueError(f"a hello has {HELLO_BYTES} bytes, not {len(body)}")
+    return _check_hello(Hello(*_HELLO.unpack(body)))
+
+
+def encode_challenge(nonce: bytes, proof: bytes) -> bytes:
+    """Prefix and body. Raises ValueError when a part has the wrong length."""
+    _check("bytes of nonce", len(nonce), NONCE_BYTES, NONCE_BYTES)
+    _check("bytes of proof", len(proof), PROOF_BYTES, PROOF_BYTES)
+    return _prefix(KIND_CHALLENGE) + _CHALLENGE.pack(nonce, proof)
+
+
+def decode_challenge(body: bytes) -> tuple[bytes, bytes]:
+    """(nonce, proof). Raises ValueError when ``body`` has the wrong length."""
+    if len(body) != CHALLENGE_BYTES:
+        raise ValueError(f"a challenge has {CHALLENGE_BYTES} bytes, not {len(body)}")
+    nonce, proof = _CHALLENGE.unpack(body)
+    return nonce, proof
+
+
+def encode_proof(proof: bytes) -> bytes:
+    """Prefix and body. Raises ValueError when the proof has the wrong length."""
+    _check("bytes of proof", len(proof), PROOF_BYTES, PROOF_BYTES)
+    return _prefix(KIND_PROOF) + proof
+
+
+def encode_verdict(verdict: Verdict) -> bytes:
+    """The whole frame: a prefix whose code is the verdict."""
+    return _prefix(KIND_VERDICT, int(verdict))
+
+
+def proof_of(secret: bytes, role: bytes, hello: Hello, nonce: bytes) -> bytes:
+    """What a side that knows ``secret`` answers in ``role`` to this HELLO and the acceptor's ``nonce``."""
+    return hmac.new(secret, role + encode_hello(hello) + nonce, hashlib.sha256).digest()
+
+
+def handshake_fields() -> tuple[tuple[str, int, str], ...]:
+    """(kind, bytes with the prefix, contents) of the handshake frames, for the tables in ARCHITECTURE.md."""
+    return (
+        (
+            "HELLO",
+            PREFIX_BYTES + HELLO_BYTES,
+            "source, target, ranks, proxy, connections, connection, window_bytes, job, nonce",
+        ),
+        ("CHALLENGE", PREFIX_BYTES + CHALLENGE_BYTES, "nonce, proof"),
+        ("PROOF", PREFIX_BYTES + PROOF_BYTES, "proof"),
+        ("VERDICT", PREFIX_BYTES, "code in the prefix"),
+    )
