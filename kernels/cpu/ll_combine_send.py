@@ -1,0 +1,227 @@
+"""Low-latency combine, sending side: the experts' rows return to each source, summed here when the weights are
+known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...native.atomics import copy, peek, peek32, poke, zero
+from ...native.jit import compiled
+from ...protocol.context import STATUS_OK, STATUS_PENDING
+from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
+from ...protocol.streams import LL_COMBINE, NOTICE
+from ..low_latency_state import (
+    COMBINE_BASE0,
+    COMBINE_NUMBER,
+    COMBINE_PACKED,
+    COMBINE_POSTED,
+    COMBINE_RECV,
+    COMBINE_RECV_STEP,
+    COMBINE_SEND,
+    COMBINE_SEND_STEP,
+    COMBINE_STAGE,
+    DIGEST,
+    HIDDEN,
+    PLACES,
+    RECEIVED,
+    RETURN_BASE,
+    RETURN_FORM,
+    RETURN_ROWS,
+    RETURN_TO,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SEEN_COMBINE,
+    TOKENS,
+    TOLD_COMBINE,
+    TOPK,
+    WEIGHTS,
+)
+from .context import (
+    channel_count,
+    is_masked,
+    own_rank,
+    peer_window,
+    rank_count,
+    window_address,
+)
+from .elements import float_view
+from .ll_counts import hear, send_notice, spaces_free, tell
+from .ll_dispatch_send import MESSAGE_ALIGNMENT
+from .ll_message import has_completed, peer_word, post_message, route_word, streams_of
+from .quant import accumulate, narrow
+from .wait import note_progress, turn_over
+
+__all__ = ["SUM_BLOCK", "combine_send"]
+
+#: Values summed at a time.
+SUM_BLOCK = SCRATCH_BYTES // 4
+
+_TAG = LowLatencyHeader.TAG * 8
+_NUMBER = LowLatencyHeader.NUMBER * 8
+_ROWS = LowLatencyHeader.ROWS * 8
+_CODING = LowLatencyHeader.CODING * 8
+_PLAN = LowLatencyHeader.PLAN * 8
+_RETURN_OFFSET = LowLatencyHeader.RETURN_OFFSET * 8
+_COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
+_NO_PLACE = 0xFFFFFFFF  # -1 as read by peek32
+
+
+@compiled
+def _place_messages(context: int, state: int, route: int, number: int, row_bytes: int) -> None:
+    """Where messages to the sources are packed, and where those of this rank's tokens will land."""
+    base = 0
+    for rank in range(rank_count(context)):
+        poke(route_word(context, route, COMBINE_STAGE, rank), base)
+        nbytes = HEADER_BYTES + peek(route_word(context, route, RETURN_ROWS, rank)) * row_bytes
+        base += (nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT
+        poke(
+            peer_word(context, state, COMBINE_BASE0 + (number & 1), rank),
+            peek(route_word(context, route, RETURN_BASE, rank)),
+        )
+
+
+@compiled
+def _sum_token(
+    row: int, places: int, weights: int, topk: int, x: int, payload: int, dtype: int, hidden: int, scratch: int
+) -> None:
+    """One row: float32 sum over the slots that live here, in slot order, rounded once."""
+    width = payload // hidden
+    factors = float_view(weights, topk)
+    for first in range(0, hidden, SUM_BLOCK):
+        count = min(SUM_BLOCK, hidden - first)
+        zero(scratch, 4 * count)
+        for slot in range(topk):
+            place = peek32(places + 4 * slot)
+            if place != _NO_PLACE:
+                accumulate(scratch, x + place * payload + first * width, count, dtype, np.float32(factors[slot]))
+        narrow(row + first * width, scratch, count, dtype)
+
+
+@compiled
+def _pack(
+    context: int,
+    state: int,
+    route: int,
+    source: int,
+    message: int,
+    x: int,
+    payload: int,
+    row_bytes: int,
+    dtype: int,
+) -> None:
+    """Rows for ``source`` at address ``message``, and the header except for its number and counts."""
+    topk, most = peek(state + 8 * TOPK), peek(state + 8 * TOKENS)
+    form = peek(route_word(context, route, RETURN_FORM, source))
+    places = peek(route + 8 * PLACES) + 4 * source * most * topk
+    weights = peek(route + 8 * WEIGHTS) + 4 * source * most * topk
+    poke(message + _TAG, _COMBINE_TAG)
+    poke(message + _ROWS, peek(route_word(context, route, RETURN_ROWS, source)))
+    poke(message + _CODING, form << 8 | dtype)
+    poke(message + _PLAN, peek(state + 8 * DIGEST))
+    poke(message + _RETURN_OFFSET, 0)
+    row = message + HEADER_BYTES
+    for _ in range(peek(route_word(context, route, RECEIVED, source))):
+        if form == FORM_REDUCED:
+            _sum_token(
+                row, places, weights, topk, x, payload, dtype, peek(state + 8 * HIDDEN), peek(state + 8 * SCRATCH)
+            )
+            row += row_bytes
+        else:
+            for slot in range(topk):
+                place = peek32(places + 4 * slot)
+                if place != _NO_PLACE:
+                    copy(row, x + place * payload, payload)
+                    row += row_bytes
+        places += 4 * topk
+        weights += 4 * topk
+
+
+@compiled
+def combine_send(
+    context: int,
+    state: int,
+    route: int,
+    ticket: int,
+    progress: int,
+    x: int,
+    payload: int,
+    row_bytes: int,
+    dtype: int,
+    slice_end_ns: int,
+) -> int:
+    """Return the rows of a received dispatch to their sources, as the next combine message.
+
+    Args:
+        route: of the dispatch, received by ``dispatch_recv``.
+        ticket: address of the int64 that combine_recv will get; the message number is stored there.
+        x: experts' output [L, R * T, H] in the layout of recv_x, rows of ``payload`` bytes.
+        row_bytes: bytes of a row on the wire. dtype: DTYPE_BF16, DTYPE_F16 or DTYPE_F32.
+
+    Returns:
+        STATUS_OK; STATUS_PENDING (progress block filled; call again, nothing is sent twice); STATUS_POISONED;
+        STATUS_PROTOCOL.
+    """
+    ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
+    number = peek(state + 8 * COMBINE_NUMBER)
+    parity = number & 1
+    poke(ticket, number)
+    _place_messages(context, state, route, number, row_bytes)
+    staging = peek(state + 8 * COMBINE_SEND) + parity * peek(state + 8 * COMBINE_SEND_STEP)
+    region = peek(state + 8 * COMBINE_RECV) + parity * peek(state + 8 * COMBINE_RECV_STEP)
+    turn = 0
+    while True:
+        missing = 0
+        free = spaces_free(context, state, progress)
+        for step in range(1, ranks + 1):
+            peer = (me + step) % ranks
+            if is_masked(context, peer):
+                continue
+            packed = peer_word(context, state, COMBINE_PACKED, peer)
+            posted = peer_word(context, state, COMBINE_POSTED, peer)
+            told = peer_word(context, state, TOLD_COMBINE, peer)
+            mapped = peer_window(context, peer)
+            source = staging + peek(route_word(context, route, COMBINE_STAGE, peer))
+            target = region + peek(route_word(context, route, RETURN_TO, peer))
+            if peek(packed) != number + 1:
+                seen = peer_word(context, state, SEEN_COMBINE, peer)
+                if peek(seen) < number - 1:
+                    status = hear(context, state, progress, peer, number + 1)
+                    if status != STATUS_OK:
+                        return status
+                # Completed here: the peer may take this message as the proof that nothing of the one before is
+                # repeated. It also frees this parity's staging, since the previous call waited likewise for the one
+                # before that.
+                if peek(seen) < number - 1:
+                    note_progress(progress, peer, NOTICE, peek(seen), number - 1)
+                elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
+                    message = mapped + target if mapped != 0 else window_address(context) + source
+                    _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
+                    poke(message + _NUMBER, number)
+                    tell(context, state, peer, message, free)
+                    poke(packed, number + 1)
+                    poke(posted, number * channels)
+            if peek(packed) == number + 1 and peek(posted) != (number + 1) * channels:
+                nbytes = HEADER_BYTES + peek(route_word(context, route, RETURN_ROWS, peer)) * row_bytes
+                status = post_message(context, peer, LL_COMBINE, number, posted, source, target, nbytes)
+                if status == STATUS_PENDING:
+                    note_progress(progress, peer, streams_of(LL_COMBINE, number), number // 2, number // 2 + 1)
+                elif status != STATUS_OK:
+                    return status
+            # Leaving without having told the peer would let it wait for this rank's next call.
+            if peek(told) < number - 1 and peer != me and free >= number - 1:
+                status = send_notice(context, state, progress, peer, free)
+                if status != STATUS_OK and status != STATUS_PENDING:
+                    return status
+            if peek(packed) != number + 1 or peek(posted) != (number + 1) * channels:
+                missing += 1
+            elif peek(told) < number - 1 and peer != me:
+                missing += 1
+                if free < number - 1:
+                    spaces_free(context, state, progress)
+        if missing == 0:
+            poke(state + 8 * COMBINE_NUMBER, number + 1)
+            return STATUS_OK
+        status = turn_over(context, turn, slice_end_ns)
+        if status != STATUS_OK:
+            return status
+        turn += 1

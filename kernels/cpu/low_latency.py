@@ -1,0 +1,80 @@
+"""The low-latency kernels for CPU tensors as one object: ``kernels.interface.LowLatencyKernels``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+
+from ...native.atomics import peek
+from ...native.jit import compile_lock, compiled
+from ...protocol.message import FORM_REDUCED
+from ..low_latency_state import (
+    COUNTS,
+    EXPERTS,
+    FORM,
+    ORDER,
+    PAIRS,
+    RETURNS,
+    SENT_TOKENS,
+    STARTS,
+    TOPK,
+)
+from .context import rank_count
+from .ll_combine_recv import combine_recv
+from .ll_combine_send import combine_send
+from .ll_dispatch_recv import dispatch_recv
+from .ll_dispatch_send import dispatch_send
+from .ll_message import route_word
+from .quant import quantise
+from .routing import first_bad_id, route
+
+__all__ = ["CpuLowLatencyKernels"]
+
+
+@compiled
+def _route(context: int, state: int, route_block: int, topk_idx: int) -> None:
+    route(
+        context,
+        topk_idx,
+        peek(route_block + 8 * SENT_TOKENS),
+        peek(state + 8 * TOPK),
+        peek(state + 8 * EXPERTS) // rank_count(context),
+        1 if peek(route_block + 8 * FORM) == FORM_REDUCED else 0,
+        route_word(context, route_block, STARTS, 0),
+        route_word(context, route_block, COUNTS, 0),
+        route_word(context, route_block, PAIRS, 0),
+        peek(route_block + 8 * ORDER),
+        peek(route_block + 8 * RETURNS),
+    )
+
+
+#: Entry points (Numba dispatchers, which the decorator's type does not show) and how many int64 arguments each takes.
+_ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
+    (first_bad_id, 3),
+    (_route, 4),
+    (quantise, 9),
+    (dispatch_send, 12),
+    (dispatch_recv, 15),
+    (combine_send, 10),
+    (combine_recv, 12),
+)
+
+
+class CpuLowLatencyKernels:
+    """Compiled entry points. :meth:`warm` compiles them (or loads them from the cache) before time matters."""
+
+    name = "cpu"
+    first_bad_id = staticmethod(first_bad_id)
+    route = staticmethod(_route)
+    quantise = staticmethod(quantise)
+    dispatch_send = staticmethod(dispatch_send)
+    dispatch_recv = staticmethod(dispatch_recv)
+    combine_send = staticmethod(combine_send)
+    combine_recv = staticmethod(combine_recv)
+
+    def warm(self) -> None:
+        """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
+        with compile_lock():
+            for entry, arity in _ENTRY_POINTS:
+                entry.compile((types.int64,) * arity)

@@ -1,0 +1,122 @@
+"""Summing the rows that a combine brings back, token by token, as soon as all rows of a token have arrived.
+
+Rows of every peer come in ascending token order, so the first row of a peer that has not arrived yet names the token
+before which everything of that peer is here; the smallest of these over all peers is the frontier up to which tokens
+can be summed. The order of a sum is the order of ranks, and every sum is taken in float32 and rounded once, so the
+result depends on nothing but the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...native.atomics import copy, peek, peek32, poke, zero
+from ...native.jit import compiled
+from ...protocol.message import DTYPE_F32
+from .. import normal_block as block
+from ..normal_block import TILE
+from .context import own_rank, rank_count
+from .elements import float_view
+from .normal_receive import landed_meta, landed_row
+from .normal_words import MOVED, NOTHING, add, get, put
+from .quant import accumulate, narrow, widen
+
+__all__ = ["reduce_ready"]
+
+#: Rows read in one step, so that sending goes on in between; about 1 MiB at 7168 bfloat16 values.
+_STEP_ROWS = 64
+#: A float32, so that the products of ``accumulate`` stay float32.
+_ONE: Any = np.float32(1.0)
+
+
+@compiled
+def _ready_until(operation: int, peers: int, ranks: int) -> int:
+    """The first token that still misses a row, or TOKENS."""
+    limit = get(operation, block.TOKENS)
+    for rank in range(ranks):
+        state = peers + 8 * block.PEER_WORDS * rank
+        arrived = get(state, block.ARRIVED_ROWS)
+        if arrived < get(state, block.RECV_ROWS):
+            limit = min(limit, peek32(get(state, block.RECV_LIST) + 4 * arrived))
+    return limit
+
+
+@compiled
+def _sum_row(operation: int, token: int, found: int, rows: int) -> None:
+    """OUT of ``token`` = sum of the ``found`` rows whose addresses stand at ``rows``, plus the biases."""
+    hidden, dtype = get(operation, block.HIDDEN), get(operation, block.ELEMENT)
+    nbytes = get(operation, block.ROW_BYTES)
+    width = 4 if dtype == DTYPE_F32 else 2
+    out = get(operation, block.OUT) + token * nbytes
+    bias_0, bias_1 = get(operation, block.BIAS_0), get(operation, block.BIAS_1)
+    if bias_0 == 0 and bias_1 == 0 and found <= 1:
+        if found == 0:
+            zero(out, nbytes)
+        else:
+            copy(out, peek(rows), nbytes)
+        return
+    total = get(operation, block.SCRATCH)
+    for start in range(0, hidden, TILE):
+        count, at = min(TILE, hidden - start), start * width
+        if found == 0:
+            zero(total, 4 * count)
+        else:
+            widen(total, peek(rows) + at, count, dtype)
+        for index in range(1, found):
+            accumulate(total, peek(rows + 8 * index) + at, count, dtype, _ONE)
+        if bias_0 != 0:
+            accumulate(total, bias_0 + token * nbytes + at, count, dtype, _ONE)
+        if bias_1 != 0:
+            accumulate(total, bias_1 + token * nbytes + at, count, dtype, _ONE)
+        narrow(out + at, total, count, dtype)
+
+
+@compiled
+def _sum_weights(operation: int, token: int, weights: int) -> None:
+    """Add the router weights at address ``weights`` to those of ``token``."""
+    topk = get(operation, block.TOPK)
+    total = float_view(get(operation, block.OUT_WEIGHTS) + 4 * topk * token, topk)
+    part = float_view(weights, topk)
+    for slot in range(topk):
+        total[slot] += part[slot]
+
+
+@compiled
+def reduce_ready(context: int, operation: int, peers: int) -> int:
+    """Sum tokens whose rows have all arrived, a bounded number of them. Returns MOVED or NOTHING."""
+    ranks, me = rank_count(context), own_rank(context)
+    token = first = get(operation, block.FRONTIER)
+    limit = _ready_until(operation, peers, ranks)
+    rows = get(operation, block.SCRATCH) + block.SCRATCH_BYTES
+    weighted = get(operation, block.META_BYTES) != 0
+    weights_bytes = 4 * get(operation, block.TOPK)
+    used = 0
+    while token < limit and used < _STEP_ROWS:
+        found = 0
+        if weighted:
+            zero(get(operation, block.OUT_WEIGHTS) + weights_bytes * token, weights_bytes)
+        for rank in range(ranks):
+            state = peers + 8 * block.PEER_WORDS * rank
+            row = get(state, block.CONSUMED)
+            if row == get(state, block.RECV_ROWS) or peek32(get(state, block.RECV_LIST) + 4 * row) != token:
+                continue
+            if rank == me:
+                # own rows go through no message: they are summed where the caller has them
+                row += get(state, block.SEND_FIRST)
+                address = get(operation, block.X) + row * get(operation, block.ROW_BYTES)
+                meta = get(operation, block.WEIGHTS) + weights_bytes * row
+            else:
+                address = landed_row(context, operation, state, row)
+                meta = landed_meta(context, operation, state, row)
+            poke(rows + 8 * found, address)
+            if weighted:
+                _sum_weights(operation, token, meta)
+            found += 1
+            add(state, block.CONSUMED, 1)
+        _sum_row(operation, token, found, rows)
+        used += found + 1
+        token += 1
+    put(operation, block.FRONTIER, token)
+    return MOVED if token > first else NOTHING

@@ -1,0 +1,108 @@
+"""Rows and their meta: gathered into a message by the sender, unpacked by the receiver.
+
+Meta of a dispatched row: int32 [topk] local expert at the destination or -1, float32 [topk] router weights (0 where the
+id is -1), then the row's scales. Meta of a combined row: float32 [topk] weights. Both are padded with zeros to
+META_BYTES. A row's bytes are copied once, never interpreted.
+"""
+
+from __future__ import annotations
+
+from ...native.atomics import copy, peek, peek32, poke, poke32, zero
+from ...native.jit import compiled
+from ...protocol.message import NormalNotify
+from .. import normal_block as block
+from .normal_words import get
+
+__all__ = ["copy_own", "pack_meta", "pack_rows", "unpack_meta"]
+
+_COMBINE = NormalNotify.OPERATION_COMBINE
+
+
+@compiled
+def _source_row(state: int, index: int) -> int:
+    """Index in X of row ``index`` for the peer."""
+    rows = get(state, block.SEND_LIST)
+    if rows != 0:
+        return peek32(rows + 4 * index)
+    return get(state, block.SEND_FIRST) + index
+
+
+@compiled
+def pack_rows(operation: int, state: int, first: int, rows: int, at: int) -> None:
+    """Gather rows ``first`` … of a peer (``state``: its block) to address ``at``."""
+    nbytes = get(operation, block.ROW_BYTES)
+    x = get(operation, block.X)
+    if get(state, block.SEND_LIST) == 0:
+        copy(at, x + _source_row(state, first) * nbytes, rows * nbytes)
+        return
+    for index in range(rows):
+        copy(at + index * nbytes, x + _source_row(state, first + index) * nbytes, nbytes)
+
+
+@compiled
+def pack_meta(operation: int, state: int, peer: int, first: int, rows: int, at: int) -> None:
+    """Write the meta of rows ``first`` … for ``peer`` to address ``at``."""
+    stride, topk = get(operation, block.META_BYTES), get(operation, block.TOPK)
+    weights = get(operation, block.WEIGHTS)
+    if get(operation, block.KIND) == _COMBINE:
+        for index in range(rows):
+            row = _source_row(state, first + index)
+            copy(at + index * stride, weights + 4 * topk * row, 4 * topk)
+            zero(at + index * stride + 4 * topk, stride - 4 * topk)
+        return
+    ids = get(operation, block.TOPK_IDX)
+    scales, scale_bytes = get(operation, block.SCALES), get(operation, block.SCALE_BYTES)
+    local = get(operation, block.LOCAL_EXPERTS)
+    used = 8 * topk + scale_bytes
+    for index in range(rows):
+        token = _source_row(state, first + index)
+        meta = at + index * stride
+        for slot in range(topk):
+            expert = peek(ids + 8 * (token * topk + slot)) - peer * local
+            weight = peek32(weights + 4 * (token * topk + slot))
+            if expert < 0 or expert >= local:
+                expert, weight = -1, 0
+            poke32(meta + 4 * slot, expert)
+            poke32(meta + 4 * (topk + slot), weight)
+        if scale_bytes != 0:
+            copy(meta + 8 * topk, scales + token * scale_bytes, scale_bytes)
+        zero(meta + used, stride - used)
+
+
+@compiled
+def unpack_meta(operation: int, meta: int, row: int) -> bool:
+    """Spread the meta of a dispatched row at address ``meta`` to row ``row`` of the outputs.
+
+    False when an id is not a local expert of this rank: the sender broke the format.
+    """
+    topk, local = get(operation, block.TOPK), get(operation, block.LOCAL_EXPERTS)
+    scale_bytes = get(operation, block.SCALE_BYTES)
+    ids = get(operation, block.OUT_IDX) + 8 * topk * row
+    weights = get(operation, block.OUT_WEIGHTS) + 4 * topk * row
+    for slot in range(topk):
+        # the 32 bits come unsigned: move the sign bit up
+        expert = (peek32(meta + 4 * slot) << 32) >> 32
+        if expert < -1 or expert >= local:
+            return False
+        poke(ids + 8 * slot, expert)
+        poke32(weights + 4 * slot, peek32(meta + 4 * (topk + slot)))
+    if scale_bytes != 0:
+        copy(get(operation, block.OUT_SCALES) + scale_bytes * row, meta + 8 * topk, scale_bytes)
+    return True
+
+
+@compiled
+def copy_own(operation: int, state: int, rank: int, first: int, rows: int) -> None:
+    """Dispatch rows ``first`` … of this rank to itself: straight into the outputs, through no message.
+
+    The meta passes through SCRATCH, so that ids, weights and scales have one definition.
+    """
+    nbytes, meta = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
+    base = get(state, block.RECV_FIRST)
+    pack_rows(operation, state, first, rows, get(operation, block.OUT) + (base + first) * nbytes)
+    if meta == 0:
+        return
+    scratch = get(operation, block.SCRATCH)
+    for index in range(first, first + rows):
+        pack_meta(operation, state, rank, index, 1, scratch)
+        unpack_meta(operation, scratch, base + index)

@@ -1,0 +1,179 @@
+"""The three int64 blocks through which the host and the kernels of normal mode talk about one operation.
+
+``COUNTS``     int64 [ranks, COUNT_WORDS], one per Buffer and window generation, zero at first: how many grants and
+               chunk messages each peer was sent and has sent over the Buffer's life. Writer: kernels. It makes the
+               number of every message known to both sides, so that "has it arrived" is one comparison.
+``OPERATION``  int64 [OPERATION_WORDS], filled by the host before the first kernel of an operation.
+``PEERS``      int64 [ranks, PEER_WORDS]: what belongs to one peer in this operation.
+
+All are private to the rank (one thread at a time: relaxed access). Below, H = the host, before the first kernel;
+P = the host, between the opening and the exchange; K = kernels. Addresses are of this process, offsets are in bytes in
+a window. A word not named by an operation stays 0.
+
+    operation word      writer  meaning
+    KIND                H       NormalNotify.OPERATION_*
+    NUMBER              H       number of the operation
+    NOTICES             H       messages sent so far to each peer on NORMAL_NOTIFY, this operation's not counted
+    PHASE               H       NORMAL_DISPATCH or NORMAL_COMBINE: stream of channel 0
+    SHAPE               H       digest that all ranks must share
+    CODING              H       word CODING of the notify
+    TOKENS              H       dispatch: rows of X. Combine: rows of OUT
+    HIDDEN              H       values per row
+    ELEMENT             H       DTYPE_* of the rows
+    TOPK                H       int32 ids and float32 weights per row of a dispatch; weights per row of a combine
+    ROW_BYTES           H       bytes of a row
+    META_BYTES          H       bytes of a row's meta, 0 = none
+    SCALE_BYTES         H       bytes of scales in a row's meta
+    LOCAL_EXPERTS       H       experts per rank
+    X                   H       address of the rows to send
+    TOPK_IDX            H       address of int64 [TOKENS, TOPK], or 0
+    WEIGHTS             H       address of float32 [rows of X, TOPK], or 0
+    SCALES              H       address of [TOKENS, SCALE_BYTES], or 0
+    EXPERT_COUNTS_SENT  H       address of int32 [ranks x LOCAL_EXPERTS]: rows for each expert, told to its rank
+    EXPERT_COUNTS       H       address of int64 [LOCAL_EXPERTS], K adds what the peers told
+    OUT                 P       address of the rows returned to the caller
+    OUT_IDX             P       address of int64 [rows, TOPK], or 0
+    OUT_WEIGHTS         P       address of float32 [rows, TOPK], or 0
+    OUT_SCALES          P       address of [rows, SCALE_BYTES], or 0
+    IN_PLACE            P       1 = peers write OUT itself, 0 = rows are copied from the landing area
+    BIAS_0, BIAS_1      P       addresses of [TOKENS, HIDDEN] added to a combine, or 0
+    SCRATCH             P       address of SCRATCH_BYTES + 8 x ranks bytes
+    NOTIFY_SEND         H       offset of this parity's notifies to send, and their stride
+    NOTIFY_RECV         H       offset of this parity's received notifies
+    NOTIFY_STRIDE       H       bytes between the notifies of two ranks
+    GRANT_SEND          H       offset of the grants to send
+    GRANT_RECV          H       offset of the received grants
+    STAGING             H       offset of the chunks packed for proxied peers
+    CHUNK_BYTES         H       bytes of a chunk there
+    DEPTH               H       chunks per peer there
+    LANDING             H       start and end of the area that grants of any rank may name
+    LANDING_END         H
+    FRONTIER            K       combine: tokens already summed
+    STEPS               K       grows with every piece of progress; the host tells a slow operation from a stuck one
+
+    peer word           writer  meaning
+    ABSENT              H       1 = masked: nothing goes there, nothing comes
+    SEND_ROWS           H       rows for the peer
+    SEND_LIST           H       address of int32 [SEND_ROWS] indices into X, 0 = consecutive rows
+    SEND_FIRST          H       index of the first row when consecutive
+    RECV_ROWS           H or K  rows the peer has for this rank (a first dispatch learns it from the notify)
+    RECV_LIST           H       combine: address of int32 [RECV_ROWS], token of each returning row, ascending
+    RECV_FIRST          P       dispatch: index in OUT of the peer's first row
+    ROW_LANDING         P       offset where the first granted row lands
+    META_LANDING        P       offset where its meta lands
+    SLOT_ROWS           P       rows per grant
+    SLOT_STRIDE         P       bytes between the two landing slots
+    CHUNK_ROWS          P       rows per chunk message; divides SLOT_ROWS, unless one grant holds everything
+    NOTIFIED            K       1 = the notify to the peer is published
+    TOLD                K       1 = the peer's notify has been taken
+    TOLD_SHAPE          K       its words SHAPE, CODING, ROW_BYTES, META_BYTES, for the error when they differ
+    TOLD_CODING         K
+    TOLD_ROW_BYTES      K
+    TOLD_META_BYTES     K
+    GRANTS              K       grants taken from the peer in this operation
+    GRANT_LEFT          K       rows of the current grant not yet sent
+    GRANT_ROW           K       offset in the peer's window of the next row
+    GRANT_META          K       offset of its meta
+    GRANT_CHUNK         K       rows per chunk
+    PACKED              K       PACKED_*: how far the chunk in the staging slot is (proxied peers)
+    SENT                K       rows sent
+    SENT_CHUNKS         K       chunks sent
+    OVER                K       1 = the peer was told that the writes to it are over (dispatch)
+    GRANTED             K       grants given to the peer in this operation
+    ARRIVED_CHUNKS      K       chunks of the peer that have arrived without a gap
+    ARRIVED_ROWS        K       the same in rows
+    CONSUMED            K       rows unpacked or summed
+"""
+
+from __future__ import annotations
+
+#: Values summed at once: 4 KiB of float32 stays in the first-level cache with one tile of every source.
+TILE = 1024
+SCRATCH_BYTES = 4 * TILE
+
+# COUNTS words: messages over the Buffer's life, by peer
+GRANTS_SENT, GRANTS_TAKEN = 0, 1
+#: + 0 for dispatch, + 1 for combine
+CHUNKS_SENT, CHUNKS_TAKEN = 2, 4
+COUNT_WORDS = 8
+
+(
+    KIND,
+    NUMBER,
+    NOTICES,
+    PHASE,
+    SHAPE,
+    CODING,
+    TOKENS,
+    HIDDEN,
+    ELEMENT,
+    TOPK,
+    ROW_BYTES,
+    META_BYTES,
+    SCALE_BYTES,
+    LOCAL_EXPERTS,
+    X,
+    TOPK_IDX,
+    WEIGHTS,
+    SCALES,
+    EXPERT_COUNTS_SENT,
+    EXPERT_COUNTS,
+    OUT,
+    OUT_IDX,
+    OUT_WEIGHTS,
+    OUT_SCALES,
+    IN_PLACE,
+    BIAS_0,
+    BIAS_1,
+    SCRATCH,
+    NOTIFY_SEND,
+    NOTIFY_RECV,
+    NOTIFY_STRIDE,
+    GRANT_SEND,
+    GRANT_RECV,
+    STAGING,
+    CHUNK_BYTES,
+    DEPTH,
+    LANDING,
+    LANDING_END,
+    FRONTIER,
+    STEPS,
+) = range(40)
+OPERATION_WORDS = 48
+
+(
+    ABSENT,
+    SEND_ROWS,
+    SEND_LIST,
+    SEND_FIRST,
+    RECV_ROWS,
+    RECV_LIST,
+    RECV_FIRST,
+    ROW_LANDING,
+    META_LANDING,
+    SLOT_ROWS,
+    SLOT_STRIDE,
+    CHUNK_ROWS,
+    NOTIFIED,
+    TOLD,
+    TOLD_SHAPE,
+    TOLD_CODING,
+    TOLD_ROW_BYTES,
+    TOLD_META_BYTES,
+    GRANTS,
+    GRANT_LEFT,
+    GRANT_ROW,
+    GRANT_META,
+    GRANT_CHUNK,
+    PACKED,
+    SENT,
+    SENT_CHUNKS,
+    OVER,
+    GRANTED,
+    ARRIVED_CHUNKS,
+    ARRIVED_ROWS,
+    CONSUMED,
+) = range(31)
+PEER_WORDS = 32
+
+PACKED_NOTHING, PACKED_ROWS_AND_META, PACKED_META = 0, 1, 2
