@@ -1,0 +1,139 @@
+"""What dispatch hands to combine, and the event object that both return."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["DispatchOrigin", "EventOverlap", "LowLatencyHandle", "NormalHandle", "StreamEvent"]
+
+
+class StreamEvent(Protocol):
+    """The part of ``torch.Event`` that is used here."""
+
+    def wait(self) -> Any:
+        """Make the current stream wait for the event."""
+
+
+class EventOverlap:
+    """DeepEP's event object: the end of an operation, for streams to wait on.
+
+    Operations on CPU tensors are over when they return; their event is None and waiting for it does nothing.
+
+    Attributes:
+        event: the stream event, or None.
+        extra_tensors: tensors kept alive until this object is collected.
+    """
+
+    def __init__(self, event: StreamEvent | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event."""
+        if self.event is not None:
+            self.event.wait()
+
+    def __enter__(self) -> EventOverlap:
+        """As in DeepEP: what runs inside the ``with`` block overlaps with the operation."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.current_stream_wait()
+
+
+class LowLatencyHandle(tuple[Any, ...]):
+    """What a low-latency dispatch hands to its combine: opaque for engines, DeepEP's five fields for tools.
+
+    Unpacks as ``(src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts)``:
+
+    - ``src_info`` int32 [L, R * T]: token index, at its source, of each row of ``recv_x``;
+    - ``layout_range`` int64 [L, R]: ``begin << 32 | count`` of a source rank's rows among those of a local expert.
+
+    Attributes:
+        owner: the ``LowLatency`` that made it.
+        generation: of its runtime at the time.
+        route: its route block (``kernels.low_latency_state.RouteBlock``), which keeps memory that kernels use.
+        topk_idx: copy of the ids, int64 [tokens, K].
+        topk_weights: copy of the weights given at dispatch, float32 [tokens, K], or None.
+        received: True once the rows are unpacked.
+    """
+
+    owner: Any
+    generation: int
+    route: Any
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    received: bool
+
+    @classmethod
+    def build(
+        cls,
+        fields: tuple[torch.Tensor, torch.Tensor, int, int, int],
+        *,
+        owner: object,
+        generation: int,
+        route: object,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+    ) -> LowLatencyHandle:
+        """A handle with DeepEP's ``fields``, not received yet."""
+        handle = cls(fields)
+        handle.owner = owner
+        handle.generation = generation
+        handle.route = route
+        handle.topk_idx = topk_idx
+        handle.topk_weights = topk_weights
+        handle.received = False
+        return handle
+
+    @property
+    def layout_range(self) -> torch.Tensor:
+        """int64 [L, R], see the class."""
+        result: torch.Tensor = self[1]
+        return result
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        """int32 [L, R * T], see the class."""
+        result: torch.Tensor = self[0]
+        return result
+
+
+class DispatchOrigin(NamedTuple):
+    """Which normal-mode dispatch a handle comes from.
+
+    Attributes:
+        owner: the ``Normal`` that made it.
+        generation, number: of the dispatch, -1 before it has run; equal on all ranks.
+        tokens: tokens of this rank.
+    """
+
+    owner: Any
+    generation: int
+    number: int
+    tokens: int
+
+
+class NormalHandle(NamedTuple):
+    """What a normal-mode dispatch hands to combine and to cached dispatches.
+
+    Attributes:
+        send_rows: int64 [R], rows sent to each rank.
+        recv_rows: int64 [R], rows received from each rank.
+        send_tokens: int32, token indices sent to rank 0, then to rank 1, and so on.
+        capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).
+        is_token_in_rank: bool [tokens, R].
+        origin: the dispatch it comes from.
+    """
+
+    send_rows: torch.Tensor
+    recv_rows: torch.Tensor
+    send_tokens: torch.Tensor
+    capacity: int
+    is_token_in_rank: torch.Tensor
+    origin: DispatchOrigin

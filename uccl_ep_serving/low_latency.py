@@ -1,0 +1,484 @@
+"""Low-latency dispatch and combine: what the host does around the kernels.
+
+The host checks arguments, allocates what is returned and launches four kernels: dispatch send and receive, combine send
+and receive. Counters and routing live in blocks that only kernels advance (:mod:`.kernels.low_latency_state`). Every
+rank calls dispatch and combine in the same order; recv hooks may be called later and in another order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .errors import ConfigError, UcclEpError
+from .handles import EventOverlap, LowLatencyHandle
+from .kernels.interface import LowLatencyKernels
+from .kernels.low_latency_state import COUNTS, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
+from .kernels.select import low_latency_kernels
+from .low_latency_arguments import (
+    Coding,
+    check_combine,
+    check_dispatch,
+    check_stats,
+    combine_coding,
+    dispatch_coding,
+)
+from .low_latency_memory import OutputMemory
+from .protocol.layout import LowLatencyPlan, WindowLayout
+from .protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32, DTYPE_FP8, FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
+
+__all__ = ["LowLatency", "Space"]
+
+Hook = Callable[[], None]
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_SOURCE_DTYPES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+
+
+class Space(Protocol):
+    """What low-latency mode needs of a Runtime; see there."""
+
+    rank: int
+    ranks: int
+    generation: int
+
+    @property
+    def layout(self) -> WindowLayout: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def progress(self) -> int: ...
+    @property
+    def record(self) -> Callable[..., None]: ...
+    def check(self, phase: str) -> None: ...
+    def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
+    def grow(self, plan: LowLatencyPlan) -> None: ...
+
+
+class LowLatency:
+    """Low-latency mode of one Buffer. Not thread-safe: one host thread calls it, as with DeepEP."""
+
+    def __init__(self, runtime: Space) -> None:
+        self._runtime = runtime
+        self._memory = OutputMemory()
+        self._state: StateBlock | None = None
+        self._generation = -1
+        self._interrupted = ""
+        self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+        self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
+        self._combine_buffer: torch.Tensor | None = None
+
+    # -- dispatch -----------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Send every token once to each rank that has one of its experts, and receive the tokens of this rank's
+        experts.
+
+        R ranks, T = ``num_max_dispatch_tokens_per_rank``, H hidden, K top-k, L = ``num_experts`` / R local experts.
+
+        Args:
+            x: bfloat16, float16 or float32 [tokens, H], contiguous, tokens <= T (0 is fine).
+            topk_idx: int64 [tokens, K], global expert ids, -1 = none. Expert e lives on rank e // L.
+            num_max_dispatch_tokens_per_rank, num_experts: equal on all ranks. The first call with new sizes is
+                collective: it lays the windows out anew.
+            topk_weights: float32 [tokens, K], exactly what combine will get. Given here, one row per (token, rank)
+                returns at combine, summed by the expert side; otherwise one per (token, expert).
+            use_fp8: send e4m3 with one float32 scale per 128 values; round_scale: scales rounded up to powers of two;
+                use_ue8m0: scales as exponent bytes (needs round_scale).
+            async_finish: accepted; on CPU the operation is over when this returns. Not together with a hook.
+            return_recv_hook: only send now, and receive when the returned hook is called.
+            cumulative_local_expert_recv_stats: int32 [L] to which the received counts are added.
+            dispatch_wait_recv_cost_stats: int64 [R] to which nanoseconds waited for each source are added.
+
+        Returns:
+            ``(recv_x, recv_count, handle, event, hook)``. recv_x is [L, R * T, H], or with FP8 a pair of e4m3 values
+            and scales: float32 [L, R * T, H / 128] or, UE8M0, int32 [L, R * T, H / 512], column-major in the last two
+            dimensions. Expert l has recv_count[l] (int32 [L]) rows, by source rank, then token; the rest is undefined.
+            With a hook nothing of it is valid before the hook has been called; hook is None without one.
+
+        Raises:
+            ConfigError: wrong arguments, a third dispatch in flight; nothing has moved.
+            PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
+        """
+        started = time.monotonic_ns()
+        phase = "low-latency dispatch"
+        self._check(phase)
+        if async_finish and return_recv_hook:
+            raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
+        plan = check_dispatch(
+            self._runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights
+        )
+        coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
+        stats = check_stats(
+            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, plan.local_experts
+        )
+        waited = check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, plan.ranks)
+        kernels = low_latency_kernels(x.device.type)
+        # what the handle keeps must not change under it; contiguous for the kernels
+        ids = topk_idx.clone(memory_format=torch.contiguous_format)
+        weights = None if topk_weights is None else topk_weights.clone(memory_format=torch.contiguous_format)
+        bad = kernels.first_bad_id(ids.data_ptr(), ids.numel(), num_experts)
+        if bad >= 0:
+            token, slot = divmod(bad, ids.shape[1])
+            raise ConfigError(
+                f"{phase}: topk_idx[{token}, {slot}] = {int(ids[token, slot])} is outside -1 .. {num_experts - 1}"
+            )
+        state = self._adopt(plan)
+        plan = state.plan
+        if not state.next_dispatch_has_space:
+            raise ConfigError(
+                f"{phase}: {state.dispatches_in_flight} dispatches are in flight and the one before last is not "
+                "received: at most two at a time. Call its recv hook first"
+            )
+        route = RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
+        runtime = self._runtime
+        kernels.route(runtime.context, state.address, route.address, ids.data_ptr())
+        rows, stride = x.data_ptr(), coding.payload
+        if coding.quantised:
+            rows, stride = self._quantise(kernels, x, coding, round_scale), coding.row
+        context, progress = runtime.context, runtime.progress
+        weights_address = 0 if weights is None else weights.data_ptr()
+
+        def send(slice_end_ns: int) -> int:
+            return kernels.dispatch_send(
+                context,
+                state.address,
+                route.address,
+                progress,
+                rows,
+                stride,
+                coding.row if coding.quantised else coding.payload,
+                coding.row,
+                ids.data_ptr(),
+                weights_address,
+                coding.dtype,
+                slice_end_ns,
+            )
+
+        self._send(f"{phase} send", send)
+        outputs = _DispatchOutputs(self._memory, plan, coding)
+        handle = LowLatencyHandle.build(
+            (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
+            owner=self,
+            generation=self._generation,
+            route=route,
+            topk_idx=ids,
+            topk_weights=weights,
+        )
+        spent = time.monotonic_ns() - started
+
+        def receive(slice_end_ns: int) -> int:
+            return kernels.dispatch_recv(
+                context,
+                state.address,
+                route.address,
+                progress,
+                coding.dtype,
+                outputs.values.data_ptr(),
+                coding.payload,
+                coding.row,
+                outputs.scales_address,
+                outputs.count.data_ptr(),
+                outputs.src_info.data_ptr(),
+                outputs.layout_range.data_ptr(),
+                stats,
+                waited,
+                slice_end_ns,
+            )
+
+        def received(nanoseconds: int) -> None:
+            handle.received = True
+            counts, pairs = route.table(COUNTS), route.table(PAIRS)
+            runtime.record(
+                "ll_dispatch",
+                int(ids.shape[0]),
+                int(counts.sum() - counts[runtime.rank]),
+                spent + nanoseconds,
+                expert_rows=int(pairs.sum() - pairs[runtime.rank]),
+            )
+
+        # what the caller passed must live until the kernel has run
+        kept = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        hook = _Receipt(self, f"{phase} recv", receive, received, kept)
+        if not return_recv_hook:
+            hook()
+        return outputs.rows, outputs.count, handle, EventOverlap(), hook if return_recv_hook else None
+
+    # -- combine ------------------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        *,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Bring the experts' rows back to their tokens and sum them with the router weights, in float32.
+
+        Args:
+            x: experts' output [L, R * T, H] in the layout of recv_x; bfloat16, float16 or float32, not wider than the
+                tokens were.
+            topk_idx, topk_weights: int64 and float32 [tokens, K] of the dispatch; weights given there must be equal
+            here. handle: of a dispatch that has been received. It may be combined any number of times.
+            zero_copy: accepted: rows are packed straight from ``x`` wherever it lies.
+            async_finish, return_recv_hook: as for dispatch. ``x`` may be changed once this returns.
+            out: [tokens, H] in x.dtype to write into.
+            combine_wait_recv_cost_stats: int64 [R] to which nanoseconds waited for each rank are added.
+
+        Returns:
+            ``(out, event, hook)``, out [tokens, H] in x.dtype; tokens without experts are zero. Not valid before the
+            hook has been called.
+
+        Raises:
+            ConfigError: wrong arguments, a handle of another Buffer, a third combine in flight; nothing has moved.
+            PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
+        """
+        started = time.monotonic_ns()
+        phase = "low-latency combine"
+        self._check(phase)
+        if async_finish and return_recv_hook:
+            raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
+        state = self._of(handle, phase)
+        plan = state.plan
+        if not handle.received:
+            raise ConfigError(f"{phase}: the dispatch of this handle is not received yet: call its recv hook first")
+        check_combine(plan, handle, x, topk_idx, topk_weights, out)
+        waited = check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, plan.ranks)
+        if not state.next_combine_has_space:
+            raise ConfigError(
+                f"{phase}: {state.combines_in_flight} combines are in flight and the one before last is not received: "
+                "at most two at a time. Call its recv hook first"
+            )
+        kernels = low_latency_kernels(x.device.type)
+        coding = combine_coding(x)
+        runtime = self._runtime
+        route: RouteBlock = handle.route
+        ticket: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+        weights = topk_weights.contiguous()
+        result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype) if out is None else out
+        context, progress = runtime.context, runtime.progress
+
+        def send(slice_end_ns: int) -> int:
+            return kernels.combine_send(
+                context,
+                state.address,
+                route.address,
+                ticket.ctypes.data,
+                progress,
+                x.data_ptr(),
+                coding.payload,
+                coding.row,
+                coding.dtype,
+                slice_end_ns,
+            )
+
+        self._send(f"{phase} send", send)
+        spent = time.monotonic_ns() - started
+
+        def receive(slice_end_ns: int) -> int:
+            return kernels.combine_recv(
+                context,
+                state.address,
+                route.address,
+                ticket.ctypes.data,
+                progress,
+                weights.data_ptr(),
+                result.data_ptr(),
+                coding.payload,
+                coding.row,
+                coding.dtype,
+                waited,
+                slice_end_ns,
+            )
+
+        def received(nanoseconds: int) -> None:
+            returned = route.table(RETURN_ROWS)
+            runtime.record(
+                "ll_combine",
+                int(result.shape[0]),
+                int(returned.sum() - returned[runtime.rank]),
+                spent + nanoseconds,
+                reduced=0 if handle.topk_weights is None else 1,
+            )
+
+        hook = _Receipt(self, f"{phase} recv", receive, received, (combine_wait_recv_cost_stats,))
+        if not return_recv_hook:
+            hook()
+        return result, EventOverlap(), hook if return_recv_hook else None
+
+    def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """A tensor [L, R * T, H] for the experts' output, for callers of ``zero_copy=True``.
+
+        Its dtype is bfloat16, or float32 when tokens of 4-byte values were planned for. The same tensor is returned for
+        the same plan: combine has read it when it returns. Raises ConfigError for a handle of another Buffer.
+        """
+        plan = self._of(handle, "low-latency combine buffer").plan
+        if self._combine_buffer is None:
+            dtype = torch.bfloat16 if plan.element == 2 else torch.float32
+            self._combine_buffer = _rows(
+                self._memory, (plan.local_experts, plan.ranks * plan.tokens, plan.hidden), dtype
+            )
+        return self._combine_buffer
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _check(self, phase: str) -> None:
+        self._runtime.check(phase)
+        if self._interrupted:
+            raise UcclEpError(
+                f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so ranks "
+                "no longer agree on what comes next. Close this Buffer and build the group again"
+            )
+
+    def _adopt(self, plan: LowLatencyPlan) -> StateBlock:
+        """State for ``plan``, laid out anew on all ranks when the window has no room for it."""
+        runtime = self._runtime
+        laid_out = runtime.layout.low_latency
+        if laid_out is None or not _covers(laid_out, plan):
+            state = self._state
+            if state is not None and (state.dispatches_in_flight or state.combines_in_flight):
+                raise ConfigError(
+                    f"low-latency dispatch: {plan} needs another window layout than {state.plan}, and an operation is "
+                    "in flight: call its recv hook first"
+                )
+            runtime.grow(plan)
+            laid_out = plan
+        if self._state is None or self._generation != runtime.generation:
+            self._state = StateBlock(laid_out, runtime.layout)
+            self._generation = runtime.generation
+            self._memory.clear()
+            self._combine_buffer = None
+        return self._state
+
+    def _of(self, handle: object, phase: str) -> StateBlock:
+        """State that ``handle`` belongs to. Raises ConfigError when it is not this object's, or older than the
+        window."""
+        if not isinstance(handle, LowLatencyHandle) or getattr(handle, "owner", None) is not self:
+            raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
+        if self._state is None or handle.generation != self._runtime.generation:
+            raise ConfigError(
+                f"{phase}: the handle is older than the present window layout (another T, hidden, number of experts, "
+                "top-k or dtype was dispatched since): combine before dispatching other shapes"
+            )
+        return self._state
+
+    def _quantise(self, kernels: LowLatencyKernels, x: torch.Tensor, coding: Coding, round_scale: bool) -> int:
+        """Address of the FP8 wire rows of ``x``. They are read before the dispatch returns, so one buffer is enough."""
+        tokens, hidden = x.shape
+        if self._quantised.numel() < tokens * coding.row:
+            self._quantised = torch.empty(tokens * coding.row, dtype=torch.uint8)
+        kernels.quantise(
+            self._quantised.data_ptr(),
+            coding.row,
+            x.data_ptr(),
+            tokens,
+            hidden,
+            _SOURCE_DTYPES[x.dtype],
+            coding.dtype,
+            int(round_scale),
+            self._block_scratch.data_ptr(),
+        )
+        return self._quantised.data_ptr()
+
+    def _send(self, phase: str, step: Callable[[int], int]) -> None:
+        try:
+            self._runtime.wait(phase, step)
+        except BaseException:
+            # some peers may have this message and others not: it can be neither repeated nor skipped
+            self._interrupted = phase
+            raise
+
+    def _receive(self, phase: str, generation: int, step: Callable[[int], int]) -> None:
+        self._check(phase)
+        if generation != self._runtime.generation:
+            raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
+        self._runtime.wait(phase, step)
+
+
+class _Receipt:
+    """Recv hook: the receiving half of an operation, which runs once. Calling it again does nothing.
+
+    It can be called again after it raised. Once it has run it keeps nothing alive.
+    """
+
+    def __init__(
+        self,
+        mode: LowLatency,
+        phase: str,
+        step: Callable[[int], int],
+        done: Callable[[int], None],
+        kept: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        self._pending: tuple[Any, ...] | None = (mode, phase, mode._generation, step, done, kept)
+
+    def __call__(self) -> None:
+        if self._pending is None:
+            return
+        mode, phase, generation, step, done, _ = self._pending
+        started = time.monotonic_ns()
+        mode._receive(phase, generation, step)
+        done(time.monotonic_ns() - started)
+        self._pending = None
+
+
+def _covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
+    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
+    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
+    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
+
+
+def _rows(memory: OutputMemory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return memory.take(nbytes).view(dtype).view(shape)
+
+
+class _DispatchOutputs:
+    """What dispatch returns, allocated before it is filled.
+
+    Attributes:
+        rows: what the caller gets: values, or (values, scales).
+        values: [L, R * T, H]. count: int32[L], zero. src_info: int32[L, R * T]. layout_range: int64[L, R].
+        scales_address: of the scales' memory, [L, groups, R * T], or 0.
+    """
+
+    def __init__(self, memory: OutputMemory, plan: LowLatencyPlan, coding: Coding) -> None:
+        experts, capacity = plan.local_experts, plan.ranks * plan.tokens
+        self.values = _rows(memory, (experts, capacity, plan.hidden), coding.output)
+        self.count = torch.zeros(experts, dtype=torch.int32)
+        self.src_info = torch.empty(experts, capacity, dtype=torch.int32)
+        self.layout_range = torch.empty(experts, plan.ranks, dtype=torch.int64)
+        self.rows: Rows = self.values
+        self.scales_address = 0
+        if coding.quantised:
+            if coding.dtype == DTYPE_FP8:
+                columns = _rows(memory, (experts, plan.hidden // SCALE_BLOCK, capacity), torch.float32)
+            else:
+                columns = _rows(memory, (experts, plan.hidden // (4 * SCALE_BLOCK), capacity), torch.int32)
+            self.scales_address = columns.data_ptr()
+            self.rows = (self.values, columns.transpose(1, 2))

@@ -1,0 +1,167 @@
+"""Checks of what the caller of low-latency mode passes: everything wrong is a ConfigError before anything moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ConfigError
+from .handles import LowLatencyHandle
+from .protocol.layout import LowLatencyPlan
+from .protocol.message import (
+    DTYPE_BF16,
+    DTYPE_F16,
+    DTYPE_F32,
+    DTYPE_FP8,
+    DTYPE_FP8_UE8M0,
+    SCALE_BLOCK,
+    element_bytes,
+    row_bytes,
+)
+
+__all__ = ["Coding", "check_combine", "check_dispatch", "check_stats", "combine_coding", "dispatch_coding"]
+
+_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+#: UE8M0 scales leave packed four to an int32, as in DeepEP.
+_UE8M0_BLOCK = 4 * SCALE_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How rows travel.
+
+    Attributes:
+        dtype: DTYPE_* of ``protocol.message``.
+        payload: bytes of a row's values.
+        row: bytes of a row on the wire: values, scales, round-up to 16.
+        output: torch dtype of the values.
+    """
+
+    dtype: int
+    payload: int
+    row: int
+    output: torch.dtype
+
+    @property
+    def quantised(self) -> bool:
+        """True for FP8."""
+        return self.dtype in (DTYPE_FP8, DTYPE_FP8_UE8M0)
+
+
+def _words(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Coding:
+    """How ``x`` travels. Raises ConfigError for a combination of flags and hidden size that has no format."""
+    hidden = x.shape[1]
+    if not use_fp8:
+        if round_scale or use_ue8m0:
+            raise ConfigError("low-latency dispatch: round_scale and use_ue8m0 need use_fp8=True")
+        code = _CODES[x.dtype]
+        return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
+    if use_ue8m0 and not round_scale:
+        raise ConfigError("low-latency dispatch: use_ue8m0=True needs round_scale=True, as in DeepEP")
+    block = _UE8M0_BLOCK if use_ue8m0 else SCALE_BLOCK
+    if hidden % block:
+        raise ConfigError(f"low-latency dispatch: hidden = {hidden} must be a multiple of {block} for this FP8 format")
+    code = DTYPE_FP8_UE8M0 if use_ue8m0 else DTYPE_FP8
+    return Coding(code, hidden, row_bytes(hidden, code), torch.float8_e4m3fn)
+
+
+def combine_coding(x: torch.Tensor) -> Coding:
+    """How the experts' rows travel back."""
+    hidden, code = x.shape[2], _CODES[x.dtype]
+    return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
+
+
+def check_dispatch(
+    ranks: int,
+    x: object,
+    topk_idx: object,
+    tokens: int,
+    experts: int,
+    topk_weights: torch.Tensor | None,
+) -> LowLatencyPlan:
+    """The plan that a dispatch of these arguments needs.
+
+    Raises:
+        ConfigError: shapes, dtypes, devices or sizes are wrong.
+    """
+    where = "low-latency dispatch"
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in _CODES:
+        raise ConfigError(f"{where}: x must be [tokens, hidden] in bfloat16, float16 or float32, not {_words(x)}")
+    if not x.is_contiguous():
+        raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
+    count = x.shape[0]
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype != torch.int64 or topk_idx.dim() != 2:
+        raise ConfigError(f"{where}: topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
+    if topk_idx.shape[0] != count:
+        raise ConfigError(f"{where}: x has {count} tokens and topk_idx {topk_idx.shape[0]}")
+    if topk_weights is not None and (topk_weights.dtype != torch.float32 or topk_weights.shape != topk_idx.shape):
+        raise ConfigError(
+            f"{where}: topk_weights must be float32{list(topk_idx.shape)} like topk_idx, not {_words(topk_weights)}"
+        )
+    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if tensor is not None and tensor.device != x.device:
+            raise ConfigError(f"{where}: x is on {x.device} and {name} on {tensor.device}")
+    if count > tokens:
+        raise ConfigError(
+            f"{where}: {count} tokens exceed num_max_dispatch_tokens_per_rank = {tokens}. Raise that number on all "
+            "ranks, or use normal mode, which takes any count"
+        )
+    try:
+        return LowLatencyPlan(ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int) -> int:
+    """Address of an optional tensor of ``length`` counters, 0 for None. Raises ConfigError."""
+    if stats is None:
+        return 0
+    if stats.dtype != dtype or stats.shape != (length,) or not stats.is_contiguous():
+        raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {_words(stats)}")
+    return stats.data_ptr()
+
+
+def check_combine(
+    plan: LowLatencyPlan,
+    handle: LowLatencyHandle,
+    x: object,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    """Check what a combine gets against its dispatch.
+
+    Raises:
+        ConfigError: shapes, dtypes, ids or weights do not fit the dispatch.
+    """
+    where = "low-latency combine"
+    shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
+    if not isinstance(x, torch.Tensor) or x.dtype not in _CODES or x.shape != shape:
+        raise ConfigError(f"{where}: x must be {list(shape)} in bfloat16, float16 or float32, not {_words(x)}")
+    if not x.is_contiguous():
+        raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
+    if element_bytes(_CODES[x.dtype]) > plan.element:
+        raise ConfigError(
+            f"{where}: x has {x.element_size()}-byte values, space was planned at dispatch for {plan.element}-byte "
+            "ones: return the experts' output in a dtype as narrow as the dispatched tokens'"
+        )
+    sent = handle.topk_idx
+    if topk_idx.dtype != torch.int64 or topk_idx.shape != sent.shape or not torch.equal(topk_idx, sent):
+        raise ConfigError(f"{where}: topk_idx {_words(topk_idx)} differs from the one at dispatch, {_words(sent)}")
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != sent.shape:
+        raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {_words(topk_weights)}")
+    if handle.topk_weights is not None and not torch.equal(topk_weights, handle.topk_weights):
+        raise ConfigError(
+            f"{where}: topk_weights differ from those at dispatch, with which the rows have been summed already: pass "
+            "the same, or none at dispatch"
+        )
+    expected = (sent.shape[0], plan.hidden)
+    if out is not None and (out.dtype != x.dtype or out.shape != expected or not out.is_contiguous()):
+        raise ConfigError(f"{where}: out must be contiguous {list(expected)} in {x.dtype}, not {_words(out)}")

@@ -1,0 +1,387 @@
+"""Normal mode (prefill, training): DeepEP's ``get_dispatch_layout``, ``dispatch`` and ``combine``.
+
+Any token count, any of the dtypes, whatever the size of the window: received rows land in place, in a heap range that
+becomes the returned tensor, or in rounds when the heap has no room. A token travels once to each rank that owns one of
+its experts. Rows are sorted by source rank, then by token, and nothing that is returned depends on chunk sizes,
+channels, rounds or the order of arrival.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import ConfigError
+from .handles import DispatchOrigin, EventOverlap, NormalHandle
+from .kernels import normal_block as block
+from .kernels.cpu.normal_layout import layout, row_lists
+from .normal_inputs import (
+    bias_pair,
+    check_alignment,
+    check_handle,
+    check_layout,
+    check_topk,
+    combine_dtype,
+    rows_and_scales,
+)
+from .protocol.message import NormalNotify
+from .row_exchange import ExchangeRuntime, RowExchange, RowFormat
+
+__all__ = ["Normal"]
+
+Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_DISPATCH = NormalNotify.OPERATION_DISPATCH
+_CACHED = NormalNotify.OPERATION_CACHED_DISPATCH
+_COMBINE = NormalNotify.OPERATION_COMBINE
+
+
+class Normal:
+    """Normal-mode operations of one Buffer. Collective: all ranks make the same calls in the same order.
+
+    On CPU tensors an operation is finished when the call returns: ``async_finish`` and ``allocate_on_comm_stream``
+    change nothing, the event that is returned is complete, and a ``previous_event`` is waited for first.
+    """
+
+    def __init__(self, runtime: ExchangeRuntime) -> None:
+        self._runtime = runtime
+        self._exchange = RowExchange(runtime)
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Count where tokens go; local, sends nothing.
+
+        Args:
+            topk_idx: int64 [T, K], global expert ids, -1 = none. Expert e lives on rank ``e // (E / R)``.
+            num_experts: E, a multiple of the ranks.
+
+        Returns:
+            num_tokens_per_rank int32 [R]; num_tokens_per_rdma_rank int32 [nodes], or None when all ranks share one
+            node; num_tokens_per_expert int32 [E]; is_token_in_rank bool [T, R]; event.
+
+        Raises:
+            ConfigError: wrong dtype or shape, an id out of range, or E not a multiple of R.
+        """
+        _wait_for(previous_event)
+        ranks = self._runtime.ranks
+        check_topk(topk_idx, None, None)
+        if num_experts < 1 or num_experts % ranks:
+            raise ConfigError(f"num_experts = {num_experts} must be a positive multiple of the {ranks} ranks")
+        topk_idx = topk_idx.contiguous()
+        per_rank = torch.empty(ranks, dtype=torch.int32)
+        per_expert = torch.empty(num_experts, dtype=torch.int32)
+        in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool)
+        _count(topk_idx, num_experts, ranks, per_rank, per_expert, in_rank)
+        # every rank plays a node of its own unless all windows are mapped: then there is one node, as in DeepEP
+        space = self._runtime.space
+        nodes = None if all(map(space.is_direct, range(ranks))) else per_rank.clone()
+        return per_rank, nodes, per_expert, in_rank, EventOverlap()
+
+    def dispatch(
+        self,
+        x: Received,
+        *,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: object = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
+        """Send every token once to each rank that owns one of its experts.
+
+        Args:
+            x: [T, H] bfloat16, float16 or float32, contiguous, H x itemsize a multiple of 16; or a pair of
+                float8_e4m3 [T, H] and its scales: float32 [T, H / 128], or int32 [T, ceil(H / 512)] (packed UE8M0).
+            handle: of an earlier dispatch of this Buffer: repeat its routing for another ``x`` ("cached"); layout,
+                ids and weights must then be None.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from :meth:`get_dispatch_layout`.
+            num_tokens_per_rdma_rank: accepted and not needed.
+            topk_idx, topk_weights: int64 and float32 [T, K], both or none.
+            expert_alignment: each entry of the returned list is rounded up to a multiple of it.
+            num_worst_tokens: W > 0: the returned tensors have W rows, those that no token fills have ids -1 and
+                undefined data, and the list is empty.
+            config: accepted; chunk sizes follow ``UCCL_EP_CHUNK_BYTES``.
+
+        Returns:
+            recv_x [N, H] (or the pair with recv_x_scales); recv_topk_idx int64 [N, K], local expert or -1;
+            recv_topk_weights float32 [N, K], 0 where the id is -1; rows per local expert; handle; event. Ids and
+            weights are None when none were given. The tensors stay valid as long as they are kept.
+
+        Raises:
+            ConfigError: bad input, before anything is sent (more rows than ``num_worst_tokens``: after everything was
+                received). PeerTimeout, PeerLost, ProtocolError, TransportError, ProxyDied: the Buffer must be closed.
+        """
+        started = time.monotonic_ns()
+        _wait_for(previous_event)
+        x, scales, dtype = rows_and_scales(x)
+        tokens, hidden = x.shape
+        ranks, rank = self._runtime.ranks, self._runtime.rank
+        topk = local_experts = 0
+        origin = (-1, -1)
+        if handle is not None:
+            check_handle(handle, self, tokens)
+            given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+            if any(one is not None for one in given) or num_worst_tokens:
+                raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
+            kind, origin = _CACHED, (handle.origin.generation, handle.origin.number)
+        else:
+            kind = _DISPATCH
+            check_alignment(expert_alignment, num_worst_tokens)
+            per_rank, in_rank, per_expert = check_layout(
+                num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, tokens, ranks
+            )
+            local_experts = len(per_expert) // ranks
+            if topk_idx is not None or topk_weights is not None:
+                topk_idx, topk_weights = check_topk(topk_idx, topk_weights, tokens)
+                topk = topk_idx.shape[1]
+                _check_counts(topk_idx, per_rank, per_expert, in_rank, ranks)
+        form = RowFormat(
+            kind,
+            dtype,
+            hidden,
+            hidden * x.element_size(),
+            topk,
+            0 if scales is None else scales.shape[1] * scales.element_size(),
+            local_experts,
+            origin,
+        )
+        self._exchange.check(form)
+        if handle is None:
+            handle = self._route(in_rank, per_rank, tokens)
+
+        exchange, present = self._exchange, self._exchange.present()
+        exchange.begin(form, tokens)
+        if kind == _DISPATCH:
+            handle = handle._replace(origin=DispatchOrigin(self, *exchange.origin, tokens))
+        operation, peers = exchange.operation, exchange.peers
+        send_rows = handle.send_rows.numpy() * present
+        operation[block.X] = x.data_ptr()
+        operation[block.SCALES] = 0 if scales is None else scales.data_ptr()
+        counts = np.zeros(local_experts, dtype=np.int64)
+        if kind == _DISPATCH:
+            counts += per_expert.numpy()[rank * local_experts : (rank + 1) * local_experts]
+            operation[block.EXPERT_COUNTS] = counts.ctypes.data
+            operation[block.EXPERT_COUNTS_SENT] = per_expert.data_ptr()
+            if topk_idx is not None and topk_weights is not None:
+                operation[block.TOPK_IDX] = topk_idx.data_ptr()
+                operation[block.WEIGHTS] = topk_weights.data_ptr()
+        else:
+            peers[:, block.RECV_ROWS] = handle.recv_rows.numpy() * present
+        peers[:, block.SEND_ROWS] = send_rows
+        peers[:, block.SEND_LIST] = handle.send_tokens.data_ptr() + 4 * _starts(handle.send_rows.numpy())
+        peers[rank, block.RECV_ROWS] = send_rows[rank]
+        recv_rows = exchange.open(form).copy()
+
+        # a cached dispatch keeps the places of its handle, also where a rank has been masked since
+        first = _starts(recv_rows if kind == _DISPATCH else handle.recv_rows.numpy())
+        total = int(recv_rows.sum()) if kind == _DISPATCH else int(handle.recv_rows.sum())
+        capacity = max(total, num_worst_tokens) if kind == _DISPATCH else handle.capacity
+        remote = recv_rows.copy()
+        remote[rank] = 0
+        peers[:, block.RECV_FIRST] = first
+        placement = exchange.place(form, first, remote, capacity)
+        recv_x = self._tensor(placement.rows if placement.rows >= 0 else None, capacity, x)
+        recv_scales = None if scales is None else torch.empty(capacity, scales.shape[1], dtype=scales.dtype)
+        recv_idx = recv_weights = None
+        if topk:
+            recv_idx = torch.empty(capacity, topk, dtype=torch.int64)
+            recv_weights = torch.empty(capacity, topk, dtype=torch.float32)
+            recv_idx[total:] = -1
+            recv_weights[total:] = 0
+            operation[block.OUT_IDX] = recv_idx.data_ptr()
+            operation[block.OUT_WEIGHTS] = recv_weights.data_ptr()
+        if kind == _CACHED and not present.all():
+            recv_x.view(torch.uint8).zero_()
+        operation[block.OUT] = recv_x.data_ptr()
+        operation[block.OUT_SCALES] = 0 if recv_scales is None else recv_scales.data_ptr()
+        operation[block.IN_PLACE] = placement.rows >= 0
+        exchange.run(form)
+        if placement.meta >= 0:
+            self._runtime.heap.give(placement.meta)
+
+        if kind == _DISPATCH:
+            handle = handle._replace(recv_rows=torch.from_numpy(recv_rows), capacity=capacity)
+        sent = int(send_rows.sum() - send_rows[rank])
+        self._runtime.record("normal_dispatch", tokens, sent, time.monotonic_ns() - started)
+        if num_worst_tokens and total > num_worst_tokens:
+            raise ConfigError(
+                f"{total} rows arrived where num_worst_tokens = {num_worst_tokens} was promised; all ranks received, "
+                "the group goes on. Next step: num_worst_tokens = ranks x the most tokens of a rank"
+            )
+        per_local: list[int] = []
+        if kind == _DISPATCH and not num_worst_tokens:
+            per_local = (-(-counts // expert_alignment) * expert_alignment).tolist()
+        received = recv_x if recv_scales is None else (recv_x, recv_scales)
+        return received, recv_idx, recv_weights, per_local, handle, EventOverlap()
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: object = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring rows back to the ranks of their tokens and sum them there, unweighted.
+
+        Args:
+            x: [N, H] bfloat16, float16 or float32, contiguous, in the order of the dispatch that returned ``handle``.
+            topk_weights: float32 [N, K], summed per token like the rows.
+            bias: [T, H] of x's dtype, or two of them, added in float32 before rounding.
+            config: accepted; chunk sizes follow ``UCCL_EP_CHUNK_BYTES``.
+
+        Returns:
+            combined_x [T, H]: the sum over ranks in ascending order, in float32, rounded once; 0 for a token that went
+            nowhere. combined_topk_weights float32 [T, K] or None. event.
+
+        Raises:
+            ConfigError: bad input, before anything is sent. PeerTimeout, PeerLost, ProtocolError, TransportError,
+                ProxyDied: the Buffer must be closed.
+        """
+        started = time.monotonic_ns()
+        _wait_for(previous_event)
+        rank = self._runtime.rank
+        check_handle(handle, self, None)
+        dtype = combine_dtype(x, handle)
+        tokens, hidden = handle.origin.tokens, x.shape[1]
+        biases = bias_pair(bias, tokens, x)
+        topk = 0
+        if topk_weights is not None:
+            if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != len(x):
+                raise ConfigError(
+                    f"topk_weights must be float32 [{len(x)}, K], not {topk_weights.dtype}{list(topk_weights.shape)}"
+                )
+            topk_weights = topk_weights.contiguous()
+            topk = topk_weights.shape[1]
+        origin = (handle.origin.generation, handle.origin.number)
+        form = RowFormat(_COMBINE, dtype, hidden, hidden * x.element_size(), topk, origin=origin)
+        self._exchange.check(form)
+
+        exchange, present = self._exchange, self._exchange.present()
+        exchange.begin(form, tokens)
+        operation, peers = exchange.operation, exchange.peers
+        # what was received is sent back, what was sent comes back
+        send_rows = handle.recv_rows.numpy() * present
+        recv_rows = handle.send_rows.numpy() * present
+        weights = None
+        operation[block.X] = x.data_ptr()
+        if topk_weights is not None:
+            weights = torch.empty(tokens, topk, dtype=torch.float32)
+            operation[block.WEIGHTS] = topk_weights.data_ptr()
+            operation[block.OUT_WEIGHTS] = weights.data_ptr()
+        for word, one in zip((block.BIAS_0, block.BIAS_1), biases, strict=False):
+            operation[word] = one.data_ptr()
+        peers[:, block.SEND_ROWS] = send_rows
+        peers[:, block.SEND_FIRST] = _starts(handle.recv_rows.numpy())
+        peers[:, block.RECV_ROWS] = recv_rows
+        peers[:, block.RECV_LIST] = handle.send_tokens.data_ptr() + 4 * _starts(handle.send_rows.numpy())
+        # own rows are summed where they are
+        peers[rank, block.ARRIVED_ROWS] = recv_rows[rank]
+        exchange.open(form)
+        remote = recv_rows.copy()
+        remote[rank] = 0
+        placement = exchange.place(form, _starts(remote), remote, int(remote.sum()))
+        room = self._runtime.heap.take(tokens * form.row_bytes) if tokens else None
+        combined = self._tensor(room, tokens, x)
+        operation[block.OUT] = combined.data_ptr()
+        exchange.run(form)
+        for offset in (placement.rows, placement.meta):
+            if offset >= 0:
+                self._runtime.heap.give(offset)
+        sent = int(send_rows.sum() - send_rows[rank])
+        self._runtime.record("normal_combine", tokens, sent, time.monotonic_ns() - started)
+        return combined, weights, EventOverlap()
+
+    def _route(self, in_rank: torch.Tensor, per_rank: torch.Tensor, tokens: int) -> NormalHandle:
+        """Who gets which tokens. Raises ConfigError when the counts and the marks disagree."""
+        ranks = self._runtime.ranks
+        rows = torch.empty(ranks, dtype=torch.int64)
+        lists = torch.empty(int(torch.count_nonzero(in_rank)), dtype=torch.int32)
+        row_lists(in_rank.data_ptr(), tokens, ranks, rows.data_ptr(), lists.data_ptr())
+        if not torch.equal(rows, per_rank.to(torch.int64)):
+            raise ConfigError(
+                f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks {rows.tolist()}"
+            )
+        return NormalHandle(rows, rows, lists, 0, in_rank, DispatchOrigin(self, -1, -1, tokens))
+
+    def _tensor(self, offset: int | None, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """[rows, H] over the heap range at ``offset``, or of its own when that is None.
+
+        Results live in the heap wherever there is room, also those that no peer writes: its pages are there already,
+        while the first touch of as much fresh memory costs more than the whole operation.
+        """
+        hidden = like.shape[1]
+        if offset is None:
+            return torch.empty(rows, hidden, dtype=like.dtype)
+        flat = self._runtime.heap.tensor(offset, rows * hidden * like.element_size())
+        return flat.view(like.dtype).view(rows, hidden)
+
+
+def _wait_for(event: EventOverlap | None) -> None:
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _starts(rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Exclusive prefix sums."""
+    starts = np.zeros_like(rows)
+    np.cumsum(rows[:-1], out=starts[1:])
+    return starts
+
+
+def _count(
+    topk_idx: torch.Tensor,
+    experts: int,
+    ranks: int,
+    per_rank: torch.Tensor,
+    per_expert: torch.Tensor,
+    in_rank: torch.Tensor,
+) -> None:
+    tokens, topk = topk_idx.shape
+    bad = layout(
+        topk_idx.data_ptr(),
+        tokens,
+        topk,
+        experts,
+        ranks,
+        per_rank.data_ptr(),
+        per_expert.data_ptr(),
+        in_rank.data_ptr(),
+    )
+    if bad >= 0:
+        raise ConfigError(
+            f"topk_idx[{bad // topk}, {bad % topk}] = {int(topk_idx.flatten()[bad])} is not an expert: ids are "
+            f"-1 .. {experts - 1}"
+        )
+
+
+def _check_counts(
+    topk_idx: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor, in_rank: torch.Tensor, ranks: int
+) -> None:
+    """The layout must be the layout of these ids: a token that misses a rank would silently lose an expert."""
+    own_rank, own_expert, own_marks = map(torch.empty_like, (per_rank, per_expert, in_rank))
+    _count(topk_idx, len(per_expert), ranks, own_rank, own_expert, own_marks)
+    if not torch.equal(own_expert, per_expert):
+        raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
+    if not torch.equal(own_marks, in_rank):
+        raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")

@@ -1,0 +1,157 @@
+"""Checks of what callers hand to normal mode: everything is refused by name before anything moves."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import ConfigError
+from .handles import NormalHandle
+from .protocol.command import UNIT
+from .protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32, DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK
+
+__all__ = [
+    "bias_pair",
+    "check_alignment",
+    "check_handle",
+    "check_layout",
+    "check_topk",
+    "combine_dtype",
+    "rows_and_scales",
+]
+
+_PLAIN = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+#: Values per int32 of packed UE8M0 scales: four exponent bytes.
+_PACKED_BLOCK = 4 * SCALE_BLOCK
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _check_rows(name: str, x: object) -> torch.Tensor:
+    """``x`` as a contiguous CPU matrix whose rows are multiples of 16 bytes."""
+    if not isinstance(x, torch.Tensor):
+        raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
+    if x.device.type != "cpu":
+        raise ConfigError(f"{name} is on {x.device}: these kernels take CPU tensors")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {_words(x)}")
+    if not x.is_contiguous():
+        raise ConfigError(f"{name} {_words(x)} must be contiguous, its strides are {x.stride()}")
+    if x.shape[1] * x.element_size() % UNIT:
+        raise ConfigError(
+            f"{name} {_words(x)}: a row of {x.shape[1] * x.element_size()} bytes is no multiple of {UNIT} bytes"
+        )
+    return x
+
+
+def rows_and_scales(x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Take apart dispatch's ``x``: rows, contiguous scales or None, DTYPE_*. Raises ConfigError."""
+    if not isinstance(x, tuple):
+        rows = _check_rows("x", x)
+        if rows.dtype in _FLOAT8:
+            raise ConfigError(f"x {_words(rows)} needs its scales: pass the pair (x, scales)")
+        if rows.dtype not in _PLAIN:
+            raise ConfigError(f"x {_words(rows)}: not bfloat16, float16, float32, or float8_e4m3 with scales")
+        return rows, None, _PLAIN[rows.dtype]
+    if len(x) != 2 or not isinstance(x[1], torch.Tensor):
+        raise ConfigError("x must be a tensor or a pair (float8 rows, scales)")
+    rows, scales = _check_rows("x[0]", x[0]), x[1]
+    if rows.dtype not in _FLOAT8:
+        raise ConfigError(f"x[0] {_words(rows)} beside scales must be float8_e4m3")
+    tokens, hidden = rows.shape
+    if hidden % SCALE_BLOCK:
+        raise ConfigError(f"hidden = {hidden}: block-scaled FP8 needs a multiple of {SCALE_BLOCK}")
+    expected = {torch.float32: hidden // SCALE_BLOCK, torch.int32: -(-hidden // _PACKED_BLOCK)}
+    if scales.dtype not in expected or scales.shape != (tokens, expected[scales.dtype]):
+        raise ConfigError(
+            f"scales must be float32[{tokens}, {expected[torch.float32]}] or packed int32[{tokens}, "
+            f"{expected[torch.int32]}], not {_words(scales)}"
+        )
+    return rows, scales.contiguous(), DTYPE_FP8 if scales.dtype == torch.float32 else DTYPE_FP8_UE8M0
+
+
+def check_topk(
+    topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous ids and weights. ``tokens`` None: only the ids are there. Ranges are checked when they are counted."""
+    if topk_idx is None or (topk_weights is None and tokens is not None):
+        raise ConfigError("topk_idx and topk_weights go together: give both or none")
+    if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2 or topk_idx.shape[1] == 0:
+        raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
+    if topk_weights is None or tokens is None:
+        return topk_idx, topk_idx
+    if len(topk_idx) != tokens:
+        raise ConfigError(f"topk_idx {_words(topk_idx)} does not belong to the {tokens} tokens of x")
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_idx.shape:
+        raise ConfigError(f"topk_weights must be float32{list(topk_idx.shape)}, not {_words(topk_weights)}")
+    return topk_idx.contiguous(), topk_weights.contiguous()
+
+
+def check_layout(
+    per_rank: torch.Tensor | None,
+    in_rank: torch.Tensor | None,
+    per_expert: torch.Tensor | None,
+    tokens: int,
+    ranks: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, contiguous. Raises ConfigError."""
+    if per_rank is None or in_rank is None or per_expert is None:
+        raise ConfigError(
+            "dispatch without a handle needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: call "
+            "get_dispatch_layout first"
+        )
+    if per_rank.dtype != torch.int32 or per_rank.shape != (ranks,):
+        raise ConfigError(f"num_tokens_per_rank must be int32[{ranks}], not {_words(per_rank)}")
+    if in_rank.dtype != torch.bool or in_rank.shape != (tokens, ranks):
+        raise ConfigError(f"is_token_in_rank must be bool[{tokens}, {ranks}], not {_words(in_rank)}")
+    if per_expert.dtype != torch.int32 or per_expert.dim() != 1 or not len(per_expert) or len(per_expert) % ranks:
+        raise ConfigError(
+            f"num_tokens_per_expert must be int32[experts], experts a multiple of {ranks}, not {_words(per_expert)}"
+        )
+    return per_rank, in_rank.contiguous(), per_expert.contiguous()
+
+
+def check_alignment(expert_alignment: int, num_worst_tokens: int) -> None:
+    """Raises ConfigError unless both are sensible."""
+    if expert_alignment < 1:
+        raise ConfigError(f"expert_alignment = {expert_alignment} must be at least 1")
+    if num_worst_tokens < 0:
+        raise ConfigError(f"num_worst_tokens = {num_worst_tokens} must not be negative")
+
+
+def check_handle(handle: object, owner: object, tokens: int | None) -> None:
+    """``handle`` must come from ``owner``, and (cached dispatch) from a dispatch of ``tokens`` tokens."""
+    if not isinstance(handle, NormalHandle):
+        raise ConfigError(f"handle must come from a normal-mode dispatch, not {type(handle).__name__}")
+    if handle.origin.owner is not owner:
+        raise ConfigError("handle comes from another Buffer")
+    if tokens is not None and handle.origin.tokens != tokens:
+        raise ConfigError(f"handle belongs to a dispatch of {handle.origin.tokens} tokens, x has {tokens}")
+
+
+def combine_dtype(x: object, handle: NormalHandle) -> int:
+    """DTYPE_* of combine's ``x``, whose rows must be those of the dispatch. Raises ConfigError."""
+    rows = _check_rows("x", x)
+    if rows.dtype not in _PLAIN:
+        raise ConfigError(f"x {_words(rows)}: combine takes bfloat16, float16 or float32")
+    received = int(handle.recv_rows.sum())
+    if len(rows) not in (received, handle.capacity):
+        raise ConfigError(f"x {_words(rows)} must have the {received} rows that the dispatch of this handle received")
+    return _PLAIN[rows.dtype]
+
+
+def bias_pair(
+    bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, tokens: int, x: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """No, one or two biases, contiguous. Raises ConfigError."""
+    if bias is None:
+        return ()
+    biases = bias if isinstance(bias, tuple) else (bias,)
+    if len(biases) > 2:
+        raise ConfigError(f"bias must be one tensor or two, not {len(biases)}")
+    for one in biases:
+        if one.dtype != x.dtype or one.shape != (tokens, x.shape[1]):
+            raise ConfigError(f"bias must be {x.dtype}[{tokens}, {x.shape[1]}], not {_words(one)}")
+    return tuple(one.contiguous() for one in biases)
