@@ -145,7 +145,7 @@ def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:
                 mesh.gather("grow")
             else:
                 time.sleep(0.5)
-                with pytest.raises(ProtocolError, match="'wrong'.*'alone'|have not made the same calls"):
+                with pytest.raises(ProtocolError, match=r"'wrong'.*'alone'|have not made the same calls"):
                     mesh.gather("wrong")
                 mesh.gather("grow")
             return True

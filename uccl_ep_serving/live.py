@@ -66,6 +66,8 @@ class LiveServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
 
 
 def query(pid: int, timeout: float = 2.0) -> list[dict[str, Any]]:

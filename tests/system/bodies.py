@@ -1,0 +1,222 @@
+"""What rank processes run in the system tests: module-level functions, so that they travel by name."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import UcclEpError
+
+
+def settings(**overrides: Any) -> Settings:
+    """Small windows and short deadlines, whatever the environment says."""
+    chosen = {
+        "heap_bytes": 32 << 20,
+        "round_bytes": 4 << 20,
+        "chunk_bytes": 64 << 10,
+        "timeout": 20.0,
+        "connect_timeout": 20.0,
+    }
+    return Settings.from_environment({}, **{**chosen, **overrides})
+
+
+def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
+    return Buffer(exchange, settings=settings(**overrides))
+
+
+def tokens_of(rank: int, tokens: int, hidden: int, experts: int, topk: int, seed: int = 0) -> Any:
+    """(x bf16 [tokens, hidden], topk_idx int64 [tokens, topk], weights float32 [tokens, topk]) of a rank."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    scores = torch.rand(tokens, experts, generator=generator)
+    weights, topk_idx = scores.topk(topk, dim=1)
+    return x, topk_idx, weights
+
+
+def round_trip(buffer: Buffer, seed: int = 0, tokens: int = 8, hidden: int = 128, experts: int = 8, topk: int = 2) -> float:
+    """One low-latency dispatch and combine with identity experts; returns the largest relative error."""
+    experts = max(experts, buffer.group_size)
+    experts -= experts % buffer.group_size
+    x, topk_idx, weights = tokens_of(buffer.rank, tokens, hidden, experts, topk, seed)
+    received, _, handle, _, _ = buffer.low_latency_dispatch(
+        x, topk_idx, tokens, experts, use_fp8=False, topk_weights=weights
+    )
+    combined, _, _ = buffer.low_latency_combine(received, topk_idx, weights, handle)
+    expected = x.float() * weights.sum(dim=1, keepdim=True)
+    return float((combined.float() - expected).abs().max() / expected.abs().max())
+
+
+def normal_trip(buffer: Buffer, seed: int = 0, tokens: int = 40, hidden: int = 128, experts: int = 8, topk: int = 2) -> float:
+    """One normal dispatch and combine with identity experts; returns the largest relative error."""
+    experts = max(experts, buffer.group_size)
+    experts -= experts % buffer.group_size
+    x, topk_idx, weights = tokens_of(buffer.rank, tokens, hidden, experts, topk, seed)
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, experts)
+    received, _, _, _, handle, _ = buffer.dispatch(
+        x,
+        topk_idx=topk_idx,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        previous_event=event,
+    )
+    combined, _, _ = buffer.combine(received, handle)
+    expected = x.float() * in_rank.sum(dim=1, keepdim=True)
+    return float((combined.float() - expected).abs().max() / expected.abs().max())
+
+
+def both_modes(exchange: StoreExchange, overrides: dict[str, Any], rounds: int = 5) -> dict[str, Any]:
+    """Both modes a few times on one Buffer; returns its counters."""
+    buffer = opened(exchange, overrides)
+    for seed in range(rounds):
+        for trip in (round_trip, normal_trip):
+            error = trip(buffer, seed)
+            assert error < 0.02, (trip.__name__, seed, error)
+    stats = buffer.stats()
+    buffer.destroy()
+    return stats
+
+
+def leftovers(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[int, int]:
+    """Open and close Buffers; returns (threads, descriptors) that there are more afterwards."""
+    both_modes(exchange, overrides, 1)
+    time.sleep(0.5)
+    before = _population()
+    for number in range(3):
+        again = StoreExchange(exchange._store, exchange.rank, exchange.size, f"again{number}")
+        both_modes(again, overrides, 1)
+    # a joined thread leaves /proc a moment after it is gone for Python
+    deadline = time.monotonic() + 2.0
+    while (after := _population()) > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return max(after[0] - before[0], 0), max(after[1] - before[1], 0)
+
+
+def _population() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def until_it_fails(
+    exchange: StoreExchange, overrides: dict[str, Any], mode: str, victim: int, stall: bool, marker: str
+) -> dict[str, Any]:
+    """Work until the victim is killed (by the test) or, with ``stall``, falls silent; returns what was raised, when."""
+    buffer = opened(exchange, overrides)
+    trip = round_trip if mode == "low_latency" else normal_trip
+    trip(buffer)
+    Path(f"{marker}.{exchange.rank}").touch()
+    if stall and exchange.rank == victim:
+        time.sleep(4)
+        buffer.runtime.close(0.1)
+        return {}
+    try:
+        for seed in range(1_000_000):
+            trip(buffer, seed)
+    except UcclEpError as error:
+        when = time.time()
+        again = ""
+        try:
+            trip(buffer)
+        except UcclEpError as second:
+            again = type(second).__name__
+        buffer.destroy()
+        return {
+            "kind": type(error).__name__,
+            "peer": getattr(error, "peer", None),
+            "text": str(error),
+            "when": when,
+            "again": again,
+        }
+    return {}
+
+
+def refused(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
+    """Every kind of bad low-latency and normal input; the Buffer works after each. Returns the messages."""
+    buffer = opened(exchange, overrides)
+    rank, size = buffer.rank, buffer.group_size
+    x, topk_idx, weights = tokens_of(rank, 8, 128, 4 * size, 2)
+    experts = 4 * size
+    assert round_trip(buffer, experts=experts) < 0.02
+    dispatch = buffer.low_latency_dispatch
+    bad = topk_idx.clone()
+    bad[0, 0] = experts
+    negative = topk_idx.clone()
+    negative[0, 0] = -2
+    attempts: list[Any] = [
+        lambda: dispatch(x[:, :100], topk_idx, 8, experts, use_fp8=False),
+        lambda: dispatch(x.to(torch.float64), topk_idx, 8, experts, use_fp8=False),
+        lambda: dispatch(x, bad, 8, experts, use_fp8=False),
+        lambda: dispatch(x, negative, 8, experts, use_fp8=False),
+        lambda: dispatch(x, topk_idx, 4, experts, use_fp8=False),
+        lambda: dispatch(x, topk_idx.int(), 8, experts, use_fp8=False),
+        lambda: dispatch(x, topk_idx[:3], 8, experts, use_fp8=False),
+        lambda: dispatch(x, topk_idx, 8, experts + 1, use_fp8=False),
+        lambda: dispatch(x, topk_idx, 8, experts, use_fp8=False, topk_weights=weights[:, :1]),
+        lambda: dispatch(x, topk_idx, 100_000, experts, use_fp8=False),
+        lambda: buffer.get_dispatch_layout(bad, experts),
+        lambda: buffer.get_dispatch_layout(topk_idx, experts + 1),
+        lambda: buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights),
+        lambda: buffer.combine(x, None),  # type: ignore[arg-type]
+    ]
+    messages = []
+    for number, attempt in enumerate(attempts):
+        try:
+            attempt()
+        except UcclEpError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            raise AssertionError(f"attempt {number} was accepted")
+        assert round_trip(buffer, number, experts=experts) < 0.02
+        assert normal_trip(buffer, number, experts=experts) < 0.02
+    buffer.destroy()
+    return messages
+
+
+def disagree_on_shape(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 1 asks for another hidden size; every rank is told, and the group works afterwards."""
+    buffer = opened(exchange, overrides)
+    hidden = 256 if exchange.rank == 1 else 128
+    try:
+        round_trip(buffer, hidden=hidden)
+    except UcclEpError as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("different hidden sizes were accepted")
+    assert round_trip(buffer) < 0.02
+    buffer.destroy()
+    return text
+
+
+def disagree_on_settings(exchange: StoreExchange, overrides: dict[str, Any], own: list[dict[str, Any]]) -> str:
+    """Ranks start with different settings."""
+    try:
+        opened(exchange, {**overrides, **own[exchange.rank]})
+    except UcclEpError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("different settings were accepted")
+
+
+def proxy_dies(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
+    """Rank 0's proxy dies after a while: its next operation says so, the others time out or lose it by name."""
+    own = {"fault_proxy_after": 20} if exchange.rank == 0 else {}
+    buffer = opened(exchange, {**overrides, **own})
+    texts = []
+    try:
+        for seed in range(100_000):
+            round_trip(buffer, seed)
+    except UcclEpError as error:
+        texts.append(f"{type(error).__name__}: {error}")
+    try:
+        round_trip(buffer)
+    except UcclEpError as error:
+        texts.append(f"{type(error).__name__}: {error}")
+    buffer.destroy()
+    return texts

@@ -1,0 +1,78 @@
+"""A killed rank, a silent rank, a dead proxy, bad input: named, in bounded time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import bodies
+import pytest
+from ranks import Ranks
+from test_group import PATHS
+
+
+def _wait_for(paths: list[str], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(os.path.exists(path) for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not appear"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "normal"])
+@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+def test_a_killed_rank_is_named_within_a_second(mortal_ranks: Ranks, tmp_path: Path, path: str, mode: str) -> None:
+    marker = str(tmp_path / "ready")
+    mortal_ranks.start(3, bodies.until_it_fails, PATHS[path], mode, 1, False, marker)
+    _wait_for([f"{marker}.{rank}" for rank in range(3)])
+    time.sleep(0.2)
+    killed = time.time()
+    mortal_ranks.signal(1)
+    results = mortal_ranks.finish([0, 2])
+    for succeeded, found in results.values():
+        assert succeeded, found
+        assert (found["kind"], found["peer"]) == ("PeerLost", 1)
+        assert found["when"] - killed < 1.0
+        assert found["again"] == "PeerLost"
+    assert not [name for name in os.listdir("/dev/shm") if "uccl" in name]
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "normal"])
+@pytest.mark.parametrize("path", ["direct", "tcp"])
+def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: Path, path: str, mode: str) -> None:
+    marker = str(tmp_path / "ready")
+    mortal_ranks.start(3, bodies.until_it_fails, {**PATHS[path], "timeout": 1.0}, mode, 1, True, marker)
+    results = mortal_ranks.finish([0, 1, 2])
+    for rank in (0, 2):
+        succeeded, found = results[rank]
+        assert succeeded, found
+        assert found["kind"] == "PeerTimeout"
+    assert 1 in {results[rank][1]["peer"] for rank in (0, 2)}
+    assert "arrived" in results[0][1]["text"]
+
+
+def test_bad_input_is_refused_by_name_and_the_group_goes_on(ranks: Ranks) -> None:
+    for path in ("direct", "shm"):
+        for messages in ranks.run(2, bodies.refused, PATHS[path]):
+            assert all(message.startswith("ConfigError") for message in messages), messages
+
+
+def test_different_shapes_are_refused_on_every_rank(ranks: Ranks) -> None:
+    for text in ranks.run(3, bodies.disagree_on_shape, PATHS["shm"]):
+        assert text.startswith("ConfigError")
+        assert "hidden=256" in text
+        assert "hidden=128" in text
+
+
+def test_different_settings_are_refused_on_every_rank(ranks: Ranks) -> None:
+    own = [{}, {"channels": 2}, {}]
+    for text in ranks.run(3, bodies.disagree_on_settings, PATHS["shm"], own):
+        assert text.startswith("ConfigError")
+        assert "UCCL_EP_CHANNELS: rank 0 has 1, rank 1" in text
+
+
+def test_a_dead_proxy_fails_the_next_operation(mortal_ranks: Ranks) -> None:
+    zero, one = mortal_ranks.run(2, bodies.proxy_dies, {**PATHS["shm"], "timeout": 2.0})
+    assert all(text.startswith("ProxyDied") for text in zero), zero
+    assert len(zero) == len(one) == 2
+    assert one[0].startswith(("PeerTimeout", "PeerLost"))

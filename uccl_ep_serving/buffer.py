@@ -1,0 +1,413 @@
+"""The DeepEP-compatible facade: ``Buffer`` and ``Config``, as SGLang and vLLM call them.
+
+A Buffer belongs to one process group. It holds no data-path code: low-latency mode lives in ``low_latency.py``, normal
+mode in ``normal.py``, connections and memory in ``runtime.py``. Where DeepEP's meaning depends on CUDA streams, a
+Buffer over CPU tensors has finished the work when the call returns, and the event it hands out is already complete.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from .bootstrap import Exchange, TorchExchange
+from .config import Settings
+from .errors import ConfigError
+from .handles import EventOverlap, LowLatencyHandle, NormalHandle
+from .low_latency import LowLatency
+from .normal import Normal
+from .protocol.layout import PARITIES, LowLatencyPlan
+from .runtime import Runtime
+
+__all__ = ["Buffer", "Config"]
+
+#: Top-k that a size hint assumes, since DeepEP's hint does not ask for it (DeepSeek-V3 and Qwen3-MoE: 8).
+_HINT_TOPK = 8
+#: Bytes beside the data of a token that a size hint allows for: scales, expert ids, weights.
+_HINT_META = 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    """DeepEP's tuning knobs of normal mode.
+
+    Attributes:
+        num_sms: SMs (on GPUs: programs) that communication kernels may use; even.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: chunking inside a node.
+        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: chunking between nodes.
+
+    Chunk sizes of this package follow bytes (``UCCL_EP_CHUNK_BYTES``), so the token counts only feed the size hints.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_sms < 0 or self.num_sms % 2:
+            raise ConfigError(f"num_sms = {self.num_sms} must be even and not negative")
+        for side in ("nvl", "rdma"):
+            send = getattr(self, f"num_max_{side}_chunked_send_tokens")
+            recv = getattr(self, f"num_max_{side}_chunked_recv_tokens")
+            if not 0 < send <= recv:
+                raise ConfigError(f"num_max_{side}_chunked: send tokens {send} must be in 1..recv tokens {recv}")
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes of window worth having for received rows of ``hidden_bytes``; smaller ones work, in rounds."""
+        return _round_up(num_ranks * self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """The same for ranks on other nodes; 0 is never returned, because one node needs no special case here."""
+        return _round_up(num_ranks * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _low_latency_bytes(plan: LowLatencyPlan) -> int:
+    """Window bytes of the low-latency regions."""
+    one = plan.ranks * plan.dispatch_slot + plan.dispatch_send + plan.combine_recv + plan.combine_send
+    return _round_up(PARITIES * one, 4096)
+
+
+class Buffer:
+    """Dispatch and combine among the ranks of ``group``. Construction and use are collective.
+
+    Args:
+        group: a ``torch.distributed`` process group (gloo or NCCL), or any object with DeepEP-independent
+            ``rank``, ``size`` and ``all_gather(bytes) -> list[bytes]`` (``bootstrap.Exchange``).
+        num_nvl_bytes, num_rdma_bytes: DeepEP's size hints. They are lower bounds for the normal-mode heap;
+            low-latency memory is sized from the first call's real shapes and dtype.
+        low_latency_mode: kept as an attribute; both modes always work.
+        num_qps_per_rank: DeepEP's QP count; connections follow ``UCCL_EP_CHANNELS`` and ``UCCL_EP_PROXIES`` instead.
+        allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted; what is mapped is probed
+            (``UCCL_EP_DIRECT``).
+        explicitly_destroy: when False, the Buffer also closes when it is collected.
+        enable_shrink: a lost or silent peer is masked by ``low_latency_update_mask_buffer`` instead of ending the
+            group.
+        settings: instead of the environment's ``UCCL_EP_*``.
+
+    Raises:
+        ConfigError, BootstrapError, TransportError: before anything is left behind.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Exchange,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        use_fabric: bool = False,
+        enable_shrink: bool = False,
+        settings: Settings | None = None,
+    ) -> None:
+        for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+            if value < 0:
+                raise ConfigError(f"{name} = {value} is negative")
+        exchange: Exchange = TorchExchange(group) if isinstance(group, dist.ProcessGroup) else group
+        self.group = group
+        self.rank: int = exchange.rank
+        self.group_size: int = exchange.size
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
+        self.runtime = Runtime(exchange, settings or Settings.from_environment(), heap)
+        self._low_latency = LowLatency(self.runtime)
+        self._normal = Normal(self.runtime)
+        self._finalizer = weakref.finalize(self, self.runtime.close, 1.0)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Close in good order: stop, drain, wait (bounded) for the other ranks, unmap. May be called twice."""
+        self._finalizer.detach()
+        self.runtime.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank: transports, commands, writes, bytes, messages, and per operation counts and p50 /
+        p99."""
+        return self.runtime.stats()
+
+    # -- class-level contract -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: nothing here is compiled per architecture ahead of time."""
+        return True
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Set the SM budget for Buffers' default configs. Raises ConfigError unless even."""
+        if new_num_sms < 0 or new_num_sms % 2:
+            raise ConfigError(f"num_sms = {new_num_sms} must be even and not negative")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event for what the current stream has been given so far."""
+        return EventOverlap()
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Window bytes for low latency with 2-byte values and top-8. Raises ConfigError for impossible shapes."""
+        try:
+            plan = LowLatencyPlan(
+                num_ranks, num_max_dispatch_tokens_per_rank, hidden, num_experts, min(_HINT_TOPK, num_experts), 2
+            )
+        except ValueError as error:
+            raise ConfigError(f"low-latency size hint: {error}") from error
+        return _low_latency_bytes(plan)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Default normal-mode config of dispatch for any number of ranks."""
+        return Config(Buffer.num_sms, 6, 256, 6, 256) if num_ranks > 1 else Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Default normal-mode config of combine for any number of ranks."""
+        return Config(Buffer.num_sms, 4, 256, 6, 256) if num_ranks > 1 else Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> Any:
+        """The stream that communication kernels run on. CPU tensors have none: None."""
+        return None
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """A tensor over this rank's normal-mode heap, for inspection; ``offset`` in bytes, ``size`` by default all."""
+        layout = self.runtime.layout
+        view = self.runtime.window_bytes[layout.normal_heap + offset : layout.normal_heap + layout.normal.heap]
+        whole = torch.from_numpy(view)
+        whole = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole if size is None else whole[: size.numel()].view(size)
+
+    # -- normal mode --------------------------------------------------------------------------------------------
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Where tokens go. See :meth:`Normal.get_dispatch_layout`."""
+        return self._normal.get_dispatch_layout(
+            topk_idx,
+            num_experts,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
+        """Send every token to the ranks of its experts, normal mode. See :meth:`Normal.dispatch`."""
+        _check_config(config)
+        return self._normal.dispatch(
+            x,
+            handle=handle,
+            num_tokens_per_rank=num_tokens_per_rank,
+            num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Bring rows back and sum them, normal mode. See :meth:`Normal.combine`."""
+        _check_config(config)
+        return self._normal.combine(
+            x,
+            handle,
+            topk_weights=topk_weights,
+            bias=bias,
+            config=config,
+            previous_event=previous_event,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+    # -- low latency --------------------------------------------------------------------------------------------
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Accepted and cheap: low-latency counts are monotonic, so there is nothing to clean after normal mode."""
+        self.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, self.group_size, num_experts)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        use_nvfp4: bool = False,
+        x_global_scale: torch.Tensor | None = None,
+    ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """Send every token to the ranks of its experts, low latency. See :meth:`LowLatency.dispatch`.
+
+        ``topk_weights`` is ours: given here, the experts' side sums a token's experts and returns one row per
+        (token, rank) instead of one per (token, expert).
+        """
+        if use_nvfp4 or x_global_scale is not None:
+            raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
+        return self._low_latency.dispatch(
+            x,
+            topk_idx,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            topk_weights=topk_weights,
+            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+        )
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        *,
+        overlap: bool = False,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        packed_recv_count: torch.Tensor | None = None,
+        comp_signal: torch.Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 0,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Bring the experts' rows back and sum them with the router weights. See :meth:`LowLatency.combine`.
+
+        With ``overlap=False`` the signal keywords of single-batch overlap mean nothing and are accepted.
+        """
+        if use_logfmt:
+            raise ConfigError("use_logfmt=True is not supported: combine sends rows in x.dtype")
+        if overlap:
+            raise ConfigError(
+                "low_latency_combine(overlap=True) needs per-block signals of the down projection, which this version "
+                "does not read. Next step: start the engine without single-batch overlap of the down projection"
+            )
+        return self._low_latency.combine(
+            x,
+            topk_idx,
+            topk_weights,
+            handle,
+            zero_copy=zero_copy,
+            async_finish=async_finish,
+            return_recv_hook=return_recv_hook,
+            out=out,
+            combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
+        )
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """A [local experts, ranks x T, hidden] tensor to write expert outputs into, for ``zero_copy=True``.
+
+        The same tensor is returned for the same shape; combine reads it before it returns.
+        """
+        return self._low_latency.next_combine_buffer(handle)
+
+    # -- masks --------------------------------------------------------------------------------------------------
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = True) -> None:
+        """Leave a rank out (``mask=True``). Raises ConfigError for this rank itself, a bad rank, or un-masking."""
+        if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
+            raise ConfigError(f"rank {rank_to_mask} cannot be masked by rank {self.rank} of {self.group_size}")
+        if not mask:
+            raise ConfigError(
+                f"rank {rank_to_mask} cannot be un-masked in place: a rank comes back with new connections, so all "
+                f"ranks "
+                "close this Buffer and build a new one"
+            )
+        self.runtime.mask_peer(rank_to_mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write the mask into ``mask_status``, int32[ranks]: 1 = masked."""
+        if mask_status.dtype != torch.int32 or mask_status.numel() != self.group_size:
+            raise ConfigError(
+                f"mask_status must be int32[{self.group_size}], not {mask_status.dtype}{list(mask_status.shape)}"
+            )
+        mask_status.copy_(torch.from_numpy(self.runtime.mask.copy()))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Raises ConfigError when a rank is masked (see :meth:`low_latency_update_mask_buffer`); else nothing to do."""
+        if self.runtime.mask.any():
+            raise ConfigError(
+                "masked ranks come back only with a new Buffer: close this one on all ranks and build another"
+            )
+
+
+def _check_config(config: Config | None) -> None:
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config must be a uccl_ep_serving.Config, not {type(config).__name__}")
