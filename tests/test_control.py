@@ -59,9 +59,7 @@ def joined(exchange: ThreadExchange, *, tcp: bool = False, **overrides: Any) -> 
     """A connected mesh; ``tcp`` pretends that every rank is on a host of its own."""
     settings = Settings.from_environment({}, **{"connect_timeout": 10.0, **overrides})
     mesh = ControlMesh(exchange.rank, exchange.size, settings)
-    known = introduce(
-        exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
-    )
+    known = introduce(exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={})
     if tcp:
         import msgspec
 

@@ -46,6 +46,8 @@ _HOME = {"Buffer": ".buffer", "Config": ".buffer", "EventOverlap": ".handles", "
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version(__name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME.get(name, ".errors"), __name__), name)

@@ -6,6 +6,7 @@ that the group talks over its own control connections (``control.py``), whose ev
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import os
 import secrets
@@ -19,6 +20,7 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from .config import Settings
 from .errors import BootstrapError, ConfigError
@@ -86,20 +88,23 @@ class StoreExchange:
         name: distinguishes groups on the same store; each use of a store needs a new one.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, name: str = "uccl_ep") -> None:
-        self._store = dist.PrefixStore(name, store)
+    def __init__(self, store: c10d.Store, rank: int, size: int, name: str = "uccl_ep") -> None:
+        self._store = c10d.PrefixStore(name, store)
         self._calls = 0
         self.rank = rank
         self.size = size
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, by rank. Raises BootstrapError when a rank does not appear within the store's timeout."""
+        """Every rank's payload. Raises BootstrapError when a rank does not appear within the store's timeout."""
         self._calls += 1
-        self._store.set(f"{self._calls}/{self.rank}", payload)
+        # a store's values are text for its type hints; base64 keeps any store happy
+        self._store.set(f"{self._calls}/{self.rank}", base64.b64encode(payload).decode())
         try:
-            return [bytes(self._store.get(f"{self._calls}/{peer}")) for peer in range(self.size)]
+            return [base64.b64decode(self._store.get(f"{self._calls}/{peer}")) for peer in range(self.size)]
         except dist.DistStoreError as error:
-            raise BootstrapError(f"rank {self.rank}: not all of {self.size} ranks reached the store: {error}") from error
+            raise BootstrapError(
+                f"rank {self.rank}: not all of {self.size} ranks reached the store: {error}"
+            ) from error
 
 
 class Card(msgspec.Struct, frozen=True):

@@ -265,7 +265,12 @@ class ControlMesh:
 
     def _read(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select():
+            try:
+                ready = self._selector.select()
+            except (OSError, ValueError):
+                # abandon(), in another thread, closed the selector
+                return
+            for key, _ in ready:
                 link: _Link | None = key.data
                 if link is None:
                     continue

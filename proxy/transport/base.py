@@ -19,11 +19,11 @@ block, never raise and never touch Python.
 
 An event is four int64: kind, value, peer, status.
 
-    SENT      value = wr_id. Local completion: the source bytes may be reused, nothing of the write is repeated any more.
-    ARRIVED   value = immediate. The payload of *this* write is visible. peer = the source rank proved by the connection,
-              or -1 where the transport cannot prove it (the immediate's source is then used).
+    SENT      value = wr_id. Local completion: the source bytes may be reused, nothing of the write is repeated.
+    ARRIVED   value = immediate. The payload of *this* write is visible. peer = the source rank that the connection
+              proves, or -1 where the transport cannot prove it (the immediate's source is then used).
     DOWN      peer's connection closed or failed; value 0, status = errno.
-    FAULT     peer sent what the format forbids (a frame too long, an offset outside the window); status = a FAULT_* code.
+    FAULT     peer sent what the format forbids (a frame too long, an offset outside the window); status = a FAULT_*.
 
 A transport may deliver the writes of a peer in any order and may repeat an ARRIVED or a payload until its SENT; it must
 not lose one without a DOWN or a negative status.

@@ -40,7 +40,9 @@ def tokens_of(rank: int, tokens: int, hidden: int, experts: int, topk: int, seed
     return x, topk_idx, weights
 
 
-def round_trip(buffer: Buffer, seed: int = 0, tokens: int = 8, hidden: int = 128, experts: int = 8, topk: int = 2) -> float:
+def round_trip(
+    buffer: Buffer, seed: int = 0, tokens: int = 8, hidden: int = 128, experts: int = 8, topk: int = 2
+) -> float:
     """One low-latency dispatch and combine with identity experts; returns the largest relative error."""
     experts = max(experts, buffer.group_size)
     experts -= experts % buffer.group_size
@@ -53,7 +55,9 @@ def round_trip(buffer: Buffer, seed: int = 0, tokens: int = 8, hidden: int = 128
     return float((combined.float() - expected).abs().max() / expected.abs().max())
 
 
-def normal_trip(buffer: Buffer, seed: int = 0, tokens: int = 40, hidden: int = 128, experts: int = 8, topk: int = 2) -> float:
+def normal_trip(
+    buffer: Buffer, seed: int = 0, tokens: int = 40, hidden: int = 128, experts: int = 8, topk: int = 2
+) -> float:
     """One normal dispatch and combine with identity experts; returns the largest relative error."""
     experts = max(experts, buffer.group_size)
     experts -= experts % buffer.group_size
