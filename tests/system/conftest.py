@@ -1,9 +1,16 @@
+"""Real processes as ranks. The cases of ``tests/kernels`` serve here too."""
+
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from ranks import Ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from ranks import Ranks  # noqa: E402 - the path first: rank processes inherit it and import the cases
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,97 @@
+"""Ranks as threads of one process whose kernels map each other's windows: no proxies, no sockets, starts in no time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.kernel_space import KernelSpace
+from uccl_ep_serving.memory import Segment
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+
+
+class DirectRuntime:
+    """What ``low_latency`` and ``normal`` need of a Runtime, for one of several threads.
+
+    See ``uccl_ep_serving.runtime.Runtime`` for the meaning of the attributes.
+    """
+
+    def __init__(self, group: DirectGroup, rank: int, settings: Settings) -> None:
+        self.group = group
+        self.rank = rank
+        self.ranks = group.ranks
+        self.settings = settings
+        self.generation = 0
+        self.records: list[tuple[str, int, int, int]] = []
+        self.space = group.spaces[rank]
+
+    def __getattr__(self, name: str) -> Any:
+        # layout, window, context, mask, progress, heap, check and wait are the kernel space's own
+        return getattr(self.space, name)
+
+    def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
+        self.records.append((op, tokens, rows, nanoseconds))
+
+    def grow(self, plan: LowLatencyPlan) -> None:
+        """Collective: new windows with room for ``plan``."""
+        self.group.proposals[self.rank] = plan
+        if self.group.barrier.wait(30) == 0:
+            self.group.agreed = len(set(self.group.proposals)) == 1
+            if self.group.agreed:
+                self.group.build(plan)
+        self.group.barrier.wait(30)
+        if not self.group.agreed:
+            raise ConfigError(f"ranks disagree on the low-latency plan: {self.group.proposals}")
+        self.space = self.group.spaces[self.rank]
+        self.generation += 1
+
+
+class DirectGroup:
+    """``ranks`` kernel spaces connected to each other directly."""
+
+    def __init__(self, ranks: int, normal: NormalPlan | None = None, settings: Settings | None = None) -> None:
+        self.ranks = ranks
+        self.settings = settings or Settings(timeout=20.0)
+        self.normal = normal or NormalPlan(ranks, 256, heap=64 << 20, rounds=1 << 20, chunk=64 << 10)
+        self.barrier = threading.Barrier(ranks)
+        self.proposals: list[LowLatencyPlan | None] = [None] * ranks
+        self.agreed = False
+        self.spaces: list[KernelSpace] = []
+        self.build(None)
+
+    def build(self, plan: LowLatencyPlan | None) -> None:
+        layout = WindowLayout(self.ranks, plan, self.normal)
+        segments = [Segment.create(f"test{rank}", layout.nbytes) for rank in range(self.ranks)]
+        self.spaces = [
+            KernelSpace(rank, self.ranks, self.settings.channels, segment, layout, self.settings.timeout)
+            for rank, segment in enumerate(segments)
+        ]
+        for space in self.spaces:
+            for peer, segment in enumerate(segments):
+                space.connect_direct(peer, segment.address)
+        for segment in segments:
+            segment.close_descriptor()
+
+    def run(self, body: Callable[[DirectRuntime], Any]) -> list[Any]:
+        """Run ``body`` in one thread per rank; returns results by rank, raises the first failure."""
+        results: list[Any] = [None] * self.ranks
+        failures: list[BaseException | None] = [None] * self.ranks
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = body(DirectRuntime(self, rank, self.settings))
+            except BaseException as failure:
+                failures[rank] = failure
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return results

@@ -1,0 +1,174 @@
+"""Low-latency cases: random routing of every awkward kind, run on a group of ranks and held against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.reference import (
+    LowLatencyInput,
+    LowLatencyReceived,
+    calc_diff,
+    dequantise_fp8,
+    low_latency_combine,
+    low_latency_dispatch,
+    quantise_fp8,
+    unpack_ue8m0,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and formats of one dispatch and combine.
+
+    ``counts``: tokens per rank, cycled. ``routing``: "random", "none" (all -1), "holes" (some -1), "one" (everybody
+    chooses expert 0), "far" (only experts of the next rank), "twice" (an expert named twice).
+    """
+
+    ranks: int = 2
+    tokens: int = 8
+    hidden: int = 128
+    experts: int = 8
+    topk: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    round_scale: bool = False
+    ue8m0: bool = False
+    reduced: bool = True
+    counts: tuple[int, ...] = (8,)
+    routing: str = "random"
+    seed: int = 0
+
+    def inputs(self) -> list[LowLatencyInput]:
+        """Every rank's tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return [self._input(rank, generator) for rank in range(self.ranks)]
+
+    def _input(self, rank: int, generator: torch.Generator) -> LowLatencyInput:
+        count = min(self.counts[rank % len(self.counts)], self.tokens)
+        x = torch.randn(count, self.hidden, generator=generator)
+        x = (x * torch.exp(2 * torch.randn(count, 1, generator=generator))).to(self.dtype)
+        scores = torch.rand(count, self.experts, generator=generator)
+        local = self.experts // self.ranks
+        if self.routing == "far":
+            first = (rank + 1) % self.ranks * local
+            scores[:, first : first + local] += 2
+        ids = scores.topk(self.topk, dim=1).indices
+        if self.routing == "holes":
+            ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+        elif self.routing == "none":
+            ids[:] = -1
+        elif self.routing == "one":
+            ids[:] = -1
+            ids[:, self.topk - 1] = 0
+        elif self.routing == "twice" and self.topk > 1:
+            ids[:, -1] = ids[:, 0]
+        return LowLatencyInput(x, ids, torch.rand(count, self.topk, generator=generator))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of the dispatch."""
+        return {"use_fp8": self.fp8, "round_scale": self.round_scale or self.ue8m0, "use_ue8m0": self.ue8m0}
+
+
+def expert_output(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """What the test's experts make of their rows: each expert scales by a factor of its own."""
+    factors = 1 + 0.25 * (torch.arange(x.shape[0]) + rank * x.shape[0]).float()
+    return (x.float() * factors[:, None, None]).to(x.dtype)
+
+
+def check_received(case: Case, rows: Any, count: torch.Tensor, handle: Any, want: LowLatencyReceived) -> None:
+    """Dispatch must be bit-exact, its FP8 values and scales included."""
+    assert torch.equal(count, want.count)
+    src_info, layout_range, tokens, hidden, experts = handle
+    assert (tokens, hidden, experts) == (case.tokens, case.hidden, case.experts)
+    assert torch.equal(layout_range, want.layout_range)
+    capacity = case.ranks * case.tokens
+    if case.fp8:
+        values, scales = rows
+        groups = case.hidden // (512 if case.ue8m0 else 128)
+        assert scales.shape == (want.x.shape[0], capacity, groups)
+        assert scales.stride() == (groups * capacity, 1, capacity)
+        assert scales.dtype == (torch.int32 if case.ue8m0 else torch.float32)
+    else:
+        values = rows
+        assert values.dtype == case.dtype
+    assert values.shape == (want.x.shape[0], capacity, case.hidden)
+    for expert, rows_here in enumerate(want.sources):
+        number = len(rows_here)
+        assert torch.equal(src_info[expert, :number], want.src_info[expert, :number])
+        sent = want.x[expert, :number]
+        if not case.fp8:
+            assert torch.equal(values[expert, :number], sent)
+            continue
+        codes, factors = quantise_fp8(sent, case.round_scale or case.ue8m0)
+        assert torch.equal(values[expert, :number].view(torch.uint8), codes.view(torch.uint8))
+        got = scales[expert, :number]
+        assert torch.equal(unpack_ue8m0(got.contiguous()) if case.ue8m0 else got, factors)
+
+
+def received_values(case: Case, rows: Any, count: torch.Tensor) -> torch.Tensor:
+    """Rows as the experts see them, in the case's dtype; unused rows are NaN so that reading one shows."""
+    values = (dequantise_fp8(*rows) if case.fp8 else rows).to(case.dtype)
+    result = torch.full_like(values, float("nan"))
+    for expert, number in enumerate(count.tolist()):
+        result[expert, :number] = values[expert, :number]
+    return result
+
+
+def weights_at_dispatch(case: Case, given: LowLatencyInput) -> torch.Tensor | None:
+    """The weights, when the case returns reduced rows."""
+    return given.topk_weights if case.reduced else None
+
+
+def run_rank(case: Case, low_latency: LowLatency, rank: int, inputs: list[LowLatencyInput]) -> torch.Tensor:
+    """One dispatch and combine of ``rank``; dispatch is checked here, the combined tokens are returned."""
+    given = inputs[rank]
+    rows, count, handle, event, hook = low_latency.dispatch(
+        given.x,
+        given.topk_idx,
+        case.tokens,
+        case.experts,
+        topk_weights=weights_at_dispatch(case, given),
+        **case.options,
+    )
+    assert hook is None
+    event.current_stream_wait()
+    check_received(case, rows, count, handle, low_latency_dispatch(inputs, rank, case.tokens, case.experts))
+    y = expert_output(received_values(case, rows, count), rank)
+    combined, _, _ = low_latency.combine(y, given.topk_idx, given.topk_weights, handle)
+    return combined
+
+
+def expected_combined(case: Case, inputs: list[LowLatencyInput], rank: int) -> torch.Tensor:
+    """The oracle's combined tokens of ``rank``, from what FP8 leaves of the inputs."""
+    if case.fp8:
+        seen = [
+            LowLatencyInput(
+                dequantise_fp8(*quantise_fp8(given.x, case.round_scale or case.ue8m0)).to(case.dtype),
+                given.topk_idx,
+                given.topk_weights,
+            )
+            for given in inputs
+        ]
+    else:
+        seen = inputs
+    received = [low_latency_dispatch(seen, peer, case.tokens, case.experts) for peer in range(case.ranks)]
+    outputs = [expert_output(one.x, peer) for peer, one in enumerate(received)]
+    return low_latency_combine(seen[rank], rank, outputs, received, case.reduced)
+
+
+def exact_combined(case: Case, given: LowLatencyInput) -> torch.Tensor:
+    """float64 of what combine approximates: the unquantised tokens through the experts."""
+    factors = (1 + 0.25 * given.topk_idx.double()) * (given.topk_idx >= 0)
+    return given.x.double() * (factors * given.topk_weights.double()).sum(dim=1, keepdim=True)
+
+
+def check_combined(case: Case, inputs: list[LowLatencyInput], rank: int, combined: torch.Tensor) -> None:
+    """Bit-exact against the oracle's order of summation, and within DeepEP's tolerances of the exact value."""
+    assert torch.equal(combined, expected_combined(case, inputs, rank))
+    tolerance = 9e-4 if case.fp8 else 1e-5
+    assert calc_diff(combined, exact_combined(case, inputs[rank])) < tolerance

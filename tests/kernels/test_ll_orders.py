@@ -1,0 +1,246 @@
+"""Orders of calls: overlapped micro-batches, hooks called late or swapped, dispatches that are never combined."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from direct_ranks import DirectGroup
+from fake_ranks import HOSTILE, FakeGroup
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ll_cases import (
+    Case,
+    check_combined,
+    check_received,
+    expert_output,
+    received_values,
+    weights_at_dispatch,
+)
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.reference import low_latency_dispatch
+
+CASE = Case(tokens=4, counts=(4, 2, 0), experts=6, topk=3)
+
+
+@contextlib.contextmanager
+def group_of(kind: str, ranks: int, seed: int = 0) -> Iterator[DirectGroup]:
+    if kind == "direct":
+        yield DirectGroup(ranks)
+        return
+    with FakeGroup(ranks, adversary=HOSTILE, seed=seed, settings=Settings(timeout=20.0, channels=2)) as group:
+        yield group
+
+
+class Player:
+    """One rank that plays a program of operations, each checked when it is received.
+
+    A program is a list of words: ``D`` dispatch, ``C<i>`` combine dispatch i, ``d<i>`` / ``c<i>`` call the hook of
+    dispatch i / combine i.
+    """
+
+    def __init__(self, case: Case, runtime: Any) -> None:
+        self.case, self.rank = case, runtime.rank
+        self.low_latency = LowLatency(runtime)
+        self.dispatches: list[dict[str, Any]] = []
+        self.combines: list[dict[str, Any]] = []
+
+    def play(self, program: list[str]) -> None:
+        for word in program:
+            if word == "D":
+                self.dispatch()
+            else:
+                {"C": self.combine, "d": self.dispatch_hook, "c": self.combine_hook}[word[0]](int(word[1:]))
+
+    def dispatch(self) -> None:
+        case = replace(self.case, seed=len(self.dispatches))
+        inputs = case.inputs()
+        mine = inputs[self.rank]
+        rows, count, handle, _, hook = self.low_latency.dispatch(
+            mine.x,
+            mine.topk_idx,
+            case.tokens,
+            case.experts,
+            topk_weights=weights_at_dispatch(case, mine),
+            return_recv_hook=True,
+            **case.options,
+        )
+        self.dispatches.append(
+            {"case": case, "inputs": inputs, "rows": rows, "count": count, "handle": handle, "hook": hook}
+        )
+
+    def dispatch_hook(self, index: int) -> None:
+        one = self.dispatches[index]
+        one["hook"]()
+        case = one["case"]
+        want = low_latency_dispatch(one["inputs"], self.rank, case.tokens, case.experts)
+        check_received(case, one["rows"], one["count"], one["handle"], want)
+
+    def combine(self, index: int) -> None:
+        one = self.dispatches[index]
+        mine = one["inputs"][self.rank]
+        y = expert_output(received_values(one["case"], one["rows"], one["count"]), self.rank)
+        out, _, hook = self.low_latency.combine(
+            y, mine.topk_idx, mine.topk_weights, one["handle"], return_recv_hook=True
+        )
+        # the caller may do with its tensor what it likes now
+        y.fill_(float("nan"))
+        self.combines.append({"of": one, "out": out, "hook": hook})
+
+    def combine_hook(self, index: int) -> None:
+        one = self.combines[index]
+        one["hook"]()
+        check_combined(one["of"]["case"], one["of"]["inputs"], self.rank, one["out"])
+
+
+def play(kind: str, programs: list[str], case: Case = CASE, seed: int = 0) -> None:
+    """Run one program per rank (cycled)."""
+    case = replace(case, ranks=len(programs), experts=3 * len(programs))
+    with group_of(kind, case.ranks, seed) as group:
+        group.run(lambda runtime: Player(case, runtime).play(programs[runtime.rank].split()))
+
+
+@pytest.mark.parametrize("kind", ["direct", "fake"])
+@pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "expanded"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("D D d0 d1 C0 C1 c0 c1", id="two-in-flight"),
+        pytest.param("D D d1 d0 C1 C0 c1 c0 D D d3 d2 C2 C3 c3 c2", id="swapped-hooks"),
+        pytest.param("D d0 D C0 d1 c0 C1 D c1 d2 C2 c2 D d3 C3 c3", id="two-batches-interleaved"),
+        pytest.param("D d0 C0 D d1 C1 c0 D d2 c1 C2 D d3 C3 c2 c3 D d4 C4 c4", id="combine-behind-dispatch"),
+        pytest.param("D d0 D d1 C0 c0 D d2 D d3 C3 c1", id="dispatch-twice-combine-once"),
+        pytest.param(" ".join(f"D d{i}" for i in range(10)), id="ten-dispatches-without-combine"),
+        pytest.param("D d0 " + " ".join(f"C0 c{i}" for i in range(10)), id="one-handle-combined-ten-times"),
+        pytest.param("D D " + " ".join(f"d{2 * i} d{2 * i + 1} D D" for i in range(6)), id="dispatches-in-pairs"),
+        pytest.param(
+            "D d0 C0 C0 " + " ".join(f"c{2 * i} c{2 * i + 1} C0 C0" for i in range(6)), id="combines-in-pairs"
+        ),
+    ],
+)
+def test_orders(program: str, reduced: bool, kind: str) -> None:
+    play(kind, [program] * 3, replace(CASE, reduced=reduced))
+
+
+@pytest.mark.parametrize("kind", ["direct", "fake"])
+def test_ranks_call_hooks_in_their_own_order(kind: str) -> None:
+    play(
+        kind,
+        [
+            "D D d0 d1 C0 C1 c0 c1 D D d2 d3 C2 C3 c3 c2",
+            "D D d1 d0 C0 C1 c1 c0 D d2 D C2 d3 C3 c2 c3",
+            "D d0 D d1 C0 c0 C1 c1 D D d3 d2 C2 c2 C3 c3",
+        ],
+    )
+
+
+def program_of(rank_seed: int, collectives: list[int]) -> str:
+    """A legal program: the same collectives for every rank, hooks wherever ``rank_seed`` puts them."""
+    choose = random.Random(rank_seed)
+    words: list[str] = []
+    pending: dict[str, list[int]] = {"d": [], "c": []}
+    counts = {"d": 0, "c": 0}
+
+    def call(kind: str, index: int) -> None:
+        pending[kind].remove(index)
+        words.append(f"{kind}{index}")
+
+    for number in collectives:
+        for kind in ("d", "c"):
+            for index in list(pending[kind]):
+                if choose.random() < 0.4:
+                    call(kind, index)
+        if number == 0 or counts["d"] == 0:
+            kind, word = "d", "D"
+        else:
+            of = counts["d"] - 1 - (number - 1) % min(2, counts["d"])
+            if of in pending["d"]:
+                call("d", of)
+            kind, word = "c", f"C{of}"
+        # the one before last of its kind must have been received, and everything before it
+        for index in [index for index in pending[kind] if index <= counts[kind] - 2]:
+            call(kind, index)
+        words.append(word)
+        pending[kind].append(counts[kind])
+        counts[kind] += 1
+    for kind in ("d", "c"):
+        for index in list(pending[kind]):
+            call(kind, index)
+    return " ".join(words)
+
+
+@pytest.mark.parametrize("kind", ["direct", "fake"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    ranks=st.integers(1, 3),
+    collectives=st.lists(st.integers(0, 2), min_size=1, max_size=14),
+    seeds=st.lists(st.integers(0, 1 << 20), min_size=3, max_size=3),
+    reduced=st.booleans(),
+)
+def test_any_order(kind: str, ranks: int, collectives: list[int], seeds: list[int], reduced: bool) -> None:
+    programs = [program_of(seeds[rank], collectives) for rank in range(ranks)]
+    play(kind, programs, replace(CASE, reduced=reduced), seed=seeds[0])
+
+
+def test_third_in_flight_is_refused_before_anything_moves() -> None:
+    case = replace(CASE, ranks=2, experts=6)
+
+    def body(runtime: Any) -> None:
+        player = Player(case, runtime)
+        player.play(["D", "D"])
+        with pytest.raises(ConfigError, match="at most two"):
+            player.dispatch()
+        player.play(["d1"])
+        with pytest.raises(ConfigError, match="at most two"):
+            player.dispatch()
+        player.play(["d0", "C0", "C1"])
+        with pytest.raises(ConfigError, match="at most two"):
+            player.combine(0)
+        player.play(["c0", "c1", "D", "d2", "C2", "c2"])
+
+    DirectGroup(2).run(body)
+
+
+def test_calling_a_hook_again_does_nothing() -> None:
+    case = replace(CASE, ranks=2, experts=6)
+
+    def body(runtime: Any) -> None:
+        player = Player(case, runtime)
+        player.play(["D", "d0", "D", "d1", "D", "d0", "d2", "C2", "c0", "C1", "c0", "c1"])
+        assert [record[0] for record in runtime.records] == ["ll_dispatch"] * 3 + ["ll_combine"] * 2
+
+    DirectGroup(2).run(body)
+
+
+def test_returned_rows_live_as_long_as_they_are_held() -> None:
+    """Memory is used again only when the caller has dropped every tensor over it."""
+    case = replace(CASE, ranks=2, experts=6)
+
+    def body(runtime: Any) -> None:
+        player = Player(case, runtime)
+        addresses = set()
+        for number in range(8):
+            player.play(["D", f"d{number}"])
+            addresses.add(player.dispatches[number]["rows"].data_ptr())
+        assert len(addresses) == 8
+        for number in range(8):
+            player.dispatch_hook(number)
+        held = player.dispatches[0]["rows"][0, :1]
+        before = held.clone()
+        player.dispatches.clear()
+        for number in range(8):
+            player.play(["D", f"d{number}"])
+            addresses.add(player.dispatches[number]["rows"].data_ptr())
+            player.dispatches[number]["rows"] = None
+        assert len(addresses) < 12
+        assert torch.equal(held, before)
+
+    DirectGroup(2).run(body)

@@ -1,0 +1,100 @@
+"""Both modes against the torch oracle, in real processes over shm and tcp, with DeepEP's own tolerances.
+
+The matrix is mode x dtype x form x cached x async x alignment x uneven; a process opens one Buffer per path and runs all
+cases of its group size on it, so that overlapping shapes, generations and leases are met as in a server.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import bodies
+import ll_cases
+import normal_cases
+import pytest
+import torch
+from ranks import Ranks
+from test_group import PATHS
+
+from uccl_ep_serving.bootstrap import StoreExchange
+
+UNEVEN = {2: (7, 0), 3: (0, 8, 3), 4: (1, 8, 0, 5), 8: (8, 1, 0, 7, 3, 8, 0, 2)}
+
+
+def low_latency_cases(ranks: int) -> Iterator[ll_cases.Case]:
+    """Formats x forms x counts x routings; plans change on the way, which lays the windows out anew."""
+    formats: list[dict[str, Any]] = [
+        {},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"fp8": True, "hidden": 256},
+        {"fp8": True, "hidden": 512, "round_scale": True, "ue8m0": True},
+    ]
+    spreads = [((8,), "random"), (UNEVEN[ranks], "holes"), ((8,), "one"), ((8,), "none"), (UNEVEN[ranks], "far")]
+    for number, (form, reduced) in enumerate(itertools.product(formats, (True, False))):
+        for counts, routing in spreads[number % 2 :: 2] if ranks == 8 else spreads:
+            yield ll_cases.Case(
+                ranks=ranks, experts=4 * ranks, counts=counts, routing=routing, reduced=reduced, seed=number, **form
+            )
+
+
+def run_low_latency(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
+    buffer = bodies.opened(exchange, overrides)
+    facade: Any = SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
+    number = 0
+    for case in low_latency_cases(exchange.size):
+        inputs = case.inputs()
+        combined = ll_cases.run_rank(case, facade, exchange.rank, inputs)
+        ll_cases.check_combined(case, inputs, exchange.rank, combined)
+        number += 1
+    buffer.destroy()
+    return number
+
+
+def run_normal(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
+    buffer = bodies.opened(exchange, overrides)
+    rank, size = exchange.rank, exchange.size
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+    number = 0
+    kept = []
+    for dtype, finish_async, alignment, uneven in itertools.product(dtypes, (False, True), (1, 128), (False, True)):
+        tokens = tuple(9 * count for count in UNEVEN[size]) if uneven else (40,) * size
+        case = normal_cases.Case(tokens, experts=4 * size, dtype=dtype, hidden=384, seed=number)
+        inputs = case.inputs()
+        outcome = normal_cases.round_trip(buffer, inputs, rank, async_finish=finish_async, expert_alignment=alignment)
+        normal_cases.check_rank(inputs, rank, outcome, alignment)
+        again, *_, event = buffer.dispatch(inputs.rows(rank), handle=outcome.handle, async_finish=finish_async)
+        event.current_stream_wait()
+        rows = again[0] if isinstance(again, tuple) else again
+        assert normal_cases.same_bits(rows, outcome.rows)
+        kept.append((outcome.rows, outcome.rows.clone()))
+        number += 1
+    # what was returned stays what it was, whatever came after it
+    assert all(normal_cases.same_bits(rows, copy) for rows, copy in kept)
+    buffer.destroy()
+    return number
+
+
+SIZES = [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("path", ["shm-2-proxies", "tcp-2-proxies", "direct"])
+@pytest.mark.parametrize("size", SIZES)
+def test_low_latency_equals_the_oracle(ranks: Ranks, path: str, size: int) -> None:
+    assert min(ranks.run(size, run_low_latency, PATHS[path])) >= 25
+
+
+@pytest.mark.parametrize("path", ["shm-2-proxies", "tcp-2-proxies", "direct"])
+@pytest.mark.parametrize("size", SIZES)
+def test_normal_mode_equals_the_oracle(ranks: Ranks, path: str, size: int) -> None:
+    assert ranks.run(size, run_normal, PATHS[path]) == [32] * size
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_normal_mode_in_rounds_equals_the_oracle(ranks: Ranks, path: str) -> None:
+    """A heap that holds nothing: every operation is received in rounds."""
+    tiny = {**PATHS[path], "heap_bytes": 4096, "round_bytes": 64 << 10, "chunk_bytes": 8192}
+    assert ranks.run(3, run_normal, tiny) == [32] * 3
