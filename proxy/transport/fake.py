@@ -320,9 +320,11 @@ def _poll_inbox(fabric: int, context: int, events: int, count: int, limit: int) 
         # A dead rank sends nothing new; what had already landed may still be seen.
         if not _alive(fabric, source) and not peek(flight + _F_STAGE) & _LANDED:
             gone = 1
-        if not gone and count < limit:
-            count = _advance(fabric, context, number, events, count)
         stage = peek(flight + _F_STAGE)
+        # Once its sender has seen SENT nothing of a write is repeated any more.
+        if not gone and count < limit and not (stage & _SEEN and stage & _OVER):
+            count = _advance(fabric, context, number, events, count)
+            stage = peek(flight + _F_STAGE)
         repeatable = peek(fabric + _DUPLICATE) != 0 and not stage & _OVER
         if gone or (stage & _SEEN and not repeatable):
             _let_go(fabric, number)

@@ -1,0 +1,248 @@
+"""Memory and compiled data path of ``shm``: a memcpy into a mapped window, one word in a mailbox, a look at pidfds.
+
+The context and its records are private to the process and written by the proxy thread alone once it runs; what peers
+can write is the mailbox (:mod:`uccl_ep_serving.protocol.mailbox`), and that is checked word by word. No function here
+blocks, allocates or raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+
+from numba import types
+
+from ...native.atomics import copy, load64, peek, peek32, poke, store64
+from ...native.calls import monotonic_ns
+from ...native.jit import c_function, compile_lock, compiled
+from ...protocol.imm import IMM
+from ...protocol.mailbox import SLOTS, SLOTS_OFFSET, TAIL, WORD
+from .base import (
+    ACCEPTED,
+    ARRIVED,
+    BUSY,
+    DOWN,
+    EVENT_BYTES,
+    FAULT,
+    FAULT_BAD_FRAME,
+    FAULT_WRONG_SOURCE,
+    SENT,
+)
+
+__all__ = ["warm"]
+
+# The context: int64 words, written by the constructor and then by the proxy thread alone.
+RANKS = 0
+WINDOW_BYTES = 1  # length of every window
+PEERS = 2  # address of the peer records
+DONE = 3  # address of the queue of SENT events, two words each: wr_id, peer
+_DONE_HEAD = 4  # SENT events queued
+_DONE_TAIL = 5  # SENT events delivered
+_CURSOR = 6  # peer whose ring the next poll reads first, so that none is starved by a small limit
+WATCH = 7  # epoll descriptor over the peers' pidfds, -1 = nobody is watched
+_WATCH_POLLS = 8  # polls since the clock was last read
+_WATCH_TIME = 9  # CLOCK_MONOTONIC ns of the next look at the pidfds
+ENDED = 10  # address of room for ENDED_MAX epoll events
+CONTEXT_WORDS = 16
+
+# A peer record: one pair of cache lines.
+STATE = 0
+WINDOW = 1  # address of the peer's mapped window
+OUT = 2  # address of our ring in the peer's mailbox
+_OUT_HEAD = 3  # immediates put into it
+_OUT_TAIL = 4  # immediates of them known to be taken
+IN = 5  # address of the peer's ring in our mailbox
+_IN_TAIL = 6  # immediates taken from it
+_PROBLEM = 7  # FAULT_* code to report at the next poll, 0 = none
+PIDFD = 8  # descriptor of the peer's process, -1 = not watched
+PEER_WORDS = 16
+
+_ABSENT, UP, _ENDING, CLOSED = 0, 1, 2, 3  # ENDING: the process is gone, its last immediates are still delivered
+
+DONE_SLOTS = 4096
+ENDED_MAX = 16
+_EPOLL_EVENT_BYTES = 12 if os.uname().machine == "x86_64" else 16
+_EPOLL_DATA = _EPOLL_EVENT_BYTES - 8
+# A look at the pidfds costs a system call (0.3 us), reading the clock 30 ns: neither belongs in every poll. A dead peer
+# is noticed within 50 ms plus 32 polls.
+_WATCH_EVERY_POLLS = 32
+_WATCH_EVERY_NS = 50_000_000
+
+IMM_BITS = WORD["imm"].width
+_IMM_MASK = WORD["imm"].mask
+_SOURCE_SHIFT = IMM["source"].shift
+_ENOTCONN = errno.ENOTCONN
+_EINVAL = errno.EINVAL
+_ESRCH = errno.ESRCH
+
+_epoll_wait = types.ExternalFunction("epoll_wait", types.int32(types.int32, types.int64, types.int32, types.int32))
+
+
+@compiled
+def _event(events: int, index: int, kind: int, value: int, peer: int, status: int) -> None:
+    address = events + index * EVENT_BYTES
+    poke(address, kind)
+    poke(address + 8, value)
+    poke(address + 16, peer)
+    poke(address + 24, status)
+
+
+def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
+    record = peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS
+    state = peek(record + 8 * STATE)
+    if state not in (UP, _ENDING):
+        return -_ENOTCONN
+    if nbytes < 0 or target < 0 or target > peek(context + 8 * WINDOW_BYTES) - nbytes:
+        return -_EINVAL
+    queued = peek(context + 8 * _DONE_HEAD)
+    if queued - peek(context + 8 * _DONE_TAIL) >= DONE_SLOTS:
+        return BUSY
+    head = peek(record + 8 * _OUT_HEAD)
+    ring = peek(record + 8 * OUT)
+    if head - peek(record + 8 * _OUT_TAIL) >= SLOTS:
+        tail = load64(ring + TAIL)
+        if tail > head or tail < peek(record + 8 * _OUT_TAIL):
+            poke(record + 8 * _PROBLEM, FAULT_BAD_FRAME)
+            return BUSY
+        poke(record + 8 * _OUT_TAIL, tail)
+        if head - tail >= SLOTS:
+            return BUSY
+    if nbytes > 0:
+        copy(peek(record + 8 * WINDOW) + target, local, nbytes)
+    lap = ((head // SLOTS) + 1) & 1
+    # Release: the payload is in place before the receiver can see the immediate.
+    store64(ring + SLOTS_OFFSET + (head % SLOTS) * 8, (imm & _IMM_MASK) | (lap << IMM_BITS))
+    poke(record + 8 * _OUT_HEAD, head + 1)
+    done = peek(context + 8 * DONE) + (queued % DONE_SLOTS) * 16
+    poke(done, wr_id)
+    poke(done + 8, peer)
+    poke(context + 8 * _DONE_HEAD, queued + 1)
+    return ACCEPTED
+
+
+def _flush(context: int) -> int:
+    return 0
+
+
+@compiled
+def _deliver_sent(context: int, events: int, limit: int) -> int:
+    """SENT events of peers that were not dropped; returns how many."""
+    peers, queue = peek(context + 8 * PEERS), peek(context + 8 * DONE)
+    head, tail = peek(context + 8 * _DONE_HEAD), peek(context + 8 * _DONE_TAIL)
+    count = 0
+    while tail < head and count < limit:
+        done = queue + (tail % DONE_SLOTS) * 16
+        peer = peek(done + 8)
+        tail += 1
+        if peek(peers + peer * 8 * PEER_WORDS + 8 * STATE) != CLOSED:
+            _event(events, count, SENT, peek(done), peer, 0)
+            count += 1
+    poke(context + 8 * _DONE_TAIL, tail)
+    return count
+
+
+@compiled
+def _watch(context: int) -> None:
+    """Mark peers whose process has ended."""
+    watch = peek(context + 8 * WATCH)
+    polls = peek(context + 8 * _WATCH_POLLS) + 1
+    if watch < 0 or polls < _WATCH_EVERY_POLLS:
+        poke(context + 8 * _WATCH_POLLS, polls)
+        return
+    poke(context + 8 * _WATCH_POLLS, 0)
+    now = monotonic_ns()
+    if now < peek(context + 8 * _WATCH_TIME):
+        return
+    poke(context + 8 * _WATCH_TIME, now + _WATCH_EVERY_NS)
+    ended = peek(context + 8 * ENDED)
+    count = _epoll_wait(watch, ended, ENDED_MAX, 0)
+    for index in range(count):
+        # Registered one-shot: each process is told once.
+        pidfd = peek32(ended + index * _EPOLL_EVENT_BYTES + _EPOLL_DATA)
+        for peer in range(peek(context + 8 * RANKS)):
+            record = peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS
+            if peek(record + 8 * PIDFD) == pidfd and peek(record + 8 * STATE) == UP:
+                poke(record + 8 * STATE, _ENDING)
+
+
+@compiled
+def _receive(record: int, peer: int, events: int, count: int, limit: int) -> int:
+    """Take immediates of one peer until its ring is empty or ``limit`` events are stored; returns the new count."""
+    problem = peek(record + 8 * _PROBLEM)
+    if problem != 0 and count < limit:
+        poke(record + 8 * STATE, CLOSED)
+        _event(events, count, FAULT, 0, peer, problem)
+        return count + 1
+    ending = peek(record + 8 * STATE) == _ENDING
+    ring = peek(record + 8 * IN)
+    before = peek(record + 8 * _IN_TAIL)
+    taken = before
+    while count < limit:
+        # Read once: the peer could change the word between a check and its use.
+        word = load64(ring + SLOTS_OFFSET + (taken % SLOTS) * 8)
+        lap = ((taken // SLOTS) + 1) & 1
+        if (word >> IMM_BITS) & 1 != lap:
+            if ending:
+                poke(record + 8 * STATE, CLOSED)
+                _event(events, count, DOWN, 0, peer, _ESRCH)
+                count += 1
+            break
+        imm = word & _IMM_MASK
+        status = 0
+        if word >> (IMM_BITS + 1) != 0:
+            status = FAULT_BAD_FRAME
+        elif imm >> _SOURCE_SHIFT != peer:
+            status = FAULT_WRONG_SOURCE
+        if status != 0:
+            poke(record + 8 * STATE, CLOSED)
+            _event(events, count, FAULT, word, peer, status)
+            count += 1
+            break
+        _event(events, count, ARRIVED, imm, peer, 0)
+        count += 1
+        taken += 1
+    if taken != before:
+        poke(record + 8 * _IN_TAIL, taken)
+        store64(ring + TAIL, taken)
+    return count
+
+
+def _poll(context: int, events: int, limit: int) -> int:
+    _watch(context)
+    # Half of the room at most, so that a burst of own posts does not hold back what arrives.
+    count = _deliver_sent(context, events, (limit + 1) // 2)
+    ranks, peers = peek(context + 8 * RANKS), peek(context + 8 * PEERS)
+    cursor = peek(context + 8 * _CURSOR)
+    for step in range(ranks):
+        if count >= limit:
+            break
+        peer = cursor + step
+        if peer >= ranks:
+            peer -= ranks
+        record = peers + peer * 8 * PEER_WORDS
+        state = peek(record + 8 * STATE)
+        if state in (UP, _ENDING):
+            count = _receive(record, peer, events, count, limit)
+            if count >= limit:
+                poke(context + 8 * _CURSOR, (peer + 1) % ranks)
+    return count
+
+
+def _drop(context: int, peer: int, reason: int) -> int:
+    poke(peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS + 8 * STATE, CLOSED)
+    return 0
+
+
+@functools.cache
+def warm() -> tuple[int, int, int, int]:
+    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
+    with compile_lock():
+        functions = (
+            c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
+            c_function("int64(int64)")(_flush),
+            c_function("int64(int64, int64, int64)")(_poll),
+            c_function("int64(int64, int64, int64)")(_drop),
+        )
+    post, flush, poll, drop = (int(function.address) for function in functions)
+    return post, flush, poll, drop

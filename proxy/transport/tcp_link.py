@@ -1,0 +1,312 @@
+"""One connection of the compiled TCP data path: a receive, a gathered write, and what they find.
+
+Received headers are copied before they are checked, and payload bytes go only where a checked header says. No function
+here blocks, allocates or raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from numba import types
+
+from ...native.atomics import copy, peek, peek32, poke
+from ...native.calls import monotonic_ns
+from ...native.jit import compiled
+from ...protocol.command import MAX_WRITE_BYTES
+from ...protocol.frame import FRAME_BYTES, FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET
+from ...protocol.imm import IMM
+from .base import (
+    ARRIVED,
+    EVENT_BYTES,
+    FAULT,
+    FAULT_BAD_FRAME,
+    FAULT_OUTSIDE_WINDOW,
+    FAULT_WRONG_SOURCE,
+    SENT,
+)
+from .tcp_state import (
+    ENDING,
+    ENDING_PEER,
+    EVENT_SLOTS,
+    EVENTS,
+    EVENTS_HEAD,
+    FD,
+    FINISHING,
+    FLAGS,
+    FRAME_LOCAL,
+    FRAME_NBYTES,
+    FRAME_SLOT_BYTES,
+    FRAME_WR_ID,
+    GATHER_FRAMES,
+    HEADER,
+    IN_HEADER,
+    IN_IMM,
+    IN_LEFT,
+    IN_NUMBER,
+    IN_PLACE,
+    LOST_ERRNO,
+    LOST_GRACE_NS,
+    LOST_TIME,
+    MESSAGE,
+    MESSAGE_COUNT,
+    PEER,
+    PEER_WORDS,
+    PEERS,
+    POSTED,
+    QUEUE,
+    QUEUE_SLOTS,
+    READABLE,
+    RECEIVE_OVER,
+    SEND_OVER,
+    SENT_BYTES,
+    SENT_FRAMES,
+    STAGING,
+    STAGING_BYTES,
+    STATE,
+    UP,
+    VECTORS,
+    WINDOW,
+    WINDOW_BYTES,
+    WRITABLE,
+)
+
+__all__ = ["clear_flags", "has_work", "lost", "peer_record", "queue_event", "receive", "send", "set_flags"]
+
+_EAGAIN = errno.EAGAIN
+_EINTR = errno.EINTR
+_ENOBUFS = errno.ENOBUFS
+_ENOMEM = errno.ENOMEM
+#: What DOWN says when the peer just closed: there is no errno, and this is how the closed socket would answer.
+_ECONNRESET = errno.ECONNRESET
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT)
+_SHUT_RDWR = int(socket.SHUT_RDWR)
+_SOURCE_SHIFT = IMM["source"].shift
+_LOW32 = 0xFFFFFFFF
+
+_sendmsg = types.ExternalFunction("sendmsg", types.int64(types.int32, types.int64, types.int32))
+_recvmsg = types.ExternalFunction("recvmsg", types.int64(types.int32, types.int64, types.int32))
+_shutdown = types.ExternalFunction("shutdown", types.int32(types.int32, types.int32))
+_errno_location = types.ExternalFunction("__errno_location", types.int64())
+
+
+@compiled
+def peer_record(context: int, rank: int) -> int:
+    """Address of the record of peer ``rank``."""
+    return peek(context + 8 * PEERS) + rank * 8 * PEER_WORDS
+
+
+@compiled
+def queue_event(context: int, kind: int, value: int, peer: int, status: int) -> None:
+    """Queue an event; a turn begins only when there is room for all it can make."""
+    head = peek(context + 8 * EVENTS_HEAD)
+    address = peek(context + 8 * EVENTS) + (head % EVENT_SLOTS) * EVENT_BYTES
+    poke(address, kind)
+    poke(address + 8, value)
+    poke(address + 16, peer)
+    poke(address + 24, status)
+    poke(context + 8 * EVENTS_HEAD, head + 1)
+
+
+@compiled
+def set_flags(link: int, flags: int) -> None:
+    """Set ``flags`` of the connection record at ``link``."""
+    poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) | flags)
+
+
+@compiled
+def clear_flags(link: int, flags: int) -> None:
+    """Clear ``flags`` of the connection record at ``link``."""
+    poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) & ~flags)
+
+
+@compiled
+def has_work(link: int) -> bool:
+    """Whether a turn of the connection could move something."""
+    flags = peek(link + 8 * FLAGS)
+    if flags & READABLE != 0 and flags & RECEIVE_OVER == 0:
+        return True
+    unsent = peek(link + 8 * POSTED) > peek(link + 8 * SENT_FRAMES)
+    return unsent and flags & WRITABLE != 0 and flags & SEND_OVER == 0
+
+
+@compiled
+def lost(context: int, rank: int, code: int) -> None:
+    """A connection of ``rank`` ended in one direction: DOWN follows when the others have ended, or after the grace."""
+    peer = peer_record(context, rank)
+    if peek(peer + 8 * STATE) == UP:
+        poke(peer + 8 * STATE, ENDING_PEER)
+        poke(peer + 8 * LOST_ERRNO, code)
+        poke(peer + 8 * LOST_TIME, monotonic_ns() + LOST_GRACE_NS)
+        poke(context + 8 * ENDING, peek(context + 8 * ENDING) + 1)
+
+
+@compiled
+def _fault(context: int, link: int, value: int, status: int) -> None:
+    """Close a connection on which the peer broke the format."""
+    _shutdown(peek(link + 8 * FD), _SHUT_RDWR)
+    set_flags(link, RECEIVE_OVER | SEND_OVER)
+    queue_event(context, FAULT, value, peek(link + 8 * PEER), status)
+
+
+@compiled
+def _check_header(context: int, link: int) -> bool:
+    """Check the header in the record and set where its payload goes; False after a fault."""
+    header = link + 8 * HEADER
+    first = peek(header)
+    target, length = peek(header + FRAME_TARGET), peek(header + FRAME_LENGTH)
+    number = peek(link + 8 * IN_NUMBER)
+    if first & _LOW32 != FRAME_MAGIC or peek(header + FRAME_NUMBER) != number:
+        _fault(context, link, first & _LOW32, FAULT_BAD_FRAME)
+        return False
+    if length < 0 or length > MAX_WRITE_BYTES:
+        _fault(context, link, length, FAULT_BAD_FRAME)
+        return False
+    if target < 0 or target > peek(context + 8 * WINDOW_BYTES) - length:
+        _fault(context, link, target, FAULT_OUTSIDE_WINDOW)
+        return False
+    imm = (first >> 32) & _LOW32
+    if imm >> _SOURCE_SHIFT != peek(link + 8 * PEER):
+        _fault(context, link, imm, FAULT_WRONG_SOURCE)
+        return False
+    poke(link + 8 * IN_NUMBER, number + 1)
+    poke(link + 8 * IN_IMM, imm)
+    poke(link + 8 * IN_LEFT, length)
+    poke(link + 8 * IN_PLACE, peek(context + 8 * WINDOW) + target)
+    return True
+
+
+@compiled
+def _arrived(context: int, link: int) -> None:
+    """The current frame is complete."""
+    nbytes = peek(link + 8 * HEADER + FRAME_LENGTH)
+    queue_event(context, ARRIVED, peek(link + 8 * IN_IMM), peek(link + 8 * PEER), nbytes)
+    poke(link + 8 * IN_HEADER, 0)
+
+
+@compiled
+def _parse(context: int, link: int, source: int, nbytes: int) -> None:
+    """Take ``nbytes`` staged bytes: headers to the record, payload to the window."""
+    while nbytes > 0:
+        have = peek(link + 8 * IN_HEADER)
+        if have < FRAME_BYTES:
+            part = min(FRAME_BYTES - have, nbytes)
+            copy(link + 8 * HEADER + have, source, part)
+            poke(link + 8 * IN_HEADER, have + part)
+            source += part
+            nbytes -= part
+            if have + part < FRAME_BYTES:
+                return
+            if not _check_header(context, link):
+                return
+        left = peek(link + 8 * IN_LEFT)
+        part = min(left, nbytes)
+        if part > 0:
+            place = peek(link + 8 * IN_PLACE)
+            copy(place, source, part)
+            poke(link + 8 * IN_PLACE, place + part)
+            source += part
+            nbytes -= part
+            left -= part
+            poke(link + 8 * IN_LEFT, left)
+        if left == 0:
+            _arrived(context, link)
+
+
+@compiled
+def receive(context: int, link: int) -> None:
+    """One receive: the rest of the current payload goes straight to the window, what follows to the staging buffer."""
+    vectors, message = peek(context + 8 * VECTORS), peek(context + 8 * MESSAGE)
+    staging = peek(context + 8 * STAGING)
+    direct = 0
+    count = 0
+    if peek(link + 8 * IN_HEADER) == FRAME_BYTES:
+        direct = peek(link + 8 * IN_LEFT)
+        poke(vectors, peek(link + 8 * IN_PLACE))
+        poke(vectors + 8, direct)
+        count = 1
+    poke(vectors + 16 * count, staging)
+    poke(vectors + 16 * count + 8, STAGING_BYTES)
+    poke(message + 8 * MESSAGE_COUNT, count + 1)
+    got = _recvmsg(peek(link + 8 * FD), message, _RECEIVE_FLAGS)
+    if got < 0:
+        code = peek32(_errno_location())
+        if code == _EAGAIN:
+            clear_flags(link, READABLE)
+        elif code != _EINTR and code != _ENOMEM and code != _ENOBUFS:
+            set_flags(link, RECEIVE_OVER)
+            lost(context, peek(link + 8 * PEER), code)
+        return
+    if got == 0:
+        set_flags(link, RECEIVE_OVER)
+        lost(context, peek(link + 8 * PEER), _ECONNRESET)
+        return
+    if got < direct + STAGING_BYTES and peek(link + 8 * FLAGS) & FINISHING == 0:
+        # A short read means empty, and later bytes make a new edge.
+        clear_flags(link, READABLE)
+    if direct > 0:
+        part = min(got, direct)
+        poke(link + 8 * IN_PLACE, peek(link + 8 * IN_PLACE) + part)
+        poke(link + 8 * IN_LEFT, direct - part)
+        if part == direct:
+            _arrived(context, link)
+        got -= part
+    if got > 0:
+        _parse(context, link, staging, got)
+
+
+@compiled
+def send(context: int, link: int) -> None:
+    """One gathered write of up to GATHER_FRAMES frames; SENT for those that the kernel took whole."""
+    vectors, message = peek(context + 8 * VECTORS), peek(context + 8 * MESSAGE)
+    queue = peek(link + 8 * QUEUE)
+    sent, posted = peek(link + 8 * SENT_FRAMES), peek(link + 8 * POSTED)
+    skip = peek(link + 8 * SENT_BYTES)
+    last = min(posted, sent + GATHER_FRAMES)
+    count = 0
+    asked = 0
+    for number in range(sent, last):
+        frame = queue + (number % QUEUE_SLOTS) * FRAME_SLOT_BYTES
+        if skip < FRAME_BYTES:
+            poke(vectors + 16 * count, frame + skip)
+            poke(vectors + 16 * count + 8, FRAME_BYTES - skip)
+            asked += FRAME_BYTES - skip
+            count += 1
+            skip = 0
+        else:
+            skip -= FRAME_BYTES
+        left = peek(frame + FRAME_NBYTES) - skip
+        if left > 0:
+            poke(vectors + 16 * count, peek(frame + FRAME_LOCAL) + skip)
+            poke(vectors + 16 * count + 8, left)
+            asked += left
+            count += 1
+        skip = 0
+    poke(message + 8 * MESSAGE_COUNT, count)
+    taken = _sendmsg(peek(link + 8 * FD), message, _SEND_FLAGS)
+    if taken < 0:
+        code = peek32(_errno_location())
+        if code == _EAGAIN:
+            clear_flags(link, WRITABLE)
+        elif code != _EINTR and code != _ENOMEM and code != _ENOBUFS:
+            # What the peer sent before it broke is still to be read: only sending is over.
+            set_flags(link, SEND_OVER | READABLE | FINISHING)
+            lost(context, peek(link + 8 * PEER), code)
+        return
+    if taken < asked:
+        # The socket buffer is full; room in it makes a new edge.
+        clear_flags(link, WRITABLE)
+    taken += peek(link + 8 * SENT_BYTES)
+    rank = peek(link + 8 * PEER)
+    while sent < last:
+        frame = queue + (sent % QUEUE_SLOTS) * FRAME_SLOT_BYTES
+        whole = FRAME_BYTES + peek(frame + FRAME_NBYTES)
+        if taken < whole:
+            break
+        taken -= whole
+        sent += 1
+        queue_event(context, SENT, peek(frame + FRAME_WR_ID), rank, 0)
+    poke(link + 8 * SENT_FRAMES, sent)
+    poke(link + 8 * SENT_BYTES, taken)
