@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["LowLatencyKernels"]
+__all__ = ["LowLatencyKernels", "NormalKernels"]
 
 
 class LowLatencyKernels(Protocol):
@@ -110,3 +110,34 @@ class LowLatencyKernels(Protocol):
         slice_end_ns: int,
     ) -> int:
         """Wait for every rank's rows and sum them."""
+
+
+class NormalKernels(Protocol):
+    """Normal-mode layout, dispatch and combine. Operations are described by the blocks of :mod:`.normal_block`."""
+
+    name: str
+
+    def warm(self) -> None:
+        """Compile, before the first operation."""
+
+    def layout(
+        self,
+        topk_idx: int,
+        tokens: int,
+        topk: int,
+        experts: int,
+        ranks: int,
+        rank_counts: int,
+        expert_counts: int,
+        in_rank: int,
+    ) -> int:
+        """Count tokens per rank and expert, mark the ranks of each token; -1, or the first bad id's position."""
+
+    def row_lists(self, in_rank: int, tokens: int, ranks: int, rows: int, lists: int) -> None:
+        """List the tokens of each rank from their marks."""
+
+    def open_operation(self, context: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
+        """Tell every peer what this rank is about to do, and hear every peer."""
+
+    def exchange(self, context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
+        """Send, receive and, in a combine, sum the rows of an opened operation."""

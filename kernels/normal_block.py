@@ -37,8 +37,8 @@ a window. A word not named by an operation stays 0.
     OUT_SCALES          P       address of [rows, SCALE_BYTES], or 0
     IN_PLACE            P       1 = peers write OUT itself, 0 = rows are copied from the landing area
     BIAS_0, BIAS_1      P       addresses of [TOKENS, HIDDEN] added to a combine, or 0
-    SCRATCH             P       address of SCRATCH_BYTES + 8 x ranks bytes
-    NOTIFY_SEND         H       offset of this parity's notifies to send, and their stride
+    SCRATCH             H       address of max(SCRATCH_BYTES, META_BYTES) + 8 x ranks bytes
+    NOTIFY_SEND         H       offset of this parity's notifies to send
     NOTIFY_RECV         H       offset of this parity's received notifies
     NOTIFY_STRIDE       H       bytes between the notifies of two ranks
     GRANT_SEND          H       offset of the grants to send

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from ..errors import ConfigError
-from .interface import LowLatencyKernels
+from .interface import LowLatencyKernels, NormalKernels
 
-__all__ = ["low_latency_kernels"]
+__all__ = ["low_latency_kernels", "normal_kernels"]
 
 
 @functools.cache
@@ -24,5 +24,19 @@ def low_latency_kernels(device_type: str) -> LowLatencyKernels:
     from .cpu.low_latency import CpuLowLatencyKernels
 
     kernels = CpuLowLatencyKernels()
+    kernels.warm()
+    return kernels
+
+
+@functools.cache
+def normal_kernels(device_type: str) -> NormalKernels:
+    """The same for normal mode."""
+    if device_type != "cpu":
+        raise ConfigError(
+            f"normal mode has no kernels for {device_type} tensors in this version: only cpu tensors are served"
+        )
+    from .cpu.normal import CpuNormalKernels
+
+    kernels = CpuNormalKernels()
     kernels.warm()
     return kernels

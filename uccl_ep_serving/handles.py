@@ -63,7 +63,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         received: True once the rows are unpacked.
     """
 
-    owner: Any
+    owner: object
     generation: int
     route: Any
     topk_idx: torch.Tensor

@@ -352,8 +352,8 @@ class LowLatency:
         self._runtime.check(phase)
         if self._interrupted:
             raise UcclEpError(
-                f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so ranks "
-                "no longer agree on what comes next. Close this Buffer and build the group again"
+                f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so "
+                "ranks no longer agree on what comes next. Close this Buffer and build the group again"
             )
 
     def _adopt(self, plan: LowLatencyPlan) -> StateBlock:
@@ -379,7 +379,7 @@ class LowLatency:
     def _of(self, handle: object, phase: str) -> StateBlock:
         """State that ``handle`` belongs to. Raises ConfigError when it is not this object's, or older than the
         window."""
-        if not isinstance(handle, LowLatencyHandle) or getattr(handle, "owner", None) is not self:
+        if not isinstance(handle, LowLatencyHandle) or handle.owner is not self:
             raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
         if self._state is None or handle.generation != self._runtime.generation:
             raise ConfigError(

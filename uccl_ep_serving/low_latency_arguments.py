@@ -157,7 +157,10 @@ def check_combine(
         raise ConfigError(f"{where}: topk_idx {_words(topk_idx)} differs from the one at dispatch, {_words(sent)}")
     if topk_weights.dtype != torch.float32 or topk_weights.shape != sent.shape:
         raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {_words(topk_weights)}")
-    if handle.topk_weights is not None and not torch.equal(topk_weights, handle.topk_weights):
+    # as bits: engines pad batches with rows whose weights are NaN, and NaN equals nothing
+    if handle.topk_weights is not None and not torch.equal(
+        topk_weights.contiguous().view(torch.int32), handle.topk_weights.view(torch.int32)
+    ):
         raise ConfigError(
             f"{where}: topk_weights differ from those at dispatch, with which the rows have been summed already: pass "
             "the same, or none at dispatch"

@@ -17,7 +17,6 @@ import torch
 from .errors import ConfigError
 from .handles import DispatchOrigin, EventOverlap, NormalHandle
 from .kernels import normal_block as block
-from .kernels.cpu.normal_layout import layout, row_lists
 from .normal_inputs import (
     bias_pair,
     check_alignment,
@@ -25,6 +24,7 @@ from .normal_inputs import (
     check_layout,
     check_topk,
     combine_dtype,
+    combine_weights,
     rows_and_scales,
 )
 from .protocol.message import NormalNotify
@@ -79,7 +79,7 @@ class Normal:
         per_rank = torch.empty(ranks, dtype=torch.int32)
         per_expert = torch.empty(num_experts, dtype=torch.int32)
         in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool)
-        _count(topk_idx, num_experts, ranks, per_rank, per_expert, in_rank)
+        self._count(topk_idx, num_experts, per_rank, per_expert, in_rank)
         # every rank plays a node of its own unless all windows are mapped: then there is one node, as in DeepEP
         space = self._runtime.space
         nodes = None if all(map(space.is_direct, range(ranks))) else per_rank.clone()
@@ -150,7 +150,7 @@ class Normal:
             if topk_idx is not None or topk_weights is not None:
                 topk_idx, topk_weights = check_topk(topk_idx, topk_weights, tokens)
                 topk = topk_idx.shape[1]
-                _check_counts(topk_idx, per_rank, per_expert, in_rank, ranks)
+                self._check_counts(topk_idx, per_rank, per_expert, in_rank)
         form = RowFormat(
             kind,
             dtype,
@@ -267,11 +267,7 @@ class Normal:
         biases = bias_pair(bias, tokens, x)
         topk = 0
         if topk_weights is not None:
-            if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != len(x):
-                raise ConfigError(
-                    f"topk_weights must be float32 [{len(x)}, K], not {topk_weights.dtype}{list(topk_weights.shape)}"
-                )
-            topk_weights = topk_weights.contiguous()
+            topk_weights = combine_weights(topk_weights, len(x))
             topk = topk_weights.shape[1]
         origin = (handle.origin.generation, handle.origin.number)
         form = RowFormat(_COMBINE, dtype, hidden, hidden * x.element_size(), topk, origin=origin)
@@ -317,12 +313,49 @@ class Normal:
         ranks = self._runtime.ranks
         rows = torch.empty(ranks, dtype=torch.int64)
         lists = torch.empty(int(torch.count_nonzero(in_rank)), dtype=torch.int32)
-        row_lists(in_rank.data_ptr(), tokens, ranks, rows.data_ptr(), lists.data_ptr())
+        self._exchange.kernels.row_lists(in_rank.data_ptr(), tokens, ranks, rows.data_ptr(), lists.data_ptr())
         if not torch.equal(rows, per_rank.to(torch.int64)):
             raise ConfigError(
                 f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks {rows.tolist()}"
             )
         return NormalHandle(rows, rows, lists, 0, in_rank, DispatchOrigin(self, -1, -1, tokens))
+
+    def _count(
+        self,
+        topk_idx: torch.Tensor,
+        experts: int,
+        per_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        in_rank: torch.Tensor,
+    ) -> None:
+        """Fill the three outputs of a layout. Raises ConfigError for an id out of range."""
+        tokens, topk = topk_idx.shape
+        bad = self._exchange.kernels.layout(
+            topk_idx.data_ptr(),
+            tokens,
+            topk,
+            experts,
+            self._runtime.ranks,
+            per_rank.data_ptr(),
+            per_expert.data_ptr(),
+            in_rank.data_ptr(),
+        )
+        if bad >= 0:
+            raise ConfigError(
+                f"topk_idx[{bad // topk}, {bad % topk}] = {int(topk_idx.flatten()[bad])} is not an expert: ids are "
+                f"-1 .. {experts - 1}"
+            )
+
+    def _check_counts(
+        self, topk_idx: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor, in_rank: torch.Tensor
+    ) -> None:
+        """The layout must be that of these ids: a token that misses a rank would silently lose an expert."""
+        own_rank, own_expert, own_marks = map(torch.empty_like, (per_rank, per_expert, in_rank))
+        self._count(topk_idx, len(per_expert), own_rank, own_expert, own_marks)
+        if not torch.equal(own_expert, per_expert):
+            raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
+        if not torch.equal(own_marks, in_rank):
+            raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")
 
     def _tensor(self, offset: int | None, rows: int, like: torch.Tensor) -> torch.Tensor:
         """[rows, H] over the heap range at ``offset``, or of its own when that is None.
@@ -347,41 +380,3 @@ def _starts(rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dty
     starts = np.zeros_like(rows)
     np.cumsum(rows[:-1], out=starts[1:])
     return starts
-
-
-def _count(
-    topk_idx: torch.Tensor,
-    experts: int,
-    ranks: int,
-    per_rank: torch.Tensor,
-    per_expert: torch.Tensor,
-    in_rank: torch.Tensor,
-) -> None:
-    tokens, topk = topk_idx.shape
-    bad = layout(
-        topk_idx.data_ptr(),
-        tokens,
-        topk,
-        experts,
-        ranks,
-        per_rank.data_ptr(),
-        per_expert.data_ptr(),
-        in_rank.data_ptr(),
-    )
-    if bad >= 0:
-        raise ConfigError(
-            f"topk_idx[{bad // topk}, {bad % topk}] = {int(topk_idx.flatten()[bad])} is not an expert: ids are "
-            f"-1 .. {experts - 1}"
-        )
-
-
-def _check_counts(
-    topk_idx: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor, in_rank: torch.Tensor, ranks: int
-) -> None:
-    """The layout must be the layout of these ids: a token that misses a rank would silently lose an expert."""
-    own_rank, own_expert, own_marks = map(torch.empty_like, (per_rank, per_expert, in_rank))
-    _count(topk_idx, len(per_expert), ranks, own_rank, own_expert, own_marks)
-    if not torch.equal(own_expert, per_expert):
-        raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
-    if not torch.equal(own_marks, in_rank):
-        raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")

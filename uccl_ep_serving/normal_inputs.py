@@ -16,6 +16,7 @@ __all__ = [
     "check_layout",
     "check_topk",
     "combine_dtype",
+    "combine_weights",
     "rows_and_scales",
 ]
 
@@ -29,12 +30,18 @@ def _words(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def _check_cpu(**tensors: torch.Tensor | None) -> None:
+    """Kernels read addresses: a tensor of another device would be a wild read."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device.type != "cpu":
+            raise ConfigError(f"{name} is on {tensor.device}: these kernels take CPU tensors")
+
+
 def _check_rows(name: str, x: object) -> torch.Tensor:
     """``x`` as a contiguous CPU matrix whose rows are multiples of 16 bytes."""
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
-    if x.device.type != "cpu":
-        raise ConfigError(f"{name} is on {x.device}: these kernels take CPU tensors")
+    _check_cpu(**{name: x})
     if x.dim() != 2 or x.shape[1] == 0:
         raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {_words(x)}")
     if not x.is_contiguous():
@@ -60,6 +67,7 @@ def rows_and_scales(x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     rows, scales = _check_rows("x[0]", x[0]), x[1]
     if rows.dtype not in _FLOAT8:
         raise ConfigError(f"x[0] {_words(rows)} beside scales must be float8_e4m3")
+    _check_cpu(scales=scales)
     tokens, hidden = rows.shape
     if hidden % SCALE_BLOCK:
         raise ConfigError(f"hidden = {hidden}: block-scaled FP8 needs a multiple of {SCALE_BLOCK}")
@@ -78,6 +86,7 @@ def check_topk(
     """Contiguous ids and weights. ``tokens`` None: only the ids are there. Ranges are checked when they are counted."""
     if topk_idx is None or (topk_weights is None and tokens is not None):
         raise ConfigError("topk_idx and topk_weights go together: give both or none")
+    _check_cpu(topk_idx=topk_idx, topk_weights=topk_weights)
     if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2 or topk_idx.shape[1] == 0:
         raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
     if topk_weights is None or tokens is None:
@@ -102,6 +111,7 @@ def check_layout(
             "dispatch without a handle needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: call "
             "get_dispatch_layout first"
         )
+    _check_cpu(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
     if per_rank.dtype != torch.int32 or per_rank.shape != (ranks,):
         raise ConfigError(f"num_tokens_per_rank must be int32[{ranks}], not {_words(per_rank)}")
     if in_rank.dtype != torch.bool or in_rank.shape != (tokens, ranks):
@@ -142,6 +152,14 @@ def combine_dtype(x: object, handle: NormalHandle) -> int:
     return _PLAIN[rows.dtype]
 
 
+def combine_weights(topk_weights: torch.Tensor, rows: int) -> torch.Tensor:
+    """Contiguous float32 [rows, K] weights to bring back. Raises ConfigError."""
+    _check_cpu(topk_weights=topk_weights)
+    if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != rows:
+        raise ConfigError(f"topk_weights must be float32[{rows}, topk], not {_words(topk_weights)}")
+    return topk_weights.contiguous()
+
+
 def bias_pair(
     bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, tokens: int, x: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -152,6 +170,7 @@ def bias_pair(
     if len(biases) > 2:
         raise ConfigError(f"bias must be one tensor or two, not {len(biases)}")
     for one in biases:
+        _check_cpu(bias=one)
         if one.dtype != x.dtype or one.shape != (tokens, x.shape[1]):
             raise ConfigError(f"bias must be {x.dtype}[{tokens}, {x.shape[1]}], not {_words(one)}")
     return tuple(one.contiguous() for one in biases)

@@ -1,7 +1,7 @@
 """A torch oracle of normal mode: what every rank must get, computed from what all ranks gave.
 
-It shares no code and no order of work with the kernels: plain indexing over the inputs of all ranks. Tests, ``uccl-ep
-bench --check`` and users who doubt a result compare against it.
+It shares no code and no order of work with the kernels: plain indexing over the inputs of all ranks. Tests compare
+against it, and so can users who doubt a result.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def in_rank(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
     return (owner.unsqueeze(2) == torch.arange(ranks)).any(dim=1)
 
 
-def deliver(
-    topk_idx: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor], experts: int
-) -> list[Delivered]:
+def deliver(topk_idx: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor], experts: int) -> list[Delivered]:
     """What each rank receives when rank r dispatches ``topk_idx[r]`` int64 [T_r, K] and ``topk_weights[r]``."""
     ranks = len(topk_idx)
     local = experts // ranks

@@ -7,11 +7,10 @@ and run.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +19,14 @@ from .config import Settings
 from .errors import ConfigError, UcclEpError
 from .kernel_space import KernelSpace
 from .kernels import normal_block as block
-from .kernels.cpu.normal_exchange import exchange
-from .kernels.cpu.normal_layout import layout, row_lists
-from .kernels.cpu.normal_notify import open_operation
+from .kernels.select import normal_kernels
 from .memory import HeapAllocator
-from .native.jit import compile_lock
 from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import WindowLayout
 from .protocol.message import NormalNotify, round_up
 from .protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 
-__all__ = ["ExchangeRuntime", "Placement", "RowExchange", "RowFormat", "warm"]
+__all__ = ["ExchangeRuntime", "Placement", "RowExchange", "RowFormat"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -131,29 +127,18 @@ class Placement:
     meta: int
 
 
-@functools.cache
-def warm() -> None:
-    """Compile (or load from the cache) the entry points of normal mode; of many ranks one compiles."""
-    from numba import types  # deferred: importing this module must stay cheap until a Buffer exists
-
-    word = types.int64
-    entries: tuple[tuple[Any, int], ...] = ((layout, 8), (row_lists, 5), (open_operation, 5), (exchange, 6))
-    with compile_lock():
-        for entry, arguments in entries:
-            entry.compile((word,) * arguments)
-
-
 class RowExchange:
     """The blocks and counters of one Buffer's normal mode. Not thread-safe, like the Buffer.
 
     Attributes:
+        kernels: the implementation for CPU tensors.
         operation: int64[OPERATION_WORDS], see ``kernels.normal_block``.
         peers: int64[ranks, PEER_WORDS].
     """
 
     def __init__(self, runtime: ExchangeRuntime) -> None:
-        warm()
         ranks = runtime.ranks
+        self.kernels = normal_kernels("cpu")
         self._runtime = runtime
         self._generation = -1
         self._number = 0
@@ -264,8 +249,8 @@ class RowExchange:
             PeerError, ProtocolError, TransportError, ProxyDied: see ``Runtime.wait``.
         """
         runtime, (_, operation, peers) = self._runtime, self._addresses
-        context, progress = runtime.context, runtime.progress
-        self._wait(f"{form.name}, opening", lambda end: open_operation(context, operation, peers, progress, end))
+        context, progress, kernel = runtime.context, runtime.progress, self.kernels.open_operation
+        self._wait(f"{form.name}, opening", lambda end: kernel(context, operation, peers, progress, end))
         told = self.peers[:, block.TOLD] != 0
         differ = told & (self.peers[:, block.TOLD_SHAPE] != self.operation[block.SHAPE])
         if differ.any():
@@ -302,12 +287,12 @@ class RowExchange:
         window, heap = runtime.layout, runtime.heap
         row, meta = form.row_bytes, form.meta_bytes
         plan = window.normal
-        most = plan.chunk // (row + meta) if runtime.ranks > 1 else 1
+        most = plan.chunk // (row + meta)
         channels = runtime.settings.channels
-        chunk = np.clip(np.maximum(-(-rows // channels), _LEAST_CHUNK_BYTES // row), 1, most)
         placement = Placement(-1, -1)
         peers[:, block.SLOT_ROWS] = np.maximum(rows, 1)
         if rows.any():
+            chunk = np.minimum(np.maximum(-(-rows // channels), max(_LEAST_CHUNK_BYTES // row, 1)), most)
             starts = np.zeros(len(rows) + 1, dtype=np.int64)
             # the meta of every rank starts on a line of its own
             np.cumsum(-(-rows * meta // 128) * 128, out=starts[1:])
@@ -324,7 +309,7 @@ class RowExchange:
                 peers[:, block.SLOT_STRIDE] = slot
                 peers[:, block.ROW_LANDING] = landing
                 peers[:, block.META_LANDING] = landing + slot_rows * row
-        peers[:, block.CHUNK_ROWS] = chunk
+            peers[:, block.CHUNK_ROWS] = chunk
         return placement
 
     @staticmethod
@@ -343,8 +328,8 @@ class RowExchange:
     def run(self, form: RowFormat) -> None:
         """Exchange the rows. Raises as :meth:`open`, ConfigError excepted; the operation cannot be taken up again."""
         runtime, (counts, operation, peers) = self._runtime, self._addresses
-        context, progress = runtime.context, runtime.progress
-        self._wait(form.name, lambda end: exchange(context, counts, operation, peers, progress, end))
+        context, progress, kernel = runtime.context, runtime.progress, self.kernels.exchange
+        self._wait(form.name, lambda end: kernel(context, counts, operation, peers, progress, end))
 
     def _wait(self, phase: str, step: Callable[[int], int]) -> None:
         """Wait for a kernel; as long as rows move, the deadline starts anew: it bounds silence, not work."""
@@ -366,5 +351,3 @@ class RowExchange:
         except BaseException as failure:
             self._broken = f"{phase}: {type(failure).__name__}"
             raise
-
-

@@ -25,7 +25,7 @@ class Case:
     """Sizes and formats of one dispatch and combine.
 
     ``counts``: tokens per rank, cycled. ``routing``: "random", "none" (all -1), "holes" (some -1), "one" (everybody
-    chooses expert 0), "far" (only experts of the next rank), "twice" (an expert named twice).
+    chooses expert 0), "last" (the last one), "far" (only experts of the next rank), "twice" (an expert named twice).
     """
 
     ranks: int = 2
@@ -64,6 +64,9 @@ class Case:
         elif self.routing == "one":
             ids[:] = -1
             ids[:, self.topk - 1] = 0
+        elif self.routing == "last":
+            ids[:] = -1
+            ids[:, 0] = self.experts - 1
         elif self.routing == "twice" and self.topk > 1:
             ids[:, -1] = ids[:, 0]
         return LowLatencyInput(x, ids, torch.rand(count, self.topk, generator=generator))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from ll_cases import (
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.proxy.transport.fake import Adversary
 from uccl_ep_serving.reference import low_latency_dispatch
 
 CASE = Case(tokens=4, counts=(4, 2, 0), experts=6, topk=3)
@@ -47,21 +49,22 @@ class Player:
     dispatch i / combine i.
     """
 
-    def __init__(self, case: Case, runtime: Any) -> None:
-        self.case, self.rank = case, runtime.rank
+    def __init__(self, case: Case, runtime: Any, routings: dict[int, str] | None = None) -> None:
+        self.case, self.rank, self.routings = case, runtime.rank, routings or {}
         self.low_latency = LowLatency(runtime)
         self.dispatches: list[dict[str, Any]] = []
         self.combines: list[dict[str, Any]] = []
 
-    def play(self, program: list[str]) -> None:
-        for word in program:
+    def play(self, program: str) -> None:
+        for word in program.split():
             if word == "D":
                 self.dispatch()
             else:
                 {"C": self.combine, "d": self.dispatch_hook, "c": self.combine_hook}[word[0]](int(word[1:]))
 
     def dispatch(self) -> None:
-        case = replace(self.case, seed=len(self.dispatches))
+        number = len(self.dispatches)
+        case = replace(self.case, seed=number, routing=self.routings.get(number, self.case.routing))
         inputs = case.inputs()
         mine = inputs[self.rank]
         rows, count, handle, _, hook = self.low_latency.dispatch(
@@ -105,7 +108,7 @@ def play(kind: str, programs: list[str], case: Case = CASE, seed: int = 0) -> No
     """Run one program per rank (cycled)."""
     case = replace(case, ranks=len(programs), experts=3 * len(programs))
     with group_of(kind, case.ranks, seed) as group:
-        group.run(lambda runtime: Player(case, runtime).play(programs[runtime.rank].split()))
+        group.run(lambda runtime: Player(case, runtime).play(programs[runtime.rank]))
 
 
 @pytest.mark.parametrize("kind", ["direct", "fake"])
@@ -190,15 +193,38 @@ def test_any_order(kind: str, ranks: int, collectives: list[int], seeds: list[in
     play(kind, programs, replace(CASE, reduced=reduced), seed=seeds[0])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_space_is_free_only_when_nothing_can_be_repeated_into_it(seed: int) -> None:
+    """Rank 2 pauses after combine 0, whose writes its NIC goes on repeating; the others run ahead as far as they may.
+
+    Combine 2 uses the space of combine 0, where rank 1's rows now lie where rank 2's were. Rank 0 must not offer it to
+    rank 1 because combine 0 is read, but only once rank 2 has sent combine 1, which it does when combine 0 is complete.
+    """
+    case = replace(CASE, ranks=3, experts=9, counts=(4,), hidden=1024)
+    late = Adversary(duplicate=0.5, linger=0.995)
+    with FakeGroup(
+        3, adversary=late, seed=seed, settings=Settings(timeout=20.0), mapped=lambda a, b: a < 2 and b < 2
+    ) as group:
+
+        def body(runtime: Any) -> None:
+            player = Player(case, runtime, {0: "last", 1: "far"})
+            player.play("D d0 D d1 C0 c0")
+            if runtime.rank == 2:
+                time.sleep(0.1)
+            player.play("C0 C1 c1 c2")
+
+        group.run(body)
+
+
 def test_third_in_flight_is_refused_before_anything_moves() -> None:
     case = replace(CASE, ranks=2, experts=6)
 
     def body(runtime: Any) -> None:
         player = Player(case, runtime)
-        player.play(["D", "D"])
+        player.play("D D")
         with pytest.raises(ConfigError, match="at most two"):
             player.dispatch()
-        player.play(["d1"])
+        player.play("d1")
         with pytest.raises(ConfigError, match="at most two"):
             player.dispatch()
         player.play(["d0", "C0", "C1"])
@@ -228,7 +254,7 @@ def test_returned_rows_live_as_long_as_they_are_held() -> None:
         player = Player(case, runtime)
         addresses = set()
         for number in range(8):
-            player.play(["D", f"d{number}"])
+            player.play(f"D d{number}")
             addresses.add(player.dispatches[number]["rows"].data_ptr())
         assert len(addresses) == 8
         for number in range(8):
@@ -237,7 +263,7 @@ def test_returned_rows_live_as_long_as_they_are_held() -> None:
         before = held.clone()
         player.dispatches.clear()
         for number in range(8):
-            player.play(["D", f"d{number}"])
+            player.play(f"D d{number}")
             addresses.add(player.dispatches[number]["rows"].data_ptr())
             player.dispatches[number]["rows"] = None
         assert len(addresses) < 12

@@ -14,6 +14,7 @@ from ll_cases import Case, check_combined, run_rank
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.proxy.transport.fake import Adversary
 
 
 def run(group: DirectGroup, case: Case, repeats: int = 4) -> list[torch.Tensor]:
@@ -45,6 +46,19 @@ def test_hostile_wire(reduced: bool, seed: int) -> None:
     settings = Settings(timeout=30.0, channels=1 + seed, proxies=1 + seed % 2)
     with FakeGroup(3, adversary=HOSTILE, seed=seed, settings=settings) as group:
         run(group, Case(ranks=3, experts=12, reduced=reduced, counts=(8, 3, 0), seed=seed), repeats=12)
+
+
+@pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "expanded"])
+@pytest.mark.parametrize("seed", range(3))
+def test_late_repetitions(seed: int, reduced: bool) -> None:
+    """A NIC that repeats writes long after they arrived, with whatever the send slot holds by then.
+
+    Who owns which rows of the combine space changes each time, so a repetition that comes when the next owner has
+    written would land on somebody else's rows.
+    """
+    late = Adversary(duplicate=0.5, linger=0.97)
+    with FakeGroup(3, adversary=late, seed=seed, settings=Settings(timeout=30.0)) as group:
+        run(group, Case(ranks=3, experts=6, topk=2, reduced=reduced, counts=(8, 5, 8), seed=seed), repeats=16)
 
 
 def test_smallest_ring() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from direct_ranks import DirectGroup
 
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu.normal_layout import row_lists
 from uccl_ep_serving.normal import Normal
 
@@ -67,3 +70,13 @@ def test_row_lists_are_ascending_and_grouped_by_rank():
 def test_bad_ids_are_refused_by_name(topk_idx: torch.Tensor, experts: int, words: str):
     with pytest.raises(ConfigError, match=words):
         one_rank_of(2, topk_idx, experts)
+
+
+def test_every_word_of_the_blocks_is_described_once_and_in_order():
+    """Its docstring is the only description of the blocks, and the kernels trust the numbers."""
+    described = re.findall(r"^    ([A-Z][A-Z0-9_]*(?:, [A-Z0-9_]+)?) +[HKP]\b", block.__doc__, re.MULTILINE)
+    words = [word for line in described for word in line.split(", ")]
+    start = words.index("ABSENT")
+    for names, room in ((words[:start], block.OPERATION_WORDS), (words[start:], block.PEER_WORDS)):
+        assert [getattr(block, name) for name in names] == list(range(len(names)))
+        assert len(names) <= room

@@ -108,6 +108,15 @@ def test_what_was_received_in_place_is_never_written_again(seed: int) -> None:
         assert group.run(body) == [True, True]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_repeat_of_one_operation_never_lands_in_the_next(seed: int) -> None:
+    """Memory is granted again, and staging packed again, by the very next operation; the wire repeats what it can."""
+    plan = NormalPlan(3, 64, heap=256 << 10, rounds=96 << 10, chunk=4096, depth=4)
+    adversary = Adversary(duplicate=0.7, linger=0.97)
+    with FakeGroup(3, adversary=adversary, seed=seed, normal=plan, settings=Settings(timeout=60.0)) as group:
+        run(group, Case((40, 50, 30), experts=6, seed=seed), repeats=12)
+
+
 def test_a_lost_write_ends_in_a_timeout_that_names_the_peer() -> None:
     """Nothing is delivered early: either the results are right, or the wait ends by name."""
     inputs = Case((60, 50), experts=4).inputs()

@@ -154,7 +154,8 @@ class NormalGrant:
     ROW_OFFSET = 4
     #: Byte offset of the first row's meta; stride META_BYTES.
     META_OFFSET = 5
-    #: Rows per chunk message; chunk i travels on channel i % channels.
+    #: Rows per chunk message. Chunk q, counted per peer and phase over the Buffer's life, is message q // channels of
+    #: channel q % channels.
     CHUNK_ROWS = 6
 
 

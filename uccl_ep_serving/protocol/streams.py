@@ -37,7 +37,8 @@ MAX_CHANNELS = 16
 
 #: Low-latency consumed counts that no header carried in time (one 64-byte write each).
 NOTICE = 0
-#: Normal mode: counts (or "ready") that open every operation.
+#: Normal mode: counts (or "ready") that open every operation; a dispatch closes with a second, empty message, sent
+#: once all its writes are locally complete, so that nothing of it can land on rows that the receiver has handed out.
 NORMAL_NOTIFY = 1
 #: Normal mode: the receiver's grants.
 NORMAL_GRANT = 2
