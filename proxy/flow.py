@@ -90,8 +90,9 @@ def credit_open(record: int) -> bool:
 def capacity_open(state: int, entry: int, nbytes: int) -> bool:
     """True when a data write of ``nbytes`` fits the caps of this proxy and of the peer.
 
-    One peer gets at most half of the writes, so that a slow one leaves room for the others. With nothing in flight to the peer one write always goes: caps smaller than a write, or caps used up by other
-    peers, slow a peer down and never stop it.
+    One peer gets at most half of the writes, so that a slow one leaves room for the others. With nothing in flight to
+    the peer one write always goes: caps smaller than a write, or caps used up by other peers, slow a peer down and
+    never stop it.
     """
     peer_load = peek(entry + PEER_LOAD)
     if peer_load == 0:

@@ -116,36 +116,44 @@ def _begin(state: int, low: int, high: int) -> bool:
     index = peer * STREAMS + stream
     entry = peek(state + PEERS) + peer * PEER_ENTRY
     record = peek(state + SEND) + index * SEND_ENTRY
-    if peek(entry + PEER_STATE) == UP:
-        direct = (
-            peek(record + QUEUE_HEAD) == 0
-            and nbytes <= peek(state + QUANTUM)
-            and admitted(state, entry, record, nbytes)
-            and post(
-                state,
-                entry,
-                record,
-                peer,
-                stream,
-                peek(state + WINDOW) + _offset(low),
-                _offset(high),
-                nbytes,
-                last,
-            )
-            == ACCEPTED
+    if (
+        peek(record + QUEUE_HEAD) == 0
+        and nbytes <= peek(state + QUANTUM)
+        and peek(entry + PEER_STATE) == UP
+        and admitted(state, entry, record, nbytes)
+        and post(
+            state,
+            entry,
+            record,
+            peer,
+            stream,
+            peek(state + WINDOW) + _offset(low),
+            _offset(high),
+            nbytes,
+            last,
         )
-        # A peer lost while posting has no queue any more; the command is then discarded below.
-        if not direct and peek(entry + PEER_STATE) == UP:
-            if not enqueue(state, entry, record, index, low, high):
-                return False
-            poke(record + WAITING, peek(record + WAITING) + last)
-            counters = peek(state + COUNTERS)
-            poke(counters + C_QUEUED, peek(counters + C_QUEUED) + 1)
+        == ACCEPTED
+    ):
+        poke(record + ENQUEUED, peek(record + ENQUEUED) + last)
+        return True
+    return _set_aside(state, entry, record, index, low, high, last)
+
+
+@compiled
+def _set_aside(state: int, entry: int, record: int, index: int, low: int, high: int, last: int) -> bool:
+    """Queue a command that cannot go now, or discard it when its destination is lost; False when the quota is full."""
+    counters = peek(state + COUNTERS)
+    if peek(entry + PEER_STATE) == UP:
+        if not enqueue(state, entry, record, index, low, high):
+            return False
+        poke(record + WAITING, peek(record + WAITING) + last)
+        poke(record + ENQUEUED, peek(record + ENQUEUED) + last)
+        poke(counters + C_QUEUED, peek(counters + C_QUEUED) + 1)
+        return True
     poke(record + ENQUEUED, peek(record + ENQUEUED) + last)
-    if peek(entry + PEER_STATE) != UP:
-        store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))
-        counters = peek(state + COUNTERS)
-        poke(counters + C_DISCARDED, peek(counters + C_DISCARDED) + 1)
+    # Nobody shall wait for a slot whose message can never leave.
+    store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))
+    poke(counters + C_DISCARDED, peek(counters + C_DISCARDED) + 1)
     return True
 
 

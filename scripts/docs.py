@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.protocol import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end -->"
@@ -38,6 +39,7 @@ def settings_table() -> str:
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "settings"): settings_table,
+    **{("uccl_ep_serving/ARCHITECTURE.md", name): make for name, make in tables.TABLES.items()},
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from direct_ranks import DirectGroup
 
@@ -98,8 +97,3 @@ class FakeGroup(DirectGroup):
                 space.connect_proxied(peer, service.arrived, service.completed)
         space.watch = service.check
         return space
-
-
-def proxied(settings: dict[str, Any] | None = None, **options: Any) -> Callable[[int], FakeGroup]:
-    """``ranks -> FakeGroup`` with these settings."""
-    return lambda ranks: FakeGroup(ranks, settings=Settings(timeout=30.0, **(settings or {})), **options)

@@ -77,6 +77,22 @@ class Case:
         return {"use_fp8": self.fp8, "round_scale": self.round_scale or self.ue8m0, "use_ue8m0": self.ue8m0}
 
 
+CASE = Case(ranks=2, tokens=8, hidden=128, experts=8, topk=4)
+
+
+def arguments(case: Case = CASE, rank: int = 0) -> dict[str, Any]:
+    """Arguments of a good dispatch."""
+    given = case.inputs()[rank]
+    return {
+        "x": given.x,
+        "topk_idx": given.topk_idx,
+        "num_max_dispatch_tokens_per_rank": case.tokens,
+        "num_experts": case.experts,
+        "topk_weights": given.topk_weights,
+        "use_fp8": False,
+    }
+
+
 def expert_output(x: torch.Tensor, rank: int) -> torch.Tensor:
     """What the test's experts make of their rows: each expert scales by a factor of its own."""
     factors = 1 + 0.25 * (torch.arange(x.shape[0]) + rank * x.shape[0]).float()

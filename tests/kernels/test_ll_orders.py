@@ -227,10 +227,10 @@ def test_third_in_flight_is_refused_before_anything_moves() -> None:
         player.play("d1")
         with pytest.raises(ConfigError, match="at most two"):
             player.dispatch()
-        player.play(["d0", "C0", "C1"])
+        player.play("d0 C0 C1")
         with pytest.raises(ConfigError, match="at most two"):
             player.combine(0)
-        player.play(["c0", "c1", "D", "d2", "C2", "c2"])
+        player.play("c0 c1 D d2 C2 c2")
 
     DirectGroup(2).run(body)
 
@@ -240,7 +240,7 @@ def test_calling_a_hook_again_does_nothing() -> None:
 
     def body(runtime: Any) -> None:
         player = Player(case, runtime)
-        player.play(["D", "d0", "D", "d1", "D", "d0", "d2", "C2", "c0", "C1", "c0", "c1"])
+        player.play("D d0 D d1 D d0 d2 C2 c0 C1 c0 c1")
         assert [record[0] for record in runtime.records] == ["ll_dispatch"] * 3 + ["ll_combine"] * 2
 
     DirectGroup(2).run(body)

@@ -53,10 +53,13 @@ class RingProducer:
     def put_words(self, low: int, high: int) -> None:
         """Append two words as they are."""
         index = int(self._words[HEAD // 8])
-        slot = (SLOTS + index % self.capacity * COMMAND_BYTES) // 8
-        self._words[slot + 1] = high
-        self._words[slot] = low
+        self.put_half(index, 1, high)
+        self.put_half(index, 0, low)
+
+    def put_half(self, index: int, half: int, word: int) -> None:
+        """Reserve index ``index`` and store one of its two words."""
         self._words[HEAD // 8] = index + 1
+        self._words[(SLOTS + index % self.capacity * COMMAND_BYTES) // 8 + half] = word
 
 
 class World:
@@ -185,7 +188,8 @@ class Link:
             if self.consumed <= self.sent - self.slots:
                 return
             completed = self.world.completed(self.sender, self.receiver, self.stream)
-            if self.wait_completed and completed <= self.sent - self.slots - 1:
+            # Covers the send slot and the receive slot: neither may be touched by a late repeat.
+            if self.wait_completed and completed <= self.sent - self.slots:
                 return
             self._begin()
 
@@ -251,6 +255,8 @@ def attach(world: World, links: Sequence[Link]) -> Callable[[int], None]:
     def watch(rank: int) -> None:
         for link in by_receiver.get(rank, ()):
             link.consume()
+            if world.fabric.alive(link.sender):
+                link.produce()
         if world.fabric.alive(rank):
             for link in by_sender.get(rank, ()):
                 link.produce()

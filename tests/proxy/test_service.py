@@ -1,0 +1,357 @@
+"""The proxy service as the runtime uses it: threads, their names and cores, draining, stopping, dying, forking."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import pytest
+from world import SLOT, Link, World
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError
+from uccl_ep_serving.protocol.command import HIGH, LOW, Command
+from uccl_ep_serving.protocol.context import (
+    ERROR_CODE,
+    FAILURE_PEER_LOST,
+    FAILURE_PROTOCOL,
+    FAILURE_PROXY_DIED,
+    FAILURE_TRANSPORT,
+)
+from uccl_ep_serving.protocol.ring import lap_of
+from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, LL_DISPATCH, STREAMS
+from uccl_ep_serving.proxy.loop import DIED, STOPPED
+from uccl_ep_serving.proxy.service import ProxyService
+from uccl_ep_serving.proxy.transport.base import DOWN, FAULT, FAULT_OUTSIDE_WINDOW, SENT
+
+
+def _put(world: World, length: int = 64, *, rank: int = 0, peer: int = 1, stream: int = LL_DISPATCH) -> None:
+    world.producer(rank, stream).put(Command(rank=peer, stream=stream, source=0, target=4096, length=length, last=True))
+
+
+@contextlib.contextmanager
+def running(world: World) -> Iterator[World]:
+    """The world with all its proxy threads started; stopped at the end whatever happens."""
+    try:
+        for service in world.services:
+            service.start()
+        yield world
+    finally:
+        for service in world.services:
+            service.stop(time.monotonic() + 5)
+
+
+def _until(condition: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.001)
+
+
+def test_threads_carry_messages_both_ways() -> None:
+    world = World(2, 1 << 16, proxies=2)
+    links = [
+        Link(world, a, 1 - a, LL_DISPATCH + channel, channel * 1024, 8192 + channel * 1024, [SLOT, 0, 64] * 40)
+        for a in range(2)
+        for channel in range(2)
+    ]
+    with running(world):
+
+        def pump() -> bool:
+            for link in links:
+                link.produce()
+                link.consume()
+            return all(link.done for link in links)
+
+        _until(pump, 30)
+        for service in world.services:
+            assert service.drain(time.monotonic() + 5)
+            service.check()
+        names = {thread.name for thread in threading.enumerate()}
+        assert {f"uccl-ep proxy {rank}.{proxy}" for rank in range(2) for proxy in range(2)} <= names
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("uccl-ep proxy")]
+    for service in world.services:
+        counters = service.counters()
+        assert counters["total"]["messages_sent"] == counters["total"]["messages_received"] == 240
+        assert len(counters["proxies"]) == 2
+        # What the streams of both proxies did, in all four states.
+        for entry in counters["streams"]:
+            assert entry["enqueued"] == entry["posted"] == entry["completed"] == entry["arrived"] == 120
+            assert entry["writes_applied"] == 0, "fewer writes than one credit covers"
+
+
+def test_an_idle_proxy_sleeps() -> None:
+    """Less than 2% of a core in the long run: here, few iterations in a tenth of a second after half a second idle."""
+    world = World(2, 1 << 16)
+    with running(world):
+        time.sleep(0.5)
+        counters = world.services[0].states[0].counters
+        before = int(counters[0])
+        time.sleep(0.1)
+        assert int(counters[0]) - before <= 110, "more than one iteration a millisecond"
+        _put(world)
+        start = time.monotonic()
+        _until(lambda: world.arrived(1, 0, LL_DISPATCH) == 1)
+        assert time.monotonic() - start < 1.0
+
+
+def test_the_thread_is_named_and_bound_to_its_core() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    world = World(2, 1 << 16, proxy_cpus=(cpu,))
+    with running(world):
+        tasks = {}
+        _until(lambda: len(_threads_called("uccl-ep 0.0")) == 1)
+        tasks = _threads_called("uccl-ep 0.0")
+        _until(lambda: os.sched_getaffinity(tasks[0]) == {cpu})
+    assert os.sched_getaffinity(0) != {cpu} or len(os.sched_getaffinity(0)) == 1, "only the proxy is bound"
+
+
+def _threads_called(name: str) -> list[int]:
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm") as file:
+            if file.read().strip() == name:
+                found.append(int(task))
+    return found
+
+
+def test_an_impossible_core_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="PROXY_CPUS"):
+        World(2, 1 << 16, proxy_cpus=(100_000,))
+
+
+def test_a_dying_thread_is_named_and_releases_everybody() -> None:
+    world = World(2, 1 << 16, fault_proxy_after=3)
+    with running(world):
+        for _ in range(5):
+            _put(world)
+        _until(lambda: world.errors[0][ERROR_CODE] == FAILURE_PROXY_DIED)
+        service = world.services[0]
+        assert service.counters()["total"]["commands"] == 3
+        with pytest.raises(ProxyDied, match=r"proxy 0 of rank 0 ended.*close the buffer"):
+            service.check()
+        with pytest.raises(ProxyDied):
+            service.drain(time.monotonic() + 5)
+
+
+def test_an_exception_in_a_thread_reaches_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, 1 << 16)
+
+    def broken(self: ProxyService, proxy: int) -> None:
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(ProxyService, "_dress_thread", broken)
+    with running(world):
+        _until(lambda: world.errors[0][ERROR_CODE] == FAILURE_PROXY_DIED)
+        with pytest.raises(ProxyDied, match="no such luck") as caught:
+            world.services[0].check()
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_step_reports_the_injected_fault_and_the_stop() -> None:
+    world = World(2, 1 << 16, fault_proxy_after=1)
+    _put(world)
+    assert world.services[0].step() > 0
+    assert world.services[0].step() == DIED
+    world.services[1].stop(time.monotonic() + 1)
+    assert world.services[1].step() == STOPPED
+
+
+def test_stopping_twice_and_before_starting() -> None:
+    world = World(2, 1 << 16)
+    world.services[0].stop(time.monotonic() + 1)
+    world.services[0].stop(time.monotonic() + 1)
+    world.services[1].start()
+    with pytest.raises(ProxyDied, match="started before"):
+        world.services[1].start()
+    world.services[1].stop(time.monotonic() + 5)
+    world.services[1].stop(time.monotonic() + 5)
+    world.services[1].check()
+
+
+def test_drain_says_when_something_is_stuck() -> None:
+    world = World(2, 1 << 16, fabric_options={"depth": 1})
+    for _ in range(3):
+        _put(world)
+    world.services[0].step()
+    assert not world.services[0].drain(time.monotonic() + 0.01)
+    assert world.run(lambda: world.services[0].drain(0.0), 100)
+
+
+def test_a_forked_child_is_refused_by_name() -> None:
+    """It can neither use nor stop the threads of its parent, and does not hang at its exit."""
+    world = World(2, 1 << 16)
+    with running(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                for action in (
+                    world.services[0].check,
+                    lambda: world.services[0].stop(time.monotonic() + 1),
+                    lambda: world.services[0].drain(time.monotonic() + 1),
+                    lambda: world.services[0].forget(1),
+                    world.services[0].start,
+                ):
+                    with pytest.raises(ProxyDied, match="do not survive a fork"):
+                        action()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        for service in world.services:
+            service.check()
+        _put(world)
+        _until(lambda: world.arrived(1, 0, LL_DISPATCH) == 1)
+
+
+def test_a_lost_peer_is_named_until_it_is_forgotten() -> None:
+    world = World(3, 1 << 16)
+    service = world.services[0]
+    world.fabric.endpoint(0).inject(DOWN, 0, 2, 104)
+    world.step()
+    assert tuple(world.errors[0][:2]) == (FAILURE_PEER_LOST, 2)
+    with pytest.raises(PeerLost, match=r"rank 2 is gone \(fake.*Connection reset") as caught:
+        service.check()
+    assert caught.value.peer == 2
+    service.forget(2)
+    service.check()
+    # The next loss is another one.
+    world.fabric.endpoint(0).inject(DOWN, 0, 1, 0)
+    world.step()
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        service.check()
+
+
+def test_commands_for_a_forgotten_peer_complete_at_once() -> None:
+    """A kernel that had not seen the mask yet must not wait for its slots for ever."""
+    world = World(3, 1 << 16)
+    world.services[0].forget(1)
+    world.step()
+    _put(world)
+    _put(world, peer=2)
+    assert world.run(lambda: world.completed(0, 2, LL_DISPATCH) == 1, 50)
+    assert world.completed(0, 1, LL_DISPATCH) == 1
+    total = world.services[0].counters()["total"]
+    assert total["discarded"] == 1
+    assert total["writes"] == 1
+    assert world.services[0].drain(time.monotonic() + 1)
+    with pytest.raises(ConfigError, match="cannot forget rank 0"):
+        world.services[0].forget(0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((LOW.pack(length=1), HIGH.pack(rank=1, stream=LL_DISPATCH, kind=9)), "unknown kind"),
+        ((LOW.pack(length=1), HIGH.pack(rank=9, stream=LL_DISPATCH, kind=1)), "no proxy reaches"),
+        ((LOW.pack(length=1), HIGH.pack(rank=0, stream=LL_DISPATCH, kind=1)), "no proxy reaches"),
+        ((LOW.pack(length=1), HIGH.pack(rank=1, stream=LL_DISPATCH + 1, kind=1)), "does not own"),
+        ((LOW.pack(length=1), HIGH.pack(rank=1, stream=CREDIT | LL_DISPATCH, kind=1)), "does not own"),
+        ((LOW.pack(length=4097), HIGH.pack(rank=1, stream=LL_DISPATCH, kind=1)), "outside the window"),
+        ((LOW.pack(length=1, source=4096), HIGH.pack(rank=1, stream=LL_DISPATCH, kind=1)), "outside the window"),
+        ((LOW.pack(length=1), HIGH.pack(rank=1, stream=LL_DISPATCH, kind=1, target=4096)), "outside the window"),
+        ((LOW.pack(length=LOW["length"].limit), HIGH.pack(rank=1, stream=LL_DISPATCH, kind=1)), "outside the window"),
+    ],
+)
+def test_a_wrong_command_moves_nothing_and_is_named(words: tuple[int, int], message: str) -> None:
+    world = World(2, 1 << 16, proxies=2)
+    producer = world.producer(0, LL_DISPATCH)
+    lap = lap_of(0, producer.capacity)
+    producer.put_words(words[0] | lap, words[1] | lap)
+    _put(world)
+    world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == 1, 20)
+    assert world.arrived(1, 0, LL_DISPATCH) == 1, "the commands behind it go on"
+    assert world.services[0].counters()["total"]["writes"] == 1
+    assert world.errors[0][ERROR_CODE] == FAILURE_PROTOCOL
+    with pytest.raises(ProtocolError, match=rf"a kernel of this rank enqueued.*{message}"):
+        world.services[0].check()
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_half_written_slot_is_not_taken(half: int) -> None:
+    """The lap bit stands in both words: either half alone is no command."""
+    world = World(2, 1 << 16, ring_slots=2)
+    producer = world.producer(0, LL_DISPATCH)
+    for _ in range(3):
+        # Over more than one lap, so that old contents lie in the slot.
+        _put(world)
+        assert world.run(lambda: producer.room == 2, 20)
+    index = 3
+    words = [LOW.pack(length=1, lap=lap_of(index, 2)), HIGH.pack(rank=1, stream=LL_DISPATCH, kind=1, last=1)]
+    words[1] |= lap_of(index, 2)
+    producer.put_half(index, half, words[half])
+    for _ in range(3):
+        world.services[0].step()
+    assert world.services[0].counters()["total"]["commands"] == 3
+    producer.put_half(index, 1 - half, words[1 - half])
+    assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == 4, 20)
+
+
+def test_faults_of_peer_and_transport_are_told_apart() -> None:
+    world = World(2, 1 << 16)
+    world.fabric.endpoint(0).inject(FAULT, 0, 1, FAULT_OUTSIDE_WINDOW)
+    world.step()
+    assert world.errors[0][ERROR_CODE] == FAILURE_PROTOCOL
+    with pytest.raises(ProtocolError, match=r"rank 1 \(fake.*\) sent an offset outside the window"):
+        world.services[0].check()
+    # A completion for nothing is the transport's mistake.
+    world.fabric.endpoint(1).inject(SENT, LL_DISPATCH << 12, 0)
+    world.step()
+    assert world.errors[1][ERROR_CODE] == FAILURE_TRANSPORT
+    with pytest.raises(TransportError, match="not in flight"):
+        world.services[1].check()
+
+
+def test_a_full_quota_holds_the_ring_and_loses_nothing() -> None:
+    world = World(3, 1 << 16, ring_slots=4096, fabric_options={"depth": 2})
+    world.asleep.add(1)
+    for _ in range(1500):
+        _put(world, 0)
+    _put(world, 16, peer=2)
+    for _ in range(100):
+        world.step()
+    total = world.services[0].counters()["total"]
+    assert total["queue_depth"] == 1024
+    assert total["ring_depth"] == 1501 - 1024 - 2
+    assert total["ring_blocked"] > 0
+    world.asleep.clear()
+    assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == 1500 and world.arrived(2, 0, LL_DISPATCH) == 1, 5000)
+
+
+def test_streams_belong_to_one_proxy_each() -> None:
+    world = World(2, 1 << 16, proxies=3, channels=4)
+    service = world.services[0]
+    rings = [service.ring(stream) for stream in range(STREAMS)]
+    assert len(set(rings)) == 3
+    for channel in range(4):
+        # A stream, its credits and the other phases of its channel share a proxy.
+        assert (
+            service.ring(LL_DISPATCH + channel)
+            == service.ring(LL_COMBINE + channel)
+            == service.ring(CREDIT | LL_DISPATCH + channel)
+        )
+    assert service.arrived(1, LL_DISPATCH) != service.arrived(1, LL_DISPATCH + 1)
+    assert service.completed(1, LL_DISPATCH) != service.arrived(1, LL_DISPATCH)
+
+
+def test_constructor_refuses_contradictions() -> None:
+    world = World(2, 1 << 16)
+    common = {
+        "window": world.windows[0].ctypes.data,
+        "window_bytes": 1 << 16,
+        "error": world.errors[0].ctypes.data,
+        "endpoints": [[world.fabric.endpoint(0)]],
+    }
+    with pytest.raises(ConfigError, match="2 proxies"):
+        ProxyService(rank=0, ranks=2, route=[-1, 0], settings=Settings(proxies=2, channels=2), **common)
+    with pytest.raises(ConfigError, match="route"):
+        ProxyService(rank=0, ranks=2, route=[0, 0], settings=Settings(), **common)
+    with pytest.raises(ConfigError, match="rank 2 of 2"):
+        ProxyService(rank=2, ranks=2, route=[-1, 0], settings=Settings(), **common)
