@@ -1,0 +1,98 @@
+"""A plugin of SGLang for tests: sits between the engine and our Buffer, to count what was routed or to lose rows.
+
+Loaded in the server's processes through a directory on ``PYTHONPATH`` (:func:`install`). ``PROBE_MODE`` chooses:
+
+``record``
+    every rank appends, for each low-latency dispatch, a JSON line with what its routing table implies;
+``drop``
+    slots of experts on other ranks are dispatched as -1, so whatever remote experts would add is lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FILE = "PROBE_FILE"
+MODE = "PROBE_MODE"
+
+
+def install(directory: Path, mode: str) -> dict[str, str]:
+    """Write the plugin's distribution into ``directory``; returns the variables its server needs."""
+    information = directory / "uccl_ep_engine_probe-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: uccl_ep_engine_probe\nVersion: 0\n")
+    (information / "entry_points.txt").write_text("[sglang.srt.plugins]\nuccl_ep_probe = engine_probe:register\n")
+    return {
+        "PYTHONPATH": os.pathsep.join([str(directory), str(Path(__file__).parent)]),
+        MODE: mode,
+        FILE: str(directory / "routing"),
+    }
+
+
+def recorded(directory: Path) -> dict[int, dict[str, int]]:
+    """Sums of the lines that each rank wrote."""
+    ranks: dict[int, dict[str, int]] = {}
+    for path in directory.glob("routing.*"):
+        sums = ranks.setdefault(int(path.suffix[1:]), {})
+        for line in path.read_text().splitlines():
+            for name, value in json.loads(line).items():
+                sums[name] = sums.get(name, 0) + value
+    return ranks
+
+
+def register() -> None:
+    """Entry point: put the probe between SGLang and the class that the plugin installs."""
+    from uccl_ep_serving.engines import sglang as plugin
+
+    original = plugin.buffer_class
+
+    @functools.cache
+    def probed() -> type[Any]:
+        return _subclass(original())
+
+    plugin.buffer_class = probed  # type: ignore[assignment]
+
+
+def _subclass(base: type[Any]) -> type[Any]:
+    drop = os.environ[MODE] == "drop"
+
+    class Probed(base):
+        def _owner(self, topk_idx: Any, experts: int) -> Any:
+            """Rank that owns each slot, -1 for empty slots; integer ``[tokens, topk]``."""
+            owner = topk_idx // (experts // self.group_size)
+            return owner.masked_fill(topk_idx < 0, -1)
+
+        def _kept(self, topk_idx: Any, experts: int) -> Any:
+            if not drop:
+                return topk_idx
+            return topk_idx.masked_fill(self._owner(topk_idx, experts) != self.rank, -1)
+
+        def low_latency_dispatch(self, x: Any, topk_idx: Any, tokens: int, experts: int, **kwargs: Any) -> Any:
+            self._experts = experts
+            owner = self._owner(topk_idx, experts)
+            remote = [int((owner == rank).any(dim=1).sum()) for rank in range(self.group_size) if rank != self.rank]
+            line = {
+                "calls": 1,
+                "tokens": x.shape[0],
+                "rows": sum(remote),
+                "expert_rows": int(((owner >= 0) & (owner != self.rank)).sum()),
+            }
+            with open(f"{os.environ[FILE]}.{self.rank}", "a") as file:
+                file.write(json.dumps(line) + "\n")
+            return super().low_latency_dispatch(x, self._kept(topk_idx, experts), tokens, experts, **kwargs)
+
+        def low_latency_combine(self, *, topk_idx: Any, **kwargs: Any) -> Any:
+            return super().low_latency_combine(topk_idx=self._kept(topk_idx, self._experts), **kwargs)
+
+        def get_dispatch_layout(self, topk_idx: Any, experts: int, **kwargs: Any) -> Any:
+            self._experts = experts
+            return super().get_dispatch_layout(self._kept(topk_idx, experts), experts, **kwargs)
+
+        def dispatch(self, x: Any, *, topk_idx: Any, **kwargs: Any) -> Any:
+            return super().dispatch(x, topk_idx=self._kept(topk_idx, self._experts), **kwargs)
+
+    return Probed

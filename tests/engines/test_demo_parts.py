@@ -1,0 +1,197 @@
+"""Checkpoint, comparison and report of the demo: no engine and no server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from uccl_ep_serving.cli import demo
+from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
+from uccl_ep_serving.cli.demo_client import Answer, compare
+from uccl_ep_serving.cli.demo_report import reduced_rows, traffic_tables
+from uccl_ep_serving.cli.demo_server import Launch
+
+
+@pytest.fixture
+def write() -> Callable[..., TinyDeepSeek]:
+    """The checkpoint writer, where the engine's file format is installed."""
+    pytest.importorskip("safetensors")
+    return write_checkpoint
+
+
+def answer(text: str, *logprobs: float) -> Answer:
+    """An answer whose tokens are the letters of ``text``; position i also lists the token ``other`` at -9."""
+    return Answer(
+        text,
+        tuple(text),
+        tuple(logprobs),
+        tuple({letter: value, "other": -9.0} for letter, value in zip(text, logprobs, strict=True)),
+    )
+
+
+def counters(rank: int, sent: int, returned: int) -> dict[str, Any]:
+    """What ``Buffer.stats()`` of one rank looks like."""
+    quiet = {"count": 0, "tokens": 0, "rows": 0, "p50_us": 0.0, "p99_us": 0.0}
+    return {
+        "rank": rank,
+        "world": 2,
+        "transport_by_peer": {str(1 - rank): "shm"},
+        "proxies": 1,
+        "channels": 1,
+        "direct_peers": [],
+        "commands": 12,
+        "writes": 34567,
+        "bytes_sent": 3 << 20,
+        "messages_sent": 56,
+        "bytes_received": 1023,
+        "messages_received": 78,
+        "ops": {
+            "ll_dispatch": {"count": 5, "tokens": 9, "rows": sent, "p50_us": 11.4, "p99_us": 99.6},
+            "ll_combine": {"count": 5, "tokens": 9, "rows": returned, "p50_us": 12.0, "p99_us": 13.0},
+            "normal_dispatch": quiet,
+            "normal_combine": quiet,
+        },
+    }
+
+
+def test_same_seed_same_checkpoint(tmp_path: Path, write: Callable[..., TinyDeepSeek]) -> None:
+    for name, seed in (("one", 1), ("again", 1), ("two", 2)):
+        write(tmp_path / name, seed=seed)
+    weights = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "again", "two")}
+    assert weights["one"] == weights["again"]
+    assert weights["one"] != weights["two"]
+
+
+def test_checkpoint_has_the_tensors_of_a_deepseek_v3(tmp_path: Path, write: Callable[..., TinyDeepSeek]) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    model = write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        gate = file.get_tensor("model.layers.1.mlp.gate.weight")
+        bias = file.get_tensor("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert gate.shape == (model.n_routed_experts, model.hidden_size)
+    assert bias.dtype is torch.float32
+    assert "model.layers.0.mlp.gate_proj.weight" in names  # dense
+    assert "model.layers.2.mlp.experts.7.down_proj.weight" in names
+    assert "model.layers.2.mlp.experts.8.down_proj.weight" not in names
+    assert model.moe_layers == 2
+
+
+def test_shape_can_be_chosen(tmp_path: Path, write: Callable[..., TinyDeepSeek]) -> None:
+    wanted = TinyDeepSeek(n_routed_experts=16, num_hidden_layers=2)
+    assert write(tmp_path, model=wanted) == wanted
+    assert json.loads((tmp_path / "config.json").read_text())["n_routed_experts"] == 16
+
+
+def test_tokenizer_is_one_token_a_byte(tmp_path: Path, write: Callable[..., TinyDeepSeek]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    write(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "héllo\n\twörld €"
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_compare_equal_answers() -> None:
+    difference = compare([answer("ab", -1.0, -2.0)], [answer("ab", -1.5, -2.0)])
+    assert (difference.equal, difference.answers, difference.positions) == (1, 1, 2)
+    assert difference.largest == pytest.approx(0.5)
+    assert difference.mean == pytest.approx(0.5 / 4)  # "other" agrees at both positions
+
+
+def test_compare_stops_after_the_first_different_token() -> None:
+    """What follows a different token continues a different text: its logprobs must not count."""
+    difference = compare([answer("abc", -1.0, -2.0, -3.0)], [answer("axc", -1.0, -2.0, -8.0)])
+    assert difference.equal == 0
+    assert difference.positions == 2
+    assert difference.largest == 0.0
+
+
+def test_report_shows_every_rank_and_only_operations_that_ran() -> None:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(traffic_tables([counters(0, 10, 7), counters(1, 4, 7)]))
+    text = capture.get()
+    assert text.count("low-latency dispatch") == 2
+    assert "normal" not in text
+    for shown in ("34,567", "3.0 MiB", "1023 B", "shm", "11", "100"):
+        assert shown in text
+
+
+def test_reduced_rows_are_summed_over_ranks() -> None:
+    """A rank returns rows for what others sent, so only the sums can be equal."""
+    assert reduced_rows([counters(0, 10, 4), counters(1, 4, 10)]) == (14, 14)
+    assert reduced_rows([counters(0, 10, 8), counters(1, 4, 12)]) == (14, 20)
+
+
+@pytest.mark.parametrize(
+    ("launch", "present", "absent"),
+    [
+        (Launch("none"), "--ep-size 2", "--deepep-mode"),
+        (Launch("none", dp_attention=True), "--boundary-reduction ar", "--deepep-mode"),
+        (Launch("uccl_ep", deepep_mode="normal"), "--deepep-mode normal", "--ep-size"),
+        (Launch("uccl_ep", dp_attention=True), "--attn-dp-size 2", "--boundary-reduction"),
+    ],
+)
+def test_command_line(launch: Launch, present: str, absent: str) -> None:
+    command = " ".join(launch.command(Path("/model"), 1234))
+    assert "sglang.launch_server --model-path /model" in command
+    assert f"--moe-a2a-backend {launch.backend}" in command
+    assert present in command
+    assert absent not in command
+
+
+QUIET = Console(quiet=True)
+
+
+def test_demo_fails_when_answers_differ_from_the_reference() -> None:
+    same, other = answer("ab", -1.0, -2.0), answer("ax", -1.0, -2.0)
+    failures: list[str] = []
+    demo._check_equal(QUIET, [same], [same], failures)
+    assert not failures
+    demo._check_equal(QUIET, [same], [other], failures)
+    assert "1 of 1 texts" in failures[0]
+
+
+def test_demo_fails_when_logprobs_differ_although_texts_agree() -> None:
+    failures: list[str] = []
+    demo._check_equal(QUIET, [answer("ab", -1.0, -2.0)], [answer("ab", -1.0, -2.01)], failures)
+    assert "logprobs" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "complaint"), [(-1.0, "nothing was quantised"), (-1.1, None), (-4.0, "more than 0.4")]
+)
+def test_demo_bounds_fp8_from_both_sides(logprob: float, complaint: str | None) -> None:
+    failures: list[str] = []
+    demo._check_fp8(QUIET, [answer("a", -1.0)], [answer("a", logprob)], failures)
+    assert [complaint in failure for failure in failures] == ([True] if complaint else [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "complaint"),
+    [
+        ([], "did not run on this backend"),
+        ([counters(0, 10, 8), counters(1, 4, 12)], "did not reduce"),
+        ([counters(0, 10, 4), {**counters(1, 4, 10), "bytes_sent": 0}], "rank 1 sent nothing"),
+    ],
+)
+def test_demo_fails_on_wrong_traffic(ranks: list[dict[str, Any]], complaint: str) -> None:
+    failures: list[str] = []
+    demo._check_traffic(QUIET, ranks, failures)
+    assert complaint in failures[0]
+
+
+def test_demo_accepts_right_traffic() -> None:
+    failures: list[str] = []
+    demo._check_traffic(QUIET, [counters(0, 10, 4), counters(1, 4, 10)], failures)
+    assert not failures

@@ -1,0 +1,140 @@
+"""The launch scripts of examples/05_sglang: what they type is what SGLang takes; two nodes on one machine answer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.cli.demo_client import Client
+from uccl_ep_serving.cli.demo_server import DemoServer, Launch, free_port
+
+pytestmark = pytest.mark.engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "05_sglang"
+InEngine = Callable[..., Any]
+
+
+def typed(tmp_path: Path, script: str, *arguments: str, **environment: str) -> list[str]:
+    """The arguments that ``script`` gives to ``sglang``, which a stand-in prints."""
+    stand_in = tmp_path / "sglang"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    output = subprocess.run(
+        ["bash", str(EXAMPLES / script), *arguments],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return output.stdout.split("\n")[:-1]
+
+
+def engine_parse(arguments: list[str]) -> dict[str, Any]:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    return vars(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "environment", "expected"),
+    [
+        ("one_node.sh", (), {}, {"tp_size": 8, "attn_dp_size": 8, "deepep_mode": "auto"}),
+        ("one_node.sh", ("--mem-fraction-static", "0.7"), {"GPUS": "4"}, {"tp_size": 4, "mem_fraction_static": 0.7}),
+        (
+            "several_nodes.sh",
+            (),
+            {"HEAD": "10.0.0.1", "NNODES": "2", "NODE_RANK": "1"},
+            {"nnodes": 2, "node_rank": 1, "tp_size": 16, "dist_init_addr": "10.0.0.1:20000"},
+        ),
+        (
+            "prefill_decode.sh",
+            ("prefill",),
+            {},
+            {"disaggregation_mode": "prefill", "deepep_mode": "normal", "port": 30000},
+        ),
+        (
+            "prefill_decode.sh",
+            ("decode",),
+            {"KV_DEVICES": "mlx5_0"},
+            {"disaggregation_mode": "decode", "deepep_mode": "low_latency", "disaggregation_ib_device": "mlx5_0"},
+        ),
+    ],
+)
+def test_sglang_takes_what_the_scripts_type(
+    in_engine: InEngine,
+    tmp_path: Path,
+    script: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    expected: dict[str, Any],
+) -> None:
+    command, *options = typed(tmp_path, script, *arguments, **environment)
+    assert command == "serve"
+    parsed = in_engine(engine_parse, options)
+    assert parsed["moe_a2a_backend"] == "uccl_ep"
+    assert {name: parsed[name] for name in expected} == expected
+
+
+def test_unknown_role_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        typed(tmp_path, "prefill_decode.sh", "both")
+    assert "prefill, decode or router" in failure.value.stderr
+
+
+@dataclass(frozen=True)
+class _Node(Launch):
+    """One node of ``several_nodes.sh``, with the options that its README gives for machines without a GPU."""
+
+    def command(self, model: Path, port: int) -> list[str]:
+        options = (
+            "--device cpu --dtype float32 --attention-backend torch_native --deepep-dispatcher-output-dtype bf16 "
+            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --mem-fraction-static 0.1 "
+            "--max-total-tokens 4096 --skip-server-warmup --served-model-name tiny-deepseek-v3"
+        )
+        return ["bash", str(EXAMPLES / "several_nodes.sh"), *options.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_two_nodes_answer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("nodes")
+    write_checkpoint(directory / "model")
+    port, rendezvous = free_port(), free_port()
+    cpus = sorted(os.sched_getaffinity(0))
+
+    def node(rank: int) -> DemoServer:
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "MODEL": str(directory / "model"),
+            "HEAD": "127.0.0.1",
+            "NNODES": "2",
+            "NODE_RANK": str(rank),
+            "RANKS": "2",
+            "ATTN_DP": "1",
+            "PORT": str(port if rank == 0 else free_port()),
+            "DIST_PORT": str(rendezvous),
+            "UCCL_EP_DIRECT": "0",
+            "SGLANG_CPU_OMP_THREADS_BIND": str(cpus[rank % len(cpus)]),
+        }
+        return DemoServer(_Node("uccl_ep", environment=environment), directory, f"node{rank}", port=port)
+
+    with node(0) as first, node(1) as second:
+        first.wait_ready(300, lambda _seconds, _phase: None)
+        answer = Client(first.url).complete("Two nodes", 12)
+        assert len(answer.tokens) == 12
+        traffic = [*first.traffic(), *second.traffic()]
+    assert sorted(rank["rank"] for rank in traffic) == [0, 1]
+    assert all(rank["bytes_sent"] for rank in traffic)

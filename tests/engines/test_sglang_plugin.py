@@ -1,0 +1,307 @@
+"""The SGLang plugin without a server: choices, resolution, verification, and that it changes nothing unasked."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.engines import sglang as plugin
+from uccl_ep_serving.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+InEngine = Callable[..., Any]
+DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory)
+    return str(directory)
+
+
+# --- everything below that starts with "engine_" runs in the process that has SGLang ----------------------------------
+
+
+def engine_parse(arguments: list[str]) -> str:
+    """Parse a command line as the launcher does; returns the raw backend, or what argparse complained about."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    try:
+        parsed = parser.parse_args(["--model-path", "dummy", *arguments])
+    except argparse.ArgumentError as error:
+        return f"refused: {error}"
+    return f"{parsed.moe_a2a_backend} {parsed.speculative_moe_a2a_backend}"
+
+
+def engine_help() -> str:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.format_help()
+
+
+def resolved(model: str, **fields: Any) -> Any:
+    """A resolved ``ServerArgs`` (plugins loaded)."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    server_args = ServerArgs(model_path=model, device="cpu", attention_backend="torch_native", tp_size=2, **fields)
+    server_args.resolve_once()
+    return server_args
+
+
+def engine_resolve(model: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """What configuration says and what the dispatcher's module holds, after resolving."""
+    import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+
+    before = (getattr(deepep, "Buffer", None), deepep._DeepEPDispatcherImplLowLatency._dispatch_core)
+    server_args = resolved(model, **fields)
+    after = (getattr(deepep, "Buffer", None), deepep._DeepEPDispatcherImplLowLatency._dispatch_core)
+    values = server_args.resolved_dict()
+    return {
+        "raw": server_args.moe_a2a_backend,
+        "target": values["moe_a2a_backend"],
+        "draft": values["speculative_moe_a2a_backend"],
+        "ep_size": values["ep_size"],
+        "buffer": getattr(after[0], "__name__", None),
+        "untouched": before == after,
+        "ours_imported": "uccl_ep_serving.buffer" in sys.modules,
+        "dispatch_tokens": deepep.envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get(),
+    }
+
+
+def engine_untouched_under(model: str, backend: str) -> bool:
+    """Whether a stand-in for the engine's own ``deep_ep`` survives resolving ``backend``."""
+    import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+
+    own = deepep.Buffer = type("Buffer", (), {})
+    core = deepep._DeepEPDispatcherImplLowLatency._dispatch_core
+    resolved(model, moe_a2a_backend=backend)
+    return (
+        deepep.Buffer is own
+        and deepep._DeepEPDispatcherImplLowLatency._dispatch_core is core
+        and "uccl_ep_serving.buffer" not in sys.modules
+    )
+
+
+def engine_resolve_mutilated(model: str, module: str, name: str, how: str) -> str:
+    """Break one target of the plugin, then ask for uccl_ep; returns the error, and whether anything was changed."""
+    import importlib
+
+    from sglang.srt.plugins import load_plugins
+
+    deepep = importlib.import_module(DEEPEP)
+    core = deepep._DeepEPDispatcherImplLowLatency._dispatch_core
+    broken: Any = importlib.import_module(module)
+    if how == "unhooked":
+        load_plugins()
+    *owners, last = name.split(".")
+    for owner in owners:
+        broken = getattr(broken, owner)
+    if how == "absent":
+        delattr(broken, last)
+    elif how == "other arguments":
+        setattr(broken, last, lambda self, hidden_states, topk_output: None)
+    elif how == "unhooked":
+        setattr(broken, last, getattr(broken, last).__wrapped__)
+    try:
+        resolved(model, moe_a2a_backend="uccl_ep")
+    except ConfigError as error:
+        implementation = getattr(deepep, "_DeepEPDispatcherImplLowLatency", None)
+        changed = hasattr(deepep, "Buffer") or getattr(implementation, "_dispatch_core", core).__module__ != DEEPEP
+        return f"{error}{' CHANGED' if changed and how == 'absent' else ''}"
+    return "no error"
+
+
+def engine_version(model: str, version: str) -> str:
+    plugin._sglang_version = lambda: version
+    try:
+        resolved(model, moe_a2a_backend="uccl_ep")
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def engine_pickle(model: str) -> bytes:
+    return pickle.dumps(resolved(model, moe_a2a_backend="uccl_ep"))
+
+
+def engine_unpickle(record: bytes) -> tuple[bool, bool]:
+    """As a Ray actor: plugins are never loaded by the engine. Returns whether ours were, and what publishing does."""
+    import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+    from sglang.srt import plugins
+
+    loaded_before = plugins._plugins_loaded
+    server_args = pickle.loads(record)
+    server_args.resolve_once()  # the first thing that publish() does
+    return plugins._plugins_loaded and not loaded_before, deepep.Buffer is plugin.buffer_class()
+
+
+def engine_dispatch_core(model: str) -> dict[str, Any]:
+    """Run the engine's own low-latency ``_dispatch_core`` on a recording Buffer; returns what the Buffer was given."""
+    import torch
+
+    import uccl_ep_serving
+
+    given: dict[str, Any] = {}
+
+    class Recorder:
+        def low_latency_dispatch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            given.update(kwargs, positional=len(args))
+            return args[0], torch.zeros(4), None, None, None
+
+    uccl_ep_serving.Buffer = Recorder
+    resolved(model, moe_a2a_backend="uccl_ep")
+    import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+
+    implementation = deepep._DeepEPDispatcherImplLowLatency
+    buffer = deepep.Buffer()
+    dispatcher = SimpleNamespace(
+        quant_config={},
+        use_fp8=False,
+        use_nvfp4=False,
+        return_recv_hook=True,
+        num_max_dispatch_tokens_per_rank=128,
+        num_experts=8,
+        _get_buffer=lambda: buffer,
+        _get_npu_mxfp_quantization_kwargs=lambda _buffer: {},
+    )
+    weights = torch.rand(3, 2)
+    implementation._dispatch_core(dispatcher, torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64), weights)
+    given["same"] = given.pop("topk_weights") is weights
+    given["forgotten"] = plugin._router_weights.get() is None
+    return given
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_the_backend_for_target_and_draft(in_engine: InEngine) -> None:
+    text = "".join(in_engine(engine_help).split())
+    for option in ("--moe-a2a-backend{", "--speculative-moe-a2a-backend{"):
+        choices = text.split(option)[1].split("}")[0].split(",")
+        assert {"none", "deepep", "uccl_ep"} <= set(choices)
+
+
+def test_command_line_takes_the_backend(in_engine: InEngine) -> None:
+    arguments = ["--moe-a2a-backend", "uccl_ep", "--speculative-moe-a2a-backend", "uccl_ep"]
+    assert in_engine(engine_parse, arguments) == "uccl_ep uccl_ep"
+
+
+def test_bogus_backend_is_still_refused(in_engine: InEngine) -> None:
+    answer = in_engine(engine_parse, ["--moe-a2a-backend", "uccl_epp"])
+    assert answer.startswith("refused:")
+    assert "invalid choice: 'uccl_epp'" in answer
+
+
+def test_resolves_to_deepep_on_our_buffer(in_engine: InEngine, model: str) -> None:
+    seen = in_engine(engine_resolve, model, {"moe_a2a_backend": "uccl_ep"})
+    assert seen["raw"] == "uccl_ep"
+    assert seen["target"] == "deepep"
+    assert seen["ep_size"] == 2  # the engine's own rule for deepep
+    assert seen["buffer"] == "SGLangBuffer"
+    assert not seen["untouched"]
+    assert seen["dispatch_tokens"] == 128
+
+
+def test_draft_backend_is_resolved_too(in_engine: InEngine, model: str) -> None:
+    fields = {"moe_a2a_backend": "uccl_ep", "speculative_moe_a2a_backend": "uccl_ep"}
+    assert in_engine(engine_resolve, model, fields)["draft"] == "deepep"
+
+
+@pytest.mark.parametrize("fields", [("uccl_ep", "deepep"), ("deepep", "uccl_ep")], ids=["draft", "target"])
+def test_mixing_with_the_real_deep_ep_is_refused(in_engine: InEngine, model: str, fields: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="one DeepEP buffer"):
+        in_engine(engine_resolve, model, dict(zip(plugin._FIELDS, fields, strict=True)))
+
+
+@pytest.mark.parametrize("backend", ["none", "deepep"])
+def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend: str) -> None:
+    assert in_engine(engine_untouched_under, model, backend)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "how"),
+    [
+        (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "absent"),
+        (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "other arguments"),
+        (DEEPEP, "DeepEPBuffer.get_deepep_buffer", "absent"),
+        (DEEPEP, "DeepEPConfig.get_instance", "absent"),
+        ("sglang.srt.arg_groups.overrides", "declare_resolution", "absent"),
+        (
+            "sglang.srt.batch_overlap.single_batch_overlap",
+            "SboFlags.enable_combine_down_gemm_two_stream_overlap",
+            "absent",
+        ),
+        ("sglang.srt.server_args", "ServerArgs.add_cli_args", "unhooked"),
+    ],
+)
+def test_missing_target_is_named(in_engine: InEngine, model: str, module: str, name: str, how: str) -> None:
+    message = in_engine(engine_resolve_mutilated, model, module, name, how)
+    assert f"{module}.{name}" in message
+    assert "SGLang 0.5." in message
+    assert "CHANGED" not in message
+
+
+@pytest.mark.parametrize(("version", "reason"), [("0.5.9", "has no plugins"), ("0.5.15.post1", "resolve_once")])
+def test_old_version_is_refused(in_engine: InEngine, model: str, version: str, reason: str) -> None:
+    message = in_engine(engine_version, model, version)
+    assert version in message
+    assert reason in message
+
+
+def test_newer_version_is_tried(in_engine: InEngine, model: str) -> None:
+    assert in_engine(engine_version, model, "0.6.0rc1") == "accepted"
+
+
+def test_worker_that_never_loads_plugins_gets_ours_with_the_configuration(in_engine: InEngine, model: str) -> None:
+    record = in_engine(engine_pickle, model)
+    assert in_engine(engine_unpickle, record) == (True, True)
+
+
+def test_router_weights_reach_the_buffer_at_dispatch(in_engine: InEngine, model: str) -> None:
+    given = in_engine(engine_dispatch_core, model)
+    assert given["same"]
+    assert given["forgotten"]
+    assert given["positional"] == 4
+    assert given["return_recv_hook"]
+    assert not given["use_fp8"]
+
+
+def test_version_table_is_in_order_and_has_one_supported_version() -> None:
+    for earlier, later in zip(plugin.VERSIONS, plugin.VERSIONS[1:], strict=False):
+        assert earlier.first <= earlier.last < later.first
+    assert [known.standing for known in plugin.VERSIONS].count(plugin.Standing.SUPPORTED) == 1
+    assert plugin.standing_of("0.5.23")[0] is plugin.Standing.SUPPORTED
+    assert plugin.standing_of("0.5.24rc1")[0] is plugin.Standing.UNPROVEN
+    assert plugin.standing_of("0.5.11")[0] is plugin.Standing.REFUSED
+
+
+def test_plugin_import_is_light() -> None:
+    """SGLang loads the plugin for everybody: it must bring neither torch nor our kernels."""
+    import subprocess
+
+    code = (
+        "import sys, uccl_ep_serving.engines.sglang; "
+        "print([m for m in ('torch', 'numba', 'uccl_ep_serving.buffer') if m in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path("/"))
+    assert output.stdout.strip() == "[]"

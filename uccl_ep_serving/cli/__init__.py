@@ -1,0 +1,1 @@
+"""The ``uccl-ep`` command line: ``demo`` serves a tiny model, ``doctor`` says what this machine can do."""

@@ -1,0 +1,302 @@
+"""One SGLang server of the demo: its command line, its environment, start, readiness and stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from uccl_ep_serving.cli import demo_supervisor
+from uccl_ep_serving.engines import sglang_cpu
+from uccl_ep_serving.errors import UcclEpError
+
+__all__ = ["MODEL", "RANKS", "DemoServer", "Launch", "ServerFailed", "free_port"]
+
+MODEL = "tiny-deepseek-v3"
+RANKS = 2
+_STOP_SECONDS = 30.0
+_HEALTH_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+
+
+class ServerFailed(UcclEpError, RuntimeError):
+    """The SGLang server ended, or did not become ready in time; the message ends with its last log lines."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What distinguishes one server from another.
+
+    Attributes:
+        backend: ``--moe-a2a-backend``.
+        dp_attention: attention is data-parallel over the ranks instead of tensor-parallel.
+        deepep_mode: ``auto``, ``normal`` or ``low_latency``.
+        dispatch_dtype: ``bf16`` (rows travel as they are) or ``fp8``.
+        dtype: dtype of weights and activations.
+        chunked_prefill: tokens of one prefill step, at most the low-latency window when every step goes
+            through it.
+        arguments: more command-line arguments.
+        environment: more environment variables.
+    """
+
+    backend: str
+    dp_attention: bool = False
+    deepep_mode: str = "auto"
+    dispatch_dtype: str = "bf16"
+    dtype: str = "float32"
+    chunked_prefill: int = 1024
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, model: Path, port: int) -> list[str]:
+        """The command a user would type, for a machine without a GPU."""
+        options = {
+            "model-path": model,
+            "served-model-name": MODEL,
+            "host": "127.0.0.1",
+            "port": port,
+            "device": "cpu",
+            "dtype": self.dtype,
+            "tp": RANKS,
+            "moe-a2a-backend": self.backend,
+            "attention-backend": "torch_native",
+            "cuda-graph-backend-decode": "disabled",
+            "cuda-graph-backend-prefill": "disabled",
+            "mem-fraction-static": "0.1",
+            "max-total-tokens": 4096,
+            "chunked-prefill-size": self.chunked_prefill,
+            "random-seed": 0,
+        }
+        if self.backend == "none":
+            options["ep-size"] = RANKS  # experts are placed as with an all-to-all, but sums are all-reduced
+            if self.dp_attention:
+                # the default needs a kernel that SGLang has for GPUs only
+                options["boundary-reduction"] = "ar"
+        else:
+            options["deepep-mode"] = self.deepep_mode
+            options["deepep-dispatcher-output-dtype"] = self.dispatch_dtype
+        if self.dp_attention:
+            options["attn-dp-size"] = RANKS
+        flags = ["--skip-server-warmup", "--sleep-on-idle"]
+        named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        return [sys.executable, "-m", "sglang.launch_server", *named, *flags, *self.arguments]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class DemoServer:
+    """A server under its guardian (:mod:`.demo_supervisor`). Use as a context manager, or :meth:`start` and
+    :meth:`stop`.
+
+    Args:
+        launch: what to start.
+        run_directory: directory of the demo run; holds ``model/``. The guardian removes it if the demo dies.
+        name: names the log file.
+        port: TCP port, 0 for a free one.
+    """
+
+    def __init__(self, launch: Launch, run_directory: Path, name: str, *, port: int = 0) -> None:
+        self.launch = launch
+        self.run_directory = run_directory
+        self.log = run_directory / f"{name}.log"
+        self.port = port or free_port()
+        self.pid = 0
+        self.removed: list[str] = []
+        self._before: list[str] = []
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._exit: int | None = None
+        self._detached = False
+
+    @property
+    def url(self) -> str:
+        """Base of the HTTP addresses."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def guardian_pid(self) -> int:
+        """Process to send SIGTERM to in order to stop a detached server."""
+        return self._guardian.pid if self._guardian else 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._detached:
+            self.stop()
+
+    def start(self) -> None:
+        """Start guardian and server; returns at once, see :meth:`wait_ready`. Entering the context calls it."""
+        if self._guardian is not None:
+            raise ServerFailed("this server has been started already")
+        scratch = self.run_directory / "tmp"  # SGLang puts its ZeroMQ sockets where TMPDIR points
+        scratch.mkdir(exist_ok=True)
+        environment = {
+            **os.environ,
+            **sglang_cpu.environment(self.run_directory, ranks=RANKS),
+            "TMPDIR": str(scratch),
+            "PYTHONSAFEPATH": "1",  # `python -m` must not find packages in the directory it is run from
+            "PYTHONUNBUFFERED": "1",
+            **self.launch.environment,
+        }
+        self._before = demo_supervisor.snapshot()
+        spec = {
+            "command": self.launch.command(self.run_directory / "model", self.port),
+            "directory": str(self.run_directory),
+            "run_directory": str(self.run_directory),
+            "log": str(self.log),
+            "before": self._before,
+        }
+        # its own session: Ctrl-C at the terminal reaches the demo only
+        self._guardian = subprocess.Popen(
+            [sys.executable, "-I", demo_supervisor.__file__, json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,  # the guardian ignores it (-I) and passes it on; in its arguments, everybody could read it
+            start_new_session=True,
+        )
+        assert self._guardian.stdout is not None
+        first = self._guardian.stdout.readline()
+        if not first:
+            raise ServerFailed(f"the server could not be started: {' '.join(spec['command'])}")
+        self.pid = int(json.loads(first)["pid"])
+
+    def wait_ready(self, timeout: float, progress: Callable[[float, str], None]) -> None:
+        """Wait until the server answers.
+
+        Args:
+            timeout: seconds.
+            progress: called a few times a second with the seconds so far and what the server does.
+
+        Raises:
+            ServerFailed: the server ended or the time is over.
+        """
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < timeout:
+            if not self.alive():
+                raise ServerFailed(f"the SGLang server ended while starting.\n{self.tail()}")
+            progress(elapsed, self._phase())
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_SECONDS).read()
+                return
+            time.sleep(_POLL_SECONDS)
+        raise ServerFailed(f"the SGLang server was not ready after {timeout:.0f} s.\n{self.tail()}")
+
+    def alive(self) -> bool:
+        """Whether the server's main process runs."""
+        with contextlib.suppress(psutil.Error):
+            return self.pid != 0 and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def pids(self) -> list[int]:
+        """The server's main process and everything below it."""
+        try:
+            main = psutil.Process(self.pid)
+            return [self.pid, *(child.pid for child in main.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return []
+
+    def traffic(self) -> list[dict[str, Any]]:
+        """Counters of every open Buffer of this server, by rank (``Buffer.stats()``)."""
+        from uccl_ep_serving import live
+
+        found = [counters for pid in self.pids() for counters in live.query(pid)]
+        return sorted(found, key=lambda counters: int(counters["rank"]))
+
+    def detach(self) -> None:
+        """Leave the server running after this process; SIGTERM to :attr:`guardian_pid` stops it."""
+        assert self._guardian is not None
+        assert self._guardian.stdin is not None
+        self._guardian.stdin.write(b"detach\n")
+        self._guardian.stdin.flush()
+        self._detached = True
+
+    def stop(self) -> None:
+        """Kill the whole process tree and remove what it left; bounded, and never interrupted by Ctrl-C."""
+        guardian, self._guardian = self._guardian, None
+        if guardian is None:
+            return
+        with _without_interrupts():
+            assert guardian.stdin is not None
+            assert guardian.stdout is not None
+            with contextlib.suppress(OSError):
+                guardian.stdin.write(b"stop\n")
+                guardian.stdin.flush()
+            last: dict[str, Any] = {}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = guardian.communicate(timeout=_STOP_SECONDS)
+                for line in output.splitlines():
+                    last = json.loads(line)
+            # the guardian was killed: the processes died with it, the files did not
+            if "removed" not in last:
+                guardian.kill()
+                _kill_users_of(self.run_directory)
+                last["removed"] = demo_supervisor.clean(self._before)
+            self.removed = last["removed"]
+
+    def tail(self, lines: int = 25) -> str:
+        """The last lines of the server's log, without the one that prints every argument."""
+        return "\n".join(list(self._log_lines())[-lines:])
+
+    def _log_lines(self) -> Iterator[str]:
+        if self.log.exists():
+            for line in self.log.read_text(errors="replace").splitlines():
+                if "server_args=" not in line:
+                    yield line
+
+    def _phase(self) -> str:
+        for line in reversed(list(self._log_lines())):
+            match = re.match(r"\[[^\]]*\] (.*)", line)
+            if match:
+                return match.group(1)[:80]
+        return "importing"
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    try:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread: Ctrl-C does not come here anyway
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _kill_users_of(directory: Path) -> None:
+    """Kill every process that works in ``directory``, as all of the server's do, until there is none."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    while time.monotonic() < deadline:
+        alive = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # environ would not do: SGLang writes its titles over it
+                if process.cwd() == str(directory):
+                    process.kill()
+                    alive.append(process)
+        if not alive:
+            return
+        psutil.wait_procs(alive, timeout=_POLL_SECONDS)

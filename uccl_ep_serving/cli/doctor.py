@@ -1,0 +1,346 @@
+"""``uccl-ep doctor``: what this machine can do for expert parallelism, and what to do about what it cannot.
+
+Every check yields findings; a finding that is a problem carries a next step. Nothing is changed on the
+machine, no device is opened, no engine is imported: versions come from metadata, devices from sysfs.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+
+from uccl_ep_serving.cli.rdma_devices import INFINIBAND, Nic, find_nics
+from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.proxy.transport.select import preview
+
+# RDMA registers whole windows, which pins them: less than this cannot hold even a small one
+MEMLOCK_FLOOR = 1 << 30
+# a rank at EP 32 with 8 channels a peer holds 248 TCP connections, beside the engine's own files
+NOFILE_FLOOR = 1024
+
+
+class Status(StrEnum):
+    """How a finding bears on the verdict: only ``PROBLEM`` makes the package unusable here."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found, in words.
+        status: whether it stands in the way.
+        next_step: what to do about it; empty when there is nothing to do.
+    """
+
+    name: str
+    value: str
+    status: Status = Status.OK
+    next_step: str = ""
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _requirement(distribution: str) -> Requirement | None:
+    """What this package's own metadata asks of ``distribution``, in its dependencies or an extra."""
+    for text in metadata.requires("uccl_ep_serving") or []:
+        requirement = Requirement(text)
+        if requirement.name == distribution:
+            return requirement
+    return None
+
+
+def _distribution(name: str, *, required: bool) -> Finding:
+    """Installed version of ``name`` against the range in this package's metadata."""
+    requirement = _requirement(name)
+    wanted = str(requirement.specifier) if requirement is not None else ""
+    supported = f" (supported: {wanted})" if wanted else ""
+    version = _installed(name)
+    if version is None:
+        status = Status.PROBLEM if required else Status.NOTE
+        return Finding(name, f"not installed{supported}", status, f'pip install "{name}{wanted}"')
+    # builds such as 2.13.0+cpu and pre-releases count as what they are built from
+    fits = requirement is None or requirement.specifier.contains(Version(version).public, prereleases=True)
+    if fits:
+        return Finding(name, f"{version}{supported}")
+    status = Status.PROBLEM if required else Status.NOTE
+    value = f"{version}: outside the supported range {wanted}"
+    return Finding(name, value, status, f'pip install "{name}{wanted}"')
+
+
+def environment() -> Iterator[Finding]:
+    """Interpreter, libraries and machine."""
+    yield Finding("uccl_ep_serving", metadata.version("uccl_ep_serving"))
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    for name in ("torch", "numba", "numpy"):
+        yield _distribution(name, required=True)
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if sys.platform == "linux":
+        yield Finding("platform", machine)
+    else:
+        step = "run on Linux: the proxies use memfd and Linux sockets"
+        yield Finding("platform", machine, Status.PROBLEM, step)
+    cores = psutil.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
+    yield Finding("cores", f"{usable} usable of {cores}")
+    yield Finding("memory", f"{_size(psutil.virtual_memory().available)} available")
+
+
+def _sglang() -> Finding:
+    version = _installed("sglang")
+    if version is None:
+        return _distribution("sglang", required=False)
+    # this imports nothing of SGLang: the table of versions is data
+    from uccl_ep_serving.engines.sglang import Standing, standing_of
+
+    standing, reason = standing_of(version)
+    value = f"{version}: {standing.value}, {reason}"
+    if standing is Standing.SUPPORTED:
+        return Finding("sglang", value)
+    return Finding("sglang", value, Status.NOTE, f"pip install {_requirement('sglang')}".partition(";")[0])
+
+
+def engines() -> Iterator[Finding]:
+    """Serving engines, how well their versions are known, and whether they will find the plugin."""
+    yield _sglang()
+    points = metadata.entry_points(group="sglang.srt.plugins", name="uccl_ep")
+    if points:
+        yield Finding("sglang plugin", ", ".join(f"entry point {point.value}" for point in points))
+    else:
+        step = "install the package with pip, so that its entry points are registered"
+        yield Finding("sglang plugin", "no entry point: SGLang will not know uccl_ep", Status.PROBLEM, step)
+    if importlib.util.find_spec("uccl_ep_serving.engines.vllm") is None:
+        yield Finding("vllm", "no adapter in this version", Status.NOTE)
+    else:
+        yield _distribution("vllm", required=False)
+
+
+def gpus() -> Iterator[Finding]:
+    """CUDA devices that torch can use."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"torch is built for CUDA {built} but finds no device" if built else "torch is a CPU build"
+        step = "install the driver and the GPU build of torch, if there is a GPU"
+        yield Finding("cuda", f"none: {why}", Status.NOTE, step)
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        value = f"{found.name}, {_size(found.total_memory)}, sm_{found.major}{found.minor}"
+        yield Finding(f"cuda:{index}", value)
+
+
+def nics() -> Iterator[Finding]:
+    """RDMA devices."""
+    found = find_nics()
+    if not found:
+        step = "load the driver of the NIC, if it has RDMA"
+        yield Finding("rdma", f"none: {INFINIBAND} has no device", Status.NOTE, step)
+    for nic in found:
+        words = [nic.driver or "virtual", nic.link, nic.rate, f"NUMA {nic.numa}" if nic.numa >= 0 else ""]
+        value = ", ".join(word for word in words if word)
+        if nic.active:
+            yield Finding(nic.name, value)
+        else:
+            step = f"bring the link up: cat {INFINIBAND / nic.name}/ports/1/state"
+            yield Finding(nic.name, f"{value}, no active port", Status.NOTE, step)
+
+
+def _shm() -> Finding:
+    try:
+        descriptor = os.memfd_create("uccl_ep_doctor", os.MFD_CLOEXEC)
+    except OSError as error:
+        step = "allow memfd_create in the container's seccomp profile"
+        return Finding("shm", f"unusable: memfd_create: {error.strerror}", Status.PROBLEM, step)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as page:
+            page[0] = 1
+    except OSError as error:
+        step = "raise the memory limit of the container"
+        return Finding("shm", f"unusable: mapping shared memory: {error.strerror}", Status.PROBLEM, step)
+    finally:
+        os.close(descriptor)
+    return Finding("shm", "usable between ranks of this host")
+
+
+def _tcp() -> Finding:
+    up = psutil.net_if_stats()
+    addresses = [
+        f"{name} {address.address}"
+        for name, found in sorted(psutil.net_if_addrs().items())
+        for address in found
+        if address.family == socket.AF_INET and name in up and up[name].isup
+    ]
+    if not addresses:
+        step = "bring an interface up: ip link set lo up"
+        return Finding("tcp", "unusable: no interface is up with an IPv4 address", Status.NOTE, step)
+    if all(address.startswith("lo ") for address in addresses):
+        return Finding("tcp", f"usable on this host only ({', '.join(addresses)})")
+    return Finding("tcp", f"usable over {', '.join(addresses)}")
+
+
+def _rdma(transport: str, found: list[Nic], wanted: str) -> Finding:
+    if importlib.util.find_spec(f"uccl_ep_serving.proxy.transport.{transport}") is None:
+        return Finding(transport, "unusable: not part of this version", Status.NOTE)
+    if not found:
+        return Finding(transport, f"unusable: {wanted}", Status.NOTE)
+    if ctypes.util.find_library("ibverbs") is None:
+        step = "apt-get install libibverbs1 ibverbs-providers"
+        return Finding(transport, "unusable: libibverbs is not installed", Status.PROBLEM, step)
+    active = [nic.name for nic in found if nic.active]
+    if not active:
+        names = ", ".join(nic.name for nic in found)
+        return Finding(transport, f"unusable: no active port on {names}", Status.PROBLEM, "bring the link up")
+    return Finding(transport, f"usable over {', '.join(active)}")
+
+
+def transports() -> Iterator[Finding]:
+    """Each transport with the reason it is or is not usable, then the way to each kind of peer."""
+    yield _shm()
+    yield _tcp()
+    found = find_nics()
+    yield _rdma("efa", [nic for nic in found if nic.is_efa], "no device with the efa driver")
+    yield _rdma("roce", [nic for nic in found if not nic.is_efa], "no RDMA device other than EFA")
+    try:
+        in_force = Settings.from_environment()
+    except ConfigError:
+        return  # reported under settings
+    for situation, answer in preview(in_force):
+        yield Finding("peer", f"{situation}: {answer}")
+
+
+def _limit(name: str, which: int, floor: int, *, needed: bool, words: Callable[[float], str]) -> Finding:
+    soft, _ = resource.getrlimit(which)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(name, "unlimited")
+    if soft >= floor:
+        return Finding(name, words(soft))
+    flag = {"memlock": "l", "nofile": "n"}[name]
+    step = f"ulimit -{flag} {floor}, or raise {name} in /etc/security/limits.conf or for the container"
+    status = Status.PROBLEM if needed else Status.NOTE
+    return Finding(name, f"{words(soft)}: below {words(floor)}", status, step)
+
+
+def limits() -> Iterator[Finding]:
+    """Limits of this process that decide how large a window or how many connections it can have."""
+    has_nic = bool(find_nics())
+    yield _limit("memlock", resource.RLIMIT_MEMLOCK, MEMLOCK_FLOOR, needed=has_nic, words=_size)
+    yield _limit("nofile", resource.RLIMIT_NOFILE, NOFILE_FLOOR, needed=False, words="{:.0f}".format)
+    try:
+        shm = psutil.disk_usage("/dev/shm")
+    except OSError as error:
+        yield Finding("/dev/shm", f"missing: {error.strerror}", Status.NOTE, "mount a tmpfs on /dev/shm")
+    else:
+        yield Finding("/dev/shm", f"{_size(shm.free)} free of {_size(shm.total)}")
+
+
+def settings() -> Iterator[Finding]:
+    """Every setting in force and where its value comes from."""
+    try:
+        in_force = Settings.from_environment()
+    except ConfigError as error:
+        yield Finding("environment", str(error), Status.PROBLEM, "correct or unset the variable")
+        return
+    for variable in SETTINGS:
+        source = "environment" if os.environ.get(variable.name) else "default"
+        yield Finding(variable.name, f"{getattr(in_force, variable.field)!r} ({source})")
+    for name, closest in unknown_variables().items():
+        step = f"did you mean {closest}?" if closest else "unset it"
+        yield Finding(name, "no such setting: it has no effect", Status.NOTE, step)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "environment": environment,
+    "engines": engines,
+    "gpus": gpus,
+    "nics": nics,
+    "transports": transports,
+    "limits": limits,
+    "settings": settings,
+}
+
+
+def examine() -> dict[str, list[Finding]]:
+    """Run every check; the keys are those of :data:`SECTIONS`, in order."""
+    return {title: list(check()) for title, check in SECTIONS.items()}
+
+
+def _print(report: dict[str, list[Finding]], console: Console) -> None:
+    colours = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for title, findings in report.items():
+        table.add_row(f"[bold]{title}[/bold]")
+        for finding in findings:
+            mark = f"[{colours[finding.status]}]{finding.status.value:7}[/]"
+            table.add_row(mark, finding.name, finding.value)
+            if finding.next_step and finding.status is not Status.OK:
+                table.add_row("", "", f"next: {finding.next_step}")
+    console.print(table)
+
+
+def run(*, as_json: bool) -> int:
+    """Examine the machine and print the report to standard output.
+
+    Args:
+        as_json: print ``{"usable": bool, "sections": {title: [finding, …]}}`` instead of a table.
+
+    Returns:
+        0 when nothing stands in the way, else 1.
+    """
+    report = examine()
+    problems = [found for findings in report.values() for found in findings if found.status is Status.PROBLEM]
+    if as_json:
+        sections = {title: [asdict(found) for found in findings] for title, findings in report.items()}
+        print(json.dumps({"usable": not problems, "sections": sections}, indent=2))
+        return 1 if problems else 0
+    console = Console(markup=True, highlight=False)
+    _print(report, console)
+    if problems:
+        names = ", ".join(found.name for found in problems)
+        console.print(f"\n[red]not usable[/red]: {len(problems)} problem(s): {names}")
+    else:
+        console.print("\n[green]usable[/green]")
+    return 1 if problems else 0

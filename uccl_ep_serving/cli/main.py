@@ -1,0 +1,64 @@
+"""Entry point of the ``uccl-ep`` command.
+
+Each command imports its own module when it is called: ``uccl-ep --help`` needs neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="uccl-ep",
+    help="MoE all-to-all for serving: run the demo, look at this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"uccl_ep_serving {metadata.version('uccl_ep_serving')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# the options are the demo's own: everything after the word goes to it, --help included
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Serve a tiny DeepSeek-V3 with SGLang through uccl_ep, on CPU ranks.",
+)
+def demo(context: typer.Context) -> None:
+    """Serve a tiny DeepSeek-V3 with SGLang through uccl_ep, on CPU ranks."""
+    from uccl_ep_serving.cli import demo as command
+
+    command.app(args=context.args, prog_name="uccl-ep demo")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Say what this machine can do: engines, GPUs, NICs, transports, limits, settings, and what to do next.
+
+    Exit status 0 when the package is usable here, 1 when a problem stands in the way.
+    """
+    from uccl_ep_serving.cli import doctor as command
+
+    raise typer.Exit(command.run(as_json=as_json))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,314 @@
+"""SGLang's ``--moe-a2a-backend uccl_ep``: a plugin of the entry-point group ``sglang.srt.plugins``.
+
+SGLang has no registry of all-to-all backends, so the plugin takes the road that keeps every special case of the
+engine right: the new name is a choice of the command line, configuration resolves it to ``deepep``, and the engine's
+own ``DeepEPDispatcher`` runs on our :class:`~uccl_ep_serving.Buffer`. Padding under DP attention, CUDA graphs,
+two-batch overlap, EPLB and the expert runners then behave as they do under ``deepep``; ``--deepep-mode``,
+``--deepep-config``, ``--deepep-dispatcher-output-dtype`` and ``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` keep
+their meaning.
+
+Two hooks are registered for everybody and change nothing unless ``uccl_ep`` was asked for:
+
+==================================== ======= ==================================================================
+target                               kind    does
+==================================== ======= ==================================================================
+``ServerArgs.add_cli_args``          AFTER   adds the choice to the two backend options
+``ServerArgs.resolve_once``          BEFORE  if asked for: checks, declares ``deepep``, then :func:`activate`
+==================================== ======= ==================================================================
+
+``resolve_once`` runs in the launcher and again in every scheduler (when the configuration is published), so both
+verify. SGLang only logs a plugin that fails; here a failure raises :class:`~uccl_ep_serving.errors.ConfigError`.
+The configuration also carries a guard through pickling: a worker that never loads plugins (Ray actors do not) would
+otherwise run the real ``deep_ep`` under the resolved name without a word; unpickling the guard loads them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from uccl_ep_serving.errors import ConfigError
+
+__all__ = ["BACKEND", "VERSIONS", "Standing", "VersionRange", "activate", "register", "standing_of"]
+
+BACKEND = "uccl_ep"
+"""The value of ``--moe-a2a-backend`` and ``--speculative-moe-a2a-backend``."""
+
+_RESOLVED = "deepep"
+_FIELDS = ("moe_a2a_backend", "speculative_moe_a2a_backend")
+_DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
+_OVERLAP = "sglang.srt.batch_overlap.single_batch_overlap"
+_SERVER_ARGS = "sglang.srt.server_args"
+
+_log = logging.getLogger("uccl_ep_serving")
+
+
+class Standing(StrEnum):
+    """How well a version of SGLang is known to work."""
+
+    SUPPORTED = "supported"  # the engine tests run on it
+    UNPROVEN = "unproven"  # every hook is verified when the engine starts; no test has served with it
+    REFUSED = "refused"  # its sources were read: a hook point is missing
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """Versions ``first <= version <= last`` (tuples of numbers) and what is known about them."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    standing: Standing
+    reason: str
+
+
+VERSIONS = (
+    VersionRange((0,), (0, 5, 10), Standing.REFUSED, "it has no plugins"),
+    VersionRange((0, 5, 11), (0, 5, 15), Standing.REFUSED, "it has plugins but no ServerArgs.resolve_once"),
+    VersionRange((0, 5, 16), (0, 5, 22), Standing.UNPROVEN, "it has not been tried"),
+    VersionRange((0, 5, 23), (0, 5, 23), Standing.SUPPORTED, "the engine tests serve with it"),
+)
+
+
+def standing_of(version: str) -> tuple[Standing, str]:
+    """Look a version up in :data:`VERSIONS`.
+
+    Args:
+        version: as in the metadata, for example ``"0.5.23"`` or ``"0.5.24rc1"``; only the leading numbers count.
+
+    Returns:
+        Standing and reason; versions newer than the table are unproven.
+    """
+    match = re.match(r"\d+(\.\d+)*", version)
+    key = tuple(map(int, match.group().split(".")))[:3] if match else ()
+    for known in VERSIONS:
+        if known.first <= key <= known.last:
+            return known.standing, known.reason
+    return Standing.UNPROVEN, "it is newer than this package"
+
+
+def _sglang_version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _refuse(missing: str, advice: str = "") -> ConfigError:
+    advice = advice or (
+        "This version of SGLang moved what uccl_ep_serving hooks into: install a supported one "
+        f"({', '.join(_supported())}) or start with another --moe-a2a-backend."
+    )
+    return ConfigError(f"--moe-a2a-backend {BACKEND} cannot run on SGLang {_sglang_version()}: {missing}. {advice}")
+
+
+def _supported() -> Iterator[str]:
+    for known in VERSIONS:
+        if known.standing is Standing.SUPPORTED:
+            yield ".".join(map(str, known.first))
+
+
+# --- hooks that are always there ------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Entry point: register the two hooks. Cheap: neither torch nor the Buffer is imported."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    server_args = importlib.import_module(_SERVER_ARGS).ServerArgs
+    HookRegistry.register(f"{_SERVER_ARGS}.ServerArgs.add_cli_args", _after_add_cli_args, HookType.AFTER)
+    if hasattr(server_args, "resolve_once"):
+        HookRegistry.register(f"{_SERVER_ARGS}.ServerArgs.resolve_once", _before_resolve_once, HookType.BEFORE)
+    else:
+        # too old to serve with: accept the name on the command line only to refuse it with the reason
+        HookRegistry.register(
+            f"{_SERVER_ARGS}.ServerArgs.__post_init__", _before_post_init_of_old_version, HookType.BEFORE
+        )
+
+
+def _after_add_cli_args(result: None, parser: Any, *_args: object, **_kwargs: object) -> None:
+    """Offer ``uccl_ep`` wherever ``deepep`` is a choice of one of the two options; any other name stays refused."""
+    for action in parser._actions:
+        if action.dest in _FIELDS and action.choices is not None and BACKEND not in action.choices:
+            action.choices = [*action.choices, BACKEND]  # a new list: the engine shares its own between parsers
+    return result
+
+
+def _before_post_init_of_old_version(server_args: Any, *_args: object, **_kwargs: object) -> None:
+    if any(getattr(server_args, field, None) == BACKEND for field in _FIELDS):
+        raise _refuse("ServerArgs.resolve_once is missing")
+
+
+def _before_resolve_once(server_args: Any) -> None:
+    """Resolve ``uccl_ep`` to ``deepep`` (launcher) and put our Buffer under the engine's dispatcher (every process)."""
+    requested = [field for field in _FIELDS if getattr(server_args, field, None) == BACKEND]
+    if not requested:
+        return
+    _verify_hooks()
+    if not getattr(server_args, "_resolution_finished", False):
+        for field in set(_FIELDS) - set(requested):
+            if getattr(server_args, field, None) == _RESOLVED:
+                raise ConfigError(
+                    f"--{field.replace('_', '-')} deepep beside --{requested[0].replace('_', '-')} {BACKEND}: both run "
+                    f"on the engine's one DeepEP buffer of the process. Give {BACKEND} to both, or to neither."
+                )
+        overrides = _import("sglang.srt.arg_groups.overrides", "declare_resolution")
+        overrides.declare_resolution(server_args, BACKEND, **dict.fromkeys(requested, _RESOLVED))
+        server_args._uccl_ep_guard = _WorkerGuard()  # rides along when the record is pickled to workers
+    activate()
+
+
+class _WorkerGuard:
+    """Rides on a pickled ``ServerArgs``; unpickling it loads SGLang's plugins in a worker that would not."""
+
+    def __reduce__(self) -> tuple[Callable[[], _WorkerGuard], tuple[()]]:
+        return _load_in_worker, ()
+
+
+def _load_in_worker() -> _WorkerGuard:
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+    _verify_hooks()
+    return _WorkerGuard()
+
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
+def _import(module: str, *names: str) -> Any:
+    """Import ``module`` and check that it has ``names`` (dotted below the module)."""
+    try:
+        imported: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise _refuse(f"{module} could not be imported ({error})") from error
+    for name in names:
+        owner: Any = imported
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+            if owner is None:
+                raise _refuse(f"{module}.{name} is missing")
+    return imported
+
+
+def _is_hooked(function: Any, hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is in the chain of wrappers that SGLang's registry put around ``function``."""
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _verify_hooks() -> None:
+    """Check version and the two registry hooks; SGLang itself only logs a hook that could not be applied."""
+    standing, reason = standing_of(_sglang_version())
+    if standing is Standing.REFUSED:
+        raise _refuse(reason)
+    hooks: dict[str, Callable[..., Any]] = {"add_cli_args": _after_add_cli_args, "resolve_once": _before_resolve_once}
+    server_args = _import(_SERVER_ARGS, *(f"ServerArgs.{name}" for name in hooks)).ServerArgs
+    for name, hook in hooks.items():
+        if not _is_hooked(getattr(server_args, name), hook):
+            raise _refuse(
+                f"the hook on {_SERVER_ARGS}.ServerArgs.{name} was not applied",
+                "See 'Failed to apply hooks' above in SGLang's log; another plugin may have replaced the function.",
+            )
+
+
+# --- activation: only when uccl_ep was asked for ---------------------------------------------------------------------
+
+_router_weights: contextvars.ContextVar[Any] = contextvars.ContextVar("uccl_ep_router_weights", default=None)
+"""Router weights of the low-latency dispatch in progress; float32 ``[tokens, topk]`` or None."""
+
+
+@functools.cache
+def buffer_class() -> type[Any]:
+    """Our Buffer as SGLang's dispatcher sees it: it also learns the router weights at dispatch.
+
+    SGLang hands them to ``low_latency_dispatch`` on one other platform only, yet they are what lets the expert side
+    sum a token's experts and return one row per (token, rank) instead of one per (token, expert). The weights are
+    those that ``low_latency_combine`` gets: every runner of 0.5.23 passes the dispatcher's tensor through.
+    """
+    from uccl_ep_serving import Buffer
+
+    class SGLangBuffer(Buffer):
+        def low_latency_dispatch(self, *args: Any, topk_weights: Any = None, **kwargs: Any) -> Any:
+            if topk_weights is None:
+                topk_weights = _router_weights.get()
+            return super().low_latency_dispatch(*args, topk_weights=topk_weights, **kwargs)
+
+    return SGLangBuffer
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """The objects of the engine that :func:`activate` changes, all found before the first is touched."""
+
+    deepep: Any  # module sglang.srt.layers.moe.token_dispatcher.deepep
+    dispatcher: Any  # its class _DeepEPDispatcherImplLowLatency
+    overlap: Any  # class SboFlags
+    quantize: Any  # function sglang_per_token_group_quant_fp8
+
+
+def _find_targets() -> _Targets:
+    core = "_DeepEPDispatcherImplLowLatency._dispatch_core"
+    deepep = _import(_DEEPEP, "DeepEPBuffer.get_deepep_buffer", "DeepEPConfig.get_instance", core)
+    dispatcher = deepep._DeepEPDispatcherImplLowLatency
+    overlap = _import(_OVERLAP, "SboFlags.enable_combine_down_gemm_two_stream_overlap").SboFlags
+    quantization = _import("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_group_quant_fp8")
+    # the names themselves are absent where deep_ep is not installed, so look at what the engine's code will look up
+    used = deepep.DeepEPConfig.__init__.__code__.co_names
+    for name in ("Buffer", "Config"):
+        if name not in used:
+            raise _refuse(f"{_DEEPEP}.DeepEPConfig does not use the global {name} any more")
+    parameters = list(inspect.signature(dispatcher._dispatch_core).parameters)
+    if parameters != ["self", "hidden_states", "topk_ids", "topk_weights"]:
+        raise _refuse(f"{_DEEPEP}.{core} takes other arguments: {', '.join(parameters)}")
+    return _Targets(deepep, dispatcher, overlap, quantization.sglang_per_token_group_quant_fp8)
+
+
+def activate() -> None:
+    """Put our Buffer, Config and router-weight hook under SGLang's DeepEP dispatcher in this process. Idempotent.
+
+    Raises:
+        ConfigError: the engine is of a refused version or lacks one of the targets; nothing has been changed then.
+    """
+    standing, reason = standing_of(_sglang_version())
+    if standing is Standing.REFUSED:
+        raise _refuse(reason)
+    targets = _find_targets()
+
+    from uccl_ep_serving import Config
+
+    if getattr(targets.deepep, "Buffer", None) is buffer_class():
+        return
+    core = targets.dispatcher._dispatch_core
+
+    @functools.wraps(core)
+    def dispatch_core(self: Any, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
+        token = _router_weights.set(topk_weights)
+        try:
+            return core(self, hidden_states, topk_ids, topk_weights)
+        finally:
+            _router_weights.reset(token)
+
+    targets.dispatcher._dispatch_core = dispatch_core
+    # by attribute: the scheduler has imported the module before plugins are loaded
+    targets.deepep.Buffer = buffer_class()
+    targets.deepep.Config = Config
+    targets.deepep.use_deepep = True
+    # imported by the engine in the same try as deep_ep: without deep_ep, FP8 dispatch of the normal mode misses it
+    targets.deepep.sglang_per_token_group_quant_fp8 = targets.quantize
+    # Our combine does not watch the down-projection's per-block signals, so it must not start before that kernel ends.
+    # The other overlaps of --enable-single-batch-overlap stay.
+    targets.overlap.enable_combine_down_gemm_two_stream_overlap = classmethod(lambda _cls: False)
+    _log.info("uccl_ep: SGLang %s (%s) runs its DeepEP dispatcher on uccl_ep_serving", _sglang_version(), standing)
+    if standing is Standing.UNPROVEN:
+        _log.warning("uccl_ep: SGLang %s is unproven: %s; all hooks were found", _sglang_version(), reason)
