@@ -20,9 +20,18 @@ from .protocol.message import (
     row_bytes,
 )
 
-__all__ = ["Coding", "check_combine", "check_dispatch", "check_stats", "combine_coding", "dispatch_coding"]
+__all__ = [
+    "VALUE_CODES",
+    "Coding",
+    "check_combine",
+    "check_dispatch",
+    "check_stats",
+    "combine_coding",
+    "dispatch_coding",
+]
 
-_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+#: DTYPE_* of the dtypes in which tokens and experts' outputs may come.
+VALUE_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
 #: UE8M0 scales leave packed four to an int32, as in DeepEP.
 _UE8M0_BLOCK = 4 * SCALE_BLOCK
 
@@ -61,7 +70,7 @@ def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0
     if not use_fp8:
         if round_scale or use_ue8m0:
             raise ConfigError("low-latency dispatch: round_scale and use_ue8m0 need use_fp8=True")
-        code = _CODES[x.dtype]
+        code = VALUE_CODES[x.dtype]
         return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
     if use_ue8m0 and not round_scale:
         raise ConfigError("low-latency dispatch: use_ue8m0=True needs round_scale=True, as in DeepEP")
@@ -74,7 +83,7 @@ def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0
 
 def combine_coding(x: torch.Tensor) -> Coding:
     """How the experts' rows travel back."""
-    hidden, code = x.shape[2], _CODES[x.dtype]
+    hidden, code = x.shape[2], VALUE_CODES[x.dtype]
     return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
 
 
@@ -92,7 +101,7 @@ def check_dispatch(
         ConfigError: shapes, dtypes, devices or sizes are wrong.
     """
     where = "low-latency dispatch"
-    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in _CODES:
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in VALUE_CODES:
         raise ConfigError(f"{where}: x must be [tokens, hidden] in bfloat16, float16 or float32, not {_words(x)}")
     if not x.is_contiguous():
         raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
@@ -143,11 +152,11 @@ def check_combine(
     """
     where = "low-latency combine"
     shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
-    if not isinstance(x, torch.Tensor) or x.dtype not in _CODES or x.shape != shape:
+    if not isinstance(x, torch.Tensor) or x.dtype not in VALUE_CODES or x.shape != shape:
         raise ConfigError(f"{where}: x must be {list(shape)} in bfloat16, float16 or float32, not {_words(x)}")
     if not x.is_contiguous():
         raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
-    if element_bytes(_CODES[x.dtype]) > plan.element:
+    if element_bytes(VALUE_CODES[x.dtype]) > plan.element:
         raise ConfigError(
             f"{where}: x has {x.element_size()}-byte values, space was planned at dispatch for {plan.element}-byte "
             "ones: return the experts' output in a dtype as narrow as the dispatched tokens'"
