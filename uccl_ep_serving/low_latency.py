@@ -21,6 +21,7 @@ from .kernels.interface import LowLatencyKernels
 from .kernels.low_latency_state import COUNTS, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
 from .kernels.select import low_latency_kernels
 from .low_latency_arguments import (
+    VALUE_CODES,
     Coding,
     check_combine,
     check_dispatch,
@@ -28,16 +29,14 @@ from .low_latency_arguments import (
     combine_coding,
     dispatch_coding,
 )
-from .low_latency_memory import OutputMemory
+from .low_latency_memory import DispatchOutputs, OutputMemory, rows_of
 from .protocol.layout import LowLatencyPlan, WindowLayout
-from .protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32, DTYPE_FP8, FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
+from .protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 
 __all__ = ["LowLatency", "Space"]
 
 Hook = Callable[[], None]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-_SOURCE_DTYPES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
 
 
 class Space(Protocol):
@@ -176,7 +175,7 @@ class LowLatency:
             )
 
         self._send(f"{phase} send", send)
-        outputs = _DispatchOutputs(self._memory, plan, coding)
+        outputs = DispatchOutputs(self._memory, plan, coding)
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
             owner=self,
@@ -341,7 +340,7 @@ class LowLatency:
         plan = self._of(handle, "low-latency combine buffer").plan
         if self._combine_buffer is None:
             dtype = torch.bfloat16 if plan.element == 2 else torch.float32
-            self._combine_buffer = _rows(
+            self._combine_buffer = rows_of(
                 self._memory, (plan.local_experts, plan.ranks * plan.tokens, plan.hidden), dtype
             )
         return self._combine_buffer
@@ -399,7 +398,7 @@ class LowLatency:
             x.data_ptr(),
             tokens,
             hidden,
-            _SOURCE_DTYPES[x.dtype],
+            VALUE_CODES[x.dtype],
             coding.dtype,
             int(round_scale),
             self._block_scratch.data_ptr(),
@@ -451,34 +450,3 @@ def _covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
     """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
     same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
     return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
-
-
-def _rows(memory: OutputMemory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    return memory.take(nbytes).view(dtype).view(shape)
-
-
-class _DispatchOutputs:
-    """What dispatch returns, allocated before it is filled.
-
-    Attributes:
-        rows: what the caller gets: values, or (values, scales).
-        values: [L, R * T, H]. count: int32[L], zero. src_info: int32[L, R * T]. layout_range: int64[L, R].
-        scales_address: of the scales' memory, [L, groups, R * T], or 0.
-    """
-
-    def __init__(self, memory: OutputMemory, plan: LowLatencyPlan, coding: Coding) -> None:
-        experts, capacity = plan.local_experts, plan.ranks * plan.tokens
-        self.values = _rows(memory, (experts, capacity, plan.hidden), coding.output)
-        self.count = torch.zeros(experts, dtype=torch.int32)
-        self.src_info = torch.empty(experts, capacity, dtype=torch.int32)
-        self.layout_range = torch.empty(experts, plan.ranks, dtype=torch.int64)
-        self.rows: Rows = self.values
-        self.scales_address = 0
-        if coding.quantised:
-            if coding.dtype == DTYPE_FP8:
-                columns = _rows(memory, (experts, plan.hidden // SCALE_BLOCK, capacity), torch.float32)
-            else:
-                columns = _rows(memory, (experts, plan.hidden // (4 * SCALE_BLOCK), capacity), torch.int32)
-            self.scales_address = columns.data_ptr()
-            self.rows = (self.values, columns.transpose(1, 2))

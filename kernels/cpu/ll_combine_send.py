@@ -192,7 +192,9 @@ def combine_send(
                 # repeated. It also frees this parity's staging, since the previous call waited likewise for the one
                 # before that.
                 if peek(seen) < number - 1:
-                    note_progress(progress, peer, NOTICE, peek(seen), number - 1)
+                    # for this rank itself, hear() has noted the peer that holds back its space
+                    if peer != me:
+                        note_progress(progress, peer, NOTICE, peek(seen), number - 1)
                 elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
                     message = mapped + target if mapped != 0 else window_address(context) + source
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)

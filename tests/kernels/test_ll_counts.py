@@ -1,0 +1,190 @@
+"""What ranks tell each other has been read, step by step: one rank whose only peer is the test."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from uccl_ep_serving.kernel_space import KernelSpace
+from uccl_ep_serving.kernels.cpu.ll_combine_send import combine_send
+from uccl_ep_serving.kernels.cpu.ll_counts import mark_read, send_notice, spaces_free
+from uccl_ep_serving.kernels.low_latency_state import (
+    COMBINE_AHEAD,
+    COMBINE_NUMBER,
+    COMBINE_PACKED,
+    COMBINE_READ,
+    NOTICES_SENT,
+    PEER_TABLES,
+    RECEIVED,
+    RETURN_BASE,
+    RETURN_FORM,
+    RETURN_ROWS,
+    RETURN_TO,
+    SEEN_COMBINE,
+    TOLD_COMBINE,
+    RouteBlock,
+    StateBlock,
+)
+from uccl_ep_serving.memory import Segment
+from uccl_ep_serving.protocol.command import decode
+from uccl_ep_serving.protocol.context import STATUS_OK, STATUS_PENDING
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from uccl_ep_serving.protocol.message import DTYPE_BF16, FORM_REDUCED, NOTICE_SLOTS, Notice
+from uccl_ep_serving.protocol.ring import CAPACITY, HEAD, SLOTS, ring_bytes
+from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, MAX_CHANNELS, NOTICE, STREAMS
+
+PEER = 1
+
+
+class Bench:
+    """Rank 0 of two. Rank 1 is reached through a ring nobody empties; its counts are set by the test."""
+
+    def __init__(self) -> None:
+        plan = LowLatencyPlan(2, 4, 64, 4, 2, 2)
+        layout = WindowLayout(2, plan, NormalPlan(2, 16, heap=4096, rounds=4096, chunk=4096))
+        self.segment = Segment.create("bench", layout.nbytes)
+        self.space = KernelSpace(0, 2, 1, self.segment, layout, 1.0)
+        self.arrived = np.zeros(STREAMS, dtype=np.int64)
+        self.completed = np.zeros(STREAMS, dtype=np.int64)
+        self.space.connect_proxied(
+            PEER,
+            lambda peer, stream: self.arrived[stream:].ctypes.data,
+            lambda peer, stream: self.completed[stream:].ctypes.data,
+        )
+        self.ring = np.zeros(ring_bytes(64) // 8, dtype=np.int64)
+        self.ring[CAPACITY // 8] = 64
+        for stream in range(CREDIT):
+            self.space.set_ring(stream, self.ring.ctypes.data)
+        self.state = StateBlock(plan, layout)
+        self.route = RouteBlock(plan, 0, FORM_REDUCED)
+        for table in (RECEIVED, RETURN_ROWS, RETURN_TO, RETURN_BASE):
+            self.route.table(table)[:] = 0
+        self.route.table(RETURN_FORM)[:] = FORM_REDUCED
+        self.ticket = np.zeros(1, dtype=np.int64)
+        self.rows = np.zeros(64, dtype=np.int16)
+
+    def peer_table(self, table: int) -> np.ndarray:
+        start = PEER_TABLES + table * 2
+        return self.state.words[start : start + 2]
+
+    def own_flags(self) -> np.ndarray:
+        """Counts of the messages that rank 0 has sent to itself."""
+        start = self.space.layout.direct_flags
+        return self.segment.bytes[start : start + 8 * STREAMS].view(np.int64)
+
+    def commands(self) -> list[tuple[int, int]]:
+        """(stream, offset in this rank's window) of everything posted."""
+        words = self.ring[SLOTS // 8 :]
+        posted = [decode(int(words[2 * i]), int(words[2 * i + 1])) for i in range(int(self.ring[HEAD // 8]))]
+        return [(command.stream, command.source) for command in posted]
+
+    def combine(self) -> int:
+        return combine_send(
+            self.space.context,
+            self.state.address,
+            self.route.address,
+            self.ticket.ctypes.data,
+            self.space.progress,
+            self.rows.ctypes.data,
+            128,
+            128,
+            DTYPE_BF16,
+            time.monotonic_ns() + 5_000_000,
+        )
+
+    def at_combine_2(self) -> None:
+        """Combines 0 and 1 are sent, 0 is read; rank 1 has said that its space of combine 0 is free."""
+        self.state.words[COMBINE_NUMBER] = 2
+        self.state.words[COMBINE_READ] = 1
+        self.peer_table(COMBINE_PACKED)[:] = 2
+        self.peer_table(SEEN_COMBINE)[PEER] = 1
+        self.own_flags()[[LL_COMBINE, LL_COMBINE + MAX_CHANNELS]] = 1
+        self.completed[[LL_COMBINE, LL_COMBINE + MAX_CHANNELS]] = 1
+        self.arrived[LL_COMBINE] = 1
+
+
+def test_combine_send_stays_until_it_has_told_the_peer() -> None:
+    """Rank 1's notice overtook its combine 1 on the wire: this rank may send, but not yet say that its space is free.
+
+    If it left, rank 1 would wait for that word while this rank waits for rank 1's rows.
+    """
+    bench = Bench()
+    bench.at_combine_2()
+    assert bench.combine() == STATUS_PENDING
+    # the rows are out, only the word is missing, and the wait is blamed on what holds it back
+    assert [stream for stream, _ in bench.commands()] == [LL_COMBINE]
+    assert bench.space._progress[:4].tolist() == [PEER, LL_COMBINE + MAX_CHANNELS, 0, 1]
+    bench.arrived[LL_COMBINE + MAX_CHANNELS] = 1
+    assert bench.combine() == STATUS_OK
+    (_, (stream, source)) = bench.commands()
+    assert stream == NOTICE
+    notice = bench.segment.bytes[source : source + 64].view(np.int64)
+    assert notice[Notice.TAG] == Notice.TAG_VALUE
+    assert notice[Notice.CONSUMED_COMBINE] == 1
+    assert bench.peer_table(TOLD_COMBINE)[PEER] == 1
+    assert bench.state.words[COMBINE_NUMBER] == 3
+
+
+def test_combine_send_waits_for_its_previous_message_to_complete() -> None:
+    bench = Bench()
+    bench.at_combine_2()
+    bench.arrived[LL_COMBINE + MAX_CHANNELS] = 1
+    bench.completed[LL_COMBINE + MAX_CHANNELS] = 0
+    assert bench.combine() == STATUS_PENDING
+    # the peer is told meanwhile, nothing else is sent
+    assert [stream for stream, _ in bench.commands()] == [NOTICE]
+    bench.completed[LL_COMBINE + MAX_CHANNELS] = 1
+    assert bench.combine() == STATUS_OK
+    assert [stream for stream, _ in bench.commands()] == [NOTICE, LL_COMBINE]
+
+
+def test_combine_send_waits_for_the_peers_space() -> None:
+    bench = Bench()
+    bench.at_combine_2()
+    bench.arrived[LL_COMBINE + MAX_CHANNELS] = 1
+    bench.peer_table(SEEN_COMBINE)[PEER] = 0
+    assert bench.combine() == STATUS_PENDING
+    assert [stream for stream, _ in bench.commands()] == [NOTICE]
+    assert bench.space._progress[:4].tolist() == [PEER, NOTICE, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("read", "even", "odd", "free"),
+    [(0, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 2), (2, 2, 2, 2), (3, 2, 2, 3), (3, 2, 1, 2)],
+)
+def test_spaces_free(read: int, even: int, odd: int, free: int) -> None:
+    """Free: read here, and followed by the peer's next message."""
+    bench = Bench()
+    bench.own_flags()[[LL_COMBINE, LL_COMBINE + MAX_CHANNELS]] = 9
+    bench.arrived[LL_COMBINE], bench.arrived[LL_COMBINE + MAX_CHANNELS] = even, odd
+    bench.state.words[COMBINE_READ] = read
+    assert spaces_free(bench.space.context, bench.state.address, bench.space.progress) == free
+
+
+def test_notice_slot_is_used_again_only_when_complete() -> None:
+    bench = Bench()
+    address = bench.state.address, bench.space.progress
+    for number in range(NOTICE_SLOTS):
+        assert send_notice(bench.space.context, *address, PEER, 0) == STATUS_OK
+        assert bench.peer_table(NOTICES_SENT)[PEER] == number + 1
+    assert send_notice(bench.space.context, *address, PEER, 0) == STATUS_PENDING
+    assert len(bench.commands()) == NOTICE_SLOTS
+    bench.completed[NOTICE] = 1
+    assert send_notice(bench.space.context, *address, PEER, 0) == STATUS_OK
+    sources = [source for _, source in bench.commands()]
+    assert len(set(sources)) == NOTICE_SLOTS
+    assert sources[0] == sources[NOTICE_SLOTS]
+
+
+@pytest.mark.parametrize(
+    ("order", "counts"), [([0, 1, 2], [1, 2, 3]), ([1, 0, 2], [0, 2, 3]), ([0, 2, 1, 3], [1, 1, 3, 4])]
+)
+def test_read_counts_are_prefixes(order: list[int], counts: list[int]) -> None:
+    bench = Bench()
+    seen = []
+    for number in order:
+        mark_read(bench.state.address, COMBINE_READ, COMBINE_AHEAD, number)
+        seen.append(int(bench.state.words[COMBINE_READ]))
+    assert seen == counts
