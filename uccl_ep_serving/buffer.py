@@ -19,6 +19,7 @@ from .bootstrap import Exchange, TorchExchange
 from .config import Settings
 from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
+from .kernels.select import low_latency_kernels, normal_kernels
 from .low_latency import LowLatency
 from .normal import Normal
 from .protocol.layout import PARITIES, LowLatencyPlan
@@ -127,6 +128,10 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
+        # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank while
+        # another waits for it would eat into the deadline.
+        low_latency_kernels("cpu")
+        normal_kernels("cpu")
         heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         self.runtime = Runtime(exchange, settings or Settings.from_environment(), heap)
         self._low_latency = LowLatency(self.runtime)

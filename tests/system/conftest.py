@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
-from ranks import Ranks  # noqa: E402 - the path first: rank processes inherit it and import the cases
+# after the path: rank processes inherit it and import the cases
+from ranks import Ranks
 
 
 @pytest.fixture(scope="session")
