@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from namespaces import run, two_namespaces
 
 _CHILD = """
 import os, sys, time
@@ -109,40 +109,15 @@ def test_two_processes_and_sigkill(victim: int, forks: bool) -> None:
         assert float(when) - killed < 1.0
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=10)
-
-
-@pytest.fixture
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces joined by a veth pair, 10.123.45.1 and 10.123.45.2; removed afterwards."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the ip command")
-    names = [f"uccl-ep-test-{os.getpid()}-{i}" for i in range(2)]
-    ends = [f"uep{os.getpid() % 100_000}{end}" for end in "ab"]
-    with contextlib.ExitStack() as stack:
-        try:
-            for name in names:
-                _run("ip", "netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=False, capture_output=True)
-            _run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-        for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
-            _run("ip", "-n", name, "address", "add", f"10.123.45.{number}/24", "dev", end)
-            _run("ip", "-n", name, "link", "set", end, "up")
-        yield names[0], names[1]
-
-
-def test_between_network_namespaces(namespaces: tuple[str, str]) -> None:
+def test_between_network_namespaces() -> None:
     """Nothing assumes loopback: neither namespace even has it up. A link that is down for a moment loses no peer."""
-    prefixes = [("ip", "netns", "exec", name) for name in namespaces]
-    with two_processes(["10.123.45.1", "10.123.45.2"], prefixes) as children:
-        end = f"uep{os.getpid() % 100_000}a"
-        _run("ip", "-n", namespaces[0], "link", "set", end, "down")
-        time.sleep(0.5)
-        _run("ip", "-n", namespaces[0], "link", "set", end, "up")
-        assert children[1].stdout is not None
-        assert not select.select([children[1].stdout], [], [], 0.5)[0], "reported down"
-        os.kill(children[0].pid, signal.SIGKILL)
-        assert line(children[1], 2.0).startswith("down 0")
+    with two_namespaces() as found:
+        prefixes = [("ip", "netns", "exec", name) for name in found.names]
+        with two_processes(list(found.addresses), prefixes) as children:
+            run("ip", "-n", found.names[0], "link", "set", found.ends[0], "down")
+            time.sleep(0.5)
+            run("ip", "-n", found.names[0], "link", "set", found.ends[0], "up")
+            assert children[1].stdout is not None
+            assert not select.select([children[1].stdout], [], [], 0.5)[0], "reported down"
+            os.kill(children[0].pid, signal.SIGKILL)
+            assert line(children[1], 2.0).startswith("down 0")

@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from namespaces import two_namespaces
 
 BODY = """
 import json, sys
@@ -23,34 +22,13 @@ print(json.dumps({name: stats[name] for name in ("transport_by_peer", "bytes_sen
 """
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+def test_ranks_in_different_namespaces_meet_over_tcp(tmp_path: Path) -> None:
+    with two_namespaces() as namespaces:
+        _serve(namespaces.names, tmp_path)
 
 
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Names of two namespaces, 192.0.2.1 and 192.0.2.2 (RFC 5737) between them; skips where they cannot be made."""
-    names = [f"uccl-ep-{os.getpid()}-{side}" for side in "ab"]
-    ends = [f"ue{os.getpid() % 100000}{side}" for side in "ab"]
-    try:
-        try:
-            for name in names:
-                _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
-            for side in (0, 1):
-                _run("ip", "-n", names[side], "addr", "add", f"192.0.2.{side + 1}/24", "dev", ends[side])
-                _run("ip", "-n", names[side], "link", "set", ends[side], "up")
-                _run("ip", "-n", names[side], "link", "set", "lo", "up")
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            detail = getattr(error, "stderr", b"") or str(error).encode()
-            pytest.skip(f"network namespaces cannot be made here: {detail.decode().strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def test_ranks_in_different_namespaces_meet_over_tcp(namespaces: list[str], tmp_path: Path) -> None:
+def _serve(namespaces: tuple[str, str], tmp_path: Path) -> None:
+    """Both modes on a rank in each namespace."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     processes = [
         subprocess.Popen(
