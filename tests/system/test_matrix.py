@@ -78,7 +78,7 @@ def run_normal(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
     return number
 
 
-SIZES = [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+SIZES = [2, 3, 4, 8]
 
 
 @pytest.mark.parametrize("path", ["shm-2-proxies", "tcp-2-proxies", "direct"])
