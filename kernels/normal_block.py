@@ -75,6 +75,7 @@ a window. A word not named by an operation stays 0.
     GRANT_ROW           K       offset in the peer's window of the next row
     GRANT_META          K       offset of its meta
     GRANT_CHUNK         K       rows per chunk
+    GRANT_START         K       chunks sent before the current grant was taken
     PACKED              K       PACKED_*: how far the chunk in the staging slot is (proxied peers)
     SENT                K       rows sent
     SENT_CHUNKS         K       chunks sent
@@ -165,6 +166,7 @@ OPERATION_WORDS = 48
     GRANT_ROW,
     GRANT_META,
     GRANT_CHUNK,
+    GRANT_START,
     PACKED,
     SENT,
     SENT_CHUNKS,
@@ -173,7 +175,7 @@ OPERATION_WORDS = 48
     ARRIVED_CHUNKS,
     ARRIVED_ROWS,
     CONSUMED,
-) = range(31)
+) = range(32)
 PEER_WORDS = 32
 
 PACKED_NOTHING, PACKED_ROWS_AND_META, PACKED_META = 0, 1, 2

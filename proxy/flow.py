@@ -19,7 +19,7 @@ from .codec import (
     ticket_stream,
 )
 from .faults import FAULT_POST, FAULT_SENT_TWICE, blame_peer, blame_self
-from .sequence import PREFIX, note
+from .sequence import PREFIX, REPEATED, note
 from .state import (
     BYTE_CAP,
     C_BYTES_SENT,
@@ -220,7 +220,9 @@ def complete(state: int, word: int) -> None:
         blame_self(state, int64(FAULT_SENT_TWICE), peer, stream, word)
         return
     # The low bits of a ticket are the sequence number, and note() looks at nothing else of it.
-    note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word))
+    if note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word)) == REPEATED:
+        blame_self(state, int64(FAULT_SENT_TWICE), peer, stream, word)
+        return
     if stream >= CREDIT:
         poke(entry + PEER_CREDITS, peek(entry + PEER_CREDITS) - 1)
         poke(state + CREDITS, peek(state + CREDITS) - 1)

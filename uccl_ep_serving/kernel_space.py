@@ -31,6 +31,8 @@ __all__ = ["KernelSpace"]
 
 #: Length of one slice of a wait. Between slices Python handles signals (Ctrl-C) and the host looks at its watchers.
 SLICE_NS = 20_000_000
+#: Seconds given to a thread that claimed the error word to say what happened: four stores, unless it is preempted.
+CLAIM_TIMEOUT = 1.0
 
 _I64 = npt.NDArray[np.int64]
 
@@ -147,6 +149,10 @@ class KernelSpace:
 
     def failure(self, phase: str) -> UcclEpError:
         """The sticky error as an exception."""
+        # whoever claimed the error word may be preempted before it has said what happened
+        end = time.monotonic() + CLAIM_TIMEOUT
+        while self._error[ctx.ERROR_CODE] == ctx.FAILURE_CLAIMED and time.monotonic() < end:
+            time.sleep(1e-4)
         code, peer, stream, arrived, expected = (int(word) for word in self._error[:5])
         where = f"{phase}, rank {self.rank} of {self.ranks}"
         on = f" on {name_of(stream)}" if stream >= 0 else ""

@@ -257,6 +257,8 @@ class RowExchange:
             # nobody gets as far as saying that writes are over
             self._notices -= 0 if form.kind == NormalNotify.OPERATION_COMBINE else 1
             raise ConfigError(self._difference(form, np.flatnonzero(differ)))
+        # the peers count on the rows now: whatever keeps this rank from run() leaves the group apart
+        self._broken = f"{form.name}: opened and not run"
         return self.peers[:, block.RECV_ROWS]
 
     def _difference(self, form: RowFormat, ranks: npt.NDArray[np.intp]) -> str:
@@ -330,6 +332,7 @@ class RowExchange:
         runtime, (counts, operation, peers) = self._runtime, self._addresses
         context, progress, kernel = runtime.context, runtime.progress, self.kernels.exchange
         self._wait(form.name, lambda end: kernel(context, counts, operation, peers, progress, end))
+        self._broken = ""
 
     def _wait(self, phase: str, step: Callable[[int], int]) -> None:
         """Wait for a kernel; as long as rows move, the deadline starts anew: it bounds silence, not work."""

@@ -79,8 +79,10 @@ def _waits_for(context: int, counts: int, operation: int, peers: int, peer: int,
         return True
     if get(state, block.SENT) < get(state, block.SEND_ROWS) and get(state, block.GRANT_LEFT) == 0:
         count = get(life, block.GRANTS_TAKEN) + 1
-        note_progress(progress, peer, NORMAL_GRANT, arrived_count(context, peer, NORMAL_GRANT), count)
-        return True
+        arrived = arrived_count(context, peer, NORMAL_GRANT)
+        if arrived < count:
+            note_progress(progress, peer, NORMAL_GRANT, arrived, count)
+            return True
     stream = chunks_over(context, counts, operation, peer)
     if stream >= 0:
         count = sent_on(context, counts, operation, peer, stream)

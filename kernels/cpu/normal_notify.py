@@ -20,7 +20,7 @@ from ...protocol.context import (
 from ...protocol.message import HEADER_BYTES, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from .. import normal_block as block
-from .context import arrived_count, error_address, own_rank, rank_count, window_address
+from .context import arrived_count, completed_count, error_address, own_rank, rank_count, window_address
 from .normal_wire import message_address, publish
 from .normal_words import add, get, put
 from .wait import note_progress, turn_over
@@ -46,7 +46,13 @@ _MOST_ROWS = (1 << 31) - 1
 
 @compiled
 def _send(context: int, operation: int, peers: int, peer: int) -> int:
-    """Write and publish the notify to ``peer``. The slot is free: the operation before last ended on both sides."""
+    """Write and publish the notify to ``peer``. The peer has read the slot: it has opened the last operation since.
+
+    STATUS_PENDING when the ring is full, or while a NIC may still repeat the slot's last write: operations that the
+    ranks refused ended without waiting for it. The last message may be under way, it left from the other slot.
+    """
+    if completed_count(context, peer, NORMAL_NOTIFY) < get(operation, block.NOTICES) - 1:
+        return STATUS_PENDING
     me = own_rank(context)
     stride = get(operation, block.NOTIFY_STRIDE)
     source = get(operation, block.NOTIFY_SEND) + peer * stride
@@ -157,7 +163,7 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
             return STATUS_OK
         status = turn_over(context, turn, slice_end)
         if status != STATUS_OK:
-            # a full ring: the proxy must take commands before anything can be expected of the peer
+            # this rank's own proxy must move on before anything can be expected of the peer
             peer = unsent if unsent >= 0 else missing
             note_progress(progress, peer, NORMAL_NOTIFY, arrived_count(context, peer, NORMAL_NOTIFY), expected)
             return status

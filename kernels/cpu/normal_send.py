@@ -50,8 +50,14 @@ def sent_on(context: int, counts: int, operation: int, peer: int, stream: int) -
     stream0 = get(operation, block.PHASE)
     phase = 0 if stream0 == NORMAL_DISPATCH else 1
     total = get(counts + 8 * block.COUNT_WORDS * peer, block.CHUNKS_SENT + phase)
-    channel, channels = stream - stream0, channel_count(context)
-    return (total - channel + channels - 1) // channels if total > channel else 0
+    return _share_of(context, total, stream - stream0)
+
+
+@compiled
+def _share_of(context: int, chunks: int, channel: int) -> int:
+    """How many of the first ``chunks`` chunks travel on ``channel``."""
+    channels = channel_count(context)
+    return (chunks - channel + channels - 1) // channels if chunks > channel else 0
 
 
 @compiled
@@ -68,6 +74,22 @@ def _lands_outside(operation: int, offset: int, nbytes: int) -> bool:
 
 
 @compiled
+def _landing_is_quiet(context: int, operation: int, state: int, life: int, peer: int) -> bool:
+    """True when no write of the grants before the current one can be repeated.
+
+    The next grant names the landing slot of the grant before the current one. The receiver has read those rows, yet a
+    NIC may repeat their writes until they complete here, and a repeat would fall on the rows that come next.
+    """
+    stream0 = get(operation, block.PHASE)
+    phase = 0 if stream0 == NORMAL_DISPATCH else 1
+    chunks = get(life, block.CHUNKS_SENT + phase) - get(state, block.SENT_CHUNKS) + get(state, block.GRANT_START)
+    for channel in range(channel_count(context)):
+        if completed_count(context, peer, stream0 + channel) < _share_of(context, chunks, channel):
+            return False
+    return True
+
+
+@compiled
 def take_grant(context: int, counts: int, operation: int, peers: int, peer: int) -> int:
     """Take the next grant of ``peer`` when the one before is used up. Returns MOVED, NOTHING or minus a status."""
     state = peers + 8 * block.PEER_WORDS * peer
@@ -77,6 +99,8 @@ def take_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     life = counts + 8 * block.COUNT_WORDS * peer
     taken = get(life, block.GRANTS_TAKEN)
     if arrived_count(context, peer, NORMAL_GRANT) <= taken:
+        return NOTHING
+    if not _landing_is_quiet(context, operation, state, life, peer):
         return NOTHING
     slot = get(operation, block.GRANT_RECV) + (peer * GRANT_SLOTS + taken % GRANT_SLOTS) * HEADER_BYTES
     at = window_address(context) + slot
@@ -104,6 +128,7 @@ def take_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     put(state, block.GRANT_ROW, row)
     put(state, block.GRANT_META, meta)
     put(state, block.GRANT_CHUNK, chunk)
+    put(state, block.GRANT_START, get(state, block.SENT_CHUNKS))
     return MOVED
 
 

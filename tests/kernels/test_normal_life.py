@@ -126,6 +126,22 @@ def test_an_interrupted_operation_ends_normal_mode_by_name() -> None:
     assert "rank 0 is silent" in words[1]
 
 
+def test_an_operation_that_was_opened_and_not_run_ends_normal_mode_by_name() -> None:
+    """The peers wait for rows by then, so a rank that runs out of memory cannot just go on."""
+    inputs = Case((20,), experts=8).inputs()
+
+    def body(runtime: Any) -> None:
+        normal = Normal(runtime)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(normal, "_tensor", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                dispatch(normal, inputs, 0)
+        with pytest.raises(UcclEpError, match=r"half-way \(normal dispatch: opened and not run\)"):
+            dispatch(normal, inputs, 0)
+
+    DirectGroup(1).run(body)
+
+
 class SlowKernels:
     """Kernels of which ``exchange`` makes one turn at a time and naps after it."""
 

@@ -12,7 +12,7 @@ from fake_ranks import HOSTILE, FakeGroup
 from normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import PeerLost, PeerTimeout, UcclEpError
+from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
@@ -115,6 +115,33 @@ def test_a_repeat_of_one_operation_never_lands_in_the_next(seed: int) -> None:
     adversary = Adversary(duplicate=0.7, linger=0.97)
     with FakeGroup(3, adversary=adversary, seed=seed, normal=plan, settings=Settings(timeout=60.0)) as group:
         run(group, Case((40, 50, 30), experts=6, seed=seed), repeats=12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_repeat_of_one_grant_never_lands_in_the_next_but_one(seed: int) -> None:
+    """One chunk fills a landing slot and the staging holds eight: only the grant can make the sender wait."""
+    plan = NormalPlan(2, 64, heap=0, rounds=16 << 10, chunk=4096, depth=8)
+    adversary = Adversary(duplicate=0.7, linger=0.97)
+    with FakeGroup(2, adversary=adversary, seed=seed, normal=plan, settings=Settings(timeout=60.0)) as group:
+        run(group, Case((120, 110), experts=4, seed=seed), repeats=3)
+
+
+def test_refused_operations_free_no_notify_slot_early() -> None:
+    """Ranks that refuse each other wait for no completion, so the next notify but one must: here none ever comes."""
+    inputs = [Case((8, 8), hidden=hidden, experts=4).inputs() for hidden in (256, 128)]
+    with FakeGroup(2, adversary=Adversary(linger=1 - 2**-32), settings=Settings(timeout=0.5)) as group:
+
+        def body(runtime: Any) -> Any:
+            normal = Normal(runtime)
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="different operations"):
+                    dispatch(normal, inputs[runtime.rank], runtime.rank)
+            with pytest.raises(PeerTimeout) as caught:
+                dispatch(normal, inputs[0], runtime.rank)
+            return caught.value
+
+        for error in group.run(body):
+            assert error.phase == "normal dispatch, opening"
 
 
 def test_a_lost_write_ends_in_a_timeout_that_names_the_peer() -> None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from direct_ranks import DirectGroup
 from normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
+from test_wait_publish import Bench
 
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.kernels import normal_block as block
+from uccl_ep_serving.kernels.cpu.normal_receive import give_grant
+from uccl_ep_serving.kernels.cpu.normal_words import MOVED, NOTHING
 from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
+from uccl_ep_serving.protocol.message import GRANT_SLOTS
+from uccl_ep_serving.protocol.streams import NORMAL_GRANT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 #: Two slots per source of about a dozen rows of 512 bytes, for 3 ranks.
@@ -45,6 +52,27 @@ def test_rounds_with_worst_case_outputs():
 def test_rows_of_many_rounds_in_one_slot_each():
     """The smallest slots: one row a grant, so every grant slot is reused many times."""
     run(Case((60, 50), hidden=256, experts=4, topk=2), NormalPlan(2, 64, heap=0, rounds=4096, chunk=4096))
+
+
+def test_grant_slot_is_used_again_only_when_complete():
+    """The peer may have read a grant long before its write completes here, and until then a NIC may repeat it."""
+    bench, peer = Bench(capacity=16), 2
+    counts = np.zeros((3, block.COUNT_WORDS), np.int64)
+    operation, peers = np.zeros(block.OPERATION_WORDS, np.int64), np.zeros((3, block.PEER_WORDS), np.int64)
+    operation[block.GRANT_SEND], operation[block.GRANT_RECV] = bench.layout.grant_send, bench.layout.grant_recv
+    peers[peer, [block.RECV_ROWS, block.CONSUMED]] = 100
+    peers[peer, block.SLOT_ROWS] = 1
+
+    def give() -> int:
+        blocks = (counts.ctypes.data, operation.ctypes.data, peers.ctypes.data)
+        return give_grant(bench.space.context, *blocks, peer)
+
+    assert [give() for _ in range(GRANT_SLOTS + 1)] == [MOVED] * GRANT_SLOTS + [NOTHING]
+    bench.completed[NORMAL_GRANT] = 1
+    assert [give(), give()] == [MOVED, NOTHING]
+    sources = [command.source for command in bench.take()]
+    assert len(set(sources)) == GRANT_SLOTS
+    assert sources[0] == sources[GRANT_SLOTS]
 
 
 def test_results_are_equal_bit_by_bit_whatever_the_plan():

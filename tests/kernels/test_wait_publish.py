@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
 import numpy as np
 import pytest
 
+from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.kernel_space import KernelSpace
 from uccl_ep_serving.kernels.cpu.context import (
     ALWAYS,
@@ -23,6 +25,9 @@ from uccl_ep_serving.kernels.cpu.wait import wait_arrived, wait_completed
 from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES, Command, decode
 from uccl_ep_serving.protocol.context import (
+    ERROR_CODE,
+    ERROR_PEER,
+    FAILURE_CLAIMED,
     FAILURE_PEER_LOST,
     STATUS_OK,
     STATUS_PENDING,
@@ -230,6 +235,22 @@ def test_wait_ends_when_the_sticky_error_is_set(bench: Bench) -> None:
     started = time.monotonic()
     assert wait_arrived(bench.space.context, bench.space.progress, 2, STREAM, 1, soon(5000)) == STATUS_POISONED
     assert time.monotonic() - started < 2
+    thread.join()
+
+
+def test_an_error_is_named_although_it_was_only_claimed_so_far(bench: Bench) -> None:
+    """A proxy thread can lose its core between claiming the error word and saying what happened."""
+    error = np.ctypeslib.as_array(ctypes.cast(bench.space.error, ctypes.POINTER(ctypes.c_int64)), (8,))
+    error[ERROR_CODE] = FAILURE_CLAIMED
+
+    def describe() -> None:
+        error[ERROR_PEER] = 2
+        error[ERROR_CODE] = FAILURE_PEER_LOST
+
+    thread = threading.Timer(0.05, describe)
+    thread.start()
+    with pytest.raises(PeerLost, match="rank 2 is lost"):
+        bench.space.check("a test")
     thread.join()
 
 

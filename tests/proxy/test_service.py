@@ -24,8 +24,10 @@ from uccl_ep_serving.protocol.context import (
 )
 from uccl_ep_serving.protocol.ring import lap_of
 from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, LL_DISPATCH, STREAMS
+from uccl_ep_serving.proxy.codec import TICKET
 from uccl_ep_serving.proxy.loop import DIED, STOPPED
 from uccl_ep_serving.proxy.service import ProxyService
+from uccl_ep_serving.proxy.state import LOAD, LOAD_SHIFT
 from uccl_ep_serving.proxy.transport.base import DOWN, FAULT, FAULT_OUTSIDE_WINDOW, SENT
 
 
@@ -307,6 +309,24 @@ def test_faults_of_peer_and_transport_are_told_apart() -> None:
     assert world.errors[1][ERROR_CODE] == FAILURE_TRANSPORT
     with pytest.raises(TransportError, match="not in flight"):
         world.services[1].check()
+
+
+def test_a_completion_that_is_told_twice_is_counted_once() -> None:
+    """Also behind a gap: counted again it would open the caps for writes that are not over."""
+    world = World(2, 1 << 16)
+    world.asleep.add(1)
+    for _ in range(3):
+        _put(world)
+    world.step()
+    state = world.services[0].states[0]
+    assert state.word(LOAD) >> LOAD_SHIFT == 3
+    second = TICKET.pack(sequence=1, last=1, stream=LL_DISPATCH, peer=1, length=4)
+    for _ in range(2):
+        world.fabric.endpoint(0).inject(SENT, second, 1)
+        world.step()
+    assert state.word(LOAD) >> LOAD_SHIFT == 2
+    with pytest.raises(TransportError, match="not in flight"):
+        world.services[0].check()
 
 
 def test_a_full_quota_holds_the_ring_and_loses_nothing() -> None:

@@ -124,10 +124,10 @@ def poke8(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def fetch_add(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Add to the int64 at ``address``, relaxed; returns the value before."""
+    """Add to the int64 at ``address`` (acquire-release); returns the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, args[0], 64), args[1], "monotonic")
+        return builder.atomic_rmw("add", _pointer(builder, args[0], 64), args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), codegen
 
