@@ -6,18 +6,21 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 import pytest
 
 from uccl_ep_serving.cli import demo_supervisor
+from uccl_ep_serving.cli.demo_server import DemoServer, Launch, ServerFailed, without_interrupts
 
 # stands for SGLang: a worker of its own session (a process-group kill would miss it), a segment, no exit handler
 SERVER = """
@@ -164,6 +167,87 @@ def test_detached_server_survives_the_demo_and_ends_on_sigterm(scene: Scene, gua
     guardian.wait(30)
     assert all(gone(pid) for pid in pids)
     assert not scene.run_directory.exists()
+
+
+@dataclass(frozen=True)
+class _Sleeper(Launch):
+    """Something that runs in the server's place."""
+
+    def command(self, model: Path, port: int) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def test_interrupted_while_the_guardian_starts(tmp_path: Path) -> None:
+    """Nobody calls ``__exit__`` when ``__enter__`` does not return, so that it must clean up itself."""
+
+    class Interrupted(DemoServer):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    server = Interrupted(_Sleeper("none"), tmp_path, "sleeper")
+    with pytest.raises(KeyboardInterrupt):
+        server.__enter__()
+    assert server.pid
+    assert gone(server.pid)
+
+
+KEEP = """
+import sys
+from pathlib import Path
+from uccl_ep_serving.cli.demo_server import DemoServer, Launch
+
+class Sleeper(Launch):
+    def command(self, model, port):
+        return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+with DemoServer(Sleeper("none"), Path(sys.argv[1]), "sleeper") as server:
+    server.detach()
+    print(server.guardian_pid)
+"""
+
+
+def test_detached_server_does_not_hold_the_output_of_the_demo(tmp_path: Path) -> None:
+    """``uccl-ep demo --keep 2>&1 | tee log`` ends although the server goes on."""
+    run_directory = tmp_path / "run"
+    run_directory.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KEEP, str(run_directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    guardian = int(done.stdout)
+    assert not gone(guardian)
+    os.kill(guardian, signal.SIGTERM)
+    wait_for(lambda: gone(guardian) and not run_directory.exists())
+
+
+def test_server_is_not_started_on_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        server = DemoServer(_Sleeper("none"), tmp_path, "sleeper", port=other.getsockname()[1])
+        with pytest.raises(ServerFailed, match="in use"):
+            server.start()
+    assert server.guardian_pid == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_cleaning_up_is_not_interrupted(number: signal.Signals) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(number, interrupt)
+    try:
+        with without_interrupts():
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, previous)
 
 
 def test_clean_spares_older_foreign_and_mapped_files(tmp_path: Path) -> None:

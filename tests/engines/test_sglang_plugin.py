@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -191,6 +191,104 @@ def engine_dispatch_core(model: str) -> dict[str, Any]:
     return given
 
 
+def engine_draft(model: str, target: str) -> dict[str, Any]:
+    """Publish as a scheduler does, then let the engine make the draft model's dispatcher; returns what it runs on."""
+    import torch
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.moe.fused_moe_triton import layer
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+
+    import uccl_ep_serving
+    from uccl_ep_serving.engines import sglang_cpu
+
+    sglang_cpu.register()  # the engine would ask CUDA for its SMs before it makes the buffer
+
+    class Recorder:
+        made: ClassVar[list[Any]] = []
+        num_sms = 20
+
+        def __init__(self, group: Any, *_arguments: Any, **_keywords: Any) -> None:
+            self.made.append(group)
+
+        @staticmethod
+        def get_dispatch_config(_group_size: int) -> Any:
+            return uccl_ep_serving.Config()
+
+        get_combine_config = get_dispatch_config
+
+        @staticmethod
+        def get_low_latency_rdma_size_hint(*_shape: int) -> int:
+            return 1
+
+    uccl_ep_serving.Buffer = Recorder
+    server_args = resolved(
+        model,
+        moe_a2a_backend=target,
+        ep_size=2,
+        speculative_moe_a2a_backend="uccl_ep",
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=model,
+    )
+    ranks = SpawnRanks(world_rank=spawn_world_rank(server_args, tp_rank=0, pp_rank=0), dp_rank=0, gpu_id=0)
+    publish(server_args, role="scheduler", ranks=ranks)
+    utils.initialize_moe_config()
+    group = SimpleNamespace(size=lambda: 2)
+    layer._get_deepep_comm_group = lambda _backend: group
+    config = SimpleNamespace(
+        runner_backend=None,
+        top_k=2,
+        num_experts=8,
+        num_local_experts=4,
+        hidden_size=128,
+        params_dtype=torch.float32,
+    )
+    outside = utils.get_moe_a2a_backend().value
+    with utils.speculative_moe_a2a_backend_context():
+        inside = utils.get_moe_a2a_backend().value
+        dispatcher = layer.create_moe_dispatcher(config, None)
+        (inner,) = dispatcher._inners
+        buffer = inner._low_latency_dispatcher._get_buffer()
+    return {
+        "target": outside,
+        "draft": inside,
+        "ours": type(buffer) is plugin.buffer_class() and deepep.Buffer is plugin.buffer_class(),
+        "group": Recorder.made == [group],
+    }
+
+
+def engine_ray(record: bytes) -> tuple[bool, str]:
+    """Send a configuration to a Ray actor that publishes it as SGLang's ``SchedulerActor`` does, with real Ray."""
+    import os
+
+    import ray
+
+    os.chdir("/")  # Ray puts the driver's directory on the workers' path, and a checkout must not be there
+
+    class Actor:
+        def __init__(self, server_args: Any) -> None:
+            from sglang.srt import plugins
+
+            self.loaded = plugins._plugins_loaded  # arguments are unpickled before the constructor runs
+            from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+
+            world_rank = spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
+            publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, dp_rank=0, gpu_id=0))
+
+        def answer(self) -> tuple[bool, str]:
+            import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+
+            return self.loaded, deepep.Buffer.__mro__[1].__module__
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        actor = ray.remote(Actor).remote(server_args=pickle.loads(record))
+        answer: tuple[bool, str] = ray.get(actor.answer.remote(), timeout=80)
+        return answer
+    finally:
+        ray.shutdown()
+
+
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +375,18 @@ def test_worker_that_never_loads_plugins_gets_ours_with_the_configuration(in_eng
     assert in_engine(engine_unpickle, record) == (True, True)
 
 
+@pytest.mark.slow
+def test_ray_actor_runs_on_our_buffer(in_engine: InEngine, model: str) -> None:
+    pytest.importorskip("ray")
+    assert in_engine(engine_ray, in_engine(engine_pickle, model)) == (True, "uccl_ep_serving.buffer")
+
+
+@pytest.mark.parametrize("target", ["uccl_ep", "none"])
+def test_draft_model_dispatches_through_our_buffer(in_engine: InEngine, model: str, target: str) -> None:
+    seen = in_engine(engine_draft, model, target)
+    assert seen == {"target": "none" if target == "none" else "deepep", "draft": "deepep", "ours": True, "group": True}
+
+
 def test_router_weights_reach_the_buffer_at_dispatch(in_engine: InEngine, model: str) -> None:
     given = in_engine(engine_dispatch_core, model)
     assert given["same"]
@@ -292,6 +402,9 @@ def test_version_table_is_in_order_and_has_one_supported_version() -> None:
     assert [known.standing for known in plugin.VERSIONS].count(plugin.Standing.SUPPORTED) == 1
     assert plugin.standing_of("0.5.23")[0] is plugin.Standing.SUPPORTED
     assert plugin.standing_of("0.5.24rc1")[0] is plugin.Standing.UNPROVEN
+    assert plugin.standing_of("0.5.22")[0] is plugin.Standing.READ
+    assert plugin.standing_of("0.5.21")[0] is plugin.Standing.UNPROVEN
+    assert plugin.standing_of("0.5.16.post2")[0] is plugin.Standing.REFUSED
     assert plugin.standing_of("0.5.11")[0] is plugin.Standing.REFUSED
 
 

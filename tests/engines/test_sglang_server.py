@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import engine_probe
 import psutil
 import pytest
 
+from uccl_ep_serving import live
 from uccl_ep_serving.cli import demo_supervisor
 from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.cli.demo_client import Answer, Client, compare
@@ -163,6 +167,7 @@ def test_answers_equal_those_without_us(serve: Serve, launch: Launch, expected_o
     through_proxies = launch.environment.get("UCCL_EP_DIRECT") == "0"
     for rank in got.traffic:
         assert bool(rank["bytes_sent"]) == through_proxies
+        assert rank["bytes_received"] == got.traffic[1 - rank["rank"]]["bytes_sent"]
         if through_proxies:
             assert set(rank["transport_by_peer"].values()) == {launch.environment["UCCL_EP_TRANSPORT"]}
     sent, returned = reduced_rows(got.traffic)
@@ -227,6 +232,56 @@ def test_dead_proxy_fails_the_request_by_name(directory: Path) -> None:
         while "ProxyDied" not in server.log.read_text(errors="replace"):
             assert time.monotonic() < deadline, server.tail(60)
             time.sleep(0.2)
+
+
+def sockets_of(pids: Iterable[int]) -> set[str]:
+    """Abstract sockets of ours (live counters, control connections) that one of these processes opened."""
+    names = re.findall(r"@(uccl_ep\S*)", Path("/proc/net/unix").read_text())
+    return {name for name in names if set(name.split(".")) & {str(pid) for pid in pids}}
+
+
+def test_killed_rank_is_named_within_a_second_and_leaves_nothing(directory: Path) -> None:
+    """SIGKILL of one scheduler under load. The engine's own collective fails too; our line must not wait for it.
+
+    SGLang then ends by itself. What is left is looked at before the guardian, which cleans up for SGLang, is stopped.
+    """
+    segments = set(Path("/dev/shm").glob("uccl_ep*"))
+    with DemoServer(OURS, directory, "killed") as server, ThreadPoolExecutor(1) as pool:
+        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        load = pool.submit(Client(server.url).complete_all, PROMPTS * 40, 64, 4)
+        idle = server.traffic()[1]["commands"]
+        wait_until(lambda: server.traffic()[1]["commands"] > idle + 50, 60, "the load moves nothing")
+        pids = server.pids()
+        ranks = {counters["rank"]: pid for pid in pids for counters in live.query(pid)}
+        assert len(sockets_of(pids)) >= len(ranks) == 2
+
+        os.kill(ranks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        while "rank 0 lost rank 1" not in server.log.read_text(errors="replace"):
+            assert time.monotonic() - killed < 1.0, server.tail(60)
+            time.sleep(0.01)
+
+        with pytest.raises(ServerFailed):
+            load.result(120)
+        wait_until(lambda: all(has_ended(pid) for pid in pids), 60, "a process of the server does not end")
+        assert not sockets_of(pids)
+        assert set(Path("/dev/shm").glob("uccl_ep*")) <= segments
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone; what nobody has reaped yet has ended too."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, complaint: str) -> None:
+    """Poll ``condition`` until it holds; fails with ``complaint``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.05)
 
 
 def test_offline_engine(directory: Path, serve: Serve) -> None:

@@ -7,7 +7,9 @@ shared expert. 870 thousand parameters, 1.7 MB, made in under a second.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -212,7 +214,11 @@ def write_checkpoint(directory: Path, *, seed: int = 0, model: TinyDeepSeek | No
 
     Returns:
         The shape that was written.
+
+    Raises:
+        OSError: a file could not be written, for example because the disk is full.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     model = model or TinyDeepSeek()
@@ -233,5 +239,10 @@ def write_checkpoint(directory: Path, *, seed: int = 0, model: TinyDeepSeek | No
     }
     for name, document in documents.items():
         (directory / name).write_text(json.dumps(document, indent=1))
-    save_file(_weights(model, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    file = directory / "model.safetensors"
+    try:
+        save_file(_weights(model, seed), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # it tells a full disk in words only
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number.group(1)) if number else errno.EIO, str(error), str(file)) from error
     return model

@@ -7,6 +7,8 @@ log-probabilities. Each rank plays a node of its own, so every remote token goes
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
 import shutil
 import signal
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -27,7 +29,14 @@ from rich.markup import escape
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
 from uccl_ep_serving.cli.demo_client import Answer, Client, compare
 from uccl_ep_serving.cli.demo_report import reduced_rows, traffic_tables
-from uccl_ep_serving.cli.demo_server import MODEL, DemoServer, Launch, ServerFailed
+from uccl_ep_serving.cli.demo_server import (
+    MODEL,
+    DemoServer,
+    Launch,
+    ServerFailed,
+    port_is_free,
+    without_interrupts,
+)
 
 __all__ = ["app", "demo"]
 
@@ -75,11 +84,26 @@ class Mode(StrEnum):
 
 @dataclass
 class _Run:
-    """The settings and the console of one demo."""
+    """The settings, the console and the outcome of one demo."""
 
     console: Console
     directory: Path
     timeout: float
+    failures: list[str] = field(default_factory=list)
+    kept: bool = False  # a server was left running: its directory stays
+
+    def prepare(self, transport: Transport) -> None:
+        """Write the checkpoint; compile what the servers' ranks would otherwise compile at their first request."""
+        shape = write_checkpoint(self.directory / "model")
+        self.console.print(
+            f"checkpoint: DeepSeek-V3, {shape.num_hidden_layers} layers, {shape.n_routed_experts} experts, "
+            f"top-{shape.num_experts_per_tok}, hidden {shape.hidden_size}, random weights",
+            highlight=False,
+        )
+        started = time.monotonic()
+        with self.console.status("compiling the kernels and the proxy loop, once"):
+            _compile(transport)
+        self.console.print(f"kernels and proxy loop: ready after {time.monotonic() - started:.0f} s", highlight=False)
 
     def wait(self, server: DemoServer, title: str) -> None:
         """Wait until ``server`` is ready, with one live line."""
@@ -114,6 +138,18 @@ class _Run:
         return answers
 
 
+def _compile(transport: Transport) -> None:
+    """Put everything that a rank runs into the cache of compiled code, where later runs find it."""
+    from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+    from uccl_ep_serving.proxy import loop
+    from uccl_ep_serving.proxy.transport import shm_data, tcp_data
+
+    low_latency_kernels("cpu")
+    normal_kernels("cpu")
+    loop.warm()
+    (shm_data if transport is Transport.SHM else tcp_data).warm()
+
+
 def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -134,17 +170,15 @@ def demo(
 ) -> None:
     """Serve a tiny random DeepSeek-V3 with SGLang through uccl_ep on two CPU ranks, and check the answers.
 
-    Exit status 0 when every check holds, 1 when one does not, 130 after Ctrl-C. Nothing is downloaded, and nothing is
-    left behind unless --keep is given.
+    Exit status 0 when every check holds, 1 when one does not, 130 after Ctrl-C. Nothing is downloaded. Nothing is left
+    behind, except for the server of --keep, and the servers' logs after a failure (the demo says where they are).
     """
-    console = Console()
+    console = _console()
     if importlib.util.find_spec("sglang") is None:
         console.print("[bold red]FAILED[/] SGLang is not installed; `make demo` installs it for CPU, then runs this")
         sys.exit(1)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
-    directory = Path(tempfile.mkdtemp(prefix="uccl-ep-demo-"))  # 0700; short, for Unix socket paths below it
-    run = _Run(console, directory, timeout)
     launch = Launch(
         backend="uccl_ep",
         dp_attention=dp_attention,
@@ -156,36 +190,61 @@ def demo(
             "UCCL_EP_PROXIES": str(proxies),
         },
     )
-    kept = False
+    run: _Run | None = None
     status = 1
     try:
-        shape = write_checkpoint(directory / "model")
-        console.print(
-            f"checkpoint: DeepSeek-V3, {shape.num_hidden_layers} layers, {shape.n_routed_experts} experts, "
-            f"top-{shape.num_experts_per_tok}, hidden {shape.hidden_size}, random weights",
-            highlight=False,
-        )
-        failures, kept = _passes(run, launch, reference=reference, fp8=fp8, keep=keep, port=port)
-        status = 1 if failures else 0
+        if port and not port_is_free(port):  # said now, not after the servers before it have run
+            raise ServerFailed(f"port {port} of 127.0.0.1 is in use; choose another with --port, or none")
+        # 0700; short, for Unix socket paths below it
+        run = _Run(console, Path(tempfile.mkdtemp(prefix="uccl-ep-demo-")), timeout)
+        run.prepare(transport)
+        _passes(run, launch, reference=reference, fp8=fp8, keep=keep, port=port)
+        status = 1 if run.failures else 0
         console.rule(align="left")
-        for failure in failures:
+        for failure in run.failures:
             console.print(f"[bold red]FAILED[/] {escape(failure)}", highlight=False)
-        if not failures:
+        if run.failures:
+            _keep_logs(run)
+        else:
             console.print("[bold green]all checks passed[/]")
     except KeyboardInterrupt:
         status = 130
         console.print("\ninterrupted; the servers are stopped and what they left is removed")
     except ServerFailed as error:
         console.print(f"[bold red]FAILED[/] {escape(str(error))}", highlight=False)
+        if run is not None:
+            _keep_logs(run)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "; TMPDIR chooses a directory with more room" if full else ""
+        console.print(f"[bold red]FAILED[/] {escape(str(error))}{hint}", highlight=False)
     finally:
-        if not kept:
-            shutil.rmtree(directory, ignore_errors=True)
+        if run is not None and not run.kept:
+            with without_interrupts():
+                shutil.rmtree(run.directory, ignore_errors=True)
     sys.exit(status)
 
 
-def _passes(run: _Run, launch: Launch, *, reference: bool, fp8: bool, keep: bool, port: int) -> tuple[list[str], bool]:
-    """Run the servers; returns the checks that failed, and whether one was left running."""
-    failures: list[str] = []
+def _console() -> Console:
+    console = Console()
+    # a log file has no width of its own, and 80 columns would break the sentences
+    return console if console.is_terminal else Console(width=max(console.width, 120))
+
+
+def _keep_logs(run: _Run) -> None:
+    """Put the servers' logs where they outlive the run's directory, and say where."""
+    logs = sorted(run.directory.glob("*.log"))
+    if not logs or run.kept:
+        return
+    with contextlib.suppress(OSError):  # the failure itself has been told; a full disk may be what it was about
+        place = Path(tempfile.mkdtemp(prefix="uccl-ep-demo-logs-"))
+        for log in logs:
+            shutil.copy(log, place)
+        run.console.print(f"whole logs: {escape(str(place))}", highlight=False)
+
+
+def _passes(run: _Run, launch: Launch, *, reference: bool, fp8: bool, keep: bool, port: int) -> None:
+    """Run the servers one after another; checks that fail are added to ``run.failures``."""
     expected: list[Answer] = []
     if reference:
         with DemoServer(replace(launch, backend="none"), run.directory, "reference") as server:
@@ -194,16 +253,16 @@ def _passes(run: _Run, launch: Launch, *, reference: bool, fp8: bool, keep: bool
     if fp8:
         with DemoServer(replace(launch, dispatch_dtype="fp8"), run.directory, "fp8") as server:
             run.wait(server, "--moe-a2a-backend uccl_ep, rows dispatched in FP8")
-            _check_fp8(run.console, expected, run.talk(server), failures)
+            _check_fp8(run.console, expected, run.talk(server), run.failures)
     with DemoServer(launch, run.directory, "uccl_ep", port=port) as server:
         run.wait(server, "--moe-a2a-backend uccl_ep")
         answers = run.talk(server)
-        _check_traffic(run.console, server.traffic(), failures)
-        _check_equal(run.console, expected, answers, failures)
+        _check_traffic(run.console, server.traffic(), run.failures)
+        _check_equal(run.console, expected, answers, run.failures)
         if keep:
+            run.kept = True  # first: from here on the directory is the server's
             server.detach()
             _explain(run.console, server)
-    return failures, keep
 
 
 def _check_equal(console: Console, expected: Sequence[Answer], answers: Sequence[Answer], failures: list[str]) -> None:

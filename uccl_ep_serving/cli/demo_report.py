@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -38,14 +39,15 @@ def _transports(counters: Counters) -> str:
 
 def traffic_tables(ranks: Sequence[Counters]) -> Group:
     """Two tables: what each rank's proxies moved, and how long its operations took."""
-    wire = Table(title="What moved between the ranks", title_justify="left")
+    # narrow enough together for a terminal of 80 columns
+    wire = Table(title="What moved between the ranks", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for heading in ("rank", "transport", "proxies", "commands", "writes"):
-        wire.add_column(heading, justify="left" if heading == "transport" else "right")
-    for heading in ("messages out", "bytes out", "messages in", "bytes in"):
-        wire.add_column(heading, justify="right")
-    times = Table(title="Operations", title_justify="left")
-    for heading in ("rank", "operation", "calls", "tokens", "rows to peers", "p50 us", "p99 us"):
-        times.add_column(heading, justify="left" if heading == "operation" else "right")
+        wire.add_column(heading, justify="left" if heading == "transport" else "right", no_wrap=True)
+    for heading in ("messages\nout", "bytes\nout", "messages\nin", "bytes\nin"):
+        wire.add_column(heading, justify="right", no_wrap=True)
+    times = Table(title="Operations", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for heading in ("rank", "operation", "calls", "tokens", "rows to\npeers", "p50 us", "p99 us"):
+        times.add_column(heading, justify="left" if heading == "operation" else "right", no_wrap=True)
     for counters in ranks:
         wire.add_row(
             str(counters["rank"]),
@@ -56,8 +58,7 @@ def traffic_tables(ranks: Sequence[Counters]) -> Group:
             f"{counters['messages_sent']:,}",
             _bytes(counters["bytes_sent"]),
             f"{counters['messages_received']:,}",
-            # a transport whose writer stores into our memory (shm) has nobody at this end to count bytes
-            _bytes(counters["bytes_received"]) if counters["bytes_received"] else "-",
+            _bytes(counters["bytes_received"]),
         )
         for key, name in _OPERATIONS.items():
             operation = counters["ops"].get(key)

@@ -25,13 +25,23 @@ from uccl_ep_serving.cli import demo_supervisor
 from uccl_ep_serving.engines import sglang_cpu
 from uccl_ep_serving.errors import UcclEpError
 
-__all__ = ["MODEL", "RANKS", "DemoServer", "Launch", "ServerFailed", "free_port"]
+__all__ = [
+    "MODEL",
+    "RANKS",
+    "DemoServer",
+    "Launch",
+    "ServerFailed",
+    "free_port",
+    "port_is_free",
+    "without_interrupts",
+]
 
 MODEL = "tiny-deepseek-v3"
 RANKS = 2
 _STOP_SECONDS = 30.0
 _HEALTH_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+_PHASE_WIDTH = 50  # what remains of 80 columns beside the spinner and the seconds
 
 
 class ServerFailed(UcclEpError, RuntimeError):
@@ -104,6 +114,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on ``port`` of the loopback interface now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no obstacle
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
 class DemoServer:
     """A server under its guardian (:mod:`.demo_supervisor`). Use as a context manager, or :meth:`start` and
     :meth:`stop`.
@@ -138,7 +159,11 @@ class DemoServer:
         return self._guardian.pid if self._guardian else 0
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # Ctrl-C too: nobody calls __exit__ for what did not finish __enter__
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -151,6 +176,8 @@ class DemoServer:
         """Start guardian and server; returns at once, see :meth:`wait_ready`. Entering the context calls it."""
         if self._guardian is not None:
             raise ServerFailed("this server has been started already")
+        if not port_is_free(self.port):
+            raise ServerFailed(f"port {self.port} of 127.0.0.1 is in use; choose another with --port, or none")
         scratch = self.run_directory / "tmp"  # SGLang puts its ZeroMQ sockets where TMPDIR points
         scratch.mkdir(exist_ok=True)
         environment = {
@@ -169,18 +196,21 @@ class DemoServer:
             "log": str(self.log),
             "before": self._before,
         }
-        # its own session: Ctrl-C at the terminal reaches the demo only
-        self._guardian = subprocess.Popen(
-            [sys.executable, "-I", demo_supervisor.__file__, json.dumps(spec)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,  # the guardian ignores it (-I) and passes it on; in its arguments, everybody could read it
-            start_new_session=True,
-        )
+        # its own session: Ctrl-C at the terminal reaches the demo only. Nor does it hold the terminal or a pipe of the
+        # demo's open: with --keep, whoever reads the demo's output would wait for it.
+        with self.log.open("ab") as log:
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", demo_supervisor.__file__, json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,  # ignored by the guardian (-I) and passed on; arguments could be read by everybody
+                start_new_session=True,
+            )
         assert self._guardian.stdout is not None
         first = self._guardian.stdout.readline()
         if not first:
-            raise ServerFailed(f"the server could not be started: {' '.join(spec['command'])}")
+            raise ServerFailed(f"the server could not be started: {' '.join(spec['command'])}\n{self.tail()}")
         self.pid = int(json.loads(first)["pid"])
 
     def wait_ready(self, timeout: float, progress: Callable[[float, str], None]) -> None:
@@ -238,7 +268,7 @@ class DemoServer:
         guardian, self._guardian = self._guardian, None
         if guardian is None:
             return
-        with _without_interrupts():
+        with without_interrupts():
             assert guardian.stdin is not None
             assert guardian.stdout is not None
             with contextlib.suppress(OSError):
@@ -270,21 +300,23 @@ class DemoServer:
         for line in reversed(list(self._log_lines())):
             match = re.match(r"\[[^\]]*\] (.*)", line)
             if match:
-                return match.group(1)[:80]
+                return match.group(1)[:_PHASE_WIDTH]
         return "importing"
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    try:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread: Ctrl-C does not come here anyway
-        yield
-        return
+def without_interrupts() -> Iterator[None]:
+    """Hold off Ctrl-C and the signals that the demo treats like it, while something is being cleaned up."""
+    previous = {}
+    # another thread than the main one may not set handlers: these signals do not reach it anyway
+    with contextlib.suppress(ValueError):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            previous[number] = signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _kill_users_of(directory: Path) -> None:

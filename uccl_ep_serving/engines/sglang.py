@@ -29,11 +29,13 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.errors import ConfigError
@@ -56,7 +58,8 @@ class Standing(StrEnum):
     """How well a version of SGLang is known to work."""
 
     SUPPORTED = "supported"  # the engine tests run on it
-    UNPROVEN = "unproven"  # every hook is verified when the engine starts; no test has served with it
+    READ = "read"  # its sources were read: every hook point is there; no test has served with it
+    UNPROVEN = "unproven"  # nobody looked; as with any version, every hook is verified when the engine starts
     REFUSED = "refused"  # its sources were read: a hook point is missing
 
 
@@ -72,8 +75,11 @@ class VersionRange:
 
 VERSIONS = (
     VersionRange((0,), (0, 5, 10), Standing.REFUSED, "it has no plugins"),
-    VersionRange((0, 5, 11), (0, 5, 15), Standing.REFUSED, "it has plugins but no ServerArgs.resolve_once"),
-    VersionRange((0, 5, 16), (0, 5, 22), Standing.UNPROVEN, "it has not been tried"),
+    VersionRange((0, 5, 11), (0, 5, 16), Standing.REFUSED, "it has plugins but no ServerArgs.resolve_once"),
+    VersionRange((0, 5, 17), (0, 5, 18), Standing.UNPROVEN, "its sources were not read"),
+    VersionRange((0, 5, 19), (0, 5, 19), Standing.READ, "its sources have every hook point"),
+    VersionRange((0, 5, 20), (0, 5, 21), Standing.UNPROVEN, "its sources were not read"),
+    VersionRange((0, 5, 22), (0, 5, 22), Standing.READ, "its sources have every hook point"),
     VersionRange((0, 5, 23), (0, 5, 23), Standing.SUPPORTED, "the engine tests serve with it"),
 )
 
@@ -160,9 +166,12 @@ def _before_resolve_once(server_args: Any) -> None:
                     f"--{field.replace('_', '-')} deepep beside --{requested[0].replace('_', '-')} {BACKEND}: both run "
                     f"on the engine's one DeepEP buffer of the process. Give {BACKEND} to both, or to neither."
                 )
+        _check_options(server_args)
         overrides = _import("sglang.srt.arg_groups.overrides", "declare_resolution")
         overrides.declare_resolution(server_args, BACKEND, **dict.fromkeys(requested, _RESOLVED))
         server_args._uccl_ep_guard = _WorkerGuard()  # rides along when the record is pickled to workers
+    else:
+        _check_device(str(server_args.resolved_dict()["device"]))
     activate()
 
 
@@ -220,6 +229,66 @@ def _verify_hooks() -> None:
                 f"the hook on {_SERVER_ARGS}.ServerArgs.{name} was not applied",
                 "See 'Failed to apply hooks' above in SGLang's log; another plugin may have replaced the function.",
             )
+
+
+# --- what would otherwise end a scheduler at its first request, after the weights were loaded ------------------------
+
+_DEVICES = ("cpu",)
+"""Devices whose tensors this version has kernels for."""
+
+_MOST_DISPATCH_TOKENS = 1024
+"""SGLang's own limit, which its dispatcher asserts without a word (``_DeepEPDispatcherImplBase``)."""
+
+
+def _check_options(server_args: Any) -> None:
+    """Refuse, in the launcher, options and variables that the first dispatch would stumble over.
+
+    Raises:
+        ConfigError: ``--deepep-config``, ``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` or a ``UCCL_EP_*`` variable
+            holds what cannot be used.
+    """
+    from uccl_ep_serving import Settings
+
+    Settings.from_environment()
+    window = _import("sglang.srt.environ", "envs").envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
+    if not 0 < window <= _MOST_DISPATCH_TOKENS:
+        raise ConfigError(
+            f"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK = {window} is outside 1..{_MOST_DISPATCH_TOKENS}, the "
+            "range that SGLang's dispatcher takes"
+        )
+    if server_args.deepep_config:
+        _check_deepep_config(server_args.deepep_config)
+
+
+def _check_deepep_config(given: str) -> None:
+    """Read ``--deepep-config`` as the engine's ``DeepEPConfig`` will: JSON, or the name of a file that holds it."""
+    from uccl_ep_serving import Config
+
+    what = f"--deepep-config {given!r}"
+    try:
+        parsed = json.loads(given if given.lstrip().startswith("{") else Path(given).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} is neither JSON nor a file of JSON: {error}") from error
+    configs = []
+    for part in ("normal_dispatch", "normal_combine"):
+        if not (isinstance(parsed, dict) and isinstance(parsed.get(part), dict)):
+            raise ConfigError(f"{what} needs an object named {part!r}, with the fields of Config")
+        try:
+            configs.append(Config(**parsed[part]))
+        except (TypeError, ConfigError) as error:
+            raise ConfigError(f"{what}, {part}: {error}") from error
+        if "num_sms" not in parsed[part]:
+            raise ConfigError(f"{what}, {part}: num_sms is missing")
+    if configs[0].num_sms != configs[1].num_sms:
+        raise ConfigError(f"{what}: num_sms of normal_dispatch and of normal_combine differ; SGLang wants them equal")
+
+
+def _check_device(device: str) -> None:
+    if device.partition(":")[0] not in _DEVICES:
+        raise ConfigError(
+            f"--moe-a2a-backend {BACKEND}: this version of uccl_ep_serving has no kernels for {device} tensors, only "
+            f"for {', '.join(_DEVICES)}. Start with another --moe-a2a-backend, or see `uccl-ep demo` for a run on CPU."
+        )
 
 
 # --- activation: only when uccl_ep was asked for ---------------------------------------------------------------------
@@ -310,5 +379,5 @@ def activate() -> None:
     # The other overlaps of --enable-single-batch-overlap stay.
     targets.overlap.enable_combine_down_gemm_two_stream_overlap = classmethod(lambda _cls: False)
     _log.info("uccl_ep: SGLang %s (%s) runs its DeepEP dispatcher on uccl_ep_serving", _sglang_version(), standing)
-    if standing is Standing.UNPROVEN:
-        _log.warning("uccl_ep: SGLang %s is unproven: %s; all hooks were found", _sglang_version(), reason)
+    if standing is not Standing.SUPPORTED:
+        _log.warning("uccl_ep: no test has served with SGLang %s: %s; all hooks were found", _sglang_version(), reason)

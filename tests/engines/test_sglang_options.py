@@ -1,0 +1,118 @@
+"""What the plugin refuses at launch, and what of ``--deepep-config`` reaches the engine. No server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sglang_plugin import resolved
+
+from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+InEngine = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory)
+    return str(directory)
+
+
+# --- what starts with "engine_" runs in the process that has SGLang --------------------------------------------------
+
+
+def engine_settings(model: str, fields: dict[str, Any], variables: dict[str, str]) -> tuple[str, int]:
+    """Ask for uccl_ep with these settings; returns the refusal, or the SMs that the engine's own configuration took."""
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.moe.token_dispatcher import deepep
+
+    os.environ.update(variables)
+    try:
+        server_args = resolved(model, moe_a2a_backend="uccl_ep", **fields)
+    except ConfigError as error:
+        return str(error), 0
+    deepep.get_deepep_config = lambda: server_args.deepep_config or ""
+    utils.get_deepep_config = deepep.get_deepep_config
+    deepep.torch.distributed.get_rank = lambda: 1
+    return "", deepep.DeepEPConfig.get_instance().num_sms
+
+
+def engine_on_device(model: str, device: str) -> str:
+    """What a process says that publishes a configuration resolved for ``device``."""
+    server_args = resolved(model, moe_a2a_backend="uccl_ep")
+    resolution = server_args.resolved_dict()
+    type(server_args).resolved_dict = lambda _self: {**resolution, "device": device}
+    try:
+        server_args.resolve_once()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def deepep_config(**changes: Any) -> str:
+    """A ``--deepep-config`` whose normal_combine has ``changes``."""
+    fields = {
+        "num_sms": 8,
+        "num_max_nvl_chunked_send_tokens": 4,
+        "num_max_nvl_chunked_recv_tokens": 64,
+        "num_max_rdma_chunked_send_tokens": 4,
+        "num_max_rdma_chunked_recv_tokens": 32,
+    }
+    return json.dumps({"normal_dispatch": fields, "normal_combine": {**fields, **changes}})
+
+
+@pytest.mark.parametrize("how", ["inline", "file"])
+def test_deepep_config_reaches_the_engine(in_engine: InEngine, model: str, tmp_path: Path, how: str) -> None:
+    given = deepep_config()
+    if how == "file":
+        (tmp_path / "deepep.json").write_text(given)
+        given = str(tmp_path / "deepep.json")
+    assert in_engine(engine_settings, model, {"deepep_config": given}, {}) == ("", 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ("no_such_file.json", "neither JSON nor a file of JSON"),
+        ('{"normal_dispatch": ', "neither JSON nor a file of JSON"),
+        ('{"normal_dispatch": {"num_sms": 8}}', "needs an object named 'normal_combine'"),
+        (deepep_config(num_sms=10), "num_sms of normal_dispatch and of normal_combine differ"),
+        (deepep_config(num_sms=7), "normal_combine: num_sms = 7 must be even"),
+        (deepep_config(num_max_nvl_chunked_recv_tokens=1), "send tokens 4 must be in 1..recv tokens 1"),
+        (deepep_config(num_smss=8), "num_smss"),
+    ],
+)
+def test_bad_deepep_config_is_refused_at_launch(in_engine: InEngine, model: str, config: str, complaint: str) -> None:
+    message, _ = in_engine(engine_settings, model, {"deepep_config": config}, {})
+    assert message.startswith("--deepep-config ")
+    assert complaint in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "2048"),
+        ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "0"),
+        ("UCCL_EP_TRANSPORT", "carrier-pigeon"),
+    ],
+)
+def test_bad_variable_is_refused_at_launch(in_engine: InEngine, model: str, name: str, value: str) -> None:
+    message, _ = in_engine(engine_settings, model, {}, {name: value})
+    assert name in message
+    assert value in message
+
+
+def test_device_without_kernels_is_refused_before_the_weights_are_loaded(in_engine: InEngine, model: str) -> None:
+    assert in_engine(engine_on_device, model, "cpu") == ""
+    assert "no kernels for cuda tensors" in in_engine(engine_on_device, model, "cuda")
