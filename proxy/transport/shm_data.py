@@ -16,6 +16,7 @@ from numba import types
 from ...native.atomics import copy, load64, peek, peek32, poke, store64
 from ...native.calls import monotonic_ns
 from ...native.jit import c_function, compile_lock, compiled
+from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.imm import IMM
 from ...protocol.mailbox import SLOTS, SLOTS_OFFSET, TAIL, WORD
 from .base import (
@@ -71,6 +72,9 @@ _WATCH_EVERY_NS = 50_000_000
 
 IMM_BITS = WORD["imm"].width
 _IMM_MASK = WORD["imm"].mask
+_NBYTES_SHIFT = WORD["nbytes"].shift
+_NBYTES_MASK = WORD["nbytes"].mask
+_LAP_SHIFT = WORD["lap"].shift
 _SOURCE_SHIFT = IMM["source"].shift
 _ENOTCONN = errno.ENOTCONN
 _EINVAL = errno.EINVAL
@@ -93,7 +97,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     state = peek(record + 8 * STATE)
     if state not in (UP, _ENDING):
         return -_ENOTCONN
-    if nbytes < 0 or target < 0 or target > peek(context + 8 * WINDOW_BYTES) - nbytes:
+    if nbytes < 0 or nbytes > MAX_WRITE_BYTES or target < 0 or target > peek(context + 8 * WINDOW_BYTES) - nbytes:
         return -_EINVAL
     queued = peek(context + 8 * _DONE_HEAD)
     if queued - peek(context + 8 * _DONE_TAIL) >= DONE_SLOTS:
@@ -112,7 +116,8 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         copy(peek(record + 8 * WINDOW) + target, local, nbytes)
     lap = ((head // SLOTS) + 1) & 1
     # Release: the payload is in place before the receiver can see the immediate.
-    store64(ring + SLOTS_OFFSET + (head % SLOTS) * 8, (imm & _IMM_MASK) | (lap << IMM_BITS))
+    word = (imm & _IMM_MASK) | (nbytes << _NBYTES_SHIFT) | (lap << _LAP_SHIFT)
+    store64(ring + SLOTS_OFFSET + (head % SLOTS) * 8, word)
     poke(record + 8 * _OUT_HEAD, head + 1)
     done = peek(context + 8 * DONE) + (queued % DONE_SLOTS) * 16
     poke(done, wr_id)
@@ -182,15 +187,16 @@ def _receive(record: int, peer: int, events: int, count: int, limit: int) -> int
         # Read once: the peer could change the word between a check and its use.
         word = load64(ring + SLOTS_OFFSET + (taken % SLOTS) * 8)
         lap = ((taken // SLOTS) + 1) & 1
-        if (word >> IMM_BITS) & 1 != lap:
+        if (word >> _LAP_SHIFT) & 1 != lap:
             if ending:
                 poke(record + 8 * STATE, CLOSED)
                 _event(events, count, DOWN, 0, peer, _ESRCH)
                 count += 1
             break
         imm = word & _IMM_MASK
+        nbytes = (word >> _NBYTES_SHIFT) & _NBYTES_MASK
         status = 0
-        if word >> (IMM_BITS + 1) != 0:
+        if word >> (_LAP_SHIFT + 1) != 0 or nbytes > MAX_WRITE_BYTES:
             status = FAULT_BAD_FRAME
         elif imm >> _SOURCE_SHIFT != peer:
             status = FAULT_WRONG_SOURCE
@@ -199,7 +205,7 @@ def _receive(record: int, peer: int, events: int, count: int, limit: int) -> int
             _event(events, count, FAULT, word, peer, status)
             count += 1
             break
-        _event(events, count, ARRIVED, imm, peer, 0)
+        _event(events, count, ARRIVED, imm, peer, nbytes)
         count += 1
         taken += 1
     if taken != before:

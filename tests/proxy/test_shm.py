@@ -17,7 +17,9 @@ from contract import Group, OpenGroup, Port, Traffic, TransportContract
 
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.protocol import mailbox
+from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
 from uccl_ep_serving.protocol.imm import Immediate, encode
+from uccl_ep_serving.protocol.mailbox import WORD
 from uccl_ep_serving.proxy.transport import base
 from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address, mailbox_bytes
 
@@ -89,9 +91,10 @@ class TestMailboxIsNotTrusted:
     @pytest.mark.parametrize(
         ("word", "status"),
         [
-            (1 << 32 | imm(source=0), base.FAULT_WRONG_SOURCE),
-            (1 << 32 | imm(source=2), base.FAULT_WRONG_SOURCE),
-            (1 << 33 | 1 << 32 | imm(source=1), base.FAULT_BAD_FRAME),
+            (WORD.pack(lap=1, imm=imm(source=0)), base.FAULT_WRONG_SOURCE),
+            (WORD.pack(lap=1, imm=imm(source=2)), base.FAULT_WRONG_SOURCE),
+            (WORD.pack(lap=1, imm=imm(source=1), nbytes=MAX_WRITE_BYTES + 1), base.FAULT_BAD_FRAME),
+            (WORD.pack(lap=1, imm=imm(source=1)) | 1 << WORD.used, base.FAULT_BAD_FRAME),
             (-1, base.FAULT_BAD_FRAME),
         ],
     )
@@ -101,7 +104,7 @@ class TestMailboxIsNotTrusted:
             made.words(0, source=1)[0] = word
             (event,) = receiver.poll()
             assert (event.kind, event.peer, event.status) == (base.FAULT, 1, status)
-            made.words(0, source=1)[:] = 1 << 32 | imm(source=1)
+            made.words(0, source=1)[:] = WORD.pack(lap=1, imm=imm(source=1))
             assert receiver.poll() == [], "heard of once, then never again"
             assert honest.post(0, 0, 0, 16, imm(2), 1) == base.ACCEPTED
             assert [event.peer for event in receiver.poll()] == [2]
@@ -163,7 +166,9 @@ def test_proxies_do_not_hear_each_other() -> None:
     for proxy in range(2):
         assert ports[proxy].post(1, 0, 64 * proxy, 64, imm(0, 7 + proxy), 0) == base.ACCEPTED
     for proxy in range(2):
-        assert [(e.kind, e.value) for e in ports[2 + proxy].poll()] == [(base.ARRIVED, imm(0, 7 + proxy))]
+        # the payload's bytes come along: the receiving proxy counts them
+        arrived = [(event.kind, event.value, event.status) for event in ports[2 + proxy].poll()]
+        assert arrived == [(base.ARRIVED, imm(0, 7 + proxy), 64)]
     for endpoint in endpoints:
         endpoint.close()
 
@@ -176,6 +181,12 @@ class TestPost:
             for target, nbytes in [(4096, 16), (4090, 16), (-16, 16), (1 << 62, 16)]:
                 assert sender.post(1, 0, target, nbytes, imm(0), 0) < 0
             assert np.array_equal(made.windows[1], before)
+            assert Port(group, 1).poll() == []
+
+    def test_more_than_a_write_may_have(self) -> None:
+        """The mailbox word has no room for a longer length; memory of these windows is never touched."""
+        with fabric(2, MAX_WRITE_BYTES + 16) as (_, group):
+            assert Port(group, 0).post(1, 0, 0, MAX_WRITE_BYTES + 16, imm(0), 0) < 0
             assert Port(group, 1).poll() == []
 
     def test_a_peer_that_was_never_connected(self) -> None:

@@ -6,19 +6,21 @@ one producer (that proxy's twin in the source process) and one consumer (the rec
     byte   0  tail   int64, immediates taken     writer: the receiving proxy (release); reader: the producer (acquire)
     byte 128  slots  SLOTS x 8-byte words        writer: the producer (release); reader: the receiving proxy (acquire)
 
-A slot's word is an immediate with a lap bit above it. Immediate number i of a ring goes to slot ``i % SLOTS`` with lap
-bit ``lap_of(i)``; the release store that publishes it comes after the payload's bytes, and the consumer's acquire load
-makes those bytes visible. Fresh memory is zero and lap 0 writes ones, so an unwritten slot is never taken.
+A slot's word is an immediate, the bytes of the write it belongs to, and a lap bit. Immediate number i of a ring goes to
+slot ``i % SLOTS`` with lap bit ``lap_of(i)``; the release store that publishes it comes after the payload's bytes, and
+the consumer's acquire load makes those bytes visible. Fresh memory is zero and lap 0 writes ones, so an unwritten slot
+is never taken.
 
 Peers can write this memory, so nothing in it is trusted: each side keeps its own position in private memory, the
-consumer reads a word once and refuses one that is not an immediate of the ring's source, the producer refuses a tail
-outside [its position - SLOTS, its position].
+consumer reads a word once and refuses one that is not an immediate of the ring's source or that claims more bytes than
+a write may have (they are only counted, never used as a length), the producer refuses a tail outside
+[its position - SLOTS, its position].
 """
 
 from __future__ import annotations
 
 from .bitfield import Word
-from .command import MAX_RANKS
+from .command import MAX_RANKS, MAX_WRITE_BYTES
 from .frame import MAX_PROXIES
 from .imm import IMM
 
@@ -28,6 +30,7 @@ WORD = Word(
     "mailbox word",
     64,
     ("imm", IMM.bits, "the immediate"),
+    ("nbytes", MAX_WRITE_BYTES.bit_length(), "bytes of the write, for the receiver's counters"),
     ("lap", 1, "lap of the ring in which the slot was written"),
 )
 
@@ -40,6 +43,7 @@ SLOTS_OFFSET = 128
 RING_BYTES = SLOTS_OFFSET + SLOTS * 8
 
 assert RING_BYTES % 128 == 0
+assert WORD.used < 64  # compiled code holds a word in an int64: the sign bit stays clear
 
 
 def lap_of(number: int) -> int:
