@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -204,6 +207,226 @@ def test_a_forked_child_lets_go_of_the_connections() -> None:
         zero.close()
         os.kill(child, 9)
         os.waitpid(child, 0)
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_an_answer_to_a_step_that_was_given_up_leaves_no_descriptor() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mine = os.memfd_create("test")
+        try:
+            if exchange.rank == 0:
+                mesh.gather("all here")
+                before = open_descriptors()
+                with pytest.raises(PeerTimeout, match=r"ranks \[1\]"):
+                    mesh.gather("share", timeout=0.2)
+                time.sleep(0.6)  # rank 1's answer comes in now
+                return open_descriptors() - before, dict(mesh._inbox)
+            mesh.gather("all here")
+            time.sleep(0.4)
+            for _, taken in mesh.gather("share", descriptors=[mine]):
+                assert not taken
+            time.sleep(0.6)
+            return None
+        finally:
+            os.close(mine)
+            mesh.close()
+
+    assert in_threads(2, body) == [(set(), {}), None]
+
+
+def test_a_step_that_fails_gives_back_the_descriptors_it_got() -> None:
+    """Ranks 0 and 1 hand theirs over; rank 2 never takes the step, so it fails on both and waits unread on rank 2."""
+
+    def body(exchange: ThreadExchange) -> None:
+        mesh = joined(exchange)
+        mine = os.memfd_create("test")
+        try:
+            mesh.gather("all here")
+            if exchange.rank != 2:
+                with pytest.raises(PeerTimeout, match=r"ranks \[2\]"):
+                    mesh.gather("share", descriptors=[mine], timeout=0.3)
+            exchange.all_gather(b"")
+        finally:
+            os.close(mine)
+            mesh.close()
+
+    before = open_descriptors()
+    assert in_threads(3, body) == [None, None, None]
+    assert open_descriptors() - before == set()
+
+
+def test_a_rank_that_gives_up_while_connecting_is_named_at_once() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        settings = Settings.from_environment({}, connect_timeout=30.0)
+        mesh = ControlMesh(exchange.rank, exchange.size, settings)
+        known = introduce(
+            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
+        )
+        start = time.monotonic()
+        try:
+            if exchange.rank == 1:
+                return None
+            mesh.connect(known)
+        except BootstrapError as error:
+            return time.monotonic() - start, str(error)
+        finally:
+            mesh.close()
+
+    (took0, text0), _, (took2, text2) = in_threads(3, body)
+    assert max(took0, took2) < 8
+    assert "nobody listens for rank 1" in text2
+    assert "rank 2" in text0
+    assert "left while the ranks were connecting" in text0
+
+
+def test_silent_strangers_do_not_hold_up_the_group() -> None:
+    strangers: list[socket.socket] = []
+
+    def body(exchange: ThreadExchange) -> Any:
+        settings = Settings.from_environment({}, connect_timeout=20.0)
+        mesh = ControlMesh(exchange.rank, 2, settings)
+        known = introduce(
+            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
+        )
+        if exchange.rank == 1:
+            strangers.extend(
+                socket.create_connection((known.cards[0].address, known.cards[0].port)) for _ in range(100)
+            )
+        exchange.all_gather(b"")
+        start = time.monotonic()
+        mesh.connect(known)
+        took = time.monotonic() - start
+        mesh.gather("all here")
+        mesh.close()
+        return took
+
+    try:
+        assert max(in_threads(2, body)) < 3
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_equal_host_identities_without_a_common_socket_meet_over_tcp() -> None:
+    """Two machines started from one snapshot have the same boot id and the same namespace number."""
+    import msgspec
+
+    def body(exchange: ThreadExchange) -> Any:
+        settings = Settings.from_environment({}, connect_timeout=10.0)
+        mesh = ControlMesh(exchange.rank, 2, settings)
+        known = introduce(
+            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
+        )
+        cards = tuple(msgspec.structs.replace(card, socket_name=card.socket_name + "x") for card in known.cards)
+        mesh.connect(Introduction(cards, known.secret))
+        local = mesh.local_peers
+        mesh.gather("all here")
+        mesh.close()
+        return local
+
+    assert in_threads(2, body) == [frozenset(), frozenset()]
+
+
+def test_a_callback_that_raises_does_not_stop_the_reading() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+
+        def fail(peer: int) -> None:
+            raise RuntimeError("from a callback")
+
+        mesh.on_lost = mesh.on_goodbye = fail
+        mesh.gather("all here")
+        try:
+            if exchange.rank == 1:
+                return None
+            if exchange.rank == 2:
+                return mesh.gather("next", b"2", without=frozenset({1}))[0][0]
+            time.sleep(0.3)
+            return mesh.gather("next", b"0", without=frozenset({1}))[2][0]
+        finally:
+            if exchange.rank == 1:
+                mesh.abandon()
+            else:
+                mesh.goodbye()
+                mesh.close()
+
+    assert in_threads(3, body) == [b"2", None, b"0"]
+
+
+def test_an_interrupted_send_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a frame may be out: a second one behind it would be read as its rest."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        exchange.all_gather(b"")
+        try:
+            if exchange.rank == 1:
+
+                def interrupted(connection: socket.socket, data: list[bytes], fds: list[int]) -> int:
+                    connection.send(data[0][:10])
+                    raise KeyboardInterrupt
+
+                monkeypatch.setattr(socket, "send_fds", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    mesh.gather("next", descriptors=[0])
+                time.sleep(0.3)
+                return None
+            with pytest.raises(PeerLost, match="rank 1 is gone"):
+                mesh.gather("next", timeout=5.0)
+            return None
+        finally:
+            mesh.close()
+
+    assert in_threads(2, body) == [None, None]
+
+
+def test_the_live_counters_take_another_name_and_ignore_who_holds_theirs() -> None:
+    first = LiveServer(dict)
+    number = int(first.name.rpartition(".")[2])
+    first.close()
+    taken = f"{first.name.rpartition('.')[0]}.{number + 1}"
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind('\\0' + sys.argv[1]); s.listen();"
+        "print(flush=True); sys.stdin.read()"
+    )
+    squatter = subprocess.Popen([sys.executable, "-c", code, taken], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert squatter.stdout is not None
+        squatter.stdout.readline()
+        server = LiveServer(lambda: {"number": 1})
+        try:
+            assert server.name != taken
+            assert query(os.getpid(), timeout=1.0) == [{"number": 1}]
+        finally:
+            server.close()
+    finally:
+        squatter.kill()
+        squatter.communicate()
+
+
+def test_the_live_counters_outlast_a_lack_of_descriptors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+    accept = socket.socket.accept
+
+    def out_of_descriptors(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", out_of_descriptors)
+    server = LiveServer(lambda: {"number": 3})
+    try:
+        assert query(os.getpid(), timeout=5.0) == [{"number": 3}]
+        assert "not served for a second: [Errno 24]" in caplog.text
+    finally:
+        server.close()
 
 
 def test_live_counters_answer_only_while_open() -> None:

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, TransportError
 from uccl_ep_serving.memory import HeapAllocator, Segment
 
 
@@ -29,6 +29,31 @@ def test_a_short_segment_is_refused() -> None:
     one = Segment.create("test", 4096)
     with pytest.raises(ConfigError, match="4096 bytes where 8192"):
         Segment.attach(os.dup(one.fd), 8192)
+
+
+def test_a_segment_cannot_be_shortened_under_those_who_map_it() -> None:
+    one = Segment.create("test", 8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(one.fd, 4096)
+    plain = os.memfd_create("test")
+    os.ftruncate(plain, 8192)
+    with pytest.raises(ConfigError, match="not sealed"):
+        Segment.attach(plain, 8192)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(plain)
+    reader, writer = os.pipe()
+    os.close(writer)
+    with pytest.raises(ConfigError, match="not sealed"):
+        Segment.attach(reader, 1)
+
+
+def test_memory_that_is_refused_is_a_transport_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, flags: int) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(TransportError, match="Operation not permitted"):
+        Segment.create("test", 4096)
 
 
 def test_memory_stays_mapped_while_a_tensor_lives() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import ipaddress
+import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +30,13 @@ from .protocol.message import FORMAT_VERSION
 
 __all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "local_host"]
 
+_log = logging.getLogger("uccl_ep_serving")
+
 _SECRET_BYTES = 32
+#: A collective, or a store, is looked at this often; a store less often after a while.
+_POLL_SECONDS, _MOST_POLL_SECONDS = 0.001, 0.05
+#: A wait for ranks that have not come yet is talked about this often.
+_SAY_SECONDS = 10.0
 
 
 class Exchange(Protocol):
@@ -51,10 +59,14 @@ class TorchExchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._device = torch.device("cpu")
-        backend = str(dist.get_backend(group))
-        if "gloo" not in backend and "mpi" not in backend:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        # The group knows which devices its backends serve, also where it was made without naming one.
+        devices = {device.type: device for device in group._device_types}
+        if "cpu" in devices:
+            self._device = torch.device("cpu")
+        else:
+            # A group that is bound to a device may be used with no other: its communicator lives there.
+            kind = next(iter(devices), "cuda")
+            self._device = group.bound_device_id or torch.device(kind, torch.get_device_module(kind).current_device())
 
     @property
     def rank(self) -> int:
@@ -67,16 +79,40 @@ class TorchExchange:
     def all_gather(self, payload: bytes) -> list[bytes]:
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
         lengths = [torch.empty_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self._group)
+        self._gather(lengths, length)
         most = max(int(one.item()) for one in lengths)
         block = torch.zeros(most, dtype=torch.uint8)
         block[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         block = block.to(self._device)
         blocks = [torch.empty_like(block) for _ in range(self.size)]
-        dist.all_gather(blocks, block, group=self._group)
+        self._gather(blocks, block)
         return [
             bytes(one[: int(size.item())].cpu().numpy().tobytes()) for one, size in zip(blocks, lengths, strict=True)
         ]
+
+    def _gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """All-gather that says what it waits for and can be interrupted; bounded by the group's own timeout.
+
+        Inside the collective neither would be: Python handles no signal there, and the default timeout is 30 minutes.
+        """
+        try:
+            work = dist.all_gather(outputs, mine, group=self._group, async_op=True)
+            said = time.monotonic()
+            while not work.is_completed():
+                time.sleep(_POLL_SECONDS)
+                if time.monotonic() - said > _SAY_SECONDS:
+                    said = time.monotonic()
+                    _log.warning(
+                        "rank %d of %d waits for the other ranks to open their Buffer: all ranks of the group must",
+                        self.rank,
+                        self.size,
+                    )
+            work.wait()
+        except RuntimeError as error:
+            raise BootstrapError(
+                f"rank {self.rank}: the process group failed while the {self.size} ranks opened their Buffer: {error}. "
+                "Likely cause: a rank died, or never opened one. Next step: read the log of the first rank that ended"
+            ) from error
 
 
 class StoreExchange:
@@ -90,6 +126,7 @@ class StoreExchange:
 
     def __init__(self, store: c10d.Store, rank: int, size: int, name: str = "uccl_ep") -> None:
         self._store = c10d.PrefixStore(name, store)
+        self._timeout: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         self._calls = 0
         self.rank = rank
         self.size = size
@@ -99,12 +136,26 @@ class StoreExchange:
         self._calls += 1
         # a store's values are text for its type hints; base64 keeps any store happy
         self._store.set(f"{self._calls}/{self.rank}", base64.b64encode(payload).decode())
+        deadline = time.monotonic() + self._timeout
         try:
-            return [base64.b64decode(self._store.get(f"{self._calls}/{peer}")) for peer in range(self.size)]
-        except dist.DistStoreError as error:
-            raise BootstrapError(
-                f"rank {self.rank}: not all of {self.size} ranks reached the store: {error}"
-            ) from error
+            return [base64.b64decode(self._get(peer, deadline)) for peer in range(self.size)]
+        except BootstrapError:
+            raise
+        except RuntimeError as error:
+            raise BootstrapError(f"rank {self.rank}: the store of the {self.size} ranks failed: {error}") from error
+
+    def _get(self, peer: int, deadline: float) -> bytes:
+        """``peer``'s payload. Asks instead of waiting: Python handles no signal (Ctrl-C) inside a store's wait."""
+        key, pause = f"{self._calls}/{peer}", _POLL_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                raise BootstrapError(
+                    f"rank {self.rank}: rank {peer} of {self.size} has not reached the store within "
+                    f"{self._timeout:g} s. Next step: read that rank's log"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_POLL_SECONDS)
+        return self._store.get(key)
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -146,9 +197,13 @@ class Introduction(msgspec.Struct, frozen=True):
 
 
 def _host_identity() -> str:
-    """Equal for two processes exactly when they share the kernel and the network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    """Equal for two processes when they share the kernel and the network namespace; unique where that is hidden."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        # A sandbox without these files: every rank counts as a host of its own and is reached over TCP.
+        return secrets.token_hex(16)
 
 
 def _addresses(interface: str) -> list[str]:
@@ -171,6 +226,13 @@ def _addresses(interface: str) -> list[str]:
     return [str(ip) for ip in sorted(usable, key=lambda ip: (ip.is_loopback, ip.version))]
 
 
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
 def local_host(settings: Settings) -> str:
     """Address that peers on other hosts should use for this rank.
 
@@ -182,10 +244,13 @@ def local_host(settings: Settings) -> str:
             family, _, _, _, target = socket.getaddrinfo(settings.master_address, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
-                return str(probe.getsockname()[0])
+                address = str(probe.getsockname()[0])
+            # Debian's /etc/hosts maps a host's own name to 127.0.1.1: on the master itself the route then leads to
+            # loopback, where no other host gets. A master given as loopback means one host.
+            if not _is_loopback(address) or _is_loopback(settings.master_address):
+                return address
         except OSError:
-            # An unresolvable master says nothing about the interfaces; choose among them.
-            return (_addresses("") or ["127.0.0.1"])[0]
+            pass  # an unresolvable master says nothing about the interfaces: choose among them
     return (_addresses(settings.socket_ifname) or ["127.0.0.1"])[0]
 
 
@@ -216,7 +281,8 @@ def introduce(
 
     Raises:
         ConfigError: ranks differ in version, settings or sizes; every rank raises, naming both sides.
-        BootstrapError: the exchange returned something that is not the group's cards.
+        BootstrapError: the exchange failed or returned something that is not the group's cards, or a rank listens
+            where another one cannot reach it.
     """
     mine = Card(
         rank=exchange.rank,
@@ -249,6 +315,13 @@ def introduce(
         )
     if words := _disagreement(cards):
         raise ConfigError(f"the ranks disagree, nothing was started: {words}. Give all ranks the same environment")
+    for card in cards:
+        if card.host != mine.host and _is_loopback(card.address):
+            raise BootstrapError(
+                f"rank {mine.rank}: rank {card.rank} on {card.host_name} listens on {card.address}, where other hosts "
+                "cannot reach it. Likely cause: MASTER_ADDR is loopback on that host, or it has no other network. Next "
+                "step: set UCCL_EP_SOCKET_IFNAME there"
+            )
     if len(cards[0].secret) != _SECRET_BYTES:
         raise BootstrapError(f"rank 0 sent a secret of {len(cards[0].secret)} bytes, {_SECRET_BYTES} expected")
     return Introduction(cards, cards[0].secret)

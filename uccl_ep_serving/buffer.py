@@ -91,9 +91,11 @@ class Buffer:
         num_qps_per_rank: DeepEP's QP count; connections follow ``UCCL_EP_CHANNELS`` and ``UCCL_EP_PROXIES`` instead.
         allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted; what is mapped is probed
             (``UCCL_EP_DIRECT``).
-        explicitly_destroy: when False, the Buffer also closes when it is collected.
+        explicitly_destroy: kept as an attribute. A Buffer that was not destroyed closes when it is collected or the
+            interpreter ends, waiting at most 1 s for the other ranks.
         enable_shrink: a lost or silent peer is masked by ``low_latency_update_mask_buffer`` instead of ending the
             group.
+        comm: DeepEP's MPI communicator; must be None.
         settings: instead of the environment's ``UCCL_EP_*``.
 
     Raises:
@@ -111,11 +113,17 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
-        explicitly_destroy: bool = False,
         use_fabric: bool = False,
+        explicitly_destroy: bool = False,
         enable_shrink: bool = False,
+        comm: object = None,
+        *,
         settings: Settings | None = None,
     ) -> None:
+        if comm is not None:
+            raise ConfigError("comm= is not supported: MPI communicators are not read, give group=")
+        if not hasattr(group, "rank"):
+            raise ConfigError(f"group must be a process group that this process belongs to, not {group!r}")
         for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if value < 0:
                 raise ConfigError(f"{name} = {value} is negative")
@@ -199,8 +207,17 @@ class Buffer:
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """A tensor over this rank's normal-mode heap, for inspection; ``offset`` in bytes, ``size`` by default all."""
+        """A tensor over this rank's normal-mode heap, for inspection; ``offset`` in bytes, ``size`` by default all.
+
+        Raises ConfigError for a part that does not lie in the heap or is not aligned to ``dtype``.
+        """
         layout = self.runtime.layout
+        wanted = 0 if size is None else size.numel() * dtype.itemsize
+        if offset < 0 or offset % dtype.itemsize or offset + wanted > layout.normal.heap:
+            raise ConfigError(
+                f"get_local_buffer_tensor: offset {offset} and size {None if size is None else list(size)} in {dtype} "
+                f"are not a part of the heap's {layout.normal.heap} bytes"
+            )
         view = self.runtime.window_bytes[layout.normal_heap + offset : layout.normal_heap + layout.normal.heap]
         whole = torch.from_numpy(view)
         whole = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)

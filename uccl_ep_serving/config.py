@@ -88,7 +88,10 @@ def _cpus(text: str) -> tuple[int, ...]:
     cpus: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        cpus.extend(range(int(first), int(last or first) + 1))
+        found = range(int(first), int(last or first) + 1)
+        if not found:
+            raise ValueError(f"{part} names no core")
+        cpus.extend(found)
     return tuple(cpus)
 
 

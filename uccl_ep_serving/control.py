@@ -10,24 +10,20 @@ from __future__ import annotations
 
 import array
 import contextlib
-import hashlib
-import hmac
+import errno
 import logging
 import os
-import secrets
 import selectors
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
-from .bootstrap import Card, Introduction, local_host
+from .bootstrap import Introduction
 from .config import Settings
-from .errors import BootstrapError, ConfigError, PeerLost, PeerTimeout, ProtocolError
+from .control_links import MAGIC, Link, Listeners, meet
+from .errors import ConfigError, PeerLost, PeerTimeout, ProtocolError
 
 __all__ = ["ControlMesh"]
 
@@ -35,61 +31,37 @@ _log = logging.getLogger("uccl_ep_serving.control")
 
 #: magic, kind, number of descriptors that come with it, sequence of the gather, payload bytes
 _HEADER = struct.Struct("<IHHQI")
-_MAGIC = 0x4345_4355
 _GATHER, _GOODBYE = 1, 2
 _MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
-
-#: magic, connecting rank, accepting rank, nonce
-_HELLO = struct.Struct("<III32s")
-_PROOF_BYTES = 32
-#: Seconds that one stranger may take for the handshake; several are served at once.
-_HANDSHAKE_SECONDS = 10.0
 
 #: Open meshes, so that a forked child can let go of their sockets (peers must see a dead parent's connections close).
 _open_meshes: weakref.WeakSet[ControlMesh] = weakref.WeakSet()
 
 
-def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """HMAC-SHA256 over who proves (role) and both nonces."""
-    return hmac.new(secret, role + hello + nonce, hashlib.sha256).digest()
-
-
-def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        piece = connection.recv(nbytes - len(data))
-        if not piece:
-            raise ConnectionError("the connection closed during the handshake")
-        data += piece
-    return bytes(data)
+def _close_all(descriptors: list[int]) -> None:
+    """Close and forget."""
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _receive_some(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """What is there, with the descriptors that came along. Raises BlockingIOError when there is nothing.
+    """What is there, with the descriptors that came along.
+
+    Raises BlockingIOError when there is nothing, another OSError when this process may not open so many files.
 
     ``socket.recv_fds`` of Python 3.11 ignores its flags and would block.
     """
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-    data, ancillary, _, _ = connection.recvmsg(65536, socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4), flags)
+    data, ancillary, told, _ = connection.recvmsg(65536, socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4), flags)
     descriptors = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(content[: len(content) // 4 * 4])
+    if told & socket.MSG_CTRUNC:
+        _close_all(list(descriptors))
+        raise OSError(errno.EMFILE, "descriptors were lost on the way: raise the limit on open files (ulimit -n)")
     return data, list(descriptors)
-
-
-@dataclass(eq=False)
-class _Link:
-    """Connection to one peer. ``buffer`` and ``descriptors`` belong to the reader thread."""
-
-    peer: int
-    socket: socket.socket
-    local: bool
-    sending: threading.Lock = field(default_factory=threading.Lock)
-    buffer: bytearray = field(default_factory=bytearray)
-    descriptors: list[int] = field(default_factory=list)
-    said_goodbye: bool = False
 
 
 class ControlMesh:
@@ -112,25 +84,19 @@ class ControlMesh:
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self._settings = settings
-        self._links: dict[int, _Link] = {}
+        self._listeners = Listeners(rank, settings)
+        self.socket_name = self._listeners.socket_name
+        self.address, self.port = self._listeners.address, self._listeners.port
+        self._links: dict[int, Link] = {}
         self._gone: set[int] = set()
         self._changed = threading.Condition()
         self._inbox: dict[int, dict[int, tuple[bytes, list[int]]]] = {}
-        self._sequence = 0
+        #: Number of the next step, and of the oldest one that somebody here may still wait for.
+        self._sequence = self._oldest = 0
         self._closing = False
         self._reader: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
-        self.socket_name = f"uccl_ep_control.{os.getpid()}.{secrets.token_hex(8)}"
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._unix.bind("\0" + self.socket_name)
-        self._unix.listen(min(ranks, 4096))
-        self.address = local_host(settings)
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        self._tcp = socket.socket(family, socket.SOCK_STREAM)
-        self._tcp.bind((self.address, 0))
-        self._tcp.listen(min(ranks, 4096))
-        self.port: int = self._tcp.getsockname()[1]
         _open_meshes.add(self)
 
     # -- connecting ---------------------------------------------------------------------------------------------
@@ -138,119 +104,17 @@ class ControlMesh:
     def connect(self, introduction: Introduction) -> None:
         """Connect to every other rank: to lower ones actively, higher ones connect to us.
 
-        Raises BootstrapError naming the ranks that are missing at the deadline, or that do not prove the secret.
+        Raises BootstrapError naming the ranks that are missing at the deadline, that are gone, or that do not prove
+        the secret.
         """
-        deadline = time.monotonic() + self._settings.connect_timeout
-        mine = introduction.cards[self.rank]
-        expected = set(range(self.rank + 1, self.ranks))
-        done: dict[int, _Link] = {}
-        lock = threading.Lock()
-
-        def welcome(connection: socket.socket, local: bool) -> None:
-            try:
-                peer = self._accept_one(connection, introduction.secret)
-            except (OSError, ValueError, ConnectionError) as error:
-                # Anybody can connect to a listening port; a stranger must not disturb the group.
-                _log.warning(
-                    "rank %d dropped a connection that did not prove to belong to the job: %s", self.rank, error
-                )
-                connection.close()
-                return
-            with lock:
-                if peer in expected and peer not in done:
-                    done[peer] = _Link(peer, connection, local)
-                else:
-                    connection.close()
-
-        listeners = selectors.DefaultSelector()
-        listeners.register(self._unix, selectors.EVENT_READ, True)
-        listeners.register(self._tcp, selectors.EVENT_READ, False)
         try:
-            with ThreadPoolExecutor(8, thread_name_prefix="uccl-ep handshake") as pool:
-                for peer in range(self.rank):
-                    self._links[peer] = self._connect_one(introduction.cards[peer], mine, introduction.secret, deadline)
-                while True:
-                    with lock:
-                        if done.keys() == expected:
-                            break
-                    if time.monotonic() > deadline:
-                        missing = sorted(expected - done.keys())
-                        raise BootstrapError(
-                            f"rank {self.rank}: ranks {missing} have not connected within "
-                            f"{self._settings.connect_timeout:g} s to {self.address}:{self.port}. Likely cause: a "
-                            f"firewall, "
-                            "or the wrong interface. Next step: set UCCL_EP_SOCKET_IFNAME, raise "
-                            "UCCL_EP_CONNECT_TIMEOUT"
-                        )
-                    for key, _ in listeners.select(0.05):
-                        listener: socket.socket = key.fileobj  # type: ignore[assignment]
-                        connection, _ = listener.accept()
-                        pool.submit(welcome, connection, bool(key.data))
-        except BaseException:
-            for link in (*self._links.values(), *done.values()):
-                link.socket.close()
-            self._links.clear()
-            raise
+            self._links = meet(self.rank, self.ranks, self._listeners, introduction, self._settings.connect_timeout)
         finally:
-            listeners.close()
-            self._unix.close()
-            self._tcp.close()
-        self._links.update(done)
+            self._listeners.close()
         self._start_reader()
-
-    def _connect_one(self, card: Card, mine: Card, secret: bytes, deadline: float) -> _Link:
-        local = card.host == mine.host
-        target = "\0" + card.socket_name if local else (card.address, card.port)
-        while True:
-            family = socket.AF_UNIX if local else (socket.AF_INET6 if ":" in card.address else socket.AF_INET)
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            connection.settimeout(max(deadline - time.monotonic(), 0.05))
-            try:
-                connection.connect(target)
-                hello = _HELLO.pack(_MAGIC, self.rank, card.rank, secrets.token_bytes(32))
-                connection.sendall(hello)
-                answer = _receive_exactly(connection, 32 + _PROOF_BYTES)
-                nonce, proof = answer[:32], answer[32:]
-                if not hmac.compare_digest(proof, _proof(secret, b"accept", hello, nonce)):
-                    raise BootstrapError(
-                        f"rank {self.rank}: whoever answers for rank {card.rank} at {card.address}:{card.port} does "
-                        f"not "
-                        "know the job's secret. Likely cause: another job on the same port"
-                    )
-                connection.sendall(_proof(secret, b"connect", hello, nonce))
-                return _Link(card.rank, connection, local)
-            except OSError as error:
-                connection.close()
-                if time.monotonic() > deadline:
-                    raise BootstrapError(
-                        f"rank {self.rank} cannot connect to rank {card.rank} on {card.host_name} "
-                        f"({card.address}:{card.port}): {error}. Likely cause: a firewall, the wrong interface, or "
-                        f"that "
-                        "rank died. Next step: check that rank's log, set UCCL_EP_SOCKET_IFNAME"
-                    ) from error
-                time.sleep(0.05)
-            except BaseException:
-                connection.close()
-                raise
-
-    def _accept_one(self, connection: socket.socket, secret: bytes) -> int:
-        """Handshake with whoever connected; returns its rank. Raises ValueError or OSError."""
-        connection.settimeout(_HANDSHAKE_SECONDS)
-        hello = _receive_exactly(connection, _HELLO.size)
-        magic, peer, target, _ = _HELLO.unpack(hello)
-        if magic != _MAGIC or target != self.rank or not 0 <= peer < self.ranks:
-            raise ValueError("not a greeting of this protocol")
-        nonce = secrets.token_bytes(32)
-        connection.sendall(nonce + _proof(secret, b"accept", hello, nonce))
-        if not hmac.compare_digest(
-            _receive_exactly(connection, _PROOF_BYTES), _proof(secret, b"connect", hello, nonce)
-        ):
-            raise ValueError(f"it claims to be rank {peer} and has the wrong secret")
-        return int(peer)
 
     def _start_reader(self) -> None:
         for link in self._links.values():
-            link.socket.settimeout(None)
             seconds = int(self._settings.connect_timeout) + 1
             link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
             if not link.local:
@@ -271,7 +135,7 @@ class ControlMesh:
                 # abandon(), in another thread, closed the selector
                 return
             for key, _ in ready:
-                link: _Link | None = key.data
+                link: Link | None = key.data
                 if link is None:
                     continue
                 try:
@@ -280,7 +144,7 @@ class ControlMesh:
                     self._selector.unregister(link.socket)
                     self._lose(link, error)
 
-    def _read_link(self, link: _Link) -> None:
+    def _read_link(self, link: Link) -> None:
         """Take what is there. Raises when the connection is over."""
         while True:
             try:
@@ -293,7 +157,7 @@ class ControlMesh:
             link.buffer += data
             while len(link.buffer) >= _HEADER.size:
                 magic, kind, descriptors_due, sequence, length = _HEADER.unpack_from(link.buffer)
-                if magic != _MAGIC or length > _MOST_PAYLOAD or kind not in (_GATHER, _GOODBYE):
+                if magic != MAGIC or length > _MOST_PAYLOAD or kind not in (_GATHER, _GOODBYE):
                     raise ValueError(f"rank {link.peer} sent a malformed control frame")
                 if len(link.buffer) < _HEADER.size + length:
                     break
@@ -304,17 +168,21 @@ class ControlMesh:
                     continue
                 taken, link.descriptors = link.descriptors[:descriptors_due], link.descriptors[descriptors_due:]
                 with self._changed:
-                    self._inbox.setdefault(sequence, {})[link.peer] = (payload, taken)
-                    self._changed.notify_all()
+                    if sequence >= self._oldest:
+                        self._inbox.setdefault(sequence, {})[link.peer] = (payload, taken)
+                        self._changed.notify_all()
+                        continue
+                # an answer to a step that this rank has given up: nobody will ever take it
+                _close_all(taken)
 
-    def _note_goodbye(self, link: _Link) -> None:
+    def _note_goodbye(self, link: Link) -> None:
         link.said_goodbye = True
         with self._changed:
             self._gone.add(link.peer)
             self._changed.notify_all()
-        self.on_goodbye(link.peer)
+        self._tell(self.on_goodbye, link.peer)
 
-    def _lose(self, link: _Link, error: Exception) -> None:
+    def _lose(self, link: Link, error: Exception) -> None:
         if link.said_goodbye or self._closing:
             return
         with self._changed:
@@ -322,7 +190,14 @@ class ControlMesh:
             self.lost.append(link.peer)
             self._changed.notify_all()
         _log.error("rank %d lost rank %d: its control connection ended (%s)", self.rank, link.peer, error)
-        self.on_lost(link.peer)
+        self._tell(self.on_lost, link.peer)
+
+    def _tell(self, callback: Callable[[int], None], peer: int) -> None:
+        """Whatever a callback raises, the other connections are read on."""
+        try:
+            callback(peer)
+        except Exception:
+            _log.exception("rank %d could not act on the departure of rank %d", self.rank, peer)
 
     # -- agreeing -----------------------------------------------------------------------------------------------
 
@@ -365,23 +240,39 @@ class ControlMesh:
             link = self._links[peer]
             self._send(link, _GATHER, sequence, body, descriptors if link.local else ())
         seconds = self._settings.connect_timeout if timeout is None else timeout
-        with self._changed:
-            received = self._inbox.setdefault(sequence, {})
-            self._changed.wait_for(
-                lambda: expected <= received.keys() or (expected - received.keys()) & self._gone, seconds
-            )
-            missing = sorted(expected - received.keys())
-            del self._inbox[sequence]
-        if missing:
-            self._raise_missing(name, missing, len(received), len(expected), seconds)
+        received: dict[int, tuple[bytes, list[int]]] = {}
+        try:
+            with self._changed:
+                received = self._inbox.setdefault(sequence, received)
+                self._changed.wait_for(
+                    lambda: expected <= received.keys() or (expected - received.keys()) & self._gone, seconds
+                )
+                missing = sorted(expected - received.keys())
+            if missing:
+                self._raise_missing(name, missing, len(received), len(expected), seconds)
+            return self._result(label, payload, {peer: received.pop(peer) for peer in expected})
+        finally:
+            with self._changed:
+                self._oldest = sequence + 1
+                self._inbox.pop(sequence, None)
+            # what nobody takes: parts of a step that failed, or from peers that were left out
+            for _, taken in received.values():
+                _close_all(taken)
+
+    def _result(
+        self, label: bytes, payload: bytes, received: dict[int, tuple[bytes, list[int]]]
+    ) -> list[tuple[bytes, list[int]]]:
+        """Everybody's part of a step by rank. Raises ProtocolError when a peer was in a step of another name."""
         result: list[tuple[bytes, list[int]]] = [(b"", []) for _ in range(self.ranks)]
         result[self.rank] = (payload, [])
-        for peer in expected:
-            data, taken = received[peer]
+        for peer, (data, taken) in received.items():
             end = 2 + int.from_bytes(data[:2], "little")
             if data[2:end] != label:
+                for _, others in received.values():
+                    _close_all(others)
                 raise ProtocolError(
-                    f"rank {self.rank} is in step {name!r}, rank {peer} in {data[2:end].decode(errors='replace')!r}: "
+                    f"rank {self.rank} is in step {label.decode()!r}, rank {peer} in "
+                    f"{data[2:end].decode(errors='replace')!r}: "
                     f"the "
                     "ranks have not made the same calls"
                 )
@@ -405,12 +296,19 @@ class ControlMesh:
             expected=expected,
         )
 
-    def _send(self, link: _Link, kind: int, sequence: int, body: bytes, descriptors: Sequence[int]) -> None:
-        frame = _HEADER.pack(_MAGIC, kind, len(descriptors), sequence, len(body)) + body
-        # A peer that is gone is reported by whoever waits for its answer, by name.
-        with link.sending, contextlib.suppress(OSError):
-            sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
-            link.socket.sendall(frame[sent:])
+    def _send(self, link: Link, kind: int, sequence: int, body: bytes, descriptors: Sequence[int]) -> None:
+        frame = _HEADER.pack(MAGIC, kind, len(descriptors), sequence, len(body)) + body
+        with link.sending:
+            try:
+                sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
+                link.socket.sendall(frame[sent:])
+            except BaseException as error:
+                # Part of the frame may be out, and nothing may follow it. What the peer sent is still read.
+                with contextlib.suppress(OSError):
+                    link.socket.shutdown(socket.SHUT_WR)
+                # A peer that is gone is reported by whoever waits for its answer, by name.
+                if not isinstance(error, OSError):
+                    raise
 
     # -- closing ------------------------------------------------------------------------------------------------
 
@@ -432,12 +330,14 @@ class ControlMesh:
         """Close the descriptors and nothing else: what a forked child must do."""
         _open_meshes.discard(self)
         self._closing = True
-        for one in (self._unix, self._tcp, self._wake, self._waker, *(link.socket for link in self._links.values())):
+        for one in (self._wake, self._waker, *(link.socket for link in self._links.values())):
             one.close()
+        self._listeners.close()
         for link in self._links.values():
-            for descriptor in link.descriptors:
-                os.close(descriptor)
-            link.descriptors.clear()
+            _close_all(link.descriptors)
+        for received in self._inbox.values():
+            for _, taken in received.values():
+                _close_all(taken)
         self._selector.close()
 
 

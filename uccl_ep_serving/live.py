@@ -8,6 +8,7 @@ the peer's user is checked by the kernel's credentials (SO_PEERCRED), as a file 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -29,31 +30,56 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _open_servers: weakref.WeakSet[LiveServer] = weakref.WeakSet()
 
 
+def _credentials_of(connection: socket.socket) -> tuple[int, int, int]:
+    """(process id, user, group) of who connected, or of who listens where we connected; by the kernel."""
+    options = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(options)
+    return pid, user, group
+
+
 class LiveServer:
     """Answers every connection with ``snapshot()`` as one JSON document, then closes it."""
 
     def __init__(self, snapshot: Callable[[], dict[str, Any]]) -> None:
         self._snapshot = snapshot
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.name = f"uccl_ep.{os.getuid()}.{os.getpid()}.{next(_numbers)}"
-        self._socket.bind("\0" + self.name)
-        self._socket.listen(8)
-        self._closed = False
+        try:
+            self.name = self._bind()
+            self._socket.listen(8)
+        except OSError:
+            self._socket.close()
+            raise
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="uccl-ep live", daemon=True)
         self._thread.start()
         _open_servers.add(self)
 
+    def _bind(self) -> str:
+        """Containers that share a network namespace but not their process ids may want the same name: take the next."""
+        while True:
+            name = f"uccl_ep.{os.getuid()}.{os.getpid()}.{next(_numbers)}"
+            try:
+                self._socket.bind("\0" + name)
+                return name
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+
     def _serve(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                # out of descriptors, for example: the counters are needed most when something is wrong
+                _log.warning("the live counters are not served for a second: %s", error)
+                self._closing.wait(1.0)
+                continue
             with connection:
                 try:
                     connection.settimeout(2.0)
-                    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                    if _CREDENTIALS.unpack(credentials)[1] in (os.getuid(), 0):
+                    if _credentials_of(connection)[1] in (os.getuid(), 0):
                         connection.sendall(json.dumps(self._snapshot()).encode())
                 except Exception as error:
                     # Whatever a reader does, the counters keep being served.
@@ -61,7 +87,7 @@ class LiveServer:
 
     def close(self) -> None:
         """Stop serving. May be called twice."""
-        self._closed = True
+        self._closing.set()
         _open_servers.discard(self)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -82,6 +108,8 @@ def query(pid: int, timeout: float = 2.0) -> list[dict[str, Any]]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)
             connection.connect("\0" + name)
+            if _credentials_of(connection)[0] != pid:
+                continue  # another process took the name
             document = b"".join(iter(lambda c=connection: c.recv(65536), b""))  # type: ignore[misc]
         if document:
             result.append(json.loads(document))

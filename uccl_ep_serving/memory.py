@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import collections
+import errno
+import fcntl
 import mmap
 import os
 import weakref
@@ -22,6 +24,21 @@ from .errors import ConfigError, TransportError
 __all__ = ["HeapAllocator", "Segment"]
 
 Bytes = npt.NDArray[np.uint8]
+
+
+#: memfd_create(2), Linux 6.3: never executable. A hardened system (vm.memfd_noexec=2) refuses memfds without it.
+_MFD_NOEXEC_SEAL = 0x8
+
+
+def _memfd(name: str) -> int:
+    """A new sealable memfd."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(name, flags)  # an older kernel
 
 
 class Segment:
@@ -52,13 +69,17 @@ class Segment:
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
         """A new zeroed segment; ``name`` shows in /proc/<pid>/maps. Raises TransportError when memory is refused."""
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = -1
         try:
+            fd = _memfd(name)
             os.ftruncate(fd, nbytes)
+            # Touching a page beyond the end is fatal (SIGBUS): nobody may shorten it, neither we nor who maps it.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise TransportError(
-                f"cannot size a shared segment to {nbytes} bytes: {error}",
+                f"cannot make a shared segment of {nbytes} bytes: {error}",
                 device="memfd",
                 errno=error.errno or 0,
             ) from error
@@ -68,12 +89,19 @@ class Segment:
     def attach(cls, fd: int, nbytes: int) -> Segment:
         """Map a peer's segment from a descriptor received from it (taken over).
 
-        Raises ConfigError when the descriptor is shorter than ``nbytes``: a write beyond its end would be fatal.
+        Raises ConfigError when the descriptor is shorter than ``nbytes`` or could still be shortened: a write beyond
+        its end would be fatal.
         """
-        actual = os.fstat(fd).st_size
-        if actual < nbytes:
+        try:
+            actual = os.fstat(fd).st_size
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        except OSError:
+            sealed = 0  # no memfd at all
+        if not sealed or actual < nbytes:
             os.close(fd)
-            raise ConfigError(f"the peer's segment has {actual} bytes where {nbytes} were agreed")
+            if sealed:
+                raise ConfigError(f"the peer's segment has {actual} bytes where {nbytes} were agreed")
+            raise ConfigError("the peer's segment is not sealed: it could be shortened under this rank")
         return cls(fd, nbytes)
 
     def close_descriptor(self) -> None:

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,7 +22,8 @@ import numpy.typing as npt
 from .bootstrap import Exchange, introduce
 from .config import Settings, unknown_variables
 from .control import ControlMesh
-from .errors import ConfigError, PeerError, UcclEpError
+from .data_plane import DataPlane
+from .errors import BootstrapError, ConfigError, PeerError, UcclEpError
 from .kernel_space import KernelSpace
 from .live import LiveServer
 from .memory import HeapAllocator, Segment
@@ -32,7 +32,7 @@ from .protocol import context as ctx
 from .protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from .protocol.streams import CREDIT
 from .proxy.service import ProxyService
-from .proxy.transport.select import DIRECT, Choice, choose
+from .proxy.transport.select import DIRECT, choose
 from .proxy.transport.shm import ShmEndpoint, mailbox_bytes
 from .proxy.transport.tcp import TcpEndpoint
 
@@ -45,33 +45,6 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
-
-
-@dataclass
-class _DataPlane:
-    """What is rebuilt by :meth:`Runtime.grow`. Closed in the reverse order of construction."""
-
-    layout: WindowLayout
-    segments: list[Segment] = field(default_factory=list)
-    endpoints: list[list[Endpoint]] = field(default_factory=list)
-    choices: dict[int, Choice] = field(default_factory=dict)
-    space: KernelSpace | None = None
-    service: ProxyService | None = None
-
-    @property
-    def routes(self) -> dict[int, str]:
-        """Name of the way to each peer."""
-        return {peer: choice.transport for peer, choice in self.choices.items()}
-
-    def close(self, deadline: float) -> None:
-        """Stop the proxies, close the endpoints, let go of the memory."""
-        if self.service is not None:
-            self.service.stop(deadline)
-        for endpoint in (one for row in self.endpoints for one in row):
-            endpoint.close()
-        for segment in self.segments:
-            segment.close()
-        self.endpoints, self.segments = [], []
 
 
 class Runtime:
@@ -104,10 +77,11 @@ class Runtime:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
+        self._broken = ""
         self._mask: npt.NDArray[np.int32] = np.zeros(self.ranks, dtype=np.int32)
         self._normal = _normal_plan(self.ranks, settings, heap_bytes)
         self._mesh = ControlMesh(self.rank, self.ranks, settings)
-        self._plane: _DataPlane | None = None
+        self._plane: DataPlane | None = None
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -134,7 +108,9 @@ class Runtime:
 
     @property
     def space(self) -> KernelSpace:
-        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed or forked."""
+        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed, forked or broken."""
+        if self._broken and not self._closed:
+            raise UcclEpError(f"{self._broken}. Close this Buffer on all ranks and build the group again")
         if self._plane is None or self._plane.space is None or self._closed:
             raise UcclEpError("this Buffer is closed")
         if os.getpid() != self._pid:
@@ -192,6 +168,21 @@ class Runtime:
             PeerError: a rank did not take part.
         """
         self.check("low-latency setup")
+        try:
+            refusal = self._agree_on(plan)
+            if not refusal:
+                self._rebuild(plan)
+        except BaseException as error:
+            # Some ranks may have gone on and others not: there is no window, nor a step, that all of them share.
+            self._broken = (
+                f"rank {self.rank} could not lay its window out anew: {type(error).__name__}: {error}".rstrip(": ")
+            )
+            raise
+        if refusal:
+            raise ConfigError(f"low-latency setup: {refusal}. Nothing was changed")
+
+    def _agree_on(self, plan: LowLatencyPlan) -> str:
+        """Why no rank can have ``plan``, in words and for the same reason on every rank; empty when all can."""
         mine = msgspec.msgpack.encode(plan)
         answers = self._mesh.gather("low-latency setup", mine, without=self._masked(), timeout=self.settings.timeout)
         others = {
@@ -200,17 +191,24 @@ class Runtime:
             if payload and payload != mine
         }
         if others:
-            raise ConfigError(
-                f"low-latency setup: the ranks disagree, nothing was changed: rank {self.rank} has {plan}, "
-                + ", ".join(f"rank {rank} has {other}" for rank, other in others.items())
+            return f"the ranks disagree: rank {self.rank} has {plan}, " + ", ".join(
+                f"rank {rank} has {other}" for rank, other in others.items()
             )
-        old, self._plane = self._plane, None
+        try:
+            WindowLayout(self.ranks, plan, self._normal)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _rebuild(self, plan: LowLatencyPlan) -> None:
         deadline = time.monotonic() + self.settings.connect_timeout
+        old = self._plane
         if old is not None:
-            if old.service is not None:
-                old.service.drain(deadline)
+            if old.service is not None and not old.service.drain(deadline):
+                _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
             # Nobody may unmap or stop while another rank still writes to it.
             self._mesh.gather("leaving the old window", without=self._masked())
+            self._plane = None
             old.close(deadline)
         self._plane = self._build(plan)
         self.generation += 1
@@ -254,14 +252,14 @@ class Runtime:
 
     # -- building -----------------------------------------------------------------------------------------------
 
-    def _build(self, plan: LowLatencyPlan | None) -> _DataPlane:
+    def _build(self, plan: LowLatencyPlan | None) -> DataPlane:
         settings, ranks, rank = self.settings, self.ranks, self.rank
         deadline = time.monotonic() + settings.connect_timeout
         try:
             layout = WindowLayout(ranks, plan, self._normal)
         except ValueError as error:
             raise ConfigError(f"{error}") from error
-        plane = _DataPlane(layout)
+        plane = DataPlane(layout)
         try:
             window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
             mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(ranks, settings.proxies))
@@ -272,18 +270,9 @@ class Runtime:
                 descriptors=[window.fd, mailbox.fd],
                 without=self._masked(),
             )
-            windows, mailboxes = [0] * ranks, [0] * ranks
-            windows[rank], mailboxes[rank] = window.address, mailbox.address
-            for peer, (_, descriptors) in enumerate(answers):
-                if len(descriptors) == 2:
-                    for target, descriptor, nbytes in (
-                        (windows, descriptors[0], layout.nbytes),
-                        (mailboxes, descriptors[1], mailbox.nbytes),
-                    ):
-                        segment = Segment.attach(descriptor, nbytes)
-                        segment.close_descriptor()
-                        plane.segments.append(segment)
-                        target[peer] = segment.address
+            windows, mailboxes = plane.map_peers(
+                rank, self._mesh.local_peers - self._masked(), [taken for _, taken in answers]
+            )
             window.close_descriptor()
             mailbox.close_descriptor()
             for peer in range(ranks):
@@ -301,7 +290,7 @@ class Runtime:
 
     def _connect(
         self,
-        plane: _DataPlane,
+        plane: DataPlane,
         window: Segment,
         mailbox: int,
         windows: list[int],
@@ -353,8 +342,14 @@ class Runtime:
                 theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
         for proxy, row in enumerate(plane.endpoints):
             for kind, endpoint in zip(kinds, row, strict=True):
+                peers = [peer for peer, way in plane.routes.items() if way == kind]
+                if strange := [peer for peer in peers if kind not in theirs[peer]]:
+                    raise BootstrapError(
+                        f"rank {rank} reaches rank {strange[0]} over {kind}, but that rank offers "
+                        f"{sorted(theirs[strange[0]]) or 'its memory'} only: they do not see each other's memory alike"
+                    )
                 addresses: list[bytes | None] = [
-                    theirs[peer][kind][proxy] if plane.routes.get(peer) == kind else None for peer in range(ranks)
+                    theirs[peer][kind][proxy] if peer in peers else None for peer in range(ranks)
                 ]
                 endpoint.connect(addresses, deadline)
         space = KernelSpace(rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._mask)
@@ -432,29 +427,35 @@ class Runtime:
                 return
             self._closed = True
         deadline = time.monotonic() + timeout
+        try:
+            self._take_leave(deadline)
+        finally:
+            self._teardown(deadline)
+
+    def _take_leave(self, deadline: float) -> None:
+        """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""
         plane = self._plane
-        if plane is not None and plane.space is not None and plane.service is not None and not plane.space.failed:
+        if self._broken or plane is None or plane.space is None or plane.service is None or plane.space.failed:
+            return
+        try:
             plane.service.drain(deadline)
-            try:
-                self._mesh.gather("close", without=self._masked(), timeout=max(deadline - time.monotonic(), 0.0))
-            except UcclEpError as error:
-                # The others may keep working or be gone; this rank leaves all the same.
-                level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR
-                _log.log(level, "rank %d closes without the others: %s", self.rank, error)
-        self._teardown(deadline)
+            self._mesh.gather("close", without=self._masked(), timeout=max(deadline - time.monotonic(), 0.0))
+        except UcclEpError as error:
+            # The others may keep working or be gone; this rank leaves all the same.
+            level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR
+            _log.log(level, "rank %d closes without the others: %s", self.rank, error)
 
     def _teardown(self, deadline: float) -> None:
+        """Let go of everything, each part whatever becomes of the others (Ctrl-C included)."""
         self._closed = True
-        self._mesh.goodbye()
         plane, self._plane = self._plane, None
-        if plane is not None:
-            if plane.space is not None:
-                plane.space.fail(ctx.FAILURE_CLOSED)
-            plane.close(deadline)
-        with contextlib.suppress(OSError):
-            self._mesh.close()
-        if self._live is not None:
-            self._live.close()
+        with contextlib.ExitStack() as steps:  # runs from the last to the first
+            if self._live is not None:
+                steps.callback(self._live.close)
+            steps.callback(self._mesh.close)
+            if plane is not None:
+                steps.callback(plane.close, deadline)
+            steps.callback(self._mesh.goodbye)
 
 
 def _normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:

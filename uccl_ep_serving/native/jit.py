@@ -15,6 +15,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,9 +23,14 @@ from typing import Any, TypeVar, cast
 import numba
 from numba import njit
 
+from ..config import cache_base
+
 __all__ = ["c_function", "cache_directory", "compile_lock", "compiled", "inlined"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: Longest wait for another rank's compilation; a cold one takes tens of seconds on a slow core.
+_LOCK_SECONDS = 300.0
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -56,13 +62,8 @@ def cache_directory() -> Path:
     """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
     temporary directory, the first that can be written."""
     digest = _source_digest()
-    bases = [
-        os.environ.get("UCCL_EP_CACHE_DIR"),
-        os.environ.get("XDG_CACHE_HOME"),
-        os.path.expanduser("~/.cache"),
-    ]
-    for base in bases:
-        if base and _writable(directory := Path(base) / "uccl_ep_serving" / digest):
+    for base in cache_base():
+        if _writable(directory := Path(base) / "uccl_ep_serving" / digest):
             return directory
     directory = Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.getuid()}" / digest
     # Someone else's directory in a shared /tmp must not feed us machine code.
@@ -110,7 +111,20 @@ def c_function(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
 @contextlib.contextmanager
 def compile_lock() -> Iterator[None]:
-    """Hold this while compiling: of many ranks that start together one compiles and the others load its result."""
+    """Hold this while compiling: of many ranks that start together one compiles and the others load its result.
+
+    Only a courtesy: without it (a holder that hangs, a file system without locks) two ranks compile the same code.
+    """
     with open(cache_directory() / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            except OSError:
+                break
         yield

@@ -1,0 +1,223 @@
+"""How a Buffer begins and ends when others do not play along: nothing hangs, nothing is left, the reason is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import bodies
+import pytest
+import torch.distributed as dist
+from ranks import Ranks
+from test_group import PATHS
+
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane import DataPlane
+from uccl_ep_serving.errors import ConfigError, ProxyDied, TransportError, UcclEpError
+from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+from uccl_ep_serving.memory import Segment
+from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
+
+
+def _told(action: Callable[[], object]) -> str:
+    """Name and message of what ``action`` raises."""
+    try:
+        action()
+    except (UcclEpError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _left_over(before: tuple[int, int], seconds: float = 3.0) -> tuple[int, int]:
+    """(threads, descriptors) that there are more than ``before``, after a moment."""
+    deadline = time.monotonic() + seconds
+    while (after := bodies._population()) > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return max(after[0] - before[0], 0), max(after[1] - before[1], 0)
+
+
+def _ctrl_c_after(seconds: float, again: float = 0.0) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, again)
+
+
+def _warm(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[int, int]:
+    """Threads and descriptors once everything that stays has been created."""
+    bodies.both_modes(StoreExchange(exchange._store, exchange.rank, exchange.size, "warm"), overrides, 1)
+    time.sleep(0.3)
+    return bodies._population()
+
+
+def close_alone(exchange: StoreExchange, overrides: dict[str, Any], ctrl_c: bool) -> tuple[str, tuple[int, int]]:
+    """Rank 0 leaves while rank 1 stays a little longer."""
+    before = _warm(exchange, overrides)
+    buffer = bodies.opened(exchange, overrides)
+    bodies.round_trip(buffer)
+    text = ""
+    if exchange.rank == 0:
+        if ctrl_c:
+            _ctrl_c_after(0.2)
+        text = _told(lambda: buffer.runtime.close(5.0 if ctrl_c else 0.3))
+        buffer.destroy()
+    else:
+        time.sleep(1.5)
+        buffer.destroy()
+    return text, _left_over(before)
+
+
+@pytest.mark.parametrize("ctrl_c", [False, True])
+@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+def test_a_rank_that_leaves_alone_leaves_nothing_behind(ranks: Ranks, path: str, ctrl_c: bool) -> None:
+    (text, left), (_, left_on_the_other) = ranks.run(2, close_alone, PATHS[path], ctrl_c)
+    assert text.partition(":")[0] == ("KeyboardInterrupt" if ctrl_c else "")
+    assert left == left_on_the_other == (0, 0)
+
+
+def grow_alone(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[str], tuple[int, int]]:
+    """Rank 0 dispatches a new shape, rank 1 only after rank 0 has given up."""
+    before = _warm(exchange, overrides)
+    buffer = bodies.opened(exchange, {**overrides, "timeout": 1.0, "connect_timeout": 2.0})
+    bodies.round_trip(buffer)
+    if exchange.rank == 1:
+        time.sleep(2.0)
+    texts = [
+        _told(lambda: bodies.round_trip(buffer, hidden=256)),
+        _told(lambda: bodies.round_trip(buffer)),
+        _told(lambda: bodies.normal_trip(buffer)),
+    ]
+    buffer.destroy()
+    return texts, _left_over(before)
+
+
+@pytest.mark.parametrize("path", ["direct", "tcp"])
+def test_a_rank_that_grows_alone_is_told_and_leaves_nothing_behind(ranks: Ranks, path: str) -> None:
+    (zero, left0), (one, left1) = ranks.run(2, grow_alone, PATHS[path])
+    assert zero[0].startswith("PeerTimeout: low-latency setup")
+    assert one[0].startswith(("PeerTimeout: leaving the old window", "PeerLost: leaving the old window"))
+    for text in (*zero[1:], *one[1:]):
+        assert text.startswith("UcclEpError")
+        assert "could not lay its window out anew: Peer" in text
+        assert "build the group again" in text
+    assert left0 == left1 == (0, 0)
+
+
+def over_process_groups(exchange: StoreExchange) -> list[Any]:
+    """A Buffer over WORLD, made without naming a backend, and one over a part of it, at the same time."""
+    dist.init_process_group(store=exchange._store, rank=exchange.rank, world_size=exchange.size)
+    try:
+        part = dist.new_group([1, 2])
+        whole = Buffer(dist.group.WORLD, settings=bodies.settings())
+        if exchange.rank == 0:
+            refusal = _told(lambda: Buffer(part, settings=bodies.settings()))
+            found: list[Any] = [refusal]
+        else:
+            half = Buffer(part, 0, 0, True, 24, True, False, False, True, False, settings=bodies.settings())
+            found = [half.rank, half.group_size, half.explicitly_destroy, bodies.round_trip(half) < 0.02]
+        found.append(bodies.round_trip(whole) < 0.02)
+        if exchange.rank > 0:
+            found.append(bodies.normal_trip(half) < 0.02)
+            half.destroy()
+        whole.destroy()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_buffers_over_a_world_and_a_part_of_it(mortal_ranks: Ranks) -> None:
+    zero, one, two = mortal_ranks.run(3, over_process_groups)
+    assert zero[0].startswith("ConfigError: group must be a process group that this process belongs to")
+    assert zero[1:] == [True]
+    assert one == [0, 2, True, True, True, True]
+    assert two == [1, 2, True, True, True, True]
+
+
+def interrupted_group(exchange: StoreExchange) -> tuple[str, float]:
+    """Rank 0 opens a Buffer that rank 1 never opens, and gets Ctrl-C."""
+    dist.init_process_group("gloo", store=exchange._store, rank=exchange.rank, world_size=exchange.size)
+    if exchange.rank == 1:
+        time.sleep(2.0)
+        return "", 0.0
+    # loaded beforehand: an interrupt inside a destructor of the compiler would be lost
+    low_latency_kernels("cpu")
+    normal_kernels("cpu")
+    start = time.monotonic()
+    _ctrl_c_after(0.3, 0.3)
+    text = _told(lambda: Buffer(dist.group.WORLD, settings=bodies.settings()))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return text, time.monotonic() - start
+
+
+def test_ctrl_c_ends_a_wait_for_ranks_that_do_not_come(mortal_ranks: Ranks) -> None:
+    (text, took), _ = mortal_ranks.run(2, interrupted_group)
+    assert text.startswith("KeyboardInterrupt")
+    assert took < 1.5
+
+
+def _plane() -> DataPlane:
+    layout = WindowLayout(3, None, NormalPlan(3, heap=4096, rounds=4096, chunk=4096, depth=1))
+    plane = DataPlane(layout)
+    plane.segments += [Segment.create("window", layout.nbytes), Segment.create("mailbox", 4096)]
+    return plane
+
+
+def test_a_segment_that_was_not_handed_over_is_named_and_the_others_are_closed() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    plane = _plane()
+    window, mailbox = plane.segments
+    handed = [[], [os.dup(window.fd), os.dup(mailbox.fd)], [os.dup(window.fd)]]
+    with pytest.raises(TransportError, match="rank 2 on this host handed 1 segments"):
+        plane.map_peers(0, {1, 2}, handed)
+    assert handed[1] == []
+    plane.close(0.0)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_stays_mapped_under_a_proxy_that_does_not_stop(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck:
+        def stop(self, deadline: float) -> None:
+            assert deadline > time.monotonic() + 1.0  # however little was left
+            raise ProxyDied("proxy 0 did not stop in time")
+
+    plane = _plane()
+    plane.service = Stuck()  # type: ignore[assignment]
+    window = plane.segments[0]
+    with caplog.at_level(logging.ERROR):
+        plane.close(time.monotonic())
+    assert "did not stop in time" in caplog.text
+    assert window.bytes.nbytes == window.nbytes
+
+
+def test_what_the_facade_refuses() -> None:
+    class Alone:
+        rank, size = 0, 1
+
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            return [payload]
+
+    with pytest.raises(ConfigError, match="group must be a process group"):
+        Buffer(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="MPI"):
+        Buffer(Alone(), comm=object())
+    import torch
+
+    buffer = Buffer(Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20))
+    try:
+        part = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size((4, 8)), offset=64)
+        assert (part.shape, part.dtype) == ((4, 8), torch.bfloat16)
+        for size, offset in (((4, 8), -64), ((4, 8), 1), ((4, 1 << 20), 0)):
+            with pytest.raises(ConfigError, match="not a part of the heap"):
+                buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size(size), offset=offset)
+    finally:
+        buffer.destroy()
+    with pytest.raises(UcclEpError, match="closed"):
+        buffer.get_local_buffer_tensor(torch.uint8)

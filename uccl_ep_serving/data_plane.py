@@ -1,0 +1,116 @@
+"""The data plane of a rank: window, endpoints, proxies and kernel space of one generation, and how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .errors import ProxyDied, TransportError
+from .kernel_space import KernelSpace
+from .memory import Segment
+from .protocol import context as ctx
+from .protocol.layout import WindowLayout
+from .proxy.service import ProxyService
+from .proxy.transport.select import Choice
+
+if TYPE_CHECKING:
+    from .proxy.transport.base import Endpoint
+
+__all__ = ["DataPlane"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: Seconds that a proxy thread has to stop, however little is left of the time for closing.
+_STOP_SECONDS = 2.0
+
+#: Planes whose threads did not stop. Their memory must stay mapped: a thread that still runs would fault without it.
+_abandoned: list[DataPlane] = []
+
+
+@dataclass
+class DataPlane:
+    """What a change of layout rebuilds. Closed in the reverse order of construction.
+
+    Attributes:
+        layout: of the window.
+        segments: this rank's window and mailbox, then what was mapped of peers.
+        endpoints: by proxy, one of each kind of transport in use.
+        choices: the way to each peer.
+    """
+
+    layout: WindowLayout
+    segments: list[Segment] = field(default_factory=list)
+    endpoints: list[list[Endpoint]] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    space: KernelSpace | None = None
+    service: ProxyService | None = None
+
+    @property
+    def routes(self) -> dict[int, str]:
+        """Name of the way to each peer."""
+        return {peer: choice.transport for peer, choice in self.choices.items()}
+
+    def map_peers(
+        self, rank: int, local: Iterable[int], descriptors: Sequence[list[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Map the windows and mailboxes of the peers on this host.
+
+        Args:
+            rank: of this process.
+            local: peers on this host; each must have handed over both of its segments.
+            descriptors: by rank, what was handed over. All are taken over, whatever happens.
+
+        Returns:
+            Addresses of the windows and of the mailboxes by rank, 0 where there is none; this rank's own included.
+
+        Raises:
+            TransportError: a segment is missing or cannot be mapped. ConfigError: one is too short.
+        """
+        window, mailbox = self.segments[:2]
+        windows, mailboxes = [0] * len(descriptors), [0] * len(descriptors)
+        windows[rank], mailboxes[rank] = window.address, mailbox.address
+        try:
+            for peer in sorted(local):
+                taken = descriptors[peer]
+                if len(taken) != 2:
+                    # It may well have mapped ours: going on would have the two of them choose different ways.
+                    raise TransportError(
+                        f"rank {peer} on this host handed {len(taken)} segments over to rank {rank}, 2 expected. "
+                        "Likely cause: the limit on open files (ulimit -n)",
+                        device="memfd",
+                    )
+                for addresses, own in ((windows, window), (mailboxes, mailbox)):
+                    segment = Segment.attach(taken.pop(0), own.nbytes)
+                    segment.close_descriptor()
+                    self.segments.append(segment)
+                    addresses[peer] = segment.address
+        finally:
+            for descriptor in (descriptor for taken in descriptors for descriptor in taken):
+                os.close(descriptor)
+        return windows, mailboxes
+
+    def close(self, deadline: float) -> None:
+        """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.
+
+        Threads that do not stop are logged, and keep all they use until the process ends.
+        """
+        if self.space is not None:
+            self.space.fail(ctx.FAILURE_CLOSED)
+        if self.service is not None:
+            try:
+                self.service.stop(max(deadline, time.monotonic() + _STOP_SECONDS))
+            except BaseException as error:
+                _abandoned.append(self)
+                if not isinstance(error, ProxyDied):
+                    raise
+                _log.error("%s. They stay until this process ends", error)
+                return
+        for endpoint in (one for row in self.endpoints for one in row):
+            endpoint.close()
+        for segment in self.segments:
+            segment.close()
+        self.endpoints, self.segments = [], []
