@@ -46,6 +46,11 @@ _log = logging.getLogger("uccl_ep_serving")
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
 
+#: Bytes of normal mode's send staging that more ranks do not exceed while chunks can still shrink: 1 MiB chunks, 4
+#: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
+_STAGING = 256 << 20
+_LEAST_CHUNK = 128 << 10
+
 
 class Runtime:
     """Connections, memory and proxies of one Buffer on one rank. Construction is collective.
@@ -459,11 +464,19 @@ class Runtime:
 
 
 def _normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
-    """Normal-mode sizes from the settings, the heap at least what the caller asked for."""
-    heap = -(-max(settings.heap_bytes, heap_bytes) // 4096) * 4096
+    """Normal-mode sizes from the settings, the same on all ranks.
+
+    The heap is at least what the caller asked for. Staging is per peer, so with many ranks chunks shrink to keep the
+    send side within ``_STAGING`` (down to ``_LEAST_CHUNK``), and the rounds grow until each slot holds a chunk.
+    """
+    heap = _pages(max(settings.heap_bytes, heap_bytes))
+    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // 4096 * 4096, _LEAST_CHUNK))
+    rounds = max(settings.round_bytes, 2 * ranks * (chunk + 4096))
     try:
-        return NormalPlan(
-            ranks, heap=heap, rounds=settings.round_bytes, chunk=settings.chunk_bytes, depth=settings.chunk_depth
-        )
+        return NormalPlan(ranks, heap=heap, rounds=_pages(rounds), chunk=chunk, depth=settings.chunk_depth)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096

@@ -1,0 +1,34 @@
+"""Window sizes stay sane from two ranks to the most that the formats allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+from uccl_ep_serving.runtime import _normal_plan
+
+_ROW = 7168 * 2 + 512  # DeepSeek-V3 in bf16 with its meta
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 17, 64, 256, 1024, 4096])
+def test_staging_is_bounded_and_rounds_hold_a_chunk(ranks: int) -> None:
+    plan = _normal_plan(ranks, Settings(), 0)
+    assert plan.chunk >= 8 * _ROW
+    assert plan.round_slot >= plan.chunk
+    layout = WindowLayout(ranks, None, plan)
+    assert layout["normal_send"].nbytes <= max(256 << 20, ranks * plan.depth * (128 << 10))
+    assert layout.nbytes < 8 << 30
+
+
+def test_settings_win_where_they_fit() -> None:
+    small = _normal_plan(8, Settings(chunk_bytes=65536, round_bytes=8 << 20, heap_bytes=4096), 10_000)
+    assert (small.chunk, small.rounds, small.heap) == (65536, 8 << 20, 12288)
+
+
+def test_a_decode_window_of_32_ranks_is_smaller_than_deepeps() -> None:
+    """Dispatch: a slot per (source, token) instead of per (expert, source, token); 256 experts over 32 ranks."""
+    plan = LowLatencyPlan(32, 128, 7168, 256, 8, 2)
+    deepep = 256 * 128 * (7168 * 2 + 16)
+    assert plan.ranks * plan.dispatch_slot < deepep / 7.5
+    assert plan.combine_recv < 128 * 8 * 7168 * 2 * 1.01
