@@ -47,6 +47,16 @@ def engine_parse(arguments: list[str]) -> str:
     return f"{parsed.moe_a2a_backend} {parsed.speculative_moe_a2a_backend}"
 
 
+def engine_parse_without_hook(arguments: list[str]) -> str:
+    """The same where SGLang lost our hook on ``resolve_once`` (it only logs that)."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    setattr(ServerArgs, "resolve_once", lambda self: None)  # noqa: B010 - mypy knows the method
+    return engine_parse(arguments)
+
+
 def engine_help() -> str:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -357,6 +367,13 @@ def test_missing_target_is_named(in_engine: InEngine, model: str, module: str, n
     assert f"{module}.{name}" in message
     assert "SGLang 0.5." in message
     assert "CHANGED" not in message
+
+
+def test_a_lost_hook_is_an_argument_error_that_says_so(in_engine: InEngine) -> None:
+    said = in_engine(engine_parse_without_hook, ["--moe-a2a-backend", "uccl_ep"])
+    assert said.startswith("refused: argument --moe-a2a-backend")
+    assert "the hook on sglang.srt.server_args.ServerArgs.resolve_once was not applied" in said
+    assert in_engine(engine_parse_without_hook, ["--moe-a2a-backend", "none"]).startswith("none")
 
 
 @pytest.mark.parametrize(("version", "reason"), [("0.5.9", "has no plugins"), ("0.5.15.post1", "resolve_once")])

@@ -24,6 +24,7 @@ otherwise run the real ``deep_ep`` under the resolved name without a word; unpic
 
 from __future__ import annotations
 
+import argparse
 import contextvars
 import functools
 import importlib
@@ -145,7 +146,21 @@ def _after_add_cli_args(result: None, parser: Any, *_args: object, **_kwargs: ob
     for action in parser._actions:
         if action.dest in _FIELDS and action.choices is not None and BACKEND not in action.choices:
             action.choices = [*action.choices, BACKEND]  # a new list: the engine shares its own between parsers
+            action.type = functools.partial(_checked_name, action.type or str)
     return result
+
+
+def _checked_name(parse: Callable[[str], Any], text: str) -> Any:
+    """Argparse type of the two options: ``uccl_ep`` is an argument error, with the reason, when a hook is missing.
+
+    Without the hook on ``resolve_once`` the name would go on to the engine, whose own error says nothing of us.
+    """
+    if text == BACKEND and hasattr(importlib.import_module(_SERVER_ARGS).ServerArgs, "resolve_once"):
+        try:
+            _verify_hooks()
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return parse(text)
 
 
 def _before_post_init_of_old_version(server_args: Any, *_args: object, **_kwargs: object) -> None:
