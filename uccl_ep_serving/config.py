@@ -224,7 +224,12 @@ SETTINGS: tuple[Variable, ...] = (
         False,
         "network interface whose address is told to peers; default: the route to the first rank",
     ),
-    Variable("proxy_cpus", _cpus, False, "cores for the proxy threads, as 4,5 or 4-7; default: not pinned"),
+    Variable(
+        "proxy_cpus",
+        _cpus,
+        False,
+        "cores for the proxy threads of all ranks of a host, dealt in rank order, as 4,5 or 4-7; default: not pinned",
+    ),
     Variable(
         "fault_proxy_after",
         _integer(0, 1 << 40),

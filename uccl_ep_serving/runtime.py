@@ -8,6 +8,7 @@ the control connections stay. Everything above sees only the kernel space of the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -364,7 +365,7 @@ class Runtime:
             ranks=ranks,
             window=window.address,
             window_bytes=nbytes,
-            settings=settings,
+            settings=dataclasses.replace(settings, proxy_cpus=self._own_cpus()),
             error=space.error,
             endpoints=plane.endpoints,
             route=[kinds.index(plane.routes[peer]) if plane.routes.get(peer) in kinds else -1 for peer in range(ranks)],
@@ -377,6 +378,14 @@ class Runtime:
             else:
                 space.connect_proxied(peer, service.arrived, service.completed)
         space.watch = self._watch
+
+    def _own_cpus(self) -> tuple[int, ...]:
+        """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""
+        cpus, proxies = self.settings.proxy_cpus, self.settings.proxies
+        before = sum(card.host == self._cards[self.rank].host for card in self._cards[: self.rank])
+        if not cpus:
+            return ()
+        return tuple(cpus[(before * proxies + proxy) % len(cpus)] for proxy in range(proxies))
 
     def _log_choices(self) -> None:
         by_reason: dict[str, list[str]] = {}

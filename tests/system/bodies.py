@@ -224,3 +224,16 @@ def proxy_dies(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
         texts.append(f"{type(error).__name__}: {error}")
     buffer.destroy()
     return texts
+
+
+def pinned(exchange: StoreExchange, overrides: dict[str, Any]) -> list[list[int]]:
+    """Cores that each proxy thread of this rank may run on, in thread order."""
+    buffer = opened(exchange, overrides)
+    assert round_trip(buffer) < 0.02
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith(f"uccl-ep {exchange.rank}."):
+            found[name] = sorted(os.sched_getaffinity(int(task.name)))
+    buffer.destroy()
+    return [found[name] for name in sorted(found)]

@@ -36,3 +36,9 @@ def test_both_modes_on_every_path(ranks: Ranks, path: str, size: int) -> None:
 def test_closing_gives_back_threads_and_descriptors(ranks: Ranks, path: str) -> None:
     for threads, descriptors in ranks.run(2, bodies.leftovers, PATHS[path]):
         assert (threads, descriptors) == (0, 0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_of_a_host_share_the_cores_named_for_proxies(ranks: Ranks) -> None:
+    one, two = sorted(os.sched_getaffinity(0))[:2]
+    assert ranks.run(2, bodies.pinned, {**PATHS["shm"], "proxy_cpus": (one, two)}) == [[[one]], [[two]]]
