@@ -41,6 +41,7 @@ from .state import (
     PEER_STATE,
     PEERS,
     PROBE,
+    QUEUE_HEAD,
     RANKS,
     REQUESTS,
     REQUESTS_SEEN,
@@ -127,6 +128,9 @@ def _part(state: int, peer: int, new_state: int, reason: int) -> None:
     for stream in range(STREAMS):
         index = peer * STREAMS + stream
         record = peek(state + SEND) + index * SEND_ENTRY
+        # Records of streams that carried nothing are left alone: writing them would commit their pages.
+        if peek(record + ENQUEUED) == 0 and peek(record + QUEUE_HEAD) == 0:
+            continue
         release_queue(state, entry, record)
         poke(record + WAITING, 0)
         # The transport touches no source bytes of this peer after drop(), so all of them may be reused.

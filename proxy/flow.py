@@ -46,6 +46,7 @@ from .state import (
     PEER_ENTRY,
     PEER_LOAD,
     PEER_STATE,
+    PEER_WAITER,
     PEERS,
     PROBE,
     PROBE_AT,
@@ -59,7 +60,7 @@ from .state import (
 )
 from .transport.base import ACCEPTED, BUSY
 
-__all__ = ["REFUSED", "admitted", "complete", "credit_open", "post", "post_apart"]
+__all__ = ["REFUSED", "admitted", "claim_room", "complete", "credit_open", "post", "post_apart"]
 
 #: Besides ACCEPTED and BUSY: the transport refused the write for good, the peer has been parted from.
 REFUSED = -1
@@ -110,8 +111,21 @@ def capacity_open(state: int, entry: int, nbytes: int) -> bool:
 def admitted(state: int, entry: int, record: int, nbytes: int) -> bool:
     """True when the next data write of a stream may be posted now."""
     return (
-        peek(entry + PEER_BUSY) != peek(state + STAMP) and sequence_open(record) and capacity_open(state, entry, nbytes)
+        peek(entry + PEER_BUSY) != peek(state + STAMP)
+        and peek(entry + PEER_WAITER) == 0
+        and sequence_open(record)
+        and capacity_open(state, entry, nbytes)
     )
+
+
+@compiled
+def claim_room(state: int, entry: int, record: int, index: int, nbytes: int) -> None:
+    """Stream ``index`` waits for room under the caps: nothing else goes to the peer before its next turn.
+
+    Otherwise small writes to the same peer could take for ever the room that a large one waits for.
+    """
+    if peek(entry + PEER_WAITER) == 0 and sequence_open(record) and not capacity_open(state, entry, nbytes):
+        poke(entry + PEER_WAITER, index % STREAMS + 1)
 
 
 @inlined

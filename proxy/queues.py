@@ -8,7 +8,7 @@ All links are "index + 1", because zeroed memory must mean "none".
 
 from __future__ import annotations
 
-from ..native.atomics import peek, poke
+from ..native.atomics import peek, poke, store64
 from ..native.jit import compiled
 from .state import (
     NODE_BYTES,
@@ -82,7 +82,8 @@ def drop_first(state: int, entry: int, record: int) -> None:
     poke(address + NODE_NEXT, peek(state + POOL_FREE))
     poke(state + POOL_FREE, node)
     poke(entry + PEER_QUEUED, peek(entry + PEER_QUEUED) - 1)
-    poke(state + QUEUED, peek(state + QUEUED) - 1)
+    # release: drain() must find the write in LOAD once it is gone from here
+    store64(state + QUEUED, peek(state + QUEUED) - 1)
 
 
 @compiled

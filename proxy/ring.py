@@ -31,7 +31,7 @@ from .faults import (
     FAULT_COMMAND_STREAM,
     blame_self,
 )
-from .flow import admitted, post, post_apart
+from .flow import admitted, claim_room, post, post_apart
 from .queues import drop_first, enqueue, first_node, mark_ready, pop_ready
 from .state import (
     ABSENT,
@@ -48,6 +48,7 @@ from .state import (
     OWNED,
     PEER_ENTRY,
     PEER_STATE,
+    PEER_WAITER,
     PEERS,
     QUANTUM,
     QUEUE_HEAD,
@@ -201,6 +202,8 @@ def _serve_stream(state: int, index: int) -> int:
     quantum = peek(state + QUANTUM)
     posted = 0
     moved = 0
+    if peek(entry + PEER_WAITER) == stream + 1:
+        poke(entry + PEER_WAITER, 0)
     while posted < WRITES_PER_TURN and moved < quantum:
         node = first_node(state, record)
         if node == 0:
@@ -212,6 +215,9 @@ def _serve_stream(state: int, index: int) -> int:
         final = nbytes == left
         last = (high >> COMMAND_LAST_SHIFT) & 1 if final else 0
         if not admitted(state, entry, record, nbytes):
+            # a stream that has just posted stands aside for the next one that waits
+            if posted == 0:
+                claim_room(state, entry, record, index, nbytes)
             break
         local = peek(state + WINDOW) + _offset(low)
         if post_apart(state, entry, record, peer, stream, local, _offset(high), nbytes, last) != ACCEPTED:

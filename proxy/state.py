@@ -78,7 +78,7 @@ STOP, REQUESTS = 256, 264
 # REQUESTS_SEEN   REQUESTS already served                                           loop
 # LOAD            data writes in flight << LOAD_SHIFT | their bytes                 loop; drain() reads
 # CREDITS         credits in flight                                                 loop; drain() reads
-# QUEUED          commands taken from the ring and not posted completely            loop; drain() reads
+# QUEUED          commands taken from the ring, not posted completely     loop (release when less); drain() reads
 # POOL_FREE, POOL_TOP    first free queue node + 1; nodes ever used                 loop
 # READY_HEAD, READY_TAIL, READY_COUNT    streams with queued commands, round robin  loop
 # DUE_HEAD, DUE_TAIL     streams that owe the peer a credit                         loop
@@ -123,6 +123,7 @@ LOAD_WRITE = 1 << LOAD_SHIFT
 # PEER_CREDITS    credits in flight to it                                           loop
 # PEER_QUEUED     queued commands for it                                            loop
 # PEER_BUSY       STAMP of the iteration in which its transport was busy            loop
+# PEER_WAITER     stream + 1 whose queued write waits for room under the caps; no other takes that room   loop
 # PEER_REQUEST    0, or reason + 1: forget this peer           host stores (release); loop loads (acquire)
 # PEER_FAULT      code of the first fault it is to blame for   loop (release); check() reads (acquire)
 # PEER_FAULT_STREAM, PEER_FAULT_VALUE, PEER_FAULT_DETAIL       loop, before PEER_FAULT; check() reads after it
@@ -133,12 +134,13 @@ LOAD_WRITE = 1 << LOAD_SHIFT
     PEER_CREDITS,
     PEER_QUEUED,
     PEER_BUSY,
+    PEER_WAITER,
     PEER_REQUEST,
     PEER_FAULT,
     PEER_FAULT_STREAM,
     PEER_FAULT_VALUE,
     PEER_FAULT_DETAIL,
-) = range(0, 11 * 8, 8)
+) = range(0, 12 * 8, 8)
 PEER_ENTRY = 128
 ABSENT, UP, LOST, FORGOTTEN = range(4)
 

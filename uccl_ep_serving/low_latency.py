@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .config import Settings
 from .errors import ConfigError, UcclEpError
 from .handles import EventOverlap, LowLatencyHandle
 from .kernels.interface import LowLatencyKernels
@@ -25,6 +26,7 @@ from .low_latency_arguments import (
     Coding,
     check_combine,
     check_dispatch,
+    check_ring,
     check_stats,
     combine_coding,
     dispatch_coding,
@@ -46,6 +48,8 @@ class Space(Protocol):
     ranks: int
     generation: int
 
+    @property
+    def settings(self) -> Settings: ...
     @property
     def layout(self) -> WindowLayout: ...
     @property
@@ -158,6 +162,17 @@ class LowLatency:
         context, progress = runtime.context, runtime.progress
         weights_address = 0 if weights is None else weights.data_ptr()
 
+        # all of it before the send: a message without a hook could never be received
+        outputs = DispatchOutputs(self._memory, plan, coding)
+        handle = LowLatencyHandle.build(
+            (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
+            owner=self,
+            generation=self._generation,
+            route=route,
+            topk_idx=ids,
+            topk_weights=weights,
+        )
+
         def send(slice_end_ns: int) -> int:
             return kernels.dispatch_send(
                 context,
@@ -173,18 +188,6 @@ class LowLatency:
                 coding.dtype,
                 slice_end_ns,
             )
-
-        self._send(f"{phase} send", send)
-        outputs = DispatchOutputs(self._memory, plan, coding)
-        handle = LowLatencyHandle.build(
-            (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
-            owner=self,
-            generation=self._generation,
-            route=route,
-            topk_idx=ids,
-            topk_weights=weights,
-        )
-        spent = time.monotonic_ns() - started
 
         def receive(slice_end_ns: int) -> int:
             return kernels.dispatch_recv(
@@ -219,6 +222,8 @@ class LowLatency:
         # what the caller passed must live until the kernel has run
         kept = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         hook = _Receipt(self, f"{phase} recv", receive, received, kept)
+        self._send(f"{phase} send", send)
+        spent = time.monotonic_ns() - started
         if not return_recv_hook:
             hook()
         return outputs.rows, outputs.count, handle, EventOverlap(), hook if return_recv_hook else None
@@ -246,7 +251,8 @@ class LowLatency:
             topk_idx, topk_weights: int64 and float32 [tokens, K] of the dispatch; weights given there must be equal
             here. handle: of a dispatch that has been received. It may be combined any number of times.
             zero_copy: accepted: rows are packed straight from ``x`` wherever it lies.
-            async_finish, return_recv_hook: as for dispatch. ``x`` may be changed once this returns.
+            async_finish, return_recv_hook: as for dispatch. ``x`` and ``topk_weights`` may be changed once this
+                returns.
             out: [tokens, H] in x.dtype to write into.
             combine_wait_recv_cost_stats: int64 [R] to which nanoseconds waited for each rank are added.
 
@@ -279,7 +285,10 @@ class LowLatency:
         runtime = self._runtime
         route: RouteBlock = handle.route
         ticket: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-        weights = topk_weights.contiguous()
+        weights = handle.topk_weights
+        if weights is None:
+            # read only when the hook runs: the caller may change its own by then
+            weights = topk_weights.clone(memory_format=torch.contiguous_format)
         result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype) if out is None else out
         context, progress = runtime.context, runtime.progress
 
@@ -296,9 +305,6 @@ class LowLatency:
                 coding.dtype,
                 slice_end_ns,
             )
-
-        self._send(f"{phase} send", send)
-        spent = time.monotonic_ns() - started
 
         def receive(slice_end_ns: int) -> int:
             return kernels.combine_recv(
@@ -327,6 +333,8 @@ class LowLatency:
             )
 
         hook = _Receipt(self, f"{phase} recv", receive, received, (combine_wait_recv_cost_stats,))
+        self._send(f"{phase} send", send)
+        spent = time.monotonic_ns() - started
         if not return_recv_hook:
             hook()
         return result, EventOverlap(), hook if return_recv_hook else None
@@ -366,6 +374,7 @@ class LowLatency:
                     f"low-latency dispatch: {plan} needs another window layout than {state.plan}, and an operation is "
                     "in flight: call its recv hook first"
                 )
+            check_ring(plan, runtime.settings)
             runtime.grow(plan)
             laid_out = plan
         if self._state is None or self._generation != runtime.generation:

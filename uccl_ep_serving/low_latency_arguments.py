@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .config import Settings
 from .errors import ConfigError
 from .handles import LowLatencyHandle
+from .protocol.command import MAX_WRITE_BYTES
 from .protocol.layout import LowLatencyPlan
 from .protocol.message import (
     DTYPE_BF16,
@@ -25,6 +27,7 @@ __all__ = [
     "Coding",
     "check_combine",
     "check_dispatch",
+    "check_ring",
     "check_stats",
     "combine_coding",
     "dispatch_coding",
@@ -128,6 +131,22 @@ def check_dispatch(
         raise ConfigError(f"{where}: {error}") from None
 
 
+def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:
+    """A piece of a message enters its ring as a whole: refuse a plan whose longest one never would.
+
+    Raises:
+        ConfigError: a message of ``plan`` needs more commands per channel than a ring holds.
+    """
+    longest = max(plan.dispatch_slot, plan.combine_recv)
+    commands = -(-longest // (settings.channels * MAX_WRITE_BYTES))
+    if commands > settings.ring_slots:
+        raise ConfigError(
+            f"low-latency dispatch: messages of {plan} have up to {longest} bytes, {commands} commands on each of "
+            f"{settings.channels} channels, and a ring holds {settings.ring_slots}. Next step: raise "
+            "UCCL_EP_RING_SLOTS on all ranks"
+        )
+
+
 def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int) -> int:
     """Address of an optional tensor of ``length`` counters, 0 for None. Raises ConfigError."""
     if stats is None:
@@ -162,13 +181,17 @@ def check_combine(
             "ones: return the experts' output in a dtype as narrow as the dispatched tokens'"
         )
     sent = handle.topk_idx
-    if topk_idx.dtype != torch.int64 or topk_idx.shape != sent.shape or not torch.equal(topk_idx, sent):
+    # contents are compared on the CPU only: a GPU would have to be waited for, and could not be captured in a graph
+    on_cpu = x.device.type == "cpu"
+    if topk_idx.dtype != torch.int64 or topk_idx.shape != sent.shape or (on_cpu and not torch.equal(topk_idx, sent)):
         raise ConfigError(f"{where}: topk_idx {_words(topk_idx)} differs from the one at dispatch, {_words(sent)}")
     if topk_weights.dtype != torch.float32 or topk_weights.shape != sent.shape:
         raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {_words(topk_weights)}")
     # as bits: engines pad batches with rows whose weights are NaN, and NaN equals nothing
-    if handle.topk_weights is not None and not torch.equal(
-        topk_weights.contiguous().view(torch.int32), handle.topk_weights.view(torch.int32)
+    if (
+        on_cpu
+        and handle.topk_weights is not None
+        and not torch.equal(topk_weights.contiguous().view(torch.int32), handle.topk_weights.view(torch.int32))
     ):
         raise ConfigError(
             f"{where}: topk_weights differ from those at dispatch, with which the rows have been summed already: pass "

@@ -15,7 +15,6 @@ from ..low_latency_state import (
     COMBINE_RECV,
     COMBINE_RECV_STEP,
     COUNTS,
-    DIGEST,
     FORM,
     HIDDEN,
     PAIRS,
@@ -29,18 +28,21 @@ from .context import is_masked, rank_count, window_address
 from .elements import float_view
 from .ll_combine_send import SUM_BLOCK
 from .ll_counts import mark_read, take_counts
-from .ll_message import refuse, route_word, streams_of, wait_message
+from .ll_message import (
+    AT_CODING,
+    AT_CONSUMED_COMBINE,
+    AT_CONSUMED_DISPATCH,
+    AT_ROWS,
+    check_origin,
+    refuse,
+    route_word,
+    streams_of,
+    wait_message,
+)
 from .quant import accumulate, narrow
 
 __all__ = ["combine_recv"]
 
-_TAG = LowLatencyHeader.TAG * 8
-_NUMBER = LowLatencyHeader.NUMBER * 8
-_ROWS = LowLatencyHeader.ROWS * 8
-_CODING = LowLatencyHeader.CODING * 8
-_PLAN = LowLatencyHeader.PLAN * 8
-_CONSUMED_DISPATCH = LowLatencyHeader.CONSUMED_DISPATCH * 8
-_CONSUMED_COMBINE = LowLatencyHeader.CONSUMED_COMBINE * 8
 _COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
 
 
@@ -48,24 +50,18 @@ _COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
 def _check_header(context: int, state: int, route: int, peer: int, number: int, header: int, coding: int) -> int:
     """Each word is read once: the peer could change it."""
     stream = streams_of(LL_COMBINE, number)
-    word = peek(header + _TAG)
-    if word != _COMBINE_TAG:
-        return refuse(context, peer, stream, word, _COMBINE_TAG)
-    word = peek(header + _PLAN)
-    if word != peek(state + 8 * DIGEST):
-        return refuse(context, peer, stream, word, peek(state + 8 * DIGEST))
-    word = peek(header + _NUMBER)
-    if word != number:
-        return refuse(context, peer, stream, word, number)
-    word = peek(header + _CODING)
+    status = check_origin(context, state, peer, stream, header, _COMBINE_TAG, number)
+    if status != STATUS_OK:
+        return status
+    word = peek(header + AT_CODING)
     if word != coding:
         return refuse(context, peer, stream, word, coding)
     table = COUNTS if peek(route + 8 * FORM) == FORM_REDUCED else PAIRS
     rows = peek(route_word(context, route, table, peer))
-    word = peek(header + _ROWS)
+    word = peek(header + AT_ROWS)
     if word != rows:
         return refuse(context, peer, stream, word, rows)
-    dispatched, combined = peek(header + _CONSUMED_DISPATCH), peek(header + _CONSUMED_COMBINE)
+    dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
     return take_counts(context, state, peer, stream, dispatched, combined)
 
 

@@ -47,7 +47,19 @@ from .context import (
 from .elements import float_view
 from .ll_counts import hear, send_notice, spaces_free, tell
 from .ll_dispatch_send import MESSAGE_ALIGNMENT
-from .ll_message import has_completed, peer_word, post_message, route_word, streams_of
+from .ll_message import (
+    AT_CODING,
+    AT_NUMBER,
+    AT_PLAN,
+    AT_RETURN_OFFSET,
+    AT_ROWS,
+    AT_TAG,
+    has_completed,
+    peer_word,
+    post_message,
+    route_word,
+    streams_of,
+)
 from .quant import accumulate, narrow
 from .wait import note_progress, turn_over
 
@@ -56,12 +68,6 @@ __all__ = ["SUM_BLOCK", "combine_send"]
 #: Values summed at a time.
 SUM_BLOCK = SCRATCH_BYTES // 4
 
-_TAG = LowLatencyHeader.TAG * 8
-_NUMBER = LowLatencyHeader.NUMBER * 8
-_ROWS = LowLatencyHeader.ROWS * 8
-_CODING = LowLatencyHeader.CODING * 8
-_PLAN = LowLatencyHeader.PLAN * 8
-_RETURN_OFFSET = LowLatencyHeader.RETURN_OFFSET * 8
 _COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
 _NO_PLACE = 0xFFFFFFFF  # -1 as read by peek32
 
@@ -114,11 +120,11 @@ def _pack(
     form = peek(route_word(context, route, RETURN_FORM, source))
     places = peek(route + 8 * PLACES) + 4 * source * most * topk
     weights = peek(route + 8 * WEIGHTS) + 4 * source * most * topk
-    poke(message + _TAG, _COMBINE_TAG)
-    poke(message + _ROWS, peek(route_word(context, route, RETURN_ROWS, source)))
-    poke(message + _CODING, form << 8 | dtype)
-    poke(message + _PLAN, peek(state + 8 * DIGEST))
-    poke(message + _RETURN_OFFSET, 0)
+    poke(message + AT_TAG, _COMBINE_TAG)
+    poke(message + AT_ROWS, peek(route_word(context, route, RETURN_ROWS, source)))
+    poke(message + AT_CODING, form << 8 | dtype)
+    poke(message + AT_PLAN, peek(state + 8 * DIGEST))
+    poke(message + AT_RETURN_OFFSET, 0)
     row = message + HEADER_BYTES
     for _ in range(peek(route_word(context, route, RECEIVED, source))):
         if form == FORM_REDUCED:
@@ -198,7 +204,7 @@ def combine_send(
                 elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
                     message = mapped + target if mapped != 0 else window_address(context) + source
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
-                    poke(message + _NUMBER, number)
+                    poke(message + AT_NUMBER, number)
                     tell(context, state, peer, message, free)
                     poke(packed, number + 1)
                     poke(posted, number * channels)

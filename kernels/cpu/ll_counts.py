@@ -7,7 +7,7 @@ received yet (its recv hook was not called) is listened to as well: the peer cou
 
 from __future__ import annotations
 
-from ...native.atomics import peek, poke
+from ...native.atomics import load64, peek, poke, store64
 from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
@@ -44,22 +44,27 @@ from .context import (
     rank_count,
     window_address,
 )
-from .ll_message import has_arrived, peer_word, refuse, streams_of
+from .ll_message import (
+    AT_CONSUMED_COMBINE,
+    AT_CONSUMED_DISPATCH,
+    AT_NUMBER,
+    AT_TAG,
+    has_arrived,
+    peer_word,
+    refuse,
+    streams_of,
+)
 from .publish import put_write, store_flag
 from .wait import note_progress
 
 __all__ = ["hear", "mark_read", "send_notice", "spaces_free", "take_counts", "tell"]
 
-_TAG = LowLatencyHeader.TAG * 8
-_NUMBER = LowLatencyHeader.NUMBER * 8
 _DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
 _COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
-_CONSUMED_DISPATCH = LowLatencyHeader.CONSUMED_DISPATCH * 8
-_CONSUMED_COMBINE = LowLatencyHeader.CONSUMED_COMBINE * 8
 _NOTICE_TAG = Notice.TAG * 8
 _NOTICE_NUMBER = Notice.NUMBER * 8
 _NOTICE_TAG_VALUE = Notice.TAG_VALUE
-assert (Notice.CONSUMED_DISPATCH * 8, Notice.CONSUMED_COMBINE * 8) == (_CONSUMED_DISPATCH, _CONSUMED_COMBINE)
+assert (Notice.CONSUMED_DISPATCH * 8, Notice.CONSUMED_COMBINE * 8) == (AT_CONSUMED_DISPATCH, AT_CONSUMED_COMBINE)
 
 
 @compiled
@@ -118,9 +123,9 @@ def take_counts(context: int, state: int, peer: int, stream: int, dispatched: in
 @compiled
 def _take_header(context: int, state: int, peer: int, stream: int, header: int, tag: int, number: int) -> int:
     # a header that is not the expected one is refused when its message is received
-    if peek(header + _TAG) != tag or peek(header + _NUMBER) != number:
+    if peek(header + AT_TAG) != tag or peek(header + AT_NUMBER) != number:
         return STATUS_OK
-    dispatched, combined = peek(header + _CONSUMED_DISPATCH), peek(header + _CONSUMED_COMBINE)
+    dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
     return take_counts(context, state, peer, stream, dispatched, combined)
 
 
@@ -145,7 +150,8 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
         tag = peek(notice + _NOTICE_TAG)
         if tag != _NOTICE_TAG_VALUE:
             return refuse(context, peer, NOTICE, tag, _NOTICE_TAG_VALUE)
-        dispatched, combined = peek(notice + _CONSUMED_DISPATCH), peek(notice + _CONSUMED_COMBINE)
+        # acquire: a count of a newer notice, whose arrival was not looked at, allows its space to be written as well
+        dispatched, combined = load64(notice + AT_CONSUMED_DISPATCH), load64(notice + AT_CONSUMED_COMBINE)
         status = take_counts(context, state, peer, NOTICE, dispatched, combined)
         if status != STATUS_OK:
             return status
@@ -179,8 +185,9 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
 def tell(context: int, state: int, peer: int, header: int, free: int) -> None:
     """Write both counts into a header (or notice) for ``peer`` and remember having told them."""
     read = peek(state + 8 * DISPATCH_READ)
-    poke(header + _CONSUMED_DISPATCH, read)
-    poke(header + _CONSUMED_COMBINE, free)
+    # release: in a mapped window the peer may see a count before the flag, and write at once what was read here
+    store64(header + AT_CONSUMED_DISPATCH, read)
+    store64(header + AT_CONSUMED_COMBINE, free)
     poke(peer_word(context, state, TOLD_DISPATCH, peer), read)
     poke(peer_word(context, state, TOLD_COMBINE, peer), free)
 

@@ -21,7 +21,6 @@ from ...protocol.message import (
 from ...protocol.streams import LL_DISPATCH
 from ..low_latency_state import (
     COMBINE_RECV_STEP,
-    DIGEST,
     DISPATCH_AHEAD,
     DISPATCH_READ,
     DISPATCH_RECV,
@@ -43,18 +42,21 @@ from ..low_latency_state import (
 )
 from .context import is_masked, own_rank, rank_count, window_address
 from .ll_counts import mark_read, take_counts
-from .ll_message import refuse, route_word, streams_of, wait_message
+from .ll_message import (
+    AT_CODING,
+    AT_CONSUMED_COMBINE,
+    AT_CONSUMED_DISPATCH,
+    AT_RETURN_OFFSET,
+    AT_ROWS,
+    check_origin,
+    refuse,
+    route_word,
+    streams_of,
+    wait_message,
+)
 
 __all__ = ["dispatch_recv"]
 
-_TAG = LowLatencyHeader.TAG * 8
-_NUMBER = LowLatencyHeader.NUMBER * 8
-_ROWS = LowLatencyHeader.ROWS * 8
-_CODING = LowLatencyHeader.CODING * 8
-_PLAN = LowLatencyHeader.PLAN * 8
-_RETURN_OFFSET = LowLatencyHeader.RETURN_OFFSET * 8
-_CONSUMED_DISPATCH = LowLatencyHeader.CONSUMED_DISPATCH * 8
-_CONSUMED_COMBINE = LowLatencyHeader.CONSUMED_COMBINE * 8
 _DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
 _WEIGHTED = LowLatencyHeader.WEIGHTED
 _NO_EXPERT = 0xFFFFFFFF  # -1 as read by peek32
@@ -66,31 +68,25 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
     """Check a source's header and note what it says in the route block. Each word is read once: the peer could change
     it."""
     stream = streams_of(LL_DISPATCH, number)
-    word = peek(header + _TAG)
-    if word != _DISPATCH_TAG:
-        return refuse(context, source, stream, word, _DISPATCH_TAG)
-    word = peek(header + _PLAN)
-    if word != peek(state + 8 * DIGEST):
-        return refuse(context, source, stream, word, peek(state + 8 * DIGEST))
-    word = peek(header + _NUMBER)
-    if word != number:
-        return refuse(context, source, stream, word, number)
-    word = peek(header + _CODING)
+    status = check_origin(context, state, source, stream, header, _DISPATCH_TAG, number)
+    if status != STATUS_OK:
+        return status
+    word = peek(header + AT_CODING)
     if word & ~_WEIGHTED != coding:
         return refuse(context, source, stream, word, coding)
     poke(
         route_word(context, route, RETURN_FORM, source),
         FORM_REDUCED if word & _WEIGHTED else FORM_EXPANDED,
     )
-    word = peek(header + _ROWS)
+    word = peek(header + AT_ROWS)
     if word < 0 or word > peek(state + 8 * TOKENS):
         return refuse(context, source, stream, word, peek(state + 8 * TOKENS))
     poke(route_word(context, route, RECEIVED, source), word)
-    word = peek(header + _RETURN_OFFSET)
+    word = peek(header + AT_RETURN_OFFSET)
     if word < 0 or word & 15 or word > peek(state + 8 * COMBINE_RECV_STEP) - HEADER_BYTES:
         return refuse(context, source, stream, word, 0)
     poke(route_word(context, route, RETURN_TO, source), word)
-    dispatched, combined = peek(header + _CONSUMED_DISPATCH), peek(header + _CONSUMED_COMBINE)
+    dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
     return take_counts(context, state, source, stream, dispatched, combined)
 
 
@@ -197,10 +193,10 @@ def _unpack(
 
 @compiled
 def _skip_masked(context: int, state: int, route: int, source: int, recv_count: int, layout_range: int) -> None:
-    """A lost source has sent nothing."""
+    """A lost source has sent nothing, and nothing returns to it: every word that combine reads says so."""
     ranks = rank_count(context)
-    poke(route_word(context, route, RECEIVED, source), 0)
-    poke(route_word(context, route, RETURN_ROWS, source), 0)
+    for table in (RECEIVED, RETURN_ROWS, RETURN_TO, RETURN_FORM):
+        poke(route_word(context, route, table, source), 0)
     for expert in range(peek(state + 8 * EXPERTS) // ranks):
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert) << 32)
 

@@ -43,6 +43,12 @@ from .context import (
 )
 from .ll_counts import hear, send_notice, spaces_free, tell
 from .ll_message import (
+    AT_CODING,
+    AT_NUMBER,
+    AT_PLAN,
+    AT_RETURN_OFFSET,
+    AT_ROWS,
+    AT_TAG,
     has_completed,
     peer_word,
     post_message,
@@ -57,12 +63,6 @@ __all__ = ["MESSAGE_ALIGNMENT", "dispatch_send"]
 #: of 16) stay within the 128 bytes per rank that the layout reserves.
 MESSAGE_ALIGNMENT = 64
 
-_TAG = LowLatencyHeader.TAG * 8
-_NUMBER = LowLatencyHeader.NUMBER * 8
-_ROWS = LowLatencyHeader.ROWS * 8
-_CODING = LowLatencyHeader.CODING * 8
-_PLAN = LowLatencyHeader.PLAN * 8
-_RETURN_OFFSET = LowLatencyHeader.RETURN_OFFSET * 8
 _DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
 _WEIGHTED = LowLatencyHeader.WEIGHTED
 
@@ -105,11 +105,11 @@ def _pack(
     lowest = peer * local_experts
     tokens = peek(route_word(context, route, COUNTS, peer))
     order = peek(route + 8 * ORDER) + 4 * peek(route_word(context, route, STARTS, peer))
-    poke(message + _TAG, _DISPATCH_TAG)
-    poke(message + _ROWS, tokens)
-    poke(message + _CODING, coding | (_WEIGHTED if peek(route + 8 * FORM) == FORM_REDUCED else 0))
-    poke(message + _PLAN, peek(state + 8 * DIGEST))
-    poke(message + _RETURN_OFFSET, peek(route_word(context, route, RETURN_BASE, peer)))
+    poke(message + AT_TAG, _DISPATCH_TAG)
+    poke(message + AT_ROWS, tokens)
+    poke(message + AT_CODING, coding | (_WEIGHTED if peek(route + 8 * FORM) == FORM_REDUCED else 0))
+    poke(message + AT_PLAN, peek(state + 8 * DIGEST))
+    poke(message + AT_RETURN_OFFSET, peek(route_word(context, route, RETURN_BASE, peer)))
     meta = message + HEADER_BYTES
     row = meta + tokens * meta_size
     for index in range(tokens):
@@ -217,7 +217,7 @@ def dispatch_send(
                     weights,
                     coding,
                 )
-                poke(message + _NUMBER, number)
+                poke(message + AT_NUMBER, number)
                 tell(context, state, peer, message, free)
                 poke(packed, number + 1)
                 poke(posted, number * channels)

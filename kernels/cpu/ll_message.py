@@ -11,8 +11,9 @@ from ...native.calls import monotonic_ns
 from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PROTOCOL
+from ...protocol.message import LowLatencyHeader
 from ...protocol.streams import MAX_CHANNELS
-from ..low_latency_state import PEER_TABLES, ROUTE_TABLES
+from ..low_latency_state import DIGEST, PEER_TABLES, ROUTE_TABLES
 from .context import (
     arrived_count,
     channel_count,
@@ -25,7 +26,16 @@ from .publish import put_write, store_flag
 from .wait import note_progress, turn_over
 
 __all__ = [
+    "AT_CODING",
+    "AT_CONSUMED_COMBINE",
+    "AT_CONSUMED_DISPATCH",
+    "AT_NUMBER",
+    "AT_PLAN",
+    "AT_RETURN_OFFSET",
+    "AT_ROWS",
+    "AT_TAG",
     "PIECE_ALIGNMENT",
+    "check_origin",
     "has_arrived",
     "has_completed",
     "peer_word",
@@ -38,6 +48,16 @@ __all__ = [
 
 #: Pieces start on cache lines, so that two channels never write to the same one.
 PIECE_ALIGNMENT = 64
+
+# Byte offsets of the words of a header. Module constants, because Numba knows no class attributes.
+AT_TAG = LowLatencyHeader.TAG * 8
+AT_NUMBER = LowLatencyHeader.NUMBER * 8
+AT_ROWS = LowLatencyHeader.ROWS * 8
+AT_CODING = LowLatencyHeader.CODING * 8
+AT_PLAN = LowLatencyHeader.PLAN * 8
+AT_RETURN_OFFSET = LowLatencyHeader.RETURN_OFFSET * 8
+AT_CONSUMED_DISPATCH = LowLatencyHeader.CONSUMED_DISPATCH * 8
+AT_CONSUMED_COMBINE = LowLatencyHeader.CONSUMED_COMBINE * 8
 
 
 @compiled
@@ -143,3 +163,21 @@ def refuse(context: int, peer: int, stream: int, got: int, expected: int) -> int
     """Set the sticky error: ``peer`` claims something the formats forbid. Returns STATUS_PROTOCOL."""
     set_failure(error_address(context), FAILURE_PROTOCOL, peer, stream, got, expected)
     return STATUS_PROTOCOL
+
+
+@compiled
+def check_origin(context: int, state: int, peer: int, stream: int, header: int, tag: int, number: int) -> int:
+    """STATUS_OK when ``header`` is of message ``number`` of ``peer``, of this kind and plan; else STATUS_PROTOCOL.
+
+    Each word is read once: the peer could change it.
+    """
+    word = peek(header + AT_TAG)
+    if word != tag:
+        return refuse(context, peer, stream, word, tag)
+    word = peek(header + AT_PLAN)
+    if word != peek(state + 8 * DIGEST):
+        return refuse(context, peer, stream, word, peek(state + 8 * DIGEST))
+    word = peek(header + AT_NUMBER)
+    if word != number:
+        return refuse(context, peer, stream, word, number)
+    return STATUS_OK

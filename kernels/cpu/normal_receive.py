@@ -11,7 +11,7 @@ from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
-from ...protocol.streams import NORMAL_DISPATCH, NORMAL_GRANT
+from ...protocol.streams import NORMAL_GRANT
 from .. import normal_block as block
 from .context import (
     arrived_count,
@@ -23,7 +23,7 @@ from .context import (
 )
 from .normal_rows import unpack_meta
 from .normal_wire import message_address, publish
-from .normal_words import MOVED, NOTHING, add, get, put
+from .normal_words import MOVED, NOTHING, add, get, phase_of, put
 
 __all__ = ["give_grant", "landed_meta", "landed_row", "next_message", "note_arrivals", "unpack"]
 
@@ -104,7 +104,7 @@ def give_grant(context: int, counts: int, operation: int, peers: int, peer: int)
 def next_message(context: int, counts: int, operation: int, peer: int) -> tuple[int, int]:
     """Stream of the next chunk that ``peer`` sends, and the count at which it has arrived."""
     stream0 = get(operation, block.PHASE)
-    phase = 0 if stream0 == NORMAL_DISPATCH else 1
+    phase = phase_of(operation)
     number = get(counts + 8 * block.COUNT_WORDS * peer, block.CHUNKS_TAKEN + phase)
     channels = channel_count(context)
     return stream0 + number % channels, number // channels + 1
@@ -115,7 +115,7 @@ def note_arrivals(context: int, counts: int, operation: int, peers: int, peer: i
     """Move ARRIVED_ROWS of ``peer`` past every chunk that has arrived in order. Returns MOVED or NOTHING."""
     state = peers + 8 * block.PEER_WORDS * peer
     life = counts + 8 * block.COUNT_WORDS * peer
-    phase = 0 if get(operation, block.PHASE) == NORMAL_DISPATCH else 1
+    phase = phase_of(operation)
     rows, granted = get(state, block.RECV_ROWS), get(state, block.GRANTED) * get(state, block.SLOT_ROWS)
     limit = min(rows, granted)
     moved = NOTHING

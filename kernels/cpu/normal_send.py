@@ -12,7 +12,7 @@ from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
-from ...protocol.streams import NORMAL_DISPATCH, NORMAL_GRANT, NORMAL_NOTIFY
+from ...protocol.streams import NORMAL_GRANT, NORMAL_NOTIFY
 from .. import normal_block as block
 from ..normal_block import PACKED_META, PACKED_NOTHING, PACKED_ROWS_AND_META
 from .context import (
@@ -25,7 +25,7 @@ from .context import (
 )
 from .normal_rows import pack_meta, pack_rows
 from .normal_wire import publish
-from .normal_words import MOVED, NOTHING, add, get, put
+from .normal_words import MOVED, NOTHING, add, get, phase_of, put
 from .publish import put_write, store_flag
 
 __all__ = ["chunks_over", "say_over", "send_chunk", "sent_on", "take_grant"]
@@ -48,7 +48,7 @@ _AT_ROW_OFFSET, _AT_META_OFFSET, _AT_CHUNK_ROWS = (
 def sent_on(context: int, counts: int, operation: int, peer: int, stream: int) -> int:
     """Messages sent to ``peer`` on a stream of the operation's phase, over the Buffer's life."""
     stream0 = get(operation, block.PHASE)
-    phase = 0 if stream0 == NORMAL_DISPATCH else 1
+    phase = phase_of(operation)
     total = get(counts + 8 * block.COUNT_WORDS * peer, block.CHUNKS_SENT + phase)
     return _share_of(context, total, stream - stream0)
 
@@ -81,7 +81,7 @@ def _landing_is_quiet(context: int, operation: int, state: int, life: int, peer:
     NIC may repeat their writes until they complete here, and a repeat would fall on the rows that come next.
     """
     stream0 = get(operation, block.PHASE)
-    phase = 0 if stream0 == NORMAL_DISPATCH else 1
+    phase = phase_of(operation)
     chunks = get(life, block.CHUNKS_SENT + phase) - get(state, block.SENT_CHUNKS) + get(state, block.GRANT_START)
     for channel in range(channel_count(context)):
         if completed_count(context, peer, stream0 + channel) < _share_of(context, chunks, channel):
@@ -161,7 +161,7 @@ def send_chunk(context: int, counts: int, operation: int, peers: int, peer: int)
         return NOTHING
     life = counts + 8 * block.COUNT_WORDS * peer
     stream0 = get(operation, block.PHASE)
-    phase = 0 if stream0 == NORMAL_DISPATCH else 1
+    phase = phase_of(operation)
     channels = channel_count(context)
     number = get(life, block.CHUNKS_SENT + phase)
     stream = stream0 + number % channels

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ...native.atomics import peek, poke
 from ...native.jit import compiled
+from ...protocol.streams import NORMAL_DISPATCH
+from .. import normal_block
 
-__all__ = ["MOVED", "NOTHING", "add", "get", "put"]
+__all__ = ["MOVED", "NOTHING", "add", "get", "phase_of", "put"]
 
 #: What a step of the exchange returns: nothing could be done, something was done, or minus a STATUS_*.
 NOTHING, MOVED = 0, 1
@@ -27,3 +29,9 @@ def put(block: int, word: int, value: int) -> None:
 def add(block: int, word: int, value: int) -> None:
     """Add to a word."""
     poke(block + 8 * word, peek(block + 8 * word) + value)
+
+
+@compiled
+def phase_of(operation: int) -> int:
+    """0 in a dispatch, 1 in a combine: which of the two CHUNKS_SENT and CHUNKS_TAKEN of a peer count."""
+    return 0 if get(operation, normal_block.PHASE) == NORMAL_DISPATCH else 1

@@ -21,7 +21,8 @@ An event is four int64: kind, value, peer, status.
 
     SENT      value = wr_id. Local completion: the source bytes may be reused, nothing of the write is repeated.
     ARRIVED   value = immediate. The payload of *this* write is visible. peer = the source rank that the connection
-              proves, or -1 where the transport cannot prove it (the immediate's source is then used).
+              proves, or -1 where the transport cannot prove it (the immediate's source is then used). status = bytes
+              of the payload.
     DOWN      peer's connection closed or failed; value 0, status = errno.
     FAULT     peer sent what the format forbids (a frame too long, an offset outside the window); status = a FAULT_*.
 

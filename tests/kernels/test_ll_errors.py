@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from direct_ranks import DirectGroup
 from ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 
+from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
 from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.low_latency_arguments import check_combine, check_ring
+from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH
 
 
@@ -122,6 +126,18 @@ def test_combine_refuses(name: str) -> None:
     DirectGroup(2).run(body)
 
 
+def test_contents_on_a_device_are_not_waited_for() -> None:
+    """Tensors without contents stand for those of a GPU: comparing them would raise here, and synchronise there."""
+    plan = LowLatencyPlan(ranks=2, tokens=8, hidden=128, experts=8, topk=4, element=2)
+    ids = torch.empty(8, 4, dtype=torch.int64, device="meta")
+    weights = torch.empty(8, 4, device="meta")
+    x = torch.empty(4, 16, 128, dtype=torch.bfloat16, device="meta")
+    handle: Any = SimpleNamespace(topk_idx=ids, topk_weights=weights)
+    check_combine(plan, handle, x, ids.clone(), weights.clone(), None)
+    with pytest.raises(ConfigError, match="topk_idx"):
+        check_combine(plan, handle, x, ids[:7], weights, None)
+
+
 def test_handles_of_others() -> None:
     """A handle of another Buffer, one that is not received, and one from before the window changed."""
 
@@ -155,6 +171,26 @@ def test_other_sizes_wait_for_what_is_in_flight() -> None:
         low_latency.dispatch(**wider)
 
     DirectGroup(2).run(body)
+
+
+def test_messages_that_no_ring_takes_are_refused() -> None:
+    """Before the windows are laid out: gigabytes here, which nobody has to have for this test."""
+    plan = LowLatencyPlan(ranks=2, tokens=8192, hidden=8192, experts=16, topk=16, element=4)
+    with pytest.raises(ConfigError, match="raise UCCL_EP_RING_SLOTS"):
+        check_ring(plan, Settings(ring_slots=2))
+    check_ring(plan, Settings(ring_slots=64))
+    check_ring(plan, Settings(ring_slots=16, channels=16))
+
+    def body(runtime: Any) -> None:
+        given = {**arguments(rank=0), "num_max_dispatch_tokens_per_rank": 8192, "num_experts": 16}
+        given["x"] = torch.zeros(1, 8192)
+        given["topk_idx"] = torch.zeros(1, 16, dtype=torch.int64)
+        given["topk_weights"] = None
+        with pytest.raises(ConfigError, match="raise UCCL_EP_RING_SLOTS"):
+            LowLatency(runtime).dispatch(**given)
+        assert runtime.generation == 0
+
+    DirectGroup(1, settings=Settings(ring_slots=2, timeout=5.0)).run(body)
 
 
 def test_ranks_that_disagree_on_sizes() -> None:

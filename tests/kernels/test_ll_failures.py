@@ -14,8 +14,17 @@ from direct_ranks import DirectGroup
 from fake_ranks import FakeGroup
 from ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 
+from uccl_ep_serving import low_latency as module
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
+from uccl_ep_serving.kernels.low_latency_state import (
+    RECEIVED,
+    RETURN_FORM,
+    RETURN_ROWS,
+    RETURN_TO,
+    ROUTE_TABLES,
+    RouteBlock,
+)
 from uccl_ep_serving.low_latency import LowLatency
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 from uccl_ep_serving.protocol.message import HEADER_BYTES, LowLatencyHeader, Notice
@@ -273,8 +282,17 @@ def test_lying_notice_is_refused() -> None:
     group.run(body)
 
 
-def test_masked_rank_drops_out() -> None:
+def test_masked_rank_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rank 2 masked its tokens and experts are left out, and nobody waits for it."""
+
+    class UsedMemory(RouteBlock):
+        """Its tables hold what was there before, as memory that is allocated anew may."""
+
+        def __init__(self, *sizes: Any) -> None:
+            super().__init__(*sizes)
+            self.words[ROUTE_TABLES : ROUTE_TABLES + 10 * self._ranks] = -1
+
+    monkeypatch.setattr(module, "RouteBlock", UsedMemory)
     case = replace(CASE, ranks=3, experts=12, reduced=False)
     inputs = case.inputs()
     group = DirectGroup(3, settings=Settings(timeout=5.0))
@@ -292,6 +310,7 @@ def test_masked_rank_drops_out() -> None:
             )
             assert not (handle.layout_range[:, 2] & 0xFFFFFFFF).any()
             y = expert_output(received_values(case, rows, count), runtime.rank)
+            assert not any(handle.route.table(table)[2] for table in (RECEIVED, RETURN_ROWS, RETURN_TO, RETURN_FORM))
             combined, _, _ = low_latency.combine(y, given.topk_idx, given.topk_weights, handle)
             kept = (given.topk_idx // 4 != 2) * given.topk_weights.double()
             want = given.x.double() * ((1 + 0.25 * given.topk_idx.double()) * kept).sum(dim=1, keepdim=True)
@@ -333,6 +352,47 @@ def test_interrupted_receipt_can_be_repeated() -> None:
         y = expert_output(received_values(CASE, rows, count), runtime.rank)
         combined, _, _ = low_latency.combine(y, handle.topk_idx, handle.topk_weights, handle)
         check_combined(CASE, inputs, runtime.rank, combined)
+
+    DirectGroup(2).run(body)
+
+
+def test_memory_that_runs_out_before_a_dispatch_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is returned is allocated first: the same dispatch can be made when there is memory again."""
+
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        inputs = CASE.inputs()
+        take, shortage = low_latency._memory.take, [MemoryError("no memory")]
+
+        def take_or_fail(nbytes: int) -> torch.Tensor:
+            if shortage:
+                raise shortage.pop()
+            return take(nbytes)
+
+        monkeypatch.setattr(low_latency._memory, "take", take_or_fail)
+        with pytest.raises(MemoryError):
+            low_latency.dispatch(**arguments(rank=runtime.rank))
+        for _ in range(3):
+            check_combined(CASE, inputs, runtime.rank, run_rank(CASE, low_latency, runtime.rank, inputs))
+
+    DirectGroup(2, settings=Settings(timeout=5.0)).run(body)
+
+
+def test_weights_may_be_changed_once_combine_has_returned() -> None:
+    case = replace(CASE, reduced=False)
+
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        inputs = case.inputs()
+        given = inputs[runtime.rank]
+        rows, count, handle, _, _ = low_latency.dispatch(**{**arguments(case, runtime.rank), "topk_weights": None})
+        y = expert_output(received_values(case, rows, count), runtime.rank)
+        weights = given.topk_weights.clone()
+        combined, _, hook = low_latency.combine(y, given.topk_idx, weights, handle, return_recv_hook=True)
+        weights.fill_(0.0)
+        assert hook is not None
+        hook()
+        check_combined(case, inputs, runtime.rank, combined)
 
     DirectGroup(2).run(body)
 

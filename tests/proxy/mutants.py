@@ -66,6 +66,11 @@ RULES = {
         "    load = peek(state + LOAD)\n    return (\n",
         "    load = peek(state + LOAD)\n    if REMOVED:\n        return True\n    return (\n",
     ),
+    "room under the caps goes to the write that waits for it": Rule(
+        "flow",
+        "        and peek(entry + PEER_WAITER) == 0\n",
+        "        and (peek(entry + PEER_WAITER) == 0 or REMOVED)\n",
+    ),
     "credits pass by the caps": Rule(
         "arrivals",
         "or not credit_open(send):\n",

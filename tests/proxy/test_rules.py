@@ -21,6 +21,7 @@ from uccl_ep_serving.protocol.imm import SEQUENCE_WINDOW, Immediate
 from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, LL_DISPATCH
 from uccl_ep_serving.proxy import loop
 from uccl_ep_serving.proxy.state import LOAD, LOAD_BYTES, LOAD_SHIFT, PEER_REQUEST
+from uccl_ep_serving.proxy.stats import in_flight
 from uccl_ep_serving.proxy.transport.base import ARRIVED, DOWN
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
@@ -126,6 +127,24 @@ def caps_are_kept(step: Step) -> None:
 
     world.watchers.append(watch)
     assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == world.arrived(2, 0, LL_DISPATCH) == 40, 500)
+
+
+def a_large_write_behind_endless_small_ones(step: Step) -> None:
+    """Small writes of another stream would fit under the cap at any time, the large one only when they stand back."""
+    world = World(2, 1 << 16, 3, Adversary(linger=0.9), step=step, channels=2, peer_bytes_in_flight=4096)
+
+    def done() -> bool:
+        for _ in range(min(8, world.producer(0, LL_DISPATCH).room)):
+            world.producer(0, LL_DISPATCH).put(
+                Command(rank=1, stream=LL_DISPATCH + 1, source=0, target=0, length=64, last=True)
+            )
+        return world.arrived(1, 0, LL_DISPATCH) == 1
+
+    assert not world.run(done, 20)
+    _message(world, 0, 1, 4096)
+    assert world.run(done, 300), "the large write waits for ever"
+    assert world.arrived(1, 0, LL_DISPATCH + 1) > 100
+    assert world.run(lambda: not in_flight(world.services[0].states[0]), 2000)
 
 
 def credits_while_everything_else_is_full(step: Step) -> None:
@@ -254,6 +273,7 @@ SCENARIOS: dict[str, Callable[[Step], None]] = {
     "outstanding writes need local completion": a_sender_whose_completions_linger,
     "one write to an idle peer is always admitted": caps_smaller_than_a_write,
     "bytes and writes in flight are capped": caps_are_kept,
+    "room under the caps goes to the write that waits for it": a_large_write_behind_endless_small_ones,
     "credits pass by the caps": credits_while_everything_else_is_full,
     "credits are returned": more_writes_than_the_window,
     "credits are bounded by what was sent": forged_credits,

@@ -24,10 +24,11 @@ from uccl_ep_serving.protocol.context import (
 )
 from uccl_ep_serving.protocol.ring import lap_of
 from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, LL_DISPATCH, STREAMS
+from uccl_ep_serving.proxy import stats
 from uccl_ep_serving.proxy.codec import TICKET
 from uccl_ep_serving.proxy.loop import DIED, STOPPED
 from uccl_ep_serving.proxy.service import ProxyService
-from uccl_ep_serving.proxy.state import LOAD, LOAD_SHIFT
+from uccl_ep_serving.proxy.state import ABSENT, LOAD, LOAD_SHIFT, NEXT, PEER_STATE, WAITING
 from uccl_ep_serving.proxy.transport.base import DOWN, FAULT, FAULT_OUTSIDE_WINDOW, SENT
 
 
@@ -182,6 +183,47 @@ def test_drain_says_when_something_is_stuck() -> None:
     world.services[0].step()
     assert not world.services[0].drain(time.monotonic() + 0.01)
     assert world.run(lambda: world.services[0].drain(0.0), 100)
+
+
+def test_draining_misses_no_command_that_moves_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put and posted between two of its reads, a command must not be taken off the others."""
+    world = World(2, 1 << 16)
+    state = world.services[0].states[0]
+    read, moves = stats.read, [lambda: _put(world), world.services[0].step]
+
+    def read_slowly(address: int) -> int:
+        value = int(read(address))
+        while moves:
+            moves.pop(0)()
+        return value
+
+    monkeypatch.setattr(stats, "read", read_slowly)
+    assert stats.in_flight(state) > 0
+    assert world.services[0].counters()["total"]["ring_depth"] == 0
+
+
+def test_forgetting_a_peer_touches_only_streams_that_were_used() -> None:
+    """The records of 256 streams are 100 KB per peer: a group that breaks up must not commit them all at once."""
+    world = World(2, 1 << 16)
+    state = world.services[0].states[0]
+    # stands for "untouched": it would be cleared
+    state.send[1, LL_COMBINE, WAITING // 8] = 7
+    _put(world)
+    world.services[0].step()
+    world.services[0].forget(1)
+    world.services[0].step()
+    assert state.send[1, LL_COMBINE, WAITING // 8] == 7
+    assert state.completed[1, LL_DISPATCH] == 1
+
+
+def test_counters_leave_out_ranks_that_no_proxy_reaches() -> None:
+    world = World(3, 1 << 16)
+    state = world.services[0].states[0]
+    state.peers[2, PEER_STATE // 8] = ABSENT
+    state.send[2, LL_DISPATCH, NEXT // 8] = 5
+    _put(world)
+    world.services[0].step()
+    assert world.services[0].counters()["total"]["writes"] == 1
 
 
 def test_a_forked_child_is_refused_by_name() -> None:

@@ -32,7 +32,7 @@ __all__ = [
     "zero",
 ]
 
-_I64 = ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 def _pointer(builder: Any, address: Any, bits: int) -> Any:
@@ -146,7 +146,7 @@ def compare_exchange(typingctx, address, expected, desired):  # type: ignore[no-
 
 @intrinsic
 def pause(typingctx):  # type: ignore[no-untyped-def]
-    """Tell the core that this is a spin loop (x86 ``pause``; elsewhere nothing)."""
+    """Tell the core that this is a spin loop (x86 ``pause``; aarch64 ``isb``, whose ``yield`` does nothing)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if "x86" in builder.module.triple:
@@ -154,6 +154,11 @@ def pause(typingctx):  # type: ignore[no-untyped-def]
                 builder.module, ir.FunctionType(ir.VoidType(), ()), "llvm.x86.sse2.pause"
             )
             builder.call(function, ())
+        elif "aarch64" in builder.module.triple:
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), (_I32,)), "llvm.aarch64.isb"
+            )
+            builder.call(function, (_I32(15),))  # option SY, the only one there is
         return context.get_dummy_value()
 
     return types.void(), codegen

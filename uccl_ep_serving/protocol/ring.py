@@ -1,14 +1,15 @@
 """The command ring: many kernels put commands in, one proxy takes them out.
 
-    byte   0  head      next index to reserve         writer: producers (atomic add, relaxed)
+    byte   0  head      next index to reserve         writer: producers (compare-and-exchange)
     byte  64  tail      indices consumed              writer: the proxy (release); readers: producers (acquire)
     byte 128  capacity  slots, a power of two         writer: whoever creates the ring, before it is used
     byte 256  slots     capacity x 16-byte commands   writer: the producer that reserved the index
 
-A producer reserves index i with an atomic add on ``head``, waits until ``i - tail < capacity``, then stores both
-words of slot ``i % capacity`` with lap bit ``lap_of(i)``; the second store is a release. The proxy loads both words
-(acquire) and takes the command when both lap bits equal ``lap_of(tail)``. Fresh memory is zero and lap 0 writes ones,
-so an unwritten slot is never taken. ``head`` and ``tail`` are 64-bit and never wrap.
+A producer reserves n consecutive indices by compare-and-exchange of ``head``, and only when ``head + n - tail <=
+capacity``: it never holds an index that it must wait to fill. For each index i it then stores both words of slot
+``i % capacity`` with lap bit ``lap_of(i)``; the second store is a release. The proxy loads both words (acquire) and
+takes the command when both lap bits equal ``lap_of(tail)``. Fresh memory is zero and lap 0 writes ones, so an unwritten
+slot is never taken. ``head`` and ``tail`` are 64-bit and never wrap.
 """
 
 from __future__ import annotations
