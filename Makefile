@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo test test-engine test-all lint format docs env env-sglang clean
+.PHONY: help demo test test-engine test-all lint format bench docs env env-sglang clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
+	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
 	@echo "make docs                     regenerate the tables in the documentation"
 	@echo "make env / env-sglang         only install: for development / with SGLang on CPU"
 	@echo "make clean                    remove caches and build outputs, keep $(VENV)"
@@ -41,6 +42,10 @@ test-all: env-sglang
 
 lint: env
 	@scripts/lint
+
+# writes benchmarks/results/*.json and benchmarks/RESULTS.md; some minutes, on a machine with nothing else to do
+bench: env
+	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs: env
 	@$(BIN)/python scripts/docs.py

@@ -47,6 +47,18 @@ def demo(context: typer.Context) -> None:
     command.app(args=context.args, prog_name="uccl-ep demo")
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every call is verified.",
+)
+def bench(context: typer.Context) -> None:
+    """Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every call is verified."""
+    from uccl_ep_serving.cli import bench as command
+
+    command.app(args=context.args, prog_name="uccl-ep bench")
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,

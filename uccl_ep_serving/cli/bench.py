@@ -1,0 +1,146 @@
+"""``uccl-ep bench``: dispatch and combine, measured beside others in the same run, every measured call verified.
+
+Stand-alone it starts its ranks itself; under torchrun or mpirun each process is one rank of the group it finds.
+Exit status: 0, 1 when data was wrong or an operation failed, 2 for wrong options.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from uccl_ep_serving.cli.bench_card import Card
+from uccl_ep_serving.cli.bench_launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
+from uccl_ep_serving.cli.bench_report import plot, require_matplotlib, tables
+from uccl_ep_serving.errors import ConfigError, UcclEpError
+
+__all__ = ["app", "rank_main", "run_standalone"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+#: Handed to the ranks that run_standalone starts: card, outputs and parent as JSON, an argument rather than a file.
+_RANK_PROGRAM = "from uccl_ep_serving.cli.bench import rank_main; import sys; sys.exit(rank_main(sys.argv[1]))"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+def _report(result: dict[str, Any], json_file: str, plot_file: str) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(tables(result), highlight=False)
+    if json_file:
+        Path(json_file).write_text(json.dumps(result, indent=1) + "\n")
+    if plot_file:
+        plot(result, Path(plot_file))
+
+
+def _run_rank(card: Card, json_file: str, plot_file: str, timeout: float) -> None:
+    """One rank, in this process, of the group that the environment describes."""
+    # after the ranks exist: the parent of a stand-alone run needs no torch
+    import torch.distributed as dist
+
+    from uccl_ep_serving.cli.bench_rank import run_card
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        result = run_card(card)
+        if result is not None:
+            _report(result, json_file, plot_file)
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_main(job: str) -> int:
+    """Body of a rank that :func:`run_standalone` started; ``job`` is its JSON. Returns the exit status."""
+    given = json.loads(job)
+    launcher, rank, size = launched_by(os.environ)
+    if launcher == "torchrun":
+        # under mpirun the parent is mpirun's own daemon, which ends its processes
+        die_with_parent(given["parent"])
+    prepare_rank(rank, size)
+    try:
+        _run_rank(Card.from_mapping(given["card"]), given["json"], given["plot"], given["timeout"])
+    except (UcclEpError, AssertionError) as error:
+        print(f"bench: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout: float = 600.0) -> None:
+    """Start the ranks of ``card`` on this host and wait for them. Raises RankFailed."""
+    from uccl_ep_serving.cli.bench_peers import mpi_launcher, mpi_missing
+
+    mpirun = mpi_launcher() if "mpi" in card.against and not mpi_missing() else ""
+    job = {"card": card.as_dict(), "json": json_file, "plot": plot_file, "timeout": timeout, "parent": os.getpid()}
+    run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], card.ranks, timeout, mpirun)
+
+
+@app.command()
+def bench(
+    ranks: Annotated[int, typer.Option(help="Ranks to start; under torchrun: must be its number.")] = 0,
+    mode: Annotated[str, typer.Option(help="low-latency or normal.")] = "normal",
+    path: Annotated[str, typer.Option(help="How ranks reach each other: direct, shm, tcp, or several by commas.")] = (
+        "direct"
+    ),
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 128,
+    hidden: Annotated[int, typer.Option(help="Values per token.")] = 7168,
+    experts: Annotated[int, typer.Option(help="Experts, a multiple of the ranks.")] = 64,
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, f32 or fp8.")] = "bf16",
+    weights_at_dispatch: Annotated[
+        bool, typer.Option(help="Low latency: router weights travel with the dispatch.")
+    ] = True,
+    iterations: Annotated[int, typer.Option(help="Measured calls of each phase.")] = 20,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 3,
+    against: Annotated[str, typer.Option(help="gloo, mpi, nccl, deepep, by commas; empty: none.")] = "gloo",
+    seed: Annotated[int, typer.Option(help="Of inputs and routing.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 600.0,
+    json_file: Annotated[str, typer.Option("--json", help="Write the result to this file.")] = "",
+    plot_file: Annotated[str, typer.Option("--plot", help="Draw the result into this PNG (needs matplotlib).")] = "",
+) -> None:
+    """Measure dispatch and combine beside others in the same run; every measured call is verified.
+
+    Times are those of the slowest rank; ratios come from calls measured right after one another. Other settings are
+    the UCCL_EP_* variables, as everywhere.
+    """
+    launcher, rank, size = launched_by(os.environ)
+    try:
+        if plot_file:
+            require_matplotlib()
+        if launcher and ranks not in (0, size):
+            raise ConfigError(f"--ranks {ranks}, but {launcher} started {size}: leave --ranks out")
+        card = Card(
+            mode=mode,
+            paths=_names(path),
+            against=_names(against),
+            ranks=size or ranks or 2,
+            tokens=tokens,
+            hidden=hidden,
+            experts=experts,
+            topk=topk,
+            dtype=dtype,
+            weights_at_dispatch=weights_at_dispatch,
+            iterations=iterations,
+            warmup=warmup,
+            seed=seed,
+        )
+    except ConfigError as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(2) from None
+    try:
+        if launcher:
+            prepare_rank(rank, size)
+            _run_rank(card, json_file, plot_file, timeout)
+        else:
+            run_standalone(card, json_file, plot_file, timeout)
+    except (UcclEpError, AssertionError, RankFailed) as error:
+        typer.echo(f"bench: {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,128 @@
+"""Start the ranks of a stand-alone benchmark on this host, and end all of them when one fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+__all__ = ["RankFailed", "die_with_parent", "free_port", "launched_by", "prepare_rank", "run_ranks"]
+
+#: What mpirun tells the processes that it starts (rank, size): Open MPI, then MPICH and Intel MPI.
+_MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 5.0
+
+
+class RankFailed(RuntimeError):
+    """A rank ended badly or not at all.
+
+    Attributes:
+        status: exit status to pass on.
+    """
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def launched_by(environment: Mapping[str, str]) -> tuple[str, int, int]:
+    """(launcher, rank, size): ("torchrun", …), ("mpirun", …), or ("", 0, 0) when nobody has started ranks yet."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return "torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    for rank, size in _MPI:
+        if rank in environment and size in environment:
+            return "mpirun", int(environment[rank]), int(environment[size])
+    return "", 0, 0
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, however that happens. Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        raise OSError(f"the process that started this rank, {parent}, has ended")
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run_ranks(command: Sequence[str], ranks: int, timeout: float, mpirun: str = "") -> None:
+    """Run ``command`` as ranks 0..ranks-1 and wait for all.
+
+    Each finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as under torchrun. With
+    ``mpirun`` (a path) that starts them, and they take their ranks from MPI's variables.
+
+    Raises:
+        RankFailed: a rank ended with another status than 0, or ``timeout`` seconds passed; all ranks have ended.
+    """
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        # the checkout has directories that must not become top-level modules
+        "PYTHONSAFEPATH": "1",
+        # one rank a core is what is measured; torch would start a thread for every core in each
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Open MPI would bind each rank to one core, and with it the proxies that are there to run beside it
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+    }
+    if mpirun:
+        starts = [([mpirun, "-n", str(ranks), *command], environment)]
+    else:
+        starts = [
+            (list(command), {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)})
+            for rank in range(ranks)
+        ]
+    processes: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + timeout
+    try:
+        for arguments, variables in starts:
+            processes.append(subprocess.Popen(arguments, env=variables))
+        while True:
+            statuses = [process.poll() for process in processes]
+            bad = [(rank, status) for rank, status in enumerate(statuses) if status not in (None, 0)]
+            if bad:
+                rank, status = bad[0]
+                raise RankFailed(f"rank {rank} of {ranks} ended with status {status}", abs(status or 1))
+            if None not in statuses:
+                return
+            if time.monotonic() > deadline:
+                late = [rank for rank, status in enumerate(statuses) if status is None]
+                raise RankFailed(f"ranks {late} have not finished after {timeout:.0f} s: raise --timeout", 124)
+            time.sleep(0.05)
+    finally:
+        _end(processes)
+
+
+def prepare_rank(rank: int, size: int) -> None:
+    """Complete what mpirun leaves out of the environment that torch.distributed reads."""
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(size))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            sys.exit(f"bench: {name} is not set: start with torchrun, or set it for mpirun (mpirun -x {name}=…)")

@@ -1,0 +1,82 @@
+"""What a figure was measured on: a figure without it cannot be compared with another."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["describe", "host_identity"]
+
+_PACKAGES = ("uccl_ep_serving", "torch", "numba", "numpy", "mpi4py", "deep_ep")
+
+
+def _git(*arguments: str) -> str:
+    """Output of git in the directory of this package's source, "" where there is none."""
+    found = importlib.util.find_spec("uccl_ep_serving")
+    if found is None or found.origin is None:
+        return ""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(found.origin).parent), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _commit() -> str:
+    """Commit of the checkout, "+" appended when files of it differ; "" when installed from a wheel."""
+    root, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--short=12", "HEAD")
+    # a wheel inside some project's virtual environment is not that project's code
+    if not commit or not (Path(root) / "uccl_ep_serving" / "protocol").is_dir():
+        return ""
+    return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they run on one kernel, and so share a monotonic clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def describe() -> dict[str, Any]:
+    """Commit, CPU, cores, memory, load average (1, 5, 15 minutes), kernel, versions and time (UTC)."""
+    return {
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "kernel": platform.release(),
+        "versions": _versions(),
+    }

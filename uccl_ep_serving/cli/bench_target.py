@@ -1,0 +1,79 @@
+"""Targets: what a result is expected to show, and whether it does."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_serving.errors import ConfigError
+
+__all__ = ["Target", "load_targets", "target_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A bound on one value of a result, or on the quotient of two.
+
+    Attributes:
+        words: what the value is.
+        result: name of the result.
+        value: one or two lists of keys into it, joined by "/".
+        at_most, at_least: the bound; exactly one of them.
+    """
+
+    words: str
+    result: str
+    value: tuple[str, ...]
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.value) not in (1, 2) or (self.at_most is None) == (self.at_least is None):
+            raise ConfigError(f"target {self.words!r}: one or two values, and either at_most or at_least")
+
+    def measured(self, results: Mapping[str, Any]) -> float | None:
+        """The value, or None when the result has none (a peer was skipped, the card was not run)."""
+        found = []
+        for keys in self.value:
+            place: Any = results.get(self.result, {})
+            for key in keys.split("/"):
+                if not isinstance(place, Mapping) or key not in place:
+                    return None
+                place = place[key]
+            found.append(float(place))
+        if len(found) == 1:
+            return found[0]
+        return found[0] / found[1] if found[1] else None
+
+    def met(self, measured: float) -> bool:
+        """True when ``measured`` is within the bound."""
+        if self.at_most is not None:
+            return measured <= self.at_most
+        return self.at_least is not None and measured >= self.at_least
+
+
+def load_targets(path: Path) -> list[Target]:
+    """The ``[[target]]`` tables of a file of cards. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(path.read_text()).get("target", [])
+        return [Target(**{**table, "value": tuple(table.get("value", ()))}) for table in tables]
+    except (OSError, tomllib.TOMLDecodeError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def target_rows(targets: Iterable[Target], results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows: what was expected, what was measured, and whether it is enough."""
+    rows = []
+    for target in targets:
+        measured = target.measured(results)
+        bound = f"at most {target.at_most:g}" if target.at_most is not None else f"at least {target.at_least:g}"
+        if measured is None:
+            rows.append([target.words, target.result, bound, "-", "not measured"])
+        else:
+            rows.append(
+                [target.words, target.result, bound, f"{measured:.3g}", "met" if target.met(measured) else "missed"]
+            )
+    return ["target", "result", "bound", "measured", "verdict"], rows
