@@ -23,6 +23,7 @@ from .kernels.select import low_latency_kernels, normal_kernels
 from .low_latency import LowLatency
 from .normal import Normal
 from .protocol.layout import PARITIES, LowLatencyPlan
+from .protocol.message import round_up
 from .runtime import Runtime
 
 __all__ = ["Buffer", "Config"]
@@ -62,21 +63,17 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes of window worth having for received rows of ``hidden_bytes``; smaller ones work, in rounds."""
-        return _round_up(num_ranks * self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
+        return round_up(num_ranks * self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """The same for ranks on other nodes; 0 is never returned, because one node needs no special case here."""
-        return _round_up(num_ranks * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+        return round_up(num_ranks * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
 
 
 def _low_latency_bytes(plan: LowLatencyPlan) -> int:
     """Window bytes of the low-latency regions."""
     one = plan.ranks * plan.dispatch_slot + plan.dispatch_send + plan.combine_recv + plan.combine_send
-    return _round_up(PARITIES * one, 4096)
+    return round_up(PARITIES * one, 4096)
 
 
 class Buffer:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .reference import calc_diff
+
 __all__ = ["Delivered", "calc_diff", "combine", "combine_weights", "deliver", "in_rank"]
 
 
@@ -92,10 +94,3 @@ def combine_weights(
 ) -> torch.Tensor:
     """float32 [T, K]: the router weights ``weights[r]`` [N_r, K] summed back at rank ``source``."""
     return _sum(weights, delivered, source, tokens)
-
-
-def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """DeepEP's distance: 1 - 2 <x, y> / (|x|^2 + |y|^2), in float64; 0 for two zero tensors."""
-    a, b = x.double(), y.double()
-    denominator = float((a * a + b * b).sum())
-    return 0.0 if denominator == 0 else float(1 - 2 * (a * b).sum() / denominator)

@@ -30,7 +30,8 @@ from .live import LiveServer
 from .memory import HeapAllocator, Segment
 from .operation_log import OperationLog
 from .protocol import context as ctx
-from .protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
+from .protocol.message import round_up
 from .protocol.streams import CREDIT
 from .proxy.service import ProxyService
 from .proxy.transport.select import DIRECT, choose
@@ -478,14 +479,10 @@ def _normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
     The heap is at least what the caller asked for. Staging is per peer, so with many ranks chunks shrink to keep the
     send side within ``_STAGING`` (down to ``_LEAST_CHUNK``), and the rounds grow until each slot holds a chunk.
     """
-    heap = _pages(max(settings.heap_bytes, heap_bytes))
-    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // 4096 * 4096, _LEAST_CHUNK))
-    rounds = max(settings.round_bytes, 2 * ranks * (chunk + 4096))
+    heap = round_up(max(settings.heap_bytes, heap_bytes), PAGE)
+    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // PAGE * PAGE, _LEAST_CHUNK))
+    rounds = max(settings.round_bytes, 2 * ranks * (chunk + PAGE))
     try:
-        return NormalPlan(ranks, heap=heap, rounds=_pages(rounds), chunk=chunk, depth=settings.chunk_depth)
+        return NormalPlan(ranks, heap=heap, rounds=round_up(rounds, PAGE), chunk=chunk, depth=settings.chunk_depth)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
