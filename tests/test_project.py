@@ -23,7 +23,11 @@ MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/sglang_cpu/__init__|.*/
 VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 
 # modules in which a verbs library may be named; the doctor only asks whether it is installed
-VERBS = {"proxy/transport/verbs.py", "proxy/transport/efa.py", "proxy/transport/roce.py"}
+VERBS = {
+    str(path.relative_to(ROOT))
+    for stem in ("verbs", "efa", "roce")
+    for path in ROOT.glob(f"proxy/transport/{stem}*.py")
+}
 VERBS |= {"uccl_ep_serving/cli/doctor.py"}
 
 
