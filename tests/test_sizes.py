@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.plane_builder import normal_plan
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
-from uccl_ep_serving.runtime import _normal_plan
 
 _ROW = 7168 * 2 + 512  # DeepSeek-V3 in bf16 with its meta
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 17, 64, 256, 1024, 4096])
 def test_staging_is_bounded_and_rounds_hold_a_chunk(ranks: int) -> None:
-    plan = _normal_plan(ranks, Settings(), 0)
+    plan = normal_plan(ranks, Settings(), 0)
     assert plan.chunk >= 8 * _ROW
     assert plan.round_slot >= plan.chunk
     layout = WindowLayout(ranks, None, plan)
@@ -22,7 +22,7 @@ def test_staging_is_bounded_and_rounds_hold_a_chunk(ranks: int) -> None:
 
 
 def test_settings_win_where_they_fit() -> None:
-    small = _normal_plan(8, Settings(chunk_bytes=65536, round_bytes=8 << 20, heap_bytes=4096), 10_000)
+    small = normal_plan(8, Settings(chunk_bytes=65536, round_bytes=8 << 20, heap_bytes=4096), 10_000)
     assert (small.chunk, small.rounds, small.heap) == (65536, 8 << 20, 12288)
 
 

@@ -15,7 +15,7 @@ from .memory import Segment
 from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .proxy.service import ProxyService
-from .proxy.transport.select import Choice
+from .proxy.transport.select import DIRECT, Choice
 
 if TYPE_CHECKING:
     from .proxy.transport.base import Endpoint
@@ -53,6 +53,11 @@ class DataPlane:
     def routes(self) -> dict[int, str]:
         """Name of the way to each peer."""
         return {peer: choice.transport for peer, choice in self.choices.items()}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Transports in use beside direct access, in the order of every row of ``endpoints``."""
+        return sorted(set(self.routes.values()) - {DIRECT})
 
     def map_peers(
         self, rank: int, local: Iterable[int], descriptors: Sequence[list[int]]

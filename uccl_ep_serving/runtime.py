@@ -8,13 +8,12 @@ the control connections stay. Everything above sees only the kernel space of the
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,22 +23,15 @@ from .bootstrap import Exchange, introduce
 from .config import Settings, unknown_variables
 from .control import ControlMesh
 from .data_plane import DataPlane
-from .errors import BootstrapError, ConfigError, PeerError, UcclEpError
+from .errors import ConfigError, PeerError, UcclEpError
 from .kernel_space import KernelSpace
 from .live import LiveServer
-from .memory import HeapAllocator, Segment
+from .memory import HeapAllocator
 from .operation_log import OperationLog
+from .plane_builder import PlaneBuilder, normal_plan
 from .protocol import context as ctx
-from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
-from .protocol.message import round_up
-from .protocol.streams import CREDIT
-from .proxy.service import ProxyService
-from .proxy.transport.select import DIRECT, choose
-from .proxy.transport.shm import ShmEndpoint, mailbox_bytes
-from .proxy.transport.tcp import TcpEndpoint
-
-if TYPE_CHECKING:
-    from .proxy.transport.base import Endpoint
+from .protocol.layout import LowLatencyPlan, WindowLayout
+from .proxy.transport.select import DIRECT
 
 __all__ = ["Runtime"]
 
@@ -47,11 +39,6 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
-
-#: Bytes of normal mode's send staging that more ranks do not exceed while chunks can still shrink: 1 MiB chunks, 4
-#: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
-_STAGING = 256 << 20
-_LEAST_CHUNK = 128 << 10
 
 
 class Runtime:
@@ -86,7 +73,7 @@ class Runtime:
         self._closed = False
         self._broken = ""
         self._mask: npt.NDArray[np.int32] = np.zeros(self.ranks, dtype=np.int32)
-        self._normal = _normal_plan(self.ranks, settings, heap_bytes)
+        self._normal = normal_plan(self.ranks, settings, heap_bytes)
         self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._plane: DataPlane | None = None
         self._live: LiveServer | None = None
@@ -99,8 +86,7 @@ class Runtime:
                 port=self._mesh.port,
                 sizes={"normal-mode heap bytes": self._normal.heap},
             )
-            self._cards = introduction.cards
-            self._secret = introduction.secret
+            self._builder = PlaneBuilder(self._mesh, introduction, settings, self._normal, self._mask)
             self._mesh.on_lost = self._on_lost
             self._mesh.on_goodbye = self._on_goodbye
             self._mesh.connect(introduction)
@@ -217,8 +203,11 @@ class Runtime:
             self._mesh.gather("leaving the old window", without=self._masked())
             self._plane = None
             old.close(deadline)
-        self._plane = self._build(plan)
         self.generation += 1
+        self._plane = self._build(plan)
+
+    def _build(self, plan: LowLatencyPlan | None) -> DataPlane:
+        return self._builder.build(plan, self.generation, self._watch)
 
     # -- peers --------------------------------------------------------------------------------------------------
 
@@ -256,137 +245,6 @@ class Runtime:
                 plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
         if not plane.space.failed:
             plane.service.check()
-
-    # -- building -----------------------------------------------------------------------------------------------
-
-    def _build(self, plan: LowLatencyPlan | None) -> DataPlane:
-        settings, ranks, rank = self.settings, self.ranks, self.rank
-        deadline = time.monotonic() + settings.connect_timeout
-        try:
-            layout = WindowLayout(ranks, plan, self._normal)
-        except ValueError as error:
-            raise ConfigError(f"{error}") from error
-        plane = DataPlane(layout)
-        try:
-            window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
-            mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(ranks, settings.proxies))
-            plane.segments += [window, mailbox]
-            answers = self._mesh.gather(
-                "sharing windows",
-                layout.digest.to_bytes(8, "little"),
-                descriptors=[window.fd, mailbox.fd],
-                without=self._masked(),
-            )
-            windows, mailboxes = plane.map_peers(
-                rank, self._mesh.local_peers - self._masked(), [taken for _, taken in answers]
-            )
-            window.close_descriptor()
-            mailbox.close_descriptor()
-            for peer in range(ranks):
-                if peer != rank and not self._mask[peer]:
-                    same_host = self._cards[peer].host == self._cards[rank].host
-                    plane.choices[peer] = choose(settings, mapped=bool(windows[peer]), same_host=same_host)
-            self._connect(plane, window, mailbox.address, windows, mailboxes, deadline)
-            assert plane.service is not None
-            plane.service.start()
-            self._mesh.gather("starting", without=self._masked())
-        except BaseException:
-            plane.close(time.monotonic() + 1.0)
-            raise
-        return plane
-
-    def _connect(
-        self,
-        plane: DataPlane,
-        window: Segment,
-        mailbox: int,
-        windows: list[int],
-        mailboxes: list[int],
-        deadline: float,
-    ) -> None:
-        settings, ranks, rank, nbytes = self.settings, self.ranks, self.rank, plane.layout.nbytes
-        kinds = sorted(set(plane.routes.values()) - {DIRECT})
-        host = self._cards[rank].address
-        for proxy in range(settings.proxies):
-            row: list[Endpoint] = []
-            plane.endpoints.append(row)
-            for kind in kinds:
-                if kind == "shm":
-                    row.append(
-                        ShmEndpoint(
-                            rank,
-                            ranks,
-                            proxy,
-                            mailbox=mailbox,
-                            peer_mailboxes=mailboxes,
-                            peer_windows=windows,
-                            window_bytes=nbytes,
-                        )
-                    )
-                else:
-                    row.append(
-                        TcpEndpoint(
-                            rank,
-                            ranks,
-                            proxy,
-                            window=window.address,
-                            window_bytes=nbytes,
-                            secret=self._secret,
-                            settings=settings,
-                            host=host,
-                            job=self.generation.to_bytes(8, "little"),
-                        )
-                    )
-        offered = msgspec.msgpack.encode([[endpoint.address() for endpoint in row] for row in plane.endpoints])
-        answers = self._mesh.gather(
-            "exchanging addresses", msgspec.msgpack.encode((kinds, offered)), without=self._masked()
-        )
-        theirs: dict[int, dict[str, list[bytes]]] = {}
-        for peer, (payload, _) in enumerate(answers):
-            if payload and peer != rank:
-                names, table = msgspec.msgpack.decode(payload, type=tuple[list[str], bytes])
-                rows = msgspec.msgpack.decode(table, type=list[list[bytes]])
-                theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
-        for proxy, row in enumerate(plane.endpoints):
-            for kind, endpoint in zip(kinds, row, strict=True):
-                peers = [peer for peer, way in plane.routes.items() if way == kind]
-                if strange := [peer for peer in peers if kind not in theirs[peer]]:
-                    raise BootstrapError(
-                        f"rank {rank} reaches rank {strange[0]} over {kind}, but that rank offers "
-                        f"{sorted(theirs[strange[0]]) or 'its memory'} only: they do not see each other's memory alike"
-                    )
-                addresses: list[bytes | None] = [
-                    theirs[peer][kind][proxy] if peer in peers else None for peer in range(ranks)
-                ]
-                endpoint.connect(addresses, deadline)
-        space = KernelSpace(rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._mask)
-        plane.space = space
-        plane.service = service = ProxyService(
-            rank=rank,
-            ranks=ranks,
-            window=window.address,
-            window_bytes=nbytes,
-            settings=dataclasses.replace(settings, proxy_cpus=self._own_cpus()),
-            error=space.error,
-            endpoints=plane.endpoints,
-            route=[kinds.index(plane.routes[peer]) if plane.routes.get(peer) in kinds else -1 for peer in range(ranks)],
-        )
-        for stream in range(CREDIT):
-            space.set_ring(stream, service.ring(stream))
-        for peer, kind in plane.routes.items():
-            if kind == DIRECT:
-                space.connect_direct(peer, windows[peer])
-            else:
-                space.connect_proxied(peer, service.arrived, service.completed)
-        space.watch = self._watch
-
-    def _own_cpus(self) -> tuple[int, ...]:
-        """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""
-        cpus, proxies = self.settings.proxy_cpus, self.settings.proxies
-        before = sum(card.host == self._cards[self.rank].host for card in self._cards[: self.rank])
-        if not cpus:
-            return ()
-        return tuple(cpus[(before * proxies + proxy) % len(cpus)] for proxy in range(proxies))
 
     def _log_choices(self) -> None:
         by_reason: dict[str, list[str]] = {}
@@ -471,18 +329,3 @@ class Runtime:
             if plane is not None:
                 steps.callback(plane.close, deadline)
             steps.callback(self._mesh.goodbye)
-
-
-def _normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
-    """Normal-mode sizes from the settings, the same on all ranks.
-
-    The heap is at least what the caller asked for. Staging is per peer, so with many ranks chunks shrink to keep the
-    send side within ``_STAGING`` (down to ``_LEAST_CHUNK``), and the rounds grow until each slot holds a chunk.
-    """
-    heap = round_up(max(settings.heap_bytes, heap_bytes), PAGE)
-    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // PAGE * PAGE, _LEAST_CHUNK))
-    rounds = max(settings.round_bytes, 2 * ranks * (chunk + PAGE))
-    try:
-        return NormalPlan(ranks, heap=heap, rounds=round_up(rounds, PAGE), chunk=chunk, depth=settings.chunk_depth)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error

@@ -1,0 +1,233 @@
+"""How a data plane comes to be: allocate the window, share it, choose the way to each peer, connect, start.
+
+Every step in which ranks depend on each other is a gather over the control connections, so a rank that is gone is
+named at once, in each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .bootstrap import Introduction
+from .config import Settings
+from .control import ControlMesh
+from .data_plane import DataPlane
+from .errors import BootstrapError, ConfigError
+from .kernel_space import KernelSpace
+from .memory import Segment
+from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
+from .protocol.message import round_up
+from .protocol.streams import CREDIT
+from .proxy.service import ProxyService
+from .proxy.transport.select import DIRECT, choose
+from .proxy.transport.shm import ShmEndpoint, mailbox_bytes
+from .proxy.transport.tcp import TcpEndpoint
+
+if TYPE_CHECKING:
+    from .proxy.transport.base import Endpoint
+
+__all__ = ["PlaneBuilder", "normal_plan"]
+
+#: Bytes of normal mode's send staging that more ranks do not exceed while chunks can still shrink: 1 MiB chunks, 4
+#: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
+_STAGING = 256 << 20
+_LEAST_CHUNK = 128 << 10
+
+
+def normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
+    """Normal-mode sizes from the settings, the same on all ranks.
+
+    The heap is at least the ``heap_bytes`` that the caller asked for. Staging is per peer, so with many ranks chunks
+    shrink to keep the send side within ``_STAGING`` (down to ``_LEAST_CHUNK``), and the rounds grow until each slot
+    holds a chunk.
+
+    Raises:
+        ConfigError: the formats cannot hold such a window.
+    """
+    heap = round_up(max(settings.heap_bytes, heap_bytes), PAGE)
+    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // PAGE * PAGE, _LEAST_CHUNK))
+    rounds = max(settings.round_bytes, 2 * ranks * (chunk + PAGE))
+    try:
+        return NormalPlan(ranks, heap=heap, rounds=round_up(rounds, PAGE), chunk=chunk, depth=settings.chunk_depth)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+class PlaneBuilder:
+    """Builds the data planes of one Buffer, one generation after the other.
+
+    Args:
+        mesh: connected control connections.
+        introduction: who the ranks are, and the job's secret.
+        settings: this rank's settings.
+        normal: sizes of normal mode, equal on all ranks.
+        mask: int32[ranks], 1 = peer masked; shared with the kernels of every generation.
+    """
+
+    def __init__(
+        self,
+        mesh: ControlMesh,
+        introduction: Introduction,
+        settings: Settings,
+        normal: NormalPlan,
+        mask: npt.NDArray[np.int32],
+    ) -> None:
+        self._mesh = mesh
+        self._cards = introduction.cards
+        self._secret = introduction.secret
+        self._settings = settings
+        self._normal = normal
+        self._mask = mask
+        self._rank, self._ranks = mesh.rank, mesh.ranks
+
+    def _masked(self) -> frozenset[int]:
+        return frozenset(int(peer) for peer in np.flatnonzero(self._mask))
+
+    def build(self, plan: LowLatencyPlan | None, generation: int, watch: Callable[[], None]) -> DataPlane:
+        """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
+
+        Args:
+            generation: number of the plane, equal on all ranks; connections of another one are refused.
+            watch: see ``KernelSpace.watch``.
+
+        Raises:
+            ConfigError: the window would exceed what the formats hold.
+            BootstrapError, TransportError, PeerError: a rank could not be reached; nothing is left open.
+        """
+        settings, rank = self._settings, self._rank
+        deadline = time.monotonic() + settings.connect_timeout
+        try:
+            layout = WindowLayout(self._ranks, plan, self._normal)
+        except ValueError as error:
+            raise ConfigError(f"{error}") from error
+        plane = DataPlane(layout)
+        try:
+            window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
+            mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, settings.proxies))
+            plane.segments += [window, mailbox]
+            answers = self._mesh.gather(
+                "sharing windows",
+                layout.digest.to_bytes(8, "little"),
+                descriptors=[window.fd, mailbox.fd],
+                without=self._masked(),
+            )
+            windows, mailboxes = plane.map_peers(
+                rank, self._mesh.local_peers - self._masked(), [taken for _, taken in answers]
+            )
+            window.close_descriptor()
+            mailbox.close_descriptor()
+            for peer in range(self._ranks):
+                if peer != rank and not self._mask[peer]:
+                    same_host = self._cards[peer].host == self._cards[rank].host
+                    plane.choices[peer] = choose(settings, mapped=bool(windows[peer]), same_host=same_host)
+            self._offer_endpoints(plane, generation, windows, mailboxes)
+            self._connect_endpoints(plane, deadline)
+            self._give_to_kernels(plane, windows, watch)
+            assert plane.service is not None
+            plane.service.start()
+            self._mesh.gather("starting", without=self._masked())
+        except BaseException:
+            plane.close(time.monotonic() + 1.0)
+            raise
+        return plane
+
+    def _offer_endpoints(self, plane: DataPlane, generation: int, windows: list[int], mailboxes: list[int]) -> None:
+        """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""
+        rank, ranks, nbytes = self._rank, self._ranks, plane.layout.nbytes
+        for proxy in range(self._settings.proxies):
+            row: list[Endpoint] = []
+            plane.endpoints.append(row)
+            for kind in plane.kinds:
+                if kind == "shm":
+                    row.append(
+                        ShmEndpoint(
+                            rank,
+                            ranks,
+                            proxy,
+                            mailbox=mailboxes[rank],
+                            peer_mailboxes=mailboxes,
+                            peer_windows=windows,
+                            window_bytes=nbytes,
+                        )
+                    )
+                else:
+                    row.append(
+                        TcpEndpoint(
+                            rank,
+                            ranks,
+                            proxy,
+                            window=windows[rank],
+                            window_bytes=nbytes,
+                            secret=self._secret,
+                            settings=self._settings,
+                            host=self._cards[rank].address,
+                            job=generation.to_bytes(8, "little"),
+                        )
+                    )
+
+    def _connect_endpoints(self, plane: DataPlane, deadline: float) -> None:
+        """Exchange the endpoints' addresses and connect each to its peers."""
+        rank = self._rank
+        offered = msgspec.msgpack.encode([[endpoint.address() for endpoint in row] for row in plane.endpoints])
+        answers = self._mesh.gather(
+            "exchanging addresses", msgspec.msgpack.encode((plane.kinds, offered)), without=self._masked()
+        )
+        theirs: dict[int, dict[str, list[bytes]]] = {}
+        for peer, (payload, _) in enumerate(answers):
+            if payload and peer != rank:
+                names, table = msgspec.msgpack.decode(payload, type=tuple[list[str], bytes])
+                rows = msgspec.msgpack.decode(table, type=list[list[bytes]])
+                theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+        for proxy, row in enumerate(plane.endpoints):
+            for kind, endpoint in zip(plane.kinds, row, strict=True):
+                peers = [peer for peer, way in plane.routes.items() if way == kind]
+                if strange := [peer for peer in peers if kind not in theirs[peer]]:
+                    raise BootstrapError(
+                        f"rank {rank} reaches rank {strange[0]} over {kind}, but that rank offers "
+                        f"{sorted(theirs[strange[0]]) or 'its memory'} only: they do not see each other's memory alike"
+                    )
+                addresses: list[bytes | None] = [
+                    theirs[peer][kind][proxy] if peer in peers else None for peer in range(self._ranks)
+                ]
+                endpoint.connect(addresses, deadline)
+
+    def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: Callable[[], None]) -> None:
+        """Make the kernel space and the proxies, which meet in its memory."""
+        settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
+        plane.space = space = KernelSpace(
+            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._mask
+        )
+        kinds, routes = plane.kinds, plane.routes
+        plane.service = service = ProxyService(
+            rank=rank,
+            ranks=ranks,
+            window=window.address,
+            window_bytes=plane.layout.nbytes,
+            settings=dataclasses.replace(settings, proxy_cpus=self._own_cpus()),
+            error=space.error,
+            endpoints=plane.endpoints,
+            route=[kinds.index(routes[peer]) if routes.get(peer) in kinds else -1 for peer in range(ranks)],
+        )
+        for stream in range(CREDIT):
+            space.set_ring(stream, service.ring(stream))
+        for peer, kind in routes.items():
+            if kind == DIRECT:
+                space.connect_direct(peer, windows[peer])
+            else:
+                space.connect_proxied(peer, service.arrived, service.completed)
+        space.watch = watch
+
+    def _own_cpus(self) -> tuple[int, ...]:
+        """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""
+        cpus, proxies = self._settings.proxy_cpus, self._settings.proxies
+        before = sum(card.host == self._cards[self._rank].host for card in self._cards[: self._rank])
+        if not cpus:
+            return ()
+        return tuple(cpus[(before * proxies + proxy) % len(cpus)] for proxy in range(proxies))
