@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,21 +56,3 @@ class TestDoctor:
         monkeypatch.setenv("UCCL_EP_PROXYS", "2")
         (found,) = [found for found in doctor.settings() if found.name == "UCCL_EP_PROXYS"]
         assert found.next_step == "did you mean UCCL_EP_PROXIES?"
-
-    def test_nics_are_read_from_sysfs(self, tmp_path: Path) -> None:
-        from uccl_ep_serving.cli.rdma_devices import Nic, find_nics
-
-        device = tmp_path / "rdmap0s6"
-        port = device / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "link_layer").write_text("Unspecified\n")
-        (port / "state").write_text("4: ACTIVE\n")
-        (port / "rate").write_text("100 Gb/sec (4X EDR)\n")
-        (device / "device").mkdir()
-        (device / "device" / "numa_node").write_text("1\n")
-        (tmp_path / "drivers" / "efa").mkdir(parents=True)
-        (device / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
-        (found,) = [nic for nic in find_nics(tmp_path) if nic.name == "rdmap0s6"]
-        assert found == Nic("rdmap0s6", "efa", "Unspecified", True, "100 Gb/sec (4X EDR)", 1)
-        assert found.is_efa
-        assert find_nics(tmp_path / "nowhere") == []

@@ -138,10 +138,13 @@ class Settings:
     chunk_depth: int = 4
     tcp_connections: int = 2
     socket_ifname: str = ""
+    nics: str = ""
     proxy_cpus: tuple[int, ...] = ()
     fault_proxy_after: int = 0
     #: Not a variable of ours: the launcher's MASTER_ADDR, a hint for choosing an interface.
     master_address: str = ""
+    #: Not a variable of ours: NCCL_IB_HCA, in force where ``nics`` is empty.
+    nccl_ib_hca: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
@@ -161,6 +164,7 @@ class Settings:
             except ValueError as error:
                 raise ConfigError(f"{variable.name}={text!r}: {error}. Meaning: {variable.meaning}") from None
         values["master_address"] = environment.get("MASTER_ADDR", "")
+        values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
         settings = cls(**{**values, **overrides})
         if settings.proxies > settings.channels:
             # Streams are dealt to proxies by channel: more proxies than channels would idle.
@@ -223,6 +227,13 @@ SETTINGS: tuple[Variable, ...] = (
         str,
         False,
         "network interface whose address is told to peers; default: the route to the first rank",
+    ),
+    Variable(
+        "nics",
+        str,
+        False,
+        "RDMA devices to use, in the syntax of NCCL_IB_HCA (mlx5_0,mlx5_3 or ^mlx5_bond or =efa_0); default: "
+        "NCCL_IB_HCA, else those nearest to the GPU",
     ),
     Variable(
         "proxy_cpus",

@@ -16,8 +16,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from importlib import metadata
 
 import psutil
@@ -26,40 +25,18 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
-from uccl_ep_serving.cli.rdma_devices import INFINIBAND, Nic, find_nics
+from uccl_ep_serving.cli.doctor_nics import examine_nics
+from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.proxy.transport.select import preview
+from uccl_ep_serving.rails import HcaFilter
+from uccl_ep_serving.topology import Nic, Topology
 
 # RDMA registers whole windows, which pins them: less than this cannot hold even a small one
 MEMLOCK_FLOOR = 1 << 30
 # a rank at EP 32 with 8 channels a peer holds 248 TCP connections, beside the engine's own files
 NOFILE_FLOOR = 1024
-
-
-class Status(StrEnum):
-    """How a finding bears on the verdict: only ``PROBLEM`` makes the package unusable here."""
-
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: what was looked at.
-        value: what was found, in words.
-        status: whether it stands in the way.
-        next_step: what to do about it; empty when there is nothing to do.
-    """
-
-    name: str
-    value: str
-    status: Status = Status.OK
-    next_step: str = ""
 
 
 def _size(count: float) -> str:
@@ -169,20 +146,17 @@ def gpus() -> Iterator[Finding]:
         yield Finding(f"cuda:{index}", value)
 
 
+def _wanted() -> HcaFilter:
+    """The devices that the environment asks for; all of them where a setting is wrong (reported under settings)."""
+    try:
+        return HcaFilter.of(Settings.from_environment())
+    except ConfigError:
+        return HcaFilter()
+
+
 def nics() -> Iterator[Finding]:
-    """RDMA devices."""
-    found = find_nics()
-    if not found:
-        step = "load the driver of the NIC, if it has RDMA"
-        yield Finding("rdma", f"none: {INFINIBAND} has no device", Status.NOTE, step)
-    for nic in found:
-        words = [nic.driver or "virtual", nic.link, nic.rate, f"NUMA {nic.numa}" if nic.numa >= 0 else ""]
-        value = ", ".join(word for word in words if word)
-        if nic.active:
-            yield Finding(nic.name, value)
-        else:
-            step = f"bring the link up: cat {INFINIBAND / nic.name}/ports/1/state"
-            yield Finding(nic.name, f"{value}, no active port", Status.NOTE, step)
+    """RDMA devices: what they are, which GPU uses them, and why the others are not used."""
+    yield from examine_nics(Topology.read(), _wanted())
 
 
 def _shm() -> Finding:
@@ -238,7 +212,7 @@ def transports() -> Iterator[Finding]:
     """Each transport with the reason it is or is not usable, then the way to each kind of peer."""
     yield _shm()
     yield _tcp()
-    found = find_nics()
+    found = Topology.read().nics
     yield _rdma("efa", [nic for nic in found if nic.is_efa], "no device with the efa driver")
     yield _rdma("roce", [nic for nic in found if not nic.is_efa], "no RDMA device other than EFA")
     try:
@@ -263,7 +237,7 @@ def _limit(name: str, which: int, floor: int, *, needed: bool, words: Callable[[
 
 def limits() -> Iterator[Finding]:
     """Limits of this process that decide how large a window or how many connections it can have."""
-    has_nic = bool(find_nics())
+    has_nic = bool(Topology.read().nics)
     yield _limit("memlock", resource.RLIMIT_MEMLOCK, MEMLOCK_FLOOR, needed=has_nic, words=_size)
     yield _limit("nofile", resource.RLIMIT_NOFILE, NOFILE_FLOOR, needed=False, words="{:.0f}".format)
     try:
