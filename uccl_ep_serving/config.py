@@ -104,12 +104,14 @@ class Variable:
         parse: text -> value, raising ValueError.
         agreed: all ranks must have the same value.
         meaning: one line for the documentation.
+        fallback: variable of NCCL that is read where ours is not set.
     """
 
     field: str
     parse: Callable[[str], Any]
     agreed: bool
     meaning: str
+    fallback: str = ""
 
     @property
     def name(self) -> str:
@@ -139,6 +141,12 @@ class Settings:
     tcp_connections: int = 2
     socket_ifname: str = ""
     nics: str = ""
+    nic_gid_index: int = -1
+    nic_traffic_class: int = -1
+    nic_service_level: int = -1
+    nic_timeout: int = 14
+    nic_qps: int = 1
+    nic_bytes_in_flight: int = 0
     proxy_cpus: tuple[int, ...] = ()
     fault_proxy_after: int = 0
     #: Not a variable of ours: the launcher's MASTER_ADDR, a hint for choosing an interface.
@@ -156,13 +164,13 @@ class Settings:
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
         for variable in SETTINGS:
-            text = environment.get(variable.name)
-            if text is None or text == "":
+            name = next((name for name in (variable.name, variable.fallback) if environment.get(name)), "")
+            if not name:
                 continue
             try:
-                values[variable.field] = variable.parse(text)
+                values[variable.field] = variable.parse(environment[name])
             except ValueError as error:
-                raise ConfigError(f"{variable.name}={text!r}: {error}. Meaning: {variable.meaning}") from None
+                raise ConfigError(f"{name}={environment[name]!r}: {error}. Meaning: {variable.meaning}") from None
         values["master_address"] = environment.get("MASTER_ADDR", "")
         values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
         settings = cls(**{**values, **overrides})
@@ -234,6 +242,45 @@ SETTINGS: tuple[Variable, ...] = (
         False,
         "RDMA devices to use, in the syntax of NCCL_IB_HCA (mlx5_0,mlx5_3 or ^mlx5_bond or =efa_0); default: "
         "NCCL_IB_HCA, else those nearest to the GPU",
+    ),
+    Variable(
+        "nic_gid_index",
+        _integer(-1, 1023),
+        False,
+        "GID of RoCE NICs by its index, else NCCL_IB_GID_INDEX; -1 = the first routable RoCE v2 entry",
+        fallback="NCCL_IB_GID_INDEX",
+    ),
+    Variable(
+        "nic_traffic_class",
+        _integer(-1, 255),
+        False,
+        "traffic class (DSCP x 4) of RDMA packets, else NCCL_IB_TC; -1 = the default of the NIC's family",
+        fallback="NCCL_IB_TC",
+    ),
+    Variable(
+        "nic_service_level",
+        _integer(-1, 15),
+        False,
+        "service level (priority) of RDMA packets, else NCCL_IB_SL; -1 = the default of the NIC's family",
+        fallback="NCCL_IB_SL",
+    ),
+    Variable(
+        "nic_timeout",
+        _integer(1, 31),
+        False,
+        "acknowledgement timeout of RoCE, 4.096 us x 2^n; the NIC tries 7 times before the peer counts as lost",
+    ),
+    Variable(
+        "nic_qps",
+        _integer(1, 8),
+        True,
+        "queue pairs per peer and proxy on RoCE; writes are dealt to them in turn, for networks that spread by flow",
+    ),
+    Variable(
+        "nic_bytes_in_flight",
+        _size(0, 1 << 40),
+        False,
+        "bytes posted and not completed, per NIC; 0 = the default of the NIC's family",
     ),
     Variable(
         "proxy_cpus",

@@ -1,0 +1,155 @@
+"""Queue pairs of reliable connections, address handles, and the path that both of them take."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from . import verbs_codes as codes
+from .verbs import CompletionQueue, ProtectionDomain, VerbsObject
+from .verbs_abi import AH, AH_ATTR, QP, QP_ATTR, QP_INIT_ATTR, Block, Struct
+
+__all__ = ["AddressHandle", "Path", "QueuePair"]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How packets reach a peer, in the numbers of verbs.
+
+    Attributes:
+        port: local port.
+        gid_index: of the local GID.
+        gid, lid: of the peer; the GID is used on Ethernet, and on InfiniBand when ``routed``.
+        mtu: of the path: 1 = 256 bytes … 5 = 4096.
+        traffic_class, service_level: marks of the packets.
+        timeout: of an acknowledgement, 4.096 us << timeout; NICs may take up to four times as long.
+        retries: before completion status 12.
+        rnr_retries: 7 = without end.
+        rnr_timer: the delay that a receiver without receives asks for: 12 = 0.64 ms.
+    """
+
+    port: int
+    gid_index: int
+    gid: bytes
+    lid: int = 0
+    mtu: int = 3
+    routed: bool = True
+    traffic_class: int = 0
+    service_level: int = 0
+    timeout: int = 14
+    retries: int = 7
+    rnr_retries: int = 7
+    rnr_timer: int = 12
+
+    def write(self, address: int, struct: Struct, prefix: str = "") -> None:
+        """Fill the ``ibv_ah_attr`` whose fields ``struct`` has under ``prefix``."""
+        for field, value in {
+            "grh.sgid_index": self.gid_index,
+            "grh.hop_limit": 255,
+            "grh.traffic_class": self.traffic_class,
+            "dlid": self.lid,
+            "sl": self.service_level,
+            "is_global": int(self.routed),
+            "port_num": self.port,
+        }.items():
+            struct.set(address, prefix + field, value)
+        struct.set_bytes(address, prefix + "grh.dgid", self.gid)
+
+
+class QueuePair(VerbsObject):
+    """A reliable-connection queue pair over one CQ, in state RESET.
+
+    Args:
+        pd, cq: what it is made from.
+        send_depth, receive_depth: work requests.
+        inline: bytes of payload that may travel inside a work request; less when the NIC refuses as many.
+
+    Raises:
+        TransportError: the NIC or the kernel refused.
+    """
+
+    def __init__(
+        self, pd: ProtectionDomain, cq: CompletionQueue, *, send_depth: int, receive_depth: int, inline: int = 0
+    ) -> None:
+        attributes = Block(QP_INIT_ATTR, send_cq=cq.address, recv_cq=cq.address, qp_type=codes.QPT_RC)
+        attributes["cap.max_send_wr"], attributes["cap.max_recv_wr"] = send_depth, receive_depth
+        attributes["cap.max_send_sge"], attributes["cap.max_recv_sge"] = 1, 1
+        attributes["cap.max_inline_data"] = inline
+        library = pd.library
+        address = library.call("ibv_create_qp", pd.address, attributes.address)
+        if not address and inline:
+            attributes["cap.max_inline_data"] = 0
+            address = library.call("ibv_create_qp", pd.address, attributes.address)
+        if not address:
+            raise library.refused(
+                "ibv_create_qp",
+                ctypes.get_errno(),
+                pd.device,
+                f"making a queue pair ({send_depth} sends, {receive_depth} receives)",
+            )
+        super().__init__(library, pd.device, address, "ibv_destroy_qp", [pd, cq])
+        self.check(
+            QP,
+            context=pd.context.address,
+            pd=pd.address,
+            send_cq=cq.address,
+            recv_cq=cq.address,
+            qp_type=codes.QPT_RC,
+            state=codes.QPS_RESET,
+        )
+        self.number = QP.get(address, "qp_num")
+        self.inline = attributes["cap.max_inline_data"]
+
+    def modify(self, attributes: Block, mask: int, doing: str) -> None:
+        """Raises TransportError when the NIC or the kernel refuses."""
+        self.library.status(
+            "ibv_modify_qp",
+            self.address,
+            attributes.address,
+            mask,
+            device=self.device,
+            doing=f"{doing} (ibv_modify_qp)",
+        )
+
+    def initialise(self, port: int) -> None:
+        """RESET -> INIT on ``port``; receives may be posted from here on."""
+        attributes = Block(QP_ATTR, qp_state=codes.QPS_INIT, port_num=port, qp_access_flags=codes.ACCESS_REMOTE_WRITE)
+        mask = codes.QP_STATE | codes.QP_PKEY_INDEX | codes.QP_PORT | codes.QP_ACCESS_FLAGS
+        self.modify(attributes, mask, f"preparing a queue pair on port {port}")
+
+    def connect(self, path: Path, number: int, doing: str) -> None:
+        """INIT -> RTR -> RTS, to queue pair ``number`` at the other end of ``path``."""
+        attributes = Block(
+            QP_ATTR,
+            qp_state=codes.QPS_RTR,
+            path_mtu=path.mtu,
+            dest_qp_num=number,
+            max_dest_rd_atomic=1,
+            min_rnr_timer=path.rnr_timer,
+        )
+        path.write(attributes.address, QP_ATTR, "ah_attr.")
+        mask = codes.QP_STATE | codes.QP_AV | codes.QP_PATH_MTU | codes.QP_DEST_QPN | codes.QP_RQ_PSN
+        self.modify(attributes, mask | codes.QP_MAX_DEST_RD_ATOMIC | codes.QP_MIN_RNR_TIMER, doing)
+        attributes = Block(
+            QP_ATTR,
+            qp_state=codes.QPS_RTS,
+            timeout=path.timeout,
+            retry_cnt=path.retries,
+            rnr_retry=path.rnr_retries,
+            max_rd_atomic=1,
+        )
+        mask = codes.QP_STATE | codes.QP_TIMEOUT | codes.QP_RETRY_CNT | codes.QP_RNR_RETRY | codes.QP_SQ_PSN
+        self.modify(attributes, mask | codes.QP_MAX_QP_RD_ATOMIC, doing)
+
+
+class AddressHandle(VerbsObject):
+    """Where unconnected sends go: the far end of ``path``. Raises TransportError."""
+
+    def __init__(self, pd: ProtectionDomain, path: Path) -> None:
+        attributes = Block(AH_ATTR)
+        path.write(attributes.address, AH_ATTR)
+        address = pd.library.pointer(
+            "ibv_create_ah", pd.address, attributes.address, device=pd.device, doing="making an address handle"
+        )
+        super().__init__(pd.library, pd.device, address, "ibv_destroy_ah", [pd])
+        self.check(AH, context=pd.context.address, pd=pd.address)
