@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from .atomics import peek, poke
 from .jit import compiled
 
-__all__ = ["call1", "call3", "call8", "monotonic_ns", "nanosleep_ns", "sched_yield"]
+__all__ = ["call1", "call3", "call3_int", "call8", "monotonic_ns", "nanosleep_ns", "sched_yield"]
 
 _I64 = ir.IntType(64)
 
@@ -39,6 +39,17 @@ def call1(typingctx, function, a):  # type: ignore[no-untyped-def]
 def call3(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
     """``int64 function(int64 x 3)``."""
     return _caller(3)
+
+
+@intrinsic
+def call3_int(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
+    """``int function(int64 x 3)``: a C function that returns 32 bits, sign-extended here."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [_I64] * 3)
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
+
+    return types.int64(*[types.int64] * 4), codegen
 
 
 @intrinsic
