@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -41,6 +42,38 @@ def _memfd(name: str) -> int:
         return os.memfd_create(name, flags)  # an older kernel
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map(fd: int, nbytes: int) -> Bytes:
+    """The ``nbytes`` bytes of ``fd``, shared, unmapped with the last array or tensor over them. Raises OSError.
+
+    The module ``mmap`` would keep a duplicate of the descriptor for as long as the mapping lives (until Python 3.13),
+    two for each peer on the host.
+    """
+    if nbytes <= 0:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    block = (ctypes.c_uint8 * nbytes).from_address(address)
+    # Not at exit: daemon threads may still be running in it.
+    weakref.finalize(block, _libc.munmap, address, nbytes).atexit = False
+    return np.frombuffer(memoryview(block), dtype=np.uint8)
+
+
 class Segment:
     """A shared memory segment mapped into this process.
 
@@ -55,14 +88,14 @@ class Segment:
         self.nbytes = nbytes
         self.fd = fd
         try:
-            self.bytes: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
-        except (OSError, ValueError) as error:
+            self.bytes: Bytes = _map(fd, nbytes)
+        except OSError as error:
             os.close(fd)
             raise TransportError(
                 f"cannot map a shared segment of {nbytes} bytes: {error}. Lower UCCL_EP_HEAP_BYTES or raise the "
                 "address-space limit (ulimit -v)",
                 device="memfd",
-                errno=getattr(error, "errno", None) or 0,
+                errno=error.errno or 0,
             ) from error
         self.address: int = self.bytes.ctypes.data
 
