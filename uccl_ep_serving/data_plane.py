@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from .errors import ProxyDied, TransportError
 from .kernel_space import KernelSpace
 from .memory import Segment
-from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .proxy.service import ProxyService
 from .proxy.transport.select import DIRECT, Choice
@@ -27,11 +26,11 @@ _log = logging.getLogger("uccl_ep_serving")
 #: Seconds that a proxy thread has to stop, however little is left of the time for closing.
 _STOP_SECONDS = 2.0
 
-#: Planes whose threads did not stop. Their memory must stay mapped: a thread that still runs would fault without it.
+#: Planes in which a thread still runs. Their memory must stay mapped: the thread would fault without it.
 _abandoned: list[DataPlane] = []
 
 
-@dataclass
+@dataclass(eq=False)
 class DataPlane:
     """What a change of layout rebuilds. Closed in the reverse order of construction.
 
@@ -101,10 +100,12 @@ class DataPlane:
     def close(self, deadline: float) -> None:
         """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.
 
-        Threads that do not stop are logged, and keep all they use until the process ends.
+        Threads that do not stop, and kernels of other threads that do not return, are logged, and keep all they use
+        until the process ends.
         """
-        if self.space is not None:
-            self.space.fail(ctx.FAILURE_CLOSED)
+        if self.space is not None and not self.space.leave(max(deadline, time.monotonic() + _STOP_SECONDS)):
+            _abandoned.append(self)
+            _log.error("a kernel of another thread did not return in time. Its memory stays until this process ends")
         if self.service is not None:
             try:
                 self.service.stop(max(deadline, time.monotonic() + _STOP_SECONDS))
@@ -114,6 +115,8 @@ class DataPlane:
                     raise
                 _log.error("%s. They stay until this process ends", error)
                 return
+        if self in _abandoned:
+            return
         for endpoint in (one for row in self.endpoints for one in row):
             endpoint.close()
         for segment in self.segments:

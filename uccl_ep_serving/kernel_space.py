@@ -7,6 +7,7 @@ the peer's mapped window or the proxy's count addresses.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ from .errors import (
     UcclEpError,
 )
 from .memory import HeapAllocator, Segment
-from .native.failure import set_failure
+from .native.failure import failed, failure_code, set_failure
 from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .protocol.streams import CREDIT, STREAMS, channel_of, name_of
@@ -53,6 +54,7 @@ class KernelSpace:
         progress: address of int64[8]: peer, stream, arrived, expected of whatever a pending kernel waits for.
             Writer: kernels that return PENDING. Reader: the host, after they did.
         mask: int32[ranks], 1 = peer masked. Writer: host. Readers: kernels.
+        phase: words for what :meth:`wait` or :meth:`check` was called for last. Writer: those; reader: ``watch``.
         watch: called between slices of a wait; raises when the host knows more (a lost peer, a dead proxy).
     """
 
@@ -74,9 +76,15 @@ class KernelSpace:
         self.heap = HeapAllocator(segment.bytes, layout.normal_heap, layout.normal.heap)
         self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32) if mask is None else mask
         self.watch: Callable[[], None] = lambda: None
+        self.phase = ""
         self._segment = segment
+        #: Threads in :meth:`wait`, and whether more may enter; both guarded by the gate.
+        self._gate = threading.Condition()
+        self._inside: set[int] = set()
+        self._left = False
         self._error: _I64 = np.zeros(ctx.ERROR_WORDS, dtype=np.int64)
         self._progress: _I64 = np.zeros(8, dtype=np.int64)
+        self._progress[0] = -1
         self._arrived: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
         self._completed: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
         self._flag: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
@@ -139,28 +147,25 @@ class KernelSpace:
 
     @property
     def failed(self) -> bool:
-        """True once the sticky error is set."""
-        return bool(self._error[ctx.ERROR_CODE] != ctx.FAILURE_NONE)
-
-    def clear_failure_of(self, peer: int) -> None:
-        """Lift a sticky error that blames ``peer``; only for a peer that has been masked."""
-        if self._error[ctx.ERROR_PEER] == peer:
-            self._error[ctx.ERROR_CODE] = ctx.FAILURE_NONE
+        """True once the sticky error is set. It is never lifted: a new generation has an error word of its own."""
+        return bool(failed(self.error))
 
     def failure(self, phase: str) -> UcclEpError:
         """The sticky error as an exception."""
         # whoever claimed the error word may be preempted before it has said what happened
         end = time.monotonic() + CLAIM_TIMEOUT
-        while self._error[ctx.ERROR_CODE] == ctx.FAILURE_CLAIMED and time.monotonic() < end:
+        while (code := int(failure_code(self.error))) == ctx.FAILURE_CLAIMED and time.monotonic() < end:
             time.sleep(1e-4)
-        code, peer, stream, arrived, expected = (int(word) for word in self._error[:5])
+        # after the acquire load of the code; nobody writes them a second time
+        peer, stream, arrived, expected = (int(word) for word in self._error[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1])
         where = f"{phase}, rank {self.rank} of {self.ranks}"
         on = f" on {name_of(stream)}" if stream >= 0 else ""
         channel = channel_of(stream) if stream >= 0 else -1
         if code == ctx.FAILURE_PEER_LOST:
             return PeerLost(
-                f"{where}: rank {peer} is lost (its process died or its connection closed without a goodbye). "
-                f"Next step: read rank {peer}'s log, then close this Buffer and build the group again",
+                f"{where}: rank {peer} is lost (its process died, its connection closed, or another rank masked it). "
+                f"Next step: read rank {peer}'s log; then mask it on every rank that is left, or close this Buffer "
+                "on all of them and build the group again",
                 peer=peer,
                 phase=phase,
                 channel=channel,
@@ -179,8 +184,7 @@ class KernelSpace:
             )
         if code == ctx.FAILURE_PROXY_DIED:
             return ProxyDied(
-                f"{where}: proxy thread {peer} of this rank died (status {arrived}). Close this Buffer; the log has "
-                f"the cause"
+                f"{where}: proxy thread {arrived} of this rank died. Close this Buffer; the log has the cause"
             )
         if code == ctx.FAILURE_PROTOCOL:
             return ProtocolError(
@@ -193,12 +197,40 @@ class KernelSpace:
 
     def check(self, phase: str) -> None:
         """Raise what the host or the sticky error knows, before an operation starts."""
+        self.phase = phase
         self.watch()
         if self.failed:
             raise self.failure(phase)
 
+    @property
+    def awaited(self) -> int:
+        """Peer that the pending kernel waits for, -1 when none is pending."""
+        return int(self._progress[0])
+
+    def busy_elsewhere(self) -> bool:
+        """True while another thread is in :meth:`wait`."""
+        with self._gate:
+            return bool(self._inside - {threading.get_ident()})
+
+    def leave(self, deadline: float) -> bool:
+        """Release whoever waits, and let nobody in any more.
+
+        Args:
+            deadline: ``time.monotonic()`` instant.
+
+        Returns:
+            False when a kernel of another thread still runs at the deadline: what it touches must stay mapped.
+        """
+        self.fail(ctx.FAILURE_CLOSED)
+        with self._gate:
+            self._left = True
+            # A thread that got here from inside wait() (a signal handler, say) runs no kernel now, and none later.
+            return self._gate.wait_for(
+                lambda: not self._inside - {threading.get_ident()}, max(deadline - time.monotonic(), 0.0)
+            )
+
     def wait(self, phase: str, step: Callable[[int], int]) -> None:
-        """Run ``step`` until it is done.
+        """Run ``step`` until it is done. One thread at a time, as with a Buffer.
 
         Args:
             phase: words for messages, for example ``"low-latency dispatch recv"``.
@@ -209,8 +241,23 @@ class KernelSpace:
             PeerTimeout: the deadline passed; the sticky error is set.
             PeerLost, ProxyDied, TransportError, ProtocolError: as the sticky error says.
         """
+        self.phase, me = phase, threading.get_ident()
+        with self._gate:
+            if self._left:
+                raise self.failure(phase)
+            self._inside.add(me)
+        try:
+            self._wait(phase, step)
+        finally:
+            self._progress[0] = -1
+            with self._gate:
+                self._inside.discard(me)
+                self._gate.notify_all()
+
+    def _wait(self, phase: str, step: Callable[[int], int]) -> None:
         end = time.monotonic() + self.timeout
-        while True:
+        # _left: close() ran in this very thread, between two slices
+        while not self._left:
             status = step(time.monotonic_ns() + SLICE_NS)
             if status == ctx.STATUS_OK:
                 return
@@ -222,3 +269,4 @@ class KernelSpace:
                 peer, stream, arrived, expected = (int(word) for word in self._progress[:4])
                 self.fail(ctx.FAILURE_PEER_TIMEOUT, peer, stream, arrived, expected)
                 raise self.failure(phase)
+        raise self.failure(phase)

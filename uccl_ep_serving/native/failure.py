@@ -6,6 +6,8 @@ before it publishes and while it waits, every proxy loop, the host before every 
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from ..protocol.context import (
     ERROR_ARRIVED,
     ERROR_CODE,
@@ -16,15 +18,21 @@ from ..protocol.context import (
     FAILURE_NONE,
 )
 from .atomics import compare_exchange, load64, poke, store64
-from .jit import compiled
+from .jit import compile_lock, compiled
 
-__all__ = ["failed", "set_failure"]
+__all__ = ["failed", "failure_code", "set_failure", "warm"]
 
 
 @compiled
 def failed(error: int) -> bool:
     """True once the sticky error at address ``error`` is set (or being set)."""
     return load64(error + 8 * ERROR_CODE) != FAILURE_NONE
+
+
+@compiled
+def failure_code(error: int) -> int:
+    """FAILURE_* of the sticky error at address ``error``; acquire, so the words that explain it are visible."""
+    return load64(error + 8 * ERROR_CODE)
 
 
 @compiled
@@ -38,3 +46,11 @@ def set_failure(error: int, code: int, peer: int, stream: int, arrived: int, exp
     poke(error + 8 * ERROR_EXPECTED, expected)
     store64(error + 8 * ERROR_CODE, code)
     return True
+
+
+def warm() -> None:
+    """Compile (or load from the cache) what the host calls."""
+    with compile_lock():
+        cast(Any, failed).compile("boolean(int64)")
+        cast(Any, failure_code).compile("int64(int64)")
+        cast(Any, set_failure).compile("boolean(int64, int64, int64, int64, int64, int64)")
