@@ -90,8 +90,8 @@ class Buffer:
             (``UCCL_EP_DIRECT``).
         explicitly_destroy: kept as an attribute. A Buffer that was not destroyed closes when it is collected or the
             interpreter ends, waiting at most 1 s for the other ranks.
-        enable_shrink: a lost or silent peer is masked by ``low_latency_update_mask_buffer`` instead of ending the
-            group.
+        enable_shrink: kept as an attribute; a lost or silent peer can always be masked with
+            ``low_latency_update_mask_buffer``, which the engine calls: nothing is masked by itself.
         comm: DeepEP's MPI communicator; must be None.
         settings: instead of the environment's ``UCCL_EP_*``.
 
@@ -400,7 +400,16 @@ class Buffer:
     # -- masks --------------------------------------------------------------------------------------------------
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = True) -> None:
-        """Leave a rank out (``mask=True``). Raises ConfigError for this rank itself, a bad rank, or un-masking."""
+        """Leave a rank out (``mask=True``): its tokens and experts drop out, the others go on.
+
+        Call it on every rank that is left, after PeerLost or PeerTimeout or between operations. The next operation of
+        each of them must be a dispatch, which is collective and builds new windows; handles and recv hooks of earlier
+        dispatches are void. See "When a rank is lost" in ARCHITECTURE.md.
+
+        Raises:
+            ConfigError: for this rank itself, a rank that does not exist, or un-masking.
+            UcclEpError: the Buffer is closed.
+        """
         if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
             raise ConfigError(f"rank {rank_to_mask} cannot be masked by rank {self.rank} of {self.group_size}")
         if not mask:

@@ -4,6 +4,9 @@ Ranks on one host (same kernel, same network namespace) talk over abstract Unix 
 carry the descriptors of shared segments; others over TCP. Both ends prove the job's secret. One thread per Buffer reads
 all of them: a connection that closes without a goodbye is a lost peer, seen as soon as the kernel closes the sockets of
 a killed process. Frames are a fixed header and a bounded payload.
+
+Steps on which ranks agree (gathers) are numbered. Survivors of a lost peer may have come to different numbers, so the
+numbers start anew, above all earlier ones, each time a peer is masked: ranks with the same mask meet again.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
 from .bootstrap import Introduction
 from .config import Settings
 from .control_links import MAGIC, Link, Listeners, meet
-from .errors import ConfigError, PeerLost, PeerTimeout, ProtocolError
+from .errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 
 __all__ = ["ControlMesh"]
 
@@ -31,9 +35,14 @@ _log = logging.getLogger("uccl_ep_serving.control")
 
 #: magic, kind, number of descriptors that come with it, sequence of the gather, payload bytes
 _HEADER = struct.Struct("<IHHQI")
-_GATHER, _GOODBYE = 1, 2
+_GATHER, _GOODBYE, _MASKED = 1, 2, 3
+_KINDS = frozenset((_GATHER, _GOODBYE, _MASKED))
 _MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
+#: Steps numbered between two maskings, as a shift.
+_EPOCH_SHIFT = 32
+#: A rank that says goodbye is often one that noticed the loss of another: this long the lost one is looked for.
+_ROOT_SECONDS = 0.3
 
 #: Open meshes, so that a forked child can let go of their sockets (peers must see a dead parent's connections close).
 _open_meshes: weakref.WeakSet[ControlMesh] = weakref.WeakSet()
@@ -74,7 +83,11 @@ class ControlMesh:
     Attributes:
         socket_name, address, port: where this rank listens; goes into its card.
         lost: peers whose connection closed without a goodbye, in the order in which that was seen.
+        departed: peers that said goodbye, and the ``time.monotonic()`` instant.
+        accused: peers that another one has masked, and who did; this rank itself may be among them.
+            Writer of all three: the reader thread; readers: any.
         on_lost, on_goodbye: called from the reader thread with the peer's rank.
+        on_masked: called from the reader thread with the rank that masked and the rank that was masked.
     """
 
     def __init__(self, rank: int, ranks: int, settings: Settings) -> None:
@@ -83,12 +96,16 @@ class ControlMesh:
         self.lost: list[int] = []
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
+        self.on_masked: Callable[[int, int], None] = lambda by, peer: None
+        self.departed: dict[int, float] = {}
+        self.accused: dict[int, int] = {}
         self._settings = settings
         self._listeners = Listeners(rank, settings)
         self.socket_name = self._listeners.socket_name
         self.address, self.port = self._listeners.address, self._listeners.port
         self._links: dict[int, Link] = {}
-        self._gone: set[int] = set()
+        #: Peers that this rank has masked: what they say of others does not count.
+        self._masked: frozenset[int] = frozenset()
         self._changed = threading.Condition()
         self._inbox: dict[int, dict[int, tuple[bytes, list[int]]]] = {}
         #: Number of the next step, and of the oldest one that somebody here may still wait for.
@@ -157,7 +174,7 @@ class ControlMesh:
             link.buffer += data
             while len(link.buffer) >= _HEADER.size:
                 magic, kind, descriptors_due, sequence, length = _HEADER.unpack_from(link.buffer)
-                if magic != MAGIC or length > _MOST_PAYLOAD or kind not in (_GATHER, _GOODBYE):
+                if magic != MAGIC or length > _MOST_PAYLOAD or kind not in _KINDS:
                     raise ValueError(f"rank {link.peer} sent a malformed control frame")
                 if len(link.buffer) < _HEADER.size + length:
                     break
@@ -165,6 +182,9 @@ class ControlMesh:
                 del link.buffer[: _HEADER.size + length]
                 if kind == _GOODBYE:
                     self._note_goodbye(link)
+                    continue
+                if kind == _MASKED:
+                    self._note_masked(link.peer, int.from_bytes(payload[:4], "little"))
                     continue
                 taken, link.descriptors = link.descriptors[:descriptors_due], link.descriptors[descriptors_due:]
                 with self._changed:
@@ -178,26 +198,33 @@ class ControlMesh:
     def _note_goodbye(self, link: Link) -> None:
         link.said_goodbye = True
         with self._changed:
-            self._gone.add(link.peer)
+            self.departed[link.peer] = time.monotonic()
             self._changed.notify_all()
         self._tell(self.on_goodbye, link.peer)
+
+    def _note_masked(self, by: int, peer: int) -> None:
+        if not 0 <= peer < self.ranks:
+            raise ValueError(f"rank {by} sent a malformed control frame")
+        with self._changed:
+            self.accused.setdefault(peer, by)
+            self._changed.notify_all()
+        self._tell(self.on_masked, by, peer)
 
     def _lose(self, link: Link, error: Exception) -> None:
         if link.said_goodbye or self._closing:
             return
         with self._changed:
-            self._gone.add(link.peer)
             self.lost.append(link.peer)
             self._changed.notify_all()
         _log.error("rank %d lost rank %d: its control connection ended (%s)", self.rank, link.peer, error)
         self._tell(self.on_lost, link.peer)
 
-    def _tell(self, callback: Callable[[int], None], peer: int) -> None:
+    def _tell(self, callback: Callable[..., None], *ranks: int) -> None:
         """Whatever a callback raises, the other connections are read on."""
         try:
-            callback(peer)
+            callback(*ranks)
         except Exception:
-            _log.exception("rank %d could not act on the departure of rank %d", self.rank, peer)
+            _log.exception("rank %d could not act on what it heard of ranks %s", self.rank, ranks)
 
     # -- agreeing -----------------------------------------------------------------------------------------------
 
@@ -228,7 +255,8 @@ class ControlMesh:
             (payload, descriptors) by rank; own payload with no descriptors.
 
         Raises:
-            PeerLost, PeerTimeout: naming the first missing peer. ProtocolError: a peer is in another step.
+            PeerLost, PeerTimeout: naming a missing peer. ProtocolError: a peer is in another step.
+            UcclEpError: :meth:`close` was called meanwhile.
         """
         label = name.encode()
         if len(payload) + len(label) > _MOST_PAYLOAD - 2:
@@ -245,11 +273,24 @@ class ControlMesh:
             with self._changed:
                 received = self._inbox.setdefault(sequence, received)
                 self._changed.wait_for(
-                    lambda: expected <= received.keys() or (expected - received.keys()) & self._gone, seconds
+                    lambda: (
+                        self._closing or expected <= received.keys() or (expected - received.keys()) & self._absent()
+                    ),
+                    seconds,
                 )
                 missing = sorted(expected - received.keys())
             if missing:
-                self._raise_missing(name, missing, len(received), len(expected), seconds)
+                if self._closing:
+                    raise UcclEpError(f"{name}, rank {self.rank}: this Buffer was closed meanwhile")
+                self.raise_absent(name, without, among=frozenset(missing))
+                raise PeerTimeout(
+                    f"{name}, rank {self.rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
+                    f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck",
+                    peer=missing[0],
+                    phase=name,
+                    arrived=len(received),
+                    expected=len(expected),
+                )
             return self._result(label, payload, {peer: received.pop(peer) for peer in expected})
         finally:
             with self._changed:
@@ -279,22 +320,68 @@ class ControlMesh:
             result[peer] = (data[end:], taken)
         return result
 
-    def _raise_missing(self, name: str, missing: list[int], arrived: int, expected: int, seconds: float) -> None:
-        peer = next((peer for peer in missing if peer in self._gone), missing[0])
-        if peer in self._gone:
-            raise PeerLost(
-                f"{name}, rank {self.rank}: rank {peer} is gone (its control connection closed). Read its log",
-                peer=peer,
-                phase=name,
-            )
-        raise PeerTimeout(
-            f"{name}, rank {self.rank}: no answer from ranks {missing} within {seconds:g} s ({arrived} of {expected} "
-            "arrived). Likely cause: they have not made the same call, or are stuck",
+    def raise_absent(
+        self, phase: str, without: frozenset[int], *, among: frozenset[int] | None = None, patience: float = 0.0
+    ) -> None:
+        """Raise PeerLost when a peer is lost or has said goodbye; a lost one is named first.
+
+        Args:
+            phase: words for the message.
+            without: peers that do not count (masked ones).
+            among: only when one of these is absent; by default any.
+            patience: seconds for which an absence that is not known yet is waited for.
+        """
+        with self._changed:
+            candidates = (frozenset(range(self.ranks)) if among is None else among) - without
+            self._changed.wait_for(lambda: self._absent() & candidates, patience)
+            if not self._absent() & candidates:
+                return
+            self._changed.wait_for(lambda: {*self.lost, *self.accused} - without, _ROOT_SECONDS)
+            lost = [peer for peer in self.lost if peer not in without]
+            peer = lost[0] if lost else min(self._absent() & candidates)
+        if peer in self.lost:
+            how = "its control connection closed without a goodbye"
+        elif self.rank in self.accused and peer == self.accused[self.rank]:
+            how = "it has masked this rank"
+        else:
+            how = f"rank {self.accused[peer]} has masked it" if peer in self.accused else "it closed its Buffer"
+        raise PeerLost(
+            f"{phase}, rank {self.rank}: rank {peer} is gone ({how}). Next step: read its log; then mask it on every "
+            "rank that is left, or close this Buffer on all of them and build the group again",
             peer=peer,
-            phase=name,
-            arrived=arrived,
-            expected=expected,
+            phase=phase,
         )
+
+    # -- masking ------------------------------------------------------------------------------------------------
+
+    def _absent(self) -> frozenset[int]:
+        """Peers that take part in no step any more."""
+        accused = {peer for peer, by in self.accused.items() if by not in self._masked and peer != self.rank}
+        judge = self.accused.get(self.rank, self.rank)
+        return frozenset({*self.lost, *self.departed, *accused, judge} - {self.rank})
+
+    def restart(self, masked: frozenset[int]) -> None:
+        """Ranks ``masked`` are masked: the numbers of steps start anew, above all that were used with fewer masked."""
+        with self._changed:
+            self._masked = masked
+            self._sequence = self._oldest = len(masked) << _EPOCH_SHIFT
+            stale = [self._inbox.pop(sequence) for sequence in list(self._inbox) if sequence < self._oldest]
+        for received in stale:
+            for _, taken in received.values():
+                _close_all(taken)
+
+    def announce_mask(self, masked: int) -> None:
+        """Tell every peer, the masked one too, that this rank has masked rank ``masked``."""
+        for link in list(self._links.values()):
+            if link.peer not in self.lost and link.peer not in self.departed:
+                self._send(link, _MASKED, 0, masked.to_bytes(4, "little"), ())
+
+    def asked(self, name: str) -> dict[int, bytes]:
+        """By peer, what came from peers that are in this rank's next step already, when that step is ``name``."""
+        label = len(name.encode()).to_bytes(2, "little") + name.encode()
+        with self._changed:
+            waiting = self._inbox.get(self._sequence, {})
+            return {peer: data[len(label) :] for peer, (data, _) in waiting.items() if data.startswith(label)}
 
     def _send(self, link: Link, kind: int, sequence: int, body: bytes, descriptors: Sequence[int]) -> None:
         frame = _HEADER.pack(MAGIC, kind, len(descriptors), sequence, len(body)) + body
@@ -318,8 +405,10 @@ class ControlMesh:
             self._send(link, _GOODBYE, 0, b"", ())
 
     def close(self) -> None:
-        """Stop reading and close all connections. May be called twice."""
-        self._closing = True
+        """Stop reading and close all connections; a gather in another thread ends. May be called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         if self._reader is not None and self._reader is not threading.current_thread():
             with contextlib.suppress(OSError):
                 self._waker.send(b"x")

@@ -19,7 +19,7 @@ from .config import Settings
 from .errors import ConfigError, UcclEpError
 from .handles import EventOverlap, LowLatencyHandle
 from .kernels.interface import LowLatencyKernels
-from .kernels.low_latency_state import COUNTS, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
+from .kernels.low_latency_state import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
 from .kernels.select import low_latency_kernels
 from .low_latency_arguments import (
     VALUE_CODES,
@@ -60,7 +60,12 @@ class Space(Protocol):
     def record(self) -> Callable[..., None]: ...
     def check(self, phase: str) -> None: ...
     def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
-    def grow(self, plan: LowLatencyPlan) -> None: ...
+    def begin_operation(self) -> None: ...
+    @property
+    def stale(self) -> str: ...
+    @property
+    def grow_asked(self) -> bool: ...
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class LowLatency:
@@ -125,7 +130,7 @@ class LowLatency:
         """
         started = time.monotonic_ns()
         phase = "low-latency dispatch"
-        self._check(phase)
+        self._check(phase, begins=True)
         if async_finish and return_recv_hook:
             raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
         plan = check_dispatch(
@@ -155,7 +160,6 @@ class LowLatency:
             )
         route = RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
         runtime = self._runtime
-        kernels.route(runtime.context, state.address, route.address, ids.data_ptr())
         rows, stride = x.data_ptr(), coding.payload
         if coding.quantised:
             rows, stride = self._quantise(kernels, x, coding, round_scale), coding.row
@@ -174,6 +178,8 @@ class LowLatency:
         )
 
         def send(slice_end_ns: int) -> int:
+            if route.words[NUMBER] < 0:
+                kernels.route(context, state.address, route.address, ids.data_ptr())
             return kernels.dispatch_send(
                 context,
                 state.address,
@@ -355,34 +361,54 @@ class LowLatency:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _check(self, phase: str) -> None:
-        self._runtime.check(phase)
-        if self._interrupted:
+    def _check(self, phase: str, begins: bool = False) -> None:
+        """Raise what is known to be wrong; ``begins``: the operation needs nothing that was sent before."""
+        runtime = self._runtime
+        runtime.check(phase)
+        if runtime.stale:
+            if not begins:
+                raise ConfigError(
+                    f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on "
+                    "every rank"
+                )
+        elif self._interrupted and self._generation == runtime.generation:
             raise UcclEpError(
                 f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so "
-                "ranks no longer agree on what comes next. Close this Buffer and build the group again"
+                "ranks no longer agree on what comes next. Next step: mask the rank that is lost on every rank that "
+                "is left, or close this Buffer and build the group again"
             )
 
     def _adopt(self, plan: LowLatencyPlan) -> StateBlock:
         """State for ``plan``, laid out anew on all ranks when the window has no room for it."""
         runtime = self._runtime
-        laid_out = runtime.layout.low_latency
-        if laid_out is None or not _covers(laid_out, plan):
-            state = self._state
-            if state is not None and (state.dispatches_in_flight or state.combines_in_flight):
-                raise ConfigError(
-                    f"low-latency dispatch: {plan} needs another window layout than {state.plan}, and an operation is "
-                    "in flight: call its recv hook first"
-                )
-            check_ring(plan, runtime.settings)
-            runtime.grow(plan)
+        laid_out = None if runtime.stale else runtime.layout.low_latency
+        if laid_out is None or not _covers(laid_out, plan) or runtime.grow_asked:
+            # what is wrong on this rank alone is told to the others, who would wait for it
+            objection = ""
+            try:
+                self._check_idle(plan)
+                check_ring(plan, runtime.settings)
+            except ConfigError as error:
+                objection = str(error)
+            runtime.grow(plan, objection)
             laid_out = plan
         if self._state is None or self._generation != runtime.generation:
             self._state = StateBlock(laid_out, runtime.layout)
-            self._generation = runtime.generation
+            self._generation, self._interrupted = runtime.generation, ""
             self._memory.clear()
             self._combine_buffer = None
         return self._state
+
+    def _check_idle(self, plan: LowLatencyPlan) -> None:
+        """Raise ConfigError when an operation that can still end would lose its window to ``plan``."""
+        state, runtime = self._state, self._runtime
+        if state is None or runtime.stale or self._interrupted or self._generation != runtime.generation:
+            return
+        if state.dispatches_in_flight or state.combines_in_flight:
+            raise ConfigError(
+                f"low-latency dispatch: {plan} needs another window layout than {state.plan}, and an operation is in "
+                "flight: call its recv hook first"
+            )
 
     def _of(self, handle: object, phase: str) -> StateBlock:
         """State that ``handle`` belongs to. Raises ConfigError when it is not this object's, or older than the
@@ -415,6 +441,7 @@ class LowLatency:
         return self._quantised.data_ptr()
 
     def _send(self, phase: str, step: Callable[[int], int]) -> None:
+        self._runtime.begin_operation()
         try:
             self._runtime.wait(phase, step)
         except BaseException:

@@ -22,7 +22,7 @@ from .kernels import normal_block as block
 from .kernels.select import normal_kernels
 from .memory import HeapAllocator
 from .protocol.context import STATUS_OK, STATUS_PENDING
-from .protocol.layout import WindowLayout
+from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify, round_up
 from .protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 
@@ -68,6 +68,10 @@ class ExchangeRuntime(Protocol):
     @property
     def record(self) -> Callable[[str, int, int, int], None]: ...
     def check(self, phase: str = ...) -> None: ...
+    def begin_operation(self) -> None: ...
+    @property
+    def stale(self) -> str: ...
+    def grow(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
     def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
 
 
@@ -168,6 +172,8 @@ class RowExchange:
         """
         runtime = self._runtime
         runtime.check(form.name)
+        if runtime.stale:
+            runtime.grow(None)
         if self._generation != runtime.generation:
             # new windows with new connections: every count restarts, on every rank
             self._generation, self._number, self._notices, self._broken = runtime.generation, 0, 0, ""
@@ -234,6 +240,7 @@ class RowExchange:
             operation[word] = value
         peers.fill(0)
         peers[:, block.ABSENT] = runtime.mask != 0
+        runtime.begin_operation()
         self._number += 1
         self._notices += 1 if combine else 2
 

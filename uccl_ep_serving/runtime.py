@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from .control import ControlMesh
 from .data_plane import DataPlane
 from .errors import ConfigError, PeerError, UcclEpError
 from .kernel_space import KernelSpace
+from .layout_agreement import SETUP, Outcome, Proposal, decide
 from .live import LiveServer
 from .memory import HeapAllocator
 from .operation_log import OperationLog
@@ -39,6 +40,10 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
+#: What a rank that said goodbye had sent before is waited for at most this long.
+_LAST_WORDS_SECONDS = 2.0
+#: While writes drain, lost peers are looked for this often.
+_WATCH_SECONDS = 0.05
 
 
 class Runtime:
@@ -66,12 +71,14 @@ class Runtime:
         self.rank = exchange.rank
         self.ranks = exchange.size
         self.generation = 0
+        self._begun = 0
+        self._stale = ""
         self.operations = OperationLog()
         self.record = self.operations.record
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        self._broken = ""
+        self._broken = self._evicted = ""
         self._mask: npt.NDArray[np.int32] = np.zeros(self.ranks, dtype=np.int32)
         self._normal = normal_plan(self.ranks, settings, heap_bytes)
         self._mesh = ControlMesh(self.rank, self.ranks, settings)
@@ -89,25 +96,32 @@ class Runtime:
             self._builder = PlaneBuilder(self._mesh, introduction, settings, self._normal, self._mask)
             self._mesh.on_lost = self._on_lost
             self._mesh.on_goodbye = self._on_goodbye
+            self._mesh.on_masked = self._on_masked
             self._mesh.connect(introduction)
-            self._plane = self._build(None)
+            self._install(None)
             self._live = LiveServer(self.stats)
         except BaseException:
             self._teardown(time.monotonic() + 1.0)
             raise
         self._log_choices()
 
+    def _check_usable(self) -> None:
+        """Raise UcclEpError when the Buffer is closed, forked or broken."""
+        if self._closed:
+            raise UcclEpError("this Buffer is closed")
+        if os.getpid() != self._pid:
+            raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
+        if self._broken:
+            raise UcclEpError(f"{self._broken}. Close this Buffer on all ranks and build the group again")
+
     # -- what low_latency and normal use ------------------------------------------------------------------------
 
     @property
     def space(self) -> KernelSpace:
         """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed, forked or broken."""
-        if self._broken and not self._closed:
-            raise UcclEpError(f"{self._broken}. Close this Buffer on all ranks and build the group again")
-        if self._plane is None or self._plane.space is None or self._closed:
-            raise UcclEpError("this Buffer is closed")
-        if os.getpid() != self._pid:
-            raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
+        self._check_usable()
+        if self._plane is None or self._plane.space is None:
+            raise UcclEpError(f"this rank has no window at present ({self._stale or 'it is being built'})")
         return self._plane.space
 
     @property
@@ -147,67 +161,116 @@ class Runtime:
 
     def check(self, phase: str = "operation") -> None:
         """Raise what is known to be wrong before an operation starts."""
-        self.space.check(phase)
+        self._check_usable()
+        if self.stale:
+            # the old data plane has failed, which is why it is left; what counts is who will be in the new one
+            self._raise_absent(phase)
+        else:
+            self.space.check(phase)
 
     def wait(self, phase: str, step: Callable[[int], int]) -> None:
         """See :meth:`KernelSpace.wait`."""
         self.space.wait(phase, step)
 
-    def grow(self, plan: LowLatencyPlan) -> None:
-        """Rebuild the data plane with room for ``plan``. Collective; no operation may be in flight.
+    def begin_operation(self) -> None:
+        """Count a collective operation, before anything of it is sent."""
+        self._begun += 1
+
+    @property
+    def stale(self) -> str:
+        """Why the next operation must begin with :meth:`grow`, in words; empty when it need not."""
+        return self._stale
+
+    @property
+    def grow_asked(self) -> bool:
+        """True when a peer has called :meth:`grow` and waits for this rank."""
+        return bool(self._mesh.asked(SETUP))
+
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+        """Lay the windows of all ranks that are not masked out anew, with room for ``plan``. Collective; none of this
+        rank's operations may be in flight that shall still end.
+
+        Args:
+            plan: sizes of low latency, None for none.
+            objection: why this rank cannot; it then raises on all ranks.
 
         Raises:
-            ConfigError: ranks ask for different plans; every rank raises and the group goes on as it was.
-            PeerError: a rank did not take part.
+            ConfigError: a rank objects, or ranks ask for different plans or have masked different ranks. Every rank
+                raises, and the group stays usable.
+            PeerError: a rank did not take part; mask it, or close the group.
         """
-        self.check("low-latency setup")
+        self.check(SETUP)
+        with self._breaking():
+            outcome = self._agree(plan, objection)
+            if not outcome.refusal:
+                self._rebuild(plan, outcome.generation)
+        self._refuse(outcome)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
+        of them share. Masking a lost rank mends that, since those that are left begin anew then."""
         try:
-            refusal = self._agree_on(plan)
-            if not refusal:
-                self._rebuild(plan)
+            yield
         except BaseException as error:
-            # Some ranks may have gone on and others not: there is no window, nor a step, that all of them share.
             self._broken = (
                 f"rank {self.rank} could not lay its window out anew: {type(error).__name__}: {error}".rstrip(": ")
             )
             raise
-        if refusal:
-            raise ConfigError(f"low-latency setup: {refusal}. Nothing was changed")
 
-    def _agree_on(self, plan: LowLatencyPlan) -> str:
-        """Why no rank can have ``plan``, in words and for the same reason on every rank; empty when all can."""
-        mine = msgspec.msgpack.encode(plan)
-        answers = self._mesh.gather("low-latency setup", mine, without=self._masked(), timeout=self.settings.timeout)
-        others = {
-            rank: msgspec.msgpack.decode(payload, type=LowLatencyPlan)
-            for rank, (payload, _) in enumerate(answers)
-            if payload and payload != mine
+    def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
+        mine = Proposal(plan, self.generation, self._begun, tuple(sorted(self._masked())), objection)
+        answers = self._mesh.gather(
+            SETUP, msgspec.msgpack.encode(mine), without=self._masked(), timeout=self.settings.timeout
+        )
+        proposals = {
+            rank: msgspec.msgpack.decode(payload, type=Proposal) for rank, (payload, _) in enumerate(answers) if payload
         }
-        if others:
-            return f"the ranks disagree: rank {self.rank} has {plan}, " + ", ".join(
-                f"rank {rank} has {other}" for rank, other in others.items()
-            )
-        try:
-            WindowLayout(self.ranks, plan, self._normal)
-        except ValueError as error:
-            return str(error)
-        return ""
+        return decide(self.ranks, self._normal, proposals)
 
-    def _rebuild(self, plan: LowLatencyPlan) -> None:
+    def _refuse(self, outcome: Outcome) -> None:
+        if not outcome.refusal:
+            return
+        if outcome.torn:
+            self._stale = self._stale or "the ranks began different operations"
+        raise ConfigError(
+            f"{SETUP}: {outcome.refusal}. The group stays usable"
+            + (": what was sent before is void, go on with a dispatch on every rank" if self._stale else "")
+        )
+
+    def _rebuild(self, plan: LowLatencyPlan | None, generation: int) -> None:
         deadline = time.monotonic() + self.settings.connect_timeout
         old = self._plane
+        if old is not None and not self._drain(old, deadline):
+            _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
+        # Nobody may unmap or stop while another rank still writes to it.
+        self._mesh.gather("leaving the old window", without=self._masked())
+        self._plane = None
         if old is not None:
-            if old.service is not None and not old.service.drain(deadline):
-                _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
-            # Nobody may unmap or stop while another rank still writes to it.
-            self._mesh.gather("leaving the old window", without=self._masked())
-            self._plane = None
             old.close(deadline)
-        self.generation += 1
-        self._plane = self._build(plan)
+        self.generation, self._begun = generation, 0
+        self._install(plan)
+        self._stale = ""
 
-    def _build(self, plan: LowLatencyPlan | None) -> DataPlane:
-        return self._builder.build(plan, self.generation, self._watch)
+    def _install(self, plan: LowLatencyPlan | None) -> None:
+        plane = self._builder.build(plan, self.generation, self._watch)
+        with self._lock:
+            if not self._closed:
+                self._plane = plane
+                return
+        plane.close(time.monotonic() + 1.0)
+        raise UcclEpError("this Buffer was closed while it was being built")
+
+    def _drain(self, plane: DataPlane, deadline: float) -> bool:
+        """Wait until what this rank has sent is out; writes to ranks that are gone never will be."""
+        service = plane.service
+        while service is not None and not service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
+            for peer in self._mesh.lost:
+                if plane.routes.get(peer) not in (None, DIRECT):
+                    service.forget(peer, ctx.FAILURE_PEER_LOST)
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     # -- peers --------------------------------------------------------------------------------------------------
 
@@ -215,19 +278,35 @@ class Runtime:
         return frozenset(int(peer) for peer in np.flatnonzero(self._mask))
 
     def mask_peer(self, peer: int) -> None:
-        """Leave ``peer`` out from now on: its tokens and experts drop out, the others go on."""
+        """Leave ``peer`` out from now on: its tokens and experts drop out, the others go on.
+
+        Local; each rank that is left calls it. What was sent before is void: the next operation of every rank begins
+        in a new data plane, which those that are left build without ``peer`` (:meth:`grow`). The others are told, so
+        that an operation of theirs that still waits raises PeerLost. Masking a masked rank does nothing.
+
+        Raises:
+            UcclEpError: the Buffer is closed.
+        """
+        if self._closed or os.getpid() != self._pid:
+            self._check_usable()
+        if self._mask[peer]:
+            return
         self._mask[peer] = 1
-        space = self.space
-        space.clear_failure_of(peer)
-        if self._plane is not None and self._plane.service is not None and not space.is_direct(peer):
-            self._plane.service.forget(peer, ctx.FAILURE_PEER_LOST)
+        self._stale = f"rank {peer} was masked"
+        self._broken = self._evicted
+        plane = self._plane
+        if plane is not None and plane.space is not None and plane.service is not None:
+            # nothing more is published in this generation, whatever a kernel that is called again may think
+            plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
+            if not plane.space.is_direct(peer):
+                plane.service.forget(peer, ctx.FAILURE_PEER_LOST)
+        self._mesh.restart(self._masked())
+        self._mesh.announce_mask(peer)
         _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
 
     def _on_lost(self, peer: int) -> None:
-        if self._closed or self._mask[peer]:
-            return
         plane = self._plane
-        if plane is not None and plane.space is not None:
+        if not self._closed and not self._mask[peer] and plane is not None and plane.space is not None:
             plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
 
     def _on_goodbye(self, peer: int) -> None:
@@ -235,16 +314,53 @@ class Runtime:
         if plane is not None and plane.service is not None and plane.routes.get(peer) not in (None, DIRECT):
             plane.service.forget(peer, ctx.FAILURE_CLOSED)
 
+    def _on_masked(self, by: int, peer: int) -> None:
+        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
+        plane = self._plane
+        if self._mask[by]:
+            return
+        if peer == self.rank:
+            self._broken = self._evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
+        if plane is not None and plane.space is not None and not self._mask[peer]:
+            plane.space.fail(ctx.FAILURE_PEER_LOST, by if peer == self.rank else peer)
+
+    def _raise_absent(self, phase: str) -> None:
+        """Raise PeerLost for a peer that is lost, or that another rank has masked, and that this rank has not."""
+        if any(not self._mask[peer] for peer in (*self._mesh.lost, *self._accused())):
+            self._mesh.raise_absent(phase, self._masked())
+
+    def _accused(self) -> list[int]:
+        """Peers that others have masked and this rank has not."""
+        accused = list(self._mesh.accused.items())
+        return [peer for peer, by in accused if peer != self.rank and not self._mask[peer] and not self._mask[by]]
+
     def _watch(self) -> None:
         """Between slices of a wait: raise what the proxies or the control connections know."""
         plane = self._plane
-        if plane is None or plane.space is None or plane.service is None:
+        if plane is None or plane.space is None or plane.service is None or self._closed:
             return
+        if self._evicted:
+            self._check_usable()
         for peer in self._mesh.lost:
             if not self._mask[peer]:
                 plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
-        if not plane.space.failed:
-            plane.service.check()
+        awaited = plane.space.awaited
+        left = self._mesh.departed.get(awaited)
+        if left is not None and not self._mask[awaited] and time.monotonic() > left + _LAST_WORDS_SECONDS:
+            # whatever it sent before it left is here by now
+            plane.space.fail(ctx.FAILURE_PEER_LOST, awaited)
+        if self._accused():
+            # rather than a timeout that blames a rank which waits for the masked one, too
+            self._raise_absent(plane.space.phase)
+        if plane.space.failed:
+            return
+        plane.service.check()
+        for payload in self._mesh.asked(SETUP).values():
+            if msgspec.msgpack.decode(payload, type=Proposal).begun < self._begun:
+                # That peer wants another layout before an operation that this rank has begun: neither would ever end.
+                with self._breaking():
+                    outcome = self._agree(plane.layout.low_latency, "")
+                self._refuse(outcome)
 
     def _log_choices(self) -> None:
         by_reason: dict[str, list[str]] = {}
@@ -308,10 +424,13 @@ class Runtime:
     def _take_leave(self, deadline: float) -> None:
         """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""
         plane = self._plane
-        if self._broken or plane is None or plane.space is None or plane.service is None or plane.space.failed:
+        if self._broken or self._stale or plane is None or plane.space is None or plane.space.failed:
+            return
+        if plane.space.busy_elsewhere():
+            _log.warning("rank %d closes under an operation of another of its threads, which ends here", self.rank)
             return
         try:
-            plane.service.drain(deadline)
+            self._drain(plane, deadline)
             self._mesh.gather("close", without=self._masked(), timeout=max(deadline - time.monotonic(), 0.0))
         except UcclEpError as error:
             # The others may keep working or be gone; this rank leaves all the same.

@@ -25,6 +25,8 @@ class DirectRuntime:
         self.ranks = group.ranks
         self.settings = settings
         self.generation = 0
+        self.stale = ""
+        self.grow_asked = False
         self.records: list[tuple[str, int, int, int]] = []
         self.space = group.spaces[rank]
 
@@ -35,8 +37,13 @@ class DirectRuntime:
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
         self.records.append((op, tokens, rows, nanoseconds))
 
-    def grow(self, plan: LowLatencyPlan) -> None:
+    def begin_operation(self) -> None:
+        pass
+
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
         """Collective: new windows with room for ``plan``."""
+        if objection:
+            raise ConfigError(objection)
         self.group.proposals[self.rank] = plan
         if self.group.barrier.wait(30) == 0:
             self.group.agreed = len(set(self.group.proposals)) == 1

@@ -56,9 +56,18 @@ def round_trip(
 
 
 def normal_trip(
-    buffer: Buffer, seed: int = 0, tokens: int = 40, hidden: int = 128, experts: int = 8, topk: int = 2
+    buffer: Buffer,
+    seed: int = 0,
+    tokens: int = 40,
+    hidden: int = 128,
+    experts: int = 8,
+    topk: int = 2,
+    lost: frozenset[int] = frozenset(),
 ) -> float:
-    """One normal dispatch and combine with identity experts; returns the largest relative error."""
+    """One normal dispatch and combine with identity experts; returns the largest relative error.
+
+    ``lost``: ranks that are masked, whose share of a token is missing.
+    """
     experts = max(experts, buffer.group_size)
     experts -= experts % buffer.group_size
     x, topk_idx, weights = tokens_of(buffer.rank, tokens, hidden, experts, topk, seed)
@@ -74,6 +83,7 @@ def normal_trip(
         previous_event=event,
     )
     combined, _, _ = buffer.combine(received, handle)
+    in_rank[:, sorted(lost)] = False
     expected = x.float() * in_rank.sum(dim=1, keepdim=True)
     return float((combined.float() - expected).abs().max() / expected.abs().max())
 
@@ -118,7 +128,7 @@ def until_it_fails(
     trip(buffer)
     Path(f"{marker}.{exchange.rank}").touch()
     if stall and exchange.rank == victim:
-        time.sleep(4)
+        time.sleep(5)
         buffer.runtime.close(0.1)
         return {}
     try:

@@ -41,7 +41,7 @@ def test_a_killed_rank_is_named_within_a_second(mortal_ranks: Ranks, tmp_path: P
 @pytest.mark.parametrize("path", ["direct", "tcp"])
 def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: Path, path: str, mode: str) -> None:
     marker = str(tmp_path / "ready")
-    mortal_ranks.start(3, bodies.until_it_fails, {**PATHS[path], "timeout": 1.0}, mode, 1, True, marker)
+    mortal_ranks.start(3, bodies.until_it_fails, {**PATHS[path], "timeout": 2.0}, mode, 1, True, marker)
     results = mortal_ranks.finish([0, 1, 2])
     for rank in (0, 2):
         succeeded, found = results[rank]

@@ -102,7 +102,7 @@ def grow_alone(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list
 @pytest.mark.parametrize("path", ["direct", "tcp"])
 def test_a_rank_that_grows_alone_is_told_and_leaves_nothing_behind(ranks: Ranks, path: str) -> None:
     (zero, left0), (one, left1) = ranks.run(2, grow_alone, PATHS[path])
-    assert zero[0].startswith("PeerTimeout: low-latency setup")
+    assert zero[0].startswith("PeerTimeout: window layout")
     assert one[0].startswith(("PeerTimeout: leaving the old window", "PeerLost: leaving the old window"))
     for text in (*zero[1:], *one[1:]):
         assert text.startswith("UcclEpError")

@@ -1,0 +1,124 @@
+"""Ranks that call different things later on: every rank is told at once, and the group goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import bodies
+import pytest
+import torch
+from ranks import Ranks
+from test_group import PATHS
+
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.errors import ConfigError
+
+Call = Callable[[Buffer], object]
+
+
+def usual(buffer: Buffer) -> object:
+    return bodies.round_trip(buffer)
+
+
+def normal(buffer: Buffer) -> object:
+    return bodies.normal_trip(buffer)
+
+
+def wider(buffer: Buffer) -> object:
+    return bodies.round_trip(buffer, hidden=256)
+
+
+def longer(buffer: Buffer) -> object:
+    return bodies.round_trip(buffer, tokens=16)
+
+
+def more_experts(buffer: Buffer) -> object:
+    return bodies.round_trip(buffer, experts=12)
+
+
+def too_long_for_a_ring(buffer: Buffer) -> object:
+    """1 GiB messages, of which only rank 1's ring of two commands is too short."""
+    x, topk_idx, weights = bodies.tokens_of(buffer.rank, 2, 65536, 6, 2)
+    return buffer.low_latency_dispatch(x, topk_idx, 8192, 6, use_fp8=False, topk_weights=weights)
+
+
+def with_one_in_flight(buffer: Buffer) -> object:
+    """Rank 1 forgets a recv hook and goes on to another shape; the others call theirs, and combine."""
+    x, topk_idx, weights = bodies.tokens_of(buffer.rank, 8, 128, 6, 2)
+    options: Any = {"use_fp8": False, "topk_weights": weights, "return_recv_hook": True}
+    received, _, handle, _, hook = buffer.low_latency_dispatch(x, topk_idx, 8, 6, **options)
+    if buffer.rank == 1:
+        return wider(buffer)
+    assert hook is not None
+    hook()
+    return buffer.low_latency_combine(received, topk_idx, weights, handle)
+
+
+def call_differently(
+    exchange: StoreExchange, overrides: dict[str, Any], mine: Call, theirs: Call
+) -> tuple[list[str], list[float]]:
+    """Twice: rank 1 does ``theirs``, the others ``mine``; then all do the same in both modes."""
+    own = {"ring_slots": 2} if exchange.rank == 1 else {}
+    buffer = bodies.opened(exchange, {**overrides, **own})
+    assert bodies.round_trip(buffer) < 0.02
+    texts, took = [], []
+    for seed in range(2):
+        started = time.monotonic()
+        with pytest.raises(ConfigError) as caught:
+            (theirs if exchange.rank == 1 else mine)(buffer)
+        took.append(time.monotonic() - started)
+        texts.append(str(caught.value))
+        assert bodies.round_trip(buffer, seed) < 0.02
+        assert bodies.normal_trip(buffer, seed) < 0.02
+        assert bodies.round_trip(buffer, seed) < 0.02
+    buffer.destroy()
+    return texts, took
+
+
+CASES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
+    "hidden": (usual, wider, ("hidden=128", "hidden=256", "ranks 0, 2 began", "rank 1 began")),
+    "tokens": (usual, longer, ("tokens=8", "tokens=16", "ranks 0, 2 began")),
+    "experts": (usual, more_experts, ("experts=6", "experts=12", "ranks 0, 2 began")),
+    "mode": (normal, wider, ("ranks 0, 2 began", "hidden=256")),
+    "ring": (too_long_for_a_ring, too_long_for_a_ring, ("rank 1:", "a ring holds 2", "UCCL_EP_RING_SLOTS")),
+    "in flight": (with_one_in_flight, with_one_in_flight, ("rank 1:", "is in flight: call its recv hook first")),
+}
+
+
+@pytest.mark.parametrize("what", list(CASES))
+@pytest.mark.parametrize("path", ["direct", "tcp"])
+def test_different_calls_are_named_at_once_on_every_rank(ranks: Ranks, path: str, what: str) -> None:
+    mine, theirs, words = CASES[what]
+    for texts, took in ranks.run(3, call_differently, PATHS[path], mine, theirs):
+        for text in texts:
+            assert all(word in text for word in words), text
+            assert "The group stays usable" in text
+        assert max(took) < 5.0  # the deadline is 20 s
+
+
+def test_the_tensors_of_a_window_outlive_it(ranks: Ranks) -> None:
+    """Normal mode's results lie in the window; they are read after another one has taken its place."""
+    assert ranks.run(2, keep_over_a_change, PATHS["shm"]) == [True, True]
+
+
+def keep_over_a_change(exchange: StoreExchange, overrides: dict[str, Any]) -> bool:
+    buffer = bodies.opened(exchange, overrides)
+    x, topk_idx, weights = bodies.tokens_of(buffer.rank, 40, 128, 8, 2)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 8)
+    received = buffer.dispatch(
+        x,
+        topk_idx=topk_idx,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )[0]
+    before = received.clone()
+    assert bodies.round_trip(buffer) < 0.02
+    same = torch.equal(received, before)
+    buffer.destroy()
+    return same and torch.equal(received, before)
