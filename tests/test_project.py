@@ -17,7 +17,7 @@ from source_tree import PACKAGE, PYPROJECT, ROOT, python_sources, run_python, so
 
 # Commands may end their own process. The CPU shims run only in servers that the demo or a test starts: SGLang logs a
 # failing plugin and goes on, so that leaving is the only way not to serve with half of them.
-MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/sglang_cpu/__init__|.*/__main__)\.py")
+MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/(sglang|vllm)_cpu/__init__|.*/__main__)\.py")
 
 # names that say nothing about what a file holds
 VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}

@@ -32,13 +32,12 @@ import importlib.metadata
 import inspect
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up, supported
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["BACKEND", "VERSIONS", "Standing", "VersionRange", "activate", "register", "standing_of"]
@@ -53,25 +52,6 @@ _OVERLAP = "sglang.srt.batch_overlap.single_batch_overlap"
 _SERVER_ARGS = "sglang.srt.server_args"
 
 _log = logging.getLogger("uccl_ep_serving")
-
-
-class Standing(StrEnum):
-    """How well a version of SGLang is known to work."""
-
-    SUPPORTED = "supported"  # the engine tests run on it
-    READ = "read"  # its sources were read: every hook point is there; no test has served with it
-    UNPROVEN = "unproven"  # nobody looked; as with any version, every hook is verified when the engine starts
-    REFUSED = "refused"  # its sources were read: a hook point is missing
-
-
-@dataclass(frozen=True)
-class VersionRange:
-    """Versions ``first <= version <= last`` (tuples of numbers) and what is known about them."""
-
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    standing: Standing
-    reason: str
 
 
 VERSIONS = (
@@ -94,12 +74,7 @@ def standing_of(version: str) -> tuple[Standing, str]:
     Returns:
         Standing and reason; versions newer than the table are unproven.
     """
-    match = re.match(r"\d+(\.\d+)*", version)
-    key = tuple(map(int, match.group().split(".")))[:3] if match else ()
-    for known in VERSIONS:
-        if known.first <= key <= known.last:
-            return known.standing, known.reason
-    return Standing.UNPROVEN, "it is newer than this package"
+    return look_up(version, VERSIONS)
 
 
 def _sglang_version() -> str:
@@ -112,15 +87,9 @@ def _sglang_version() -> str:
 def _refuse(missing: str, advice: str = "") -> ConfigError:
     advice = advice or (
         "This version of SGLang moved what uccl_ep_serving hooks into: install a supported one "
-        f"({', '.join(_supported())}) or start with another --moe-a2a-backend."
+        f"({', '.join(supported(VERSIONS))}) or start with another --moe-a2a-backend."
     )
     return ConfigError(f"--moe-a2a-backend {BACKEND} cannot run on SGLang {_sglang_version()}: {missing}. {advice}")
-
-
-def _supported() -> Iterator[str]:
-    for known in VERSIONS:
-        if known.standing is Standing.SUPPORTED:
-            yield ".".join(map(str, known.first))
 
 
 # --- hooks that are always there ------------------------------------------------------------------------------------
