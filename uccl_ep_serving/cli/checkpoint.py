@@ -1,8 +1,6 @@
-"""A tiny DeepSeek-V3 with random weights, and its tokenizer, written from nothing: no download, no licence.
+"""A tiny model with random weights, and its tokenizer, written from nothing: no download, no licence.
 
-Every part of the real architecture that matters to expert parallelism is there: MLA attention with YaRN, a first
-dense layer, then mixture-of-experts layers with grouped top-k routing, sigmoid scores with a correction bias and a
-shared expert. 870 thousand parameters, 1.7 MB, made in under a second.
+The models are those of :mod:`.checkpoint_models`: under a million parameters, 1.7 MB, made in under a second.
 """
 
 from __future__ import annotations
@@ -10,89 +8,22 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
-__all__ = ["TinyDeepSeek", "write_checkpoint"]
+from uccl_ep_serving.cli.checkpoint_models import TinyDeepSeek, TinyModel, TinyQwen3Moe
+
+__all__ = ["TinyDeepSeek", "TinyQwen3Moe", "write_checkpoint"]
+
+Model = TypeVar("Model", bound=TinyModel)
 
 _SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|assistant|>")
 _CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class TinyDeepSeek:
-    """Shape of the model; the names are those of ``config.json``.
-
-    ``hidden_size`` is one block of 128: the smallest size that block-scaled FP8 dispatch takes.
-    """
-
-    vocab_size: int = 512
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    moe_intermediate_size: int = 64
-    num_hidden_layers: int = 3
-    first_k_dense_replace: int = 1
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    q_lora_rank: int = 64
-    kv_lora_rank: int = 64
-    qk_nope_head_dim: int = 32
-    qk_rope_head_dim: int = 16
-    v_head_dim: int = 32
-    n_routed_experts: int = 8
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 2
-    n_group: int = 4
-    topk_group: int = 2
-    routed_scaling_factor: float = 2.5
-
-    @property
-    def moe_layers(self) -> int:
-        """Layers that dispatch and combine."""
-        return self.num_hidden_layers - self.first_k_dense_replace
-
-    def config(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
-        return {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "torch_dtype": "bfloat16",
-            **asdict(self),
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "max_position_embeddings": 4096,
-            "norm_topk_prob": True,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,
-            "rope_theta": 10000.0,
-            # SGLang's CPU rotary embedding of DeepSeek asserts that scaling is configured, as in the real model
-            "rope_scaling": {
-                "type": "yarn",
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 1024,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
 
 
 def _byte_alphabet() -> list[str]:
@@ -140,48 +71,10 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-def _shapes(model: TinyDeepSeek) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every parameter, in the naming of the published checkpoints."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
-
-    def feed_forward(prefix: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{prefix}.gate_proj.weight", (width, hidden)
-        yield f"{prefix}.up_proj.weight", (width, hidden)
-        yield f"{prefix}.down_proj.weight", (hidden, width)
-
-    yield "model.embed_tokens.weight", (model.vocab_size, hidden)
-    for layer in range(model.num_hidden_layers):
-        block = f"model.layers.{layer}"
-        attention = f"{block}.self_attn"
-        yield f"{block}.input_layernorm.weight", (hidden,)
-        yield f"{attention}.q_a_proj.weight", (model.q_lora_rank, hidden)
-        yield f"{attention}.q_a_layernorm.weight", (model.q_lora_rank,)
-        yield f"{attention}.q_b_proj.weight", (query, model.q_lora_rank)
-        yield f"{attention}.kv_a_proj_with_mqa.weight", (model.kv_lora_rank + model.qk_rope_head_dim, hidden)
-        yield f"{attention}.kv_a_layernorm.weight", (model.kv_lora_rank,)
-        yield (
-            f"{attention}.kv_b_proj.weight",
-            (heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
-        )
-        yield f"{attention}.o_proj.weight", (hidden, heads * model.v_head_dim)
-        yield f"{block}.post_attention_layernorm.weight", (hidden,)
-        if layer < model.first_k_dense_replace:
-            yield from feed_forward(f"{block}.mlp", model.intermediate_size)
-            continue
-        yield f"{block}.mlp.gate.weight", (model.n_routed_experts, hidden)
-        yield f"{block}.mlp.gate.e_score_correction_bias", (model.n_routed_experts,)
-        for expert in range(model.n_routed_experts):
-            yield from feed_forward(f"{block}.mlp.experts.{expert}", model.moe_intermediate_size)
-        yield from feed_forward(f"{block}.mlp.shared_experts", model.moe_intermediate_size * model.n_shared_experts)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (model.vocab_size, hidden)
-
-
-def _weights(model: TinyDeepSeek, seed: int) -> dict[str, torch.Tensor]:
+def _weights(model: TinyModel, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
-    for name, shape in _shapes(model):
+    for name, shape in model.shapes():
         if name.endswith("norm.weight"):
             weights[name] = torch.ones(shape, dtype=torch.bfloat16)
             continue
@@ -204,7 +97,11 @@ def _weights(model: TinyDeepSeek, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def write_checkpoint(directory: Path, *, seed: int = 0, model: TinyDeepSeek | None = None) -> TinyDeepSeek:
+@overload
+def write_checkpoint(directory: Path, *, seed: int = 0, model: None = None) -> TinyDeepSeek: ...
+@overload
+def write_checkpoint(directory: Path, *, seed: int = 0, model: Model) -> Model: ...
+def write_checkpoint(directory: Path, *, seed: int = 0, model: TinyModel | None = None) -> TinyModel:
     """Write ``config.json``, the tokenizer and ``model.safetensors``.
 
     Args:
