@@ -1,0 +1,450 @@
+"""The vLLM plugin without a server: names, derived settings, verification, and that it changes nothing unasked."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from uccl_ep_serving.engines.vllm import targets
+from uccl_ep_serving.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+InEngine = Callable[..., Any]
+NAMES = ["uccl_ep", "uccl_ep_high_throughput", "uccl_ep_low_latency"]
+MOE = "vllm.model_executor.layers.fused_moe"
+
+
+# --- everything below that starts with "engine_" runs in the process that has vLLM ------------------------------------
+
+
+def engine_parse(arguments: list[str], hide: str = "") -> str:
+    """The backend that the command line of ``vllm serve`` yields, or what argparse says."""
+    import argparse
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if hide:
+        import vllm.config.parallel as parallel
+
+        delattr(parallel, hide)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.exit_on_error = False
+    try:
+        return str(parser.parse_args(["--model", "x", *arguments]).all2all_backend)
+    except (argparse.ArgumentError, SystemExit) as error:
+        return f"refused: {error}"
+
+
+def parallel_config(**fields: Any) -> Any:
+    """A ``ParallelConfig`` where the plugins are loaded."""
+    from vllm.config import ParallelConfig
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return ParallelConfig(enable_expert_parallel=True, **fields)
+
+
+def engine_config(backend: str) -> str:
+    try:
+        return str(parallel_config(all2all_backend=backend).all2all_backend)
+    except ValueError as error:
+        return f"refused: {error}"
+
+
+def engine_derived(backend: str) -> list[tuple[bool, bool, bool]]:
+    """Derived settings for every pair of small tensor- and data-parallel sizes."""
+    found = []
+    for tensor, data in itertools.product([1, 2], [1, 2]):
+        config = parallel_config(all2all_backend=backend, tensor_parallel_size=tensor, data_parallel_size=data)
+        found.append((config.use_sequence_parallel_moe, config.use_batched_dp_moe, config.use_all2all))
+    return found
+
+
+def engine_moe(backend: str, data: int) -> dict[str, bool]:
+    """What the layers' parallel configuration says, with every hook in place."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    parallel_config(all2all_backend=backend)
+    layer_hooks.activate()
+    moe = FusedMoEParallelConfig(
+        tp_size=1,
+        pcp_size=1,
+        dp_size=data,
+        ep_size=data,
+        tp_rank=0,
+        pcp_rank=0,
+        dp_rank=0,
+        ep_rank=0,
+        sp_size=1,
+        use_ep=True,
+        all2all_backend=backend,
+        enable_eplb=False,
+    )
+    properties = [name for name, value in vars(FusedMoEParallelConfig).items() if isinstance(value, property)]
+    return {name: bool(getattr(moe, name)) for name in properties}
+
+
+def engine_vllm_config(backend: str, dbo: bool) -> dict[str, Any]:
+    """What ``VllmConfig`` makes of a backend where the platform would run dual-batch overlap.
+
+    ``graphs`` is the name that the rule about CUDA graphs is given; the rule itself is vLLM's.
+    """
+    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    # the CPU platform switches it off, whatever the backend
+    platform.check_and_update_config = classmethod(lambda cls, config: None)
+    parallel = parallel_config(all2all_backend=backend, data_parallel_size=2, enable_dbo=dbo)
+    rule, given = CompilationConfig.set_splitting_ops_for_v1, []
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> None:
+        given.append(kwargs["all2all_backend"])
+        rule(self, *args, **kwargs)
+
+    CompilationConfig.set_splitting_ops_for_v1 = spy
+    try:
+        config = VllmConfig(parallel_config=parallel)
+    except (AssertionError, ValueError) as error:
+        return {"refused": str(error), "after": parallel.all2all_backend}
+    return {"after": config.parallel_config.all2all_backend, "graphs": given}
+
+
+def engine_worker(pickled: bytes) -> dict[str, Any]:
+    """A worker that gets its configuration before, or without, any plugin."""
+    from vllm.config import ParallelConfig
+
+    before = "_uccl_ep_hook" in vars(ParallelConfig.__post_init__)
+    received = pickle.loads(pickled)
+    from uccl_ep_serving.engines.vllm.config_hooks import hooked
+
+    return {
+        "before": before,
+        "backend": received.all2all_backend,
+        "hooked": all(hooked(target) for target in targets.CONFIG_TARGETS[:3]),
+    }
+
+
+def engine_pickled(backend: str) -> bytes:
+    return pickle.dumps(parallel_config(all2all_backend=backend))
+
+
+def engine_untouched(backend: str) -> dict[str, Any]:
+    """What the plugin has changed where another backend runs."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+    from vllm.platforms import current_platform
+
+    parts = (
+        VllmConfig.__post_init__,
+        all2all_utils.maybe_make_prepare_finalize,
+        all2all_utils.maybe_roundup_layer_hidden_size,
+        FusedMoEParallelConfig.use_deepep_ht_kernels,
+        FusedMoEParallelConfig.use_deepep_ll_kernels,
+        vars(type(current_platform))["get_device_communicator_cls"],
+    )
+    config = VllmConfig(parallel_config=parallel_config(all2all_backend=backend, data_parallel_size=2))
+    with set_current_vllm_config(config):
+        communicator = current_platform.get_device_communicator_cls()
+    after = (
+        VllmConfig.__post_init__,
+        all2all_utils.maybe_make_prepare_finalize,
+        all2all_utils.maybe_roundup_layer_hidden_size,
+        FusedMoEParallelConfig.use_deepep_ht_kernels,
+        FusedMoEParallelConfig.use_deepep_ll_kernels,
+        vars(type(current_platform))["get_device_communicator_cls"],
+    )
+    return {
+        "same": all(one is other for one, other in zip(parts, after, strict=True)),
+        "communicator": communicator,
+        "ours_imported": "uccl_ep_serving.buffer" in sys.modules,
+    }
+
+
+def engine_mutilated(stage: str, index: int, how: str) -> tuple[str, list[str]]:
+    """Break one target, then ask for the backend; returns the error and the targets that were hooked all the same."""
+    import importlib
+
+    from uccl_ep_serving.engines.vllm import config_hooks, layer_hooks
+
+    group = getattr(targets, stage)
+    target = group[index]
+    parallel = parallel_config()  # loads the plugins; hooks nothing more with the default backend
+    assert parallel.all2all_backend not in targets.BACKENDS
+    owner: Any = importlib.import_module(target.module)
+    *owners, last = target.name.split(".")
+    for name in owners:
+        owner = getattr(owner, name)
+    if how == "absent":
+        delattr(owner, last)
+    else:
+        setattr(owner, last, lambda self: None)
+    try:
+        if stage == "CONFIG_TARGETS":
+            parallel_config(all2all_backend="uccl_ep")
+        else:
+            layer_hooks.activate()
+    except ValueError as error:  # ConfigError, which pydantic turns into its own
+        others = [one for one in group if one is not target and one.name != "Platform.get_device_communicator_cls"]
+        return str(error), [one.name for one in others if config_hooks.hooked(one)]
+    return "no error", []
+
+
+def engine_rebound() -> dict[str, bool]:
+    """Whether every module that holds one of the two functions holds the hooked one."""
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    original = sys.modules[f"{MOE}.oracle.unquantized"].maybe_make_prepare_finalize
+    layer_hooks.activate()
+    layer_hooks.activate()
+    now = sys.modules[f"{MOE}.all2all_utils"].maybe_make_prepare_finalize
+    holders = {
+        name: vars(module)["maybe_make_prepare_finalize"]
+        for name, module in sys.modules.items()
+        if name.startswith("vllm.") and "maybe_make_prepare_finalize" in vars(module)
+    }
+    assert original is not now
+    assert now.__wrapped__ is original
+    return {name: held is now for name, held in holders.items()}
+
+
+def engine_rounded(backend: str, hidden: int) -> int:
+    import torch
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    layer_hooks.activate()
+    parallel = SimpleNamespace(
+        all2all_backend=backend,
+        use_all2all_kernels=True,
+        use_deepep_ht_kernels=False,
+        use_deepep_ll_kernels=False,
+        use_deepep_v2_kernels=False,
+        use_nixl_ep_kernels=False,
+    )
+    return all2all_utils.maybe_roundup_layer_hidden_size(hidden, torch.bfloat16, parallel)
+
+
+def engine_made(fields: dict[str, Any]) -> str:
+    """Build a layer's object over a stand-in for the manager; the class, or the refusal."""
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    parallel_config(all2all_backend="uccl_ep")
+    layer_hooks.activate()
+    manager = SimpleNamespace(world_size=2, rank=1, get_handle=lambda kwargs: None)
+    defaults = {"backend": "uccl_ep", "num_experts": 8, "max_num_tokens": 64, "hidden_dim": 256, "quant": {}}
+    asked = defaults | fields
+    quant = {"quant_dtype": None, "block_shape": None, "a1_scale": None, "a2_scale": None} | asked["quant"]
+    moe = SimpleNamespace(
+        moe_parallel_config=SimpleNamespace(all2all_backend=asked["backend"]),
+        num_experts=asked["num_experts"],
+        num_local_experts=asked["num_experts"] // 2,
+        max_num_tokens=asked["max_num_tokens"],
+        hidden_dim=asked["hidden_dim"],
+    )
+    try:
+        made = layer_hooks.make_prepare_finalize(moe, SimpleNamespace(**quant), None, manager)
+    except ConfigError as error:
+        return f"refused: {error}"
+    return type(made).__name__
+
+
+def engine_sms() -> dict[str, Any]:
+    """SM control of dual-batch overlap on a manager without a group."""
+    from uccl_ep_serving import Buffer
+    from uccl_ep_serving.engines.vllm.all2all import UcclEpAll2AllManager
+
+    manager = object.__new__(UcclEpAll2AllManager)
+    manager._num_sms, manager._buffer = Buffer.num_sms, None
+    seen = []
+    for asked in (8, 9, 132):
+        manager.set_num_sms(asked)
+        seen.append(Buffer.num_sms)
+    manager.destroy()
+    return {"seen": seen, "most": manager.max_sms_used()}
+
+
+def engine_on_another_device() -> str:
+    from vllm.platforms import current_platform
+
+    type(current_platform).device_type = "tpu"
+    return engine_config("uccl_ep")
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_command_line_and_configuration_take_the_name(in_engine: InEngine, name: str) -> None:
+    assert in_engine(engine_parse, ["--all2all-backend", name]) == name
+    assert in_engine(engine_config, name) == name
+
+
+@pytest.mark.parametrize("name", ["uccl", "uccl_ep_", "deepep", ""])
+def test_other_names_stay_refused(in_engine: InEngine, name: str) -> None:
+    assert in_engine(engine_parse, ["--all2all-backend", name]).startswith("refused:")
+    assert in_engine(engine_config, name).startswith("refused:")
+
+
+def test_a_vllm_without_the_setting_goes_on_without_us(in_engine: InEngine) -> None:
+    assert in_engine(engine_parse, [], "All2AllBackend") == "allgather_reducescatter"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derived_settings_are_those_of_deepep(in_engine: InEngine, name: str) -> None:
+    ours = in_engine(engine_derived, name)
+    assert ours == in_engine(engine_derived, targets.twin(name))
+    assert (True, name == targets.LOW_LATENCY, True) in ours
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("data", [1, 2])
+def test_layers_treat_the_name_as_deepep(in_engine: InEngine, name: str, data: int) -> None:
+    assert in_engine(engine_moe, name, data) == in_engine(engine_moe, targets.twin(name), data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dbo", [False, True])
+def test_vllm_config_treats_the_name_as_deepep_and_keeps_it(in_engine: InEngine, name: str, dbo: bool) -> None:
+    ours = in_engine(engine_vllm_config, name, dbo)
+    assert ours == {**in_engine(engine_vllm_config, targets.twin(name), dbo), "after": name}
+    assert "refused" not in ours
+    assert ours["graphs"] == [targets.twin(name)]
+
+
+def test_dual_batch_overlap_is_still_refused_for_others(in_engine: InEngine) -> None:
+    assert "Microbatching" in in_engine(engine_vllm_config, "allgather_reducescatter", True)["refused"]
+
+
+def test_configuration_hooks_the_worker_that_receives_it(in_engine: InEngine) -> None:
+    outcome = in_engine(engine_worker, in_engine(engine_pickled, "uccl_ep_low_latency"))
+    assert outcome == {"before": False, "backend": "uccl_ep_low_latency", "hooked": True}
+
+
+@pytest.mark.parametrize("name", ["allgather_reducescatter", "deepep_low_latency", "nixl_ep"])
+def test_nothing_changes_under_another_backend(in_engine: InEngine, name: str) -> None:
+    outcome = in_engine(engine_untouched, name)
+    assert outcome["same"]
+    assert outcome["communicator"].startswith("vllm.")
+    assert not outcome["ours_imported"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "index", "how"),
+    [
+        ("CONFIG_TARGETS", 0, "absent"),
+        ("CONFIG_TARGETS", 1, "absent"),
+        ("CONFIG_TARGETS", 1, "a function"),
+        ("LAYER_TARGETS", 0, "absent"),
+        ("LAYER_TARGETS", 2, "absent"),
+        ("LAYER_TARGETS", 2, "other parameters"),
+        ("LAYER_TARGETS", 3, "other parameters"),
+    ],
+)
+def test_a_moved_target_is_named_with_the_version(in_engine: InEngine, stage: str, index: int, how: str) -> None:
+    message, hooked = in_engine(engine_mutilated, stage, index, how)
+    assert getattr(targets, stage)[index].path in message
+    assert f"vLLM {targets.vllm_version()}" in message
+    assert "--all2all-backend" in message
+    if how != "a function":
+        assert hooked == []
+
+
+def test_every_copy_of_the_factory_is_ours(in_engine: InEngine) -> None:
+    holders = in_engine(engine_rebound)
+    assert {f"{MOE}.all2all_utils", f"{MOE}.oracle.unquantized"} <= set(holders)
+    assert all(holders.values()), holders
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "expected"),
+    [("uccl_ep", 2880, 2880), ("uccl_ep_low_latency", 2880, 2880), ("uccl_ep", 2881, 2888), ("nixl", 2881, 2881)],
+)
+def test_hidden_size_is_rounded_to_16_bytes(in_engine: InEngine, name: str, hidden: int, expected: int) -> None:
+    assert in_engine(engine_rounded, name, hidden) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "HighThroughput"),
+        ({"backend": "uccl_ep_low_latency"}, "LowLatencyBatched"),
+        ({"num_experts": 9}, "refused: --all2all-backend uccl_ep: 9 experts"),
+        ({"backend": "uccl_ep_low_latency", "max_num_tokens": 8193}, "refused: --all2all-backend uccl_ep_low_latency"),
+        ({"max_num_tokens": 8193}, "HighThroughput"),
+    ],
+)
+def test_layers_get_the_object_of_their_mode(in_engine: InEngine, fields: dict[str, Any], expected: str) -> None:
+    assert in_engine(engine_made, fields).startswith(expected)
+
+
+def engine_made_fp8(hidden: int, scale: int) -> str:
+    import torch
+
+    quant: dict[str, Any] = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
+    if scale:
+        quant |= {"block_shape": None, "a1_scale": torch.ones(scale)}
+    return engine_made({"backend": "uccl_ep_low_latency", "hidden_dim": hidden, "quant": quant})
+
+
+@pytest.mark.parametrize(
+    ("hidden", "scale", "expected"),
+    [
+        (256, 0, "LowLatencyBatched"),
+        (320, 0, "refused: uccl_ep_low_latency: hidden size 320"),
+        (320, 1, "LowLatencyBatched"),
+        (256, 4, "refused: uccl_ep_low_latency: static activation scales per token"),
+    ],
+)
+def test_formats_are_refused_before_a_token_moves(in_engine: InEngine, hidden: int, scale: int, expected: str) -> None:
+    assert in_engine(engine_made_fp8, hidden, scale).startswith(expected)
+
+
+def test_sms_for_communication_are_even_and_bounded(in_engine: InEngine) -> None:
+    outcome = in_engine(engine_sms)
+    assert outcome == {"seen": [8, 8, 20], "most": 20}
+
+
+def test_a_device_without_kernels_is_refused_at_launch(in_engine: InEngine) -> None:
+    refused = in_engine(engine_on_another_device)
+    assert "--all2all-backend uccl_ep: " in refused
+    assert "no kernels for tpu" in refused
+
+
+def test_a_bad_setting_is_refused_at_launch() -> None:
+    """As a user starts it; the variable is read before the model is looked for."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from vllm.config import ParallelConfig; from vllm.plugins import load_general_plugins\n"
+            "load_general_plugins(); ParallelConfig(all2all_backend='uccl_ep', enable_expert_parallel=True)",
+        ],
+        env={**os.environ, "UCCL_EP_PROXIES": "many", "PYTHONSAFEPATH": "1", "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "UCCL_EP_PROXIES" in done.stderr.splitlines()[-1] or "UCCL_EP_PROXIES" in done.stderr
+
+
+def test_targets_are_unique() -> None:
+    every = (*targets.NAME_TARGETS, *targets.CONFIG_TARGETS, *targets.LAYER_TARGETS, *targets.USED)
+    assert len({target.path for target in every}) == len(every)
+    assert all(dataclasses.is_dataclass(target) for target in every)

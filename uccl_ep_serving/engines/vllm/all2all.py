@@ -1,0 +1,121 @@
+"""The all-to-all manager of vLLM's expert-parallel group: it owns the Buffer that all MoE layers share."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+import torch
+import vllm.distributed.device_communicators.base_device_communicator as base
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from uccl_ep_serving import Buffer
+
+__all__ = ["UcclEpAll2AllManager", "communicator_of", "manager_of_ep_group"]
+
+_lock = threading.Lock()
+
+
+class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
+    """Opens one Buffer for the group at the first layer, closes it with the group.
+
+    One is enough for every layer: both modes and all shapes work in it, and every rank builds its layers in the same
+    order, which makes opening collective. ``set_num_sms`` is the SM control of dual-batch overlap.
+
+    Args:
+        cpu_group: the group's gloo process group.
+        tcp_store_group: of groups that elastic expert parallelism builds outside torch's world.
+    """
+
+    def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        super().__init__(cpu_group, tcp_store_group)
+        self._buffer: Buffer | None = None
+        self._num_sms = Buffer.num_sms
+
+    def get_handle(self, kwargs: dict[str, Any]) -> Buffer:
+        """The group's Buffer. Collective at the first call. Raises what :class:`~uccl_ep_serving.Buffer` raises."""
+        if self._buffer is None:
+            self._buffer = Buffer(self.cpu_group, explicitly_destroy=True)
+        return self._buffer
+
+    def set_num_sms(self, num_sms: int) -> None:
+        """SMs that dispatch and combine may use, at most the default; rounded down to an even number."""
+        Buffer.set_num_sms(min(num_sms, self._num_sms) // 2 * 2)
+
+    def max_sms_used(self) -> int | None:
+        """The most that :meth:`set_num_sms` grants."""
+        return self._num_sms
+
+    def destroy(self) -> None:
+        """Close the Buffer. May be called twice."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.destroy()
+
+    def dispatch_router_logits(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Not part of this backend: tokens travel by expert id, never all to all ranks."""
+        raise NotImplementedError("uccl_ep dispatches by expert id: the layer must use prepare and finalize")
+
+    def dispatch(self, *_args: Any, **_kwargs: Any) -> Any:
+        """As :meth:`dispatch_router_logits`."""
+        raise NotImplementedError("uccl_ep dispatches in prepare, not through the manager")
+
+    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> Any:
+        """As :meth:`dispatch_router_logits`."""
+        raise NotImplementedError("uccl_ep combines in finalize, not through the manager")
+
+
+def manager_of_ep_group() -> Any:
+    """The manager of the expert-parallel group that is in use."""
+    from vllm.model_executor.layers.fused_moe.all2all_utils import get_ep_all2all_manager
+
+    return get_ep_all2all_manager()
+
+
+_communicators: dict[str, str] = {}
+
+
+def communicator_of(platform_name: str) -> str:
+    """Qualified name of a subclass of the platform's communicator whose EP group has our manager.
+
+    vLLM resolves the communicator by its name, so the class is put into this module.
+    """
+    with _lock:
+        if platform_name not in _communicators:
+            derived = _derive(resolve_obj_by_qualname(platform_name))
+            setattr(importlib.import_module(__name__), derived.__name__, derived)
+            _communicators[platform_name] = f"{__name__}.{derived.__name__}"
+        return _communicators[platform_name]
+
+
+def _derive(communicator: type[Any]) -> type[Any]:
+    class Communicator(communicator):  # type: ignore[misc]
+        """The platform's communicator with our all-to-all manager in the EP group."""
+
+        def __init__(
+            self,
+            cpu_group: Any,
+            device: torch.device | None = None,
+            device_group: Any = None,
+            unique_name: str = "",
+            *args: Any,
+            use_all2all: bool = False,
+            tcp_store_group: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            if tcp_store_group is not None:
+                kwargs["tcp_store_group"] = tcp_store_group
+            # without an all-to-all: the platform would look for a manager under our name
+            super().__init__(cpu_group, device, device_group, unique_name, *args, use_all2all=False, **kwargs)
+            self.use_all2all = self.is_ep_communicator and use_all2all
+            if self.use_all2all:
+                self.all2all_manager = UcclEpAll2AllManager(self.cpu_group, tcp_store_group)
+
+        def destroy(self) -> None:
+            if self.all2all_manager is not None:
+                self.all2all_manager.destroy()
+            super().destroy()
+
+    Communicator.__name__ = Communicator.__qualname__ = f"UcclEp{communicator.__name__}"
+    return Communicator

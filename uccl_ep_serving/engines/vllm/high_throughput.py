@@ -1,0 +1,256 @@
+"""Prepare / finalize in vLLM's Standard form, on the normal mode of the Buffer: prefill, and any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+from vllm.v1.worker.ubatching import (
+    dbo_current_ubatch_id,
+    dbo_enabled,
+    dbo_get_previous_event,
+    dbo_switch_to_comm,
+    dbo_switch_to_compute,
+    dbo_switch_to_compute_sync,
+    dbo_yield_and_switch_from_comm_to_compute,
+    dbo_yield_and_switch_from_compute_to_comm,
+)
+
+from uccl_ep_serving import Buffer, EventOverlap
+from uccl_ep_serving.engines.vllm.quantisation import quantised_after, quantised_before, weighted_input
+from uccl_ep_serving.handles import NormalHandle
+
+__all__ = ["HighThroughput"]
+
+
+class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """Every token once to each rank of its experts; there the experts see rows with global expert ids and weights.
+
+    Under dual-batch overlap the calls yield where the built-in DeepEP high-throughput backend yields
+    (``prepare_finalize/deepep_ht.py:113``): before dispatch and before combine, so that the other micro-batch computes.
+
+    Args:
+        buffer: of the expert-parallel group.
+        ranks: of that group.
+        rank_expert_offset: global id of the first local expert.
+    """
+
+    def __init__(self, buffer: Buffer, ranks: int, *, rank_expert_offset: int) -> None:
+        super().__init__()
+        self.buffer = buffer
+        self._ranks = ranks
+        self._offset = rank_expert_offset
+        # one for each micro-batch of dual-batch overlap
+        self._handles: dict[int, NormalHandle] = {}
+
+    @property
+    def activation_format(self) -> Any:
+        """Rows, with ids and weights beside them."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def num_dispatchers(self) -> int:
+        """Ranks that may send rows to this one."""
+        return self._ranks
+
+    def output_is_reduced(self) -> bool:
+        """True: combine sums over the ranks."""
+        return True
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """None: any number."""
+        return None
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """int64."""
+        return torch.int64
+
+    def supports_async(self) -> bool:
+        """True."""
+        return True
+
+    # -- prepare --------------------------------------------------------------------------------------------------
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Callable[[], Any]:
+        """Send the tokens; the function that is returned gives what :meth:`prepare` gives.
+
+        Args:
+            a1: [T, H], not quantised.
+            topk_weights, topk_ids: [T, K]; ids int64 in 0 .. num_experts - 1, or -1 for none (padding).
+            num_experts: of all ranks, redundant ones included.
+            expert_map: not needed: experts lie in rank order.
+            apply_router_weight_on_input: weight the tokens before they travel (top-1 only).
+            quant_config: block-scaled formats are quantised before dispatch, others after it.
+            defer_input_quant: the experts quantise themselves.
+
+        Raises:
+            NotImplementedError: weights on the input with more than one expert a token.
+            ConfigError and the other errors of :meth:`uccl_ep_serving.Buffer.dispatch`.
+        """
+        if apply_router_weight_on_input:
+            a1 = weighted_input(a1, topk_weights)
+        block_scaled = quant_config.is_block_quantized and not defer_input_quant
+        rows, scales = quantised_before(a1, quant_config) if block_scaled else (a1, None)
+        weights = topk_weights.to(torch.float32)
+
+        # taken before the other micro-batch runs, so that it covers the work of this one only
+        previous = dbo_get_previous_event(self.buffer.capture)
+        dbo_yield_and_switch_from_compute_to_comm()
+        _used_by_this_stream(rows, scales, topk_ids, weights)
+        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
+            topk_ids, num_experts, previous_event=previous
+        )
+        received, ids, recv_weights, counts, handle, event = self.buffer.dispatch(
+            rows if scales is None else (rows, scales),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_ids,
+            topk_weights=weights,
+            config=Buffer.get_dispatch_config(self._ranks),
+            previous_event=previous,
+            async_finish=not dbo_enabled(),
+        )
+        self._handles[dbo_current_ubatch_id()] = handle
+        dbo_switch_to_compute_sync()
+        assert ids is not None, "ids were given, so ids come back"
+        kept, kept_ids = received, ids
+
+        def receiver() -> Any:
+            event.current_stream_wait()
+            values, value_scales = kept if isinstance(kept, tuple) else (kept, None)
+            _used_by_this_stream(values, value_scales, kept_ids, recv_weights)
+            meta = mk.ExpertTokensMetadata.make_from_list(counts, device=values.device)
+            if not quant_config.is_block_quantized and not defer_input_quant and values.numel():
+                values, value_scales = quantised_after(values, quant_config, per_act_token_quant=False)
+            return values, value_scales, meta, self._global(kept_ids, num_experts), recv_weights
+
+        return receiver
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        """Send the tokens and wait for those of the other ranks.
+
+        Returns:
+            Rows [N, H]; their scales or None; tokens of each local expert; global ids int64 [N, K]; weights float32
+            [N, K]. An id that belongs to another rank is one that ``expert_map`` maps to -1: the built-in experts take
+            no -1 themselves.
+        """
+        return self.prepare_async(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )()
+
+    def _global(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        elsewhere = num_experts - 1 if self._offset == 0 else 0  # some expert of another rank
+        return torch.where(ids == -1, elsewhere, ids + self._offset)
+
+    # -- finalize -------------------------------------------------------------------------------------------------
+
+    def finalize_async(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> Callable[[], None]:
+        """Send the rows back; ``output`` [T, H] is valid once the function that is returned has been called."""
+        combined, event = self._combine(
+            fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )
+
+        def receiver() -> None:
+            event.current_stream_wait()
+            dbo_switch_to_comm()
+            output.copy_(combined, non_blocking=True)
+            dbo_yield_and_switch_from_comm_to_compute()
+
+        return receiver
+
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        """Send the rows back and sum them into ``output`` [T, H]; weights and ids are those that prepare returned."""
+        self.finalize_async(
+            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
+        )()
+
+    def _combine(
+        self,
+        rows: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce: Any,
+    ) -> tuple[torch.Tensor, EventOverlap]:
+        if rows.numel():  # none when no token chose an expert of this rank
+            if isinstance(weight_and_reduce, TopKWeightAndReduceDelegate):
+                weight_and_reduce = TopKWeightAndReduceContiguous()
+            rows = weight_and_reduce.apply(
+                output=None,
+                fused_expert_output=rows,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )
+        previous = dbo_get_previous_event(self.buffer.capture)
+        dbo_yield_and_switch_from_compute_to_comm()
+        _used_by_this_stream(rows)
+        combined, _, event = self.buffer.combine(
+            rows,
+            self._handles.pop(dbo_current_ubatch_id()),
+            config=Buffer.get_combine_config(self._ranks),
+            previous_event=previous,
+            async_finish=not dbo_enabled(),
+        )
+        dbo_switch_to_compute()
+        return combined, event
+
+
+def _used_by_this_stream(*tensors: torch.Tensor | None) -> None:
+    """Under dual-batch overlap tensors cross streams: the allocator must not lend their memory out in between."""
+    if not dbo_enabled():
+        return
+    stream = torch.cuda.current_stream()
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(stream)

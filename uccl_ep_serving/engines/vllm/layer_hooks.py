@@ -1,0 +1,136 @@
+"""The hooks of a worker: which experts the layers choose, and the prepare / finalize objects they get."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from typing import Any
+
+from uccl_ep_serving.engines.vllm.config_hooks import asked_for, hook_property, hooked, mark
+from uccl_ep_serving.engines.vllm.targets import LAYER_TARGETS, USED, find, refusal, twin, verify
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.protocol.command import UNIT
+from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
+
+__all__ = ["activate", "make_prepare_finalize"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+
+def activate() -> None:
+    """Put our objects under vLLM's MoE layers in this process. Idempotent.
+
+    Raises:
+        ConfigError: a target is missing (nothing has been changed then), or a hook did not take.
+    """
+    verify((*LAYER_TARGETS, *USED))
+    high_throughput, low_latency, make, round_up = LAYER_TARGETS
+    if all(map(hooked, LAYER_TARGETS)):
+        return
+    hook_property(high_throughput)
+    hook_property(low_latency)
+    for target, hook in ((make, _made_by_us), (round_up, _rounded_by_us)):
+        owner, name, original = find(target)
+        if hooked(target):
+            continue
+        replacement = hook(original)
+        setattr(owner, name, replacement)
+        _rebind(name, original, replacement)
+    for target in LAYER_TARGETS:
+        if not hooked(target):
+            raise refusal(f"the hook on {target.path} did not take")
+
+
+def _rebind(name: str, original: Any, replacement: Any) -> None:
+    """Modules that imported the function by name hold it themselves; those imported later find the replacement."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm.") and vars(module).get(name) is original:
+            setattr(module, name, replacement)
+
+
+def _made_by_us(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def maybe_make_prepare_finalize(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        parallel = given["moe"].moe_parallel_config
+        if not (asked_for(parallel) and parallel.use_all2all_kernels):
+            return original(*args, **kwargs)
+        return make_prepare_finalize(
+            given["moe"],
+            given["quant_config"],
+            given.get("routing_tables"),
+            given.get("all2all_manager"),
+        )
+
+    return mark(maybe_make_prepare_finalize)
+
+
+def _rounded_by_us(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def maybe_roundup_layer_hidden_size(*args: Any, **kwargs: Any) -> int:
+        given = signature.bind(*args, **kwargs).arguments
+        parallel = given["moe_parallel_config"]
+        if not (asked_for(parallel) and parallel.use_all2all_kernels):
+            return int(original(*args, **kwargs))
+        values: int = UNIT // given["act_dtype"].itemsize
+        hidden: int = given["hidden_size"]
+        return -(-hidden // values) * values
+
+    return mark(maybe_roundup_layer_hidden_size)
+
+
+def make_prepare_finalize(
+    moe: Any, quant_config: Any, routing_tables: tuple[Any, Any, Any] | None = None, all2all_manager: Any = None
+) -> Any:
+    """The prepare / finalize object of one MoE layer, on the one Buffer of the expert-parallel group.
+
+    Args:
+        moe: the layer's ``FusedMoEConfig``.
+        quant_config: its ``FusedMoEQuantConfig``, or None.
+        routing_tables: global to physical ids and back, for round-robin placement.
+        all2all_manager: of a group under construction (elastic expert parallelism); default: the present one.
+
+    Raises:
+        ConfigError: the layer cannot run on this backend. All ranks refuse alike, before a token has moved.
+    """
+    from uccl_ep_serving.engines.vllm import all2all
+    from uccl_ep_serving.engines.vllm.high_throughput import HighThroughput
+    from uccl_ep_serving.engines.vllm.low_latency import LowLatencyBatched
+
+    if all2all_manager is None:
+        all2all_manager = all2all.manager_of_ep_group()
+    backend = moe.moe_parallel_config.all2all_backend
+    ranks = all2all_manager.world_size
+    if moe.num_experts % ranks:
+        raise ConfigError(
+            f"--all2all-backend {backend}: {moe.num_experts} experts (redundant ones included) cannot be dealt "
+            f"evenly to {ranks} expert-parallel ranks. Next step: another number of ranks, or --eplb-config with "
+            "num_redundant_experts that fills up the last rank"
+        )
+    if twin(backend) == "deepep_high_throughput":
+        return HighThroughput(
+            all2all_manager.get_handle({}),
+            ranks,
+            rank_expert_offset=all2all_manager.rank * moe.num_local_experts,
+        )
+    most = MAX_LOW_LATENCY_TOKENS
+    if not 0 < moe.max_num_tokens <= most:
+        raise ConfigError(
+            f"--all2all-backend {backend}: {moe.max_num_tokens} tokens per rank and step, of which low latency takes "
+            f"at most {most}. Next step: --max-num-batched-tokens {most} or less (a few hundred is usual: memory "
+            "grows with it), or uccl_ep_high_throughput"
+        )
+    return LowLatencyBatched(
+        all2all_manager.get_handle({}),
+        ranks,
+        max_tokens_per_rank=moe.max_num_tokens,
+        hidden_size=moe.hidden_dim,
+        quant_config=quant_config,
+        global_to_physical=None if routing_tables is None else routing_tables[0],
+    )
