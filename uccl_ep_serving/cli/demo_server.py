@@ -60,6 +60,7 @@ class Launch:
         dtype: dtype of weights and activations.
         chunked_prefill: tokens of one prefill step, at most the low-latency window when every step goes
             through it.
+        ranks: tensor- and expert-parallel ranks.
         arguments: more command-line arguments.
         environment: more environment variables.
     """
@@ -70,6 +71,7 @@ class Launch:
     dispatch_dtype: str = "bf16"
     dtype: str = "float32"
     chunked_prefill: int = 1024
+    ranks: int = RANKS
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -82,7 +84,7 @@ class Launch:
             "port": port,
             "device": "cpu",
             "dtype": self.dtype,
-            "tp": RANKS,
+            "tp": self.ranks,
             "moe-a2a-backend": self.backend,
             "attention-backend": "torch_native",
             "cuda-graph-backend-decode": "disabled",
@@ -93,7 +95,7 @@ class Launch:
             "random-seed": 0,
         }
         if self.backend == "none":
-            options["ep-size"] = RANKS  # experts are placed as with an all-to-all, but sums are all-reduced
+            options["ep-size"] = self.ranks  # experts are placed as with an all-to-all, but sums are all-reduced
             if self.dp_attention:
                 # the default needs a kernel that SGLang has for GPUs only
                 options["boundary-reduction"] = "ar"
@@ -101,7 +103,7 @@ class Launch:
             options["deepep-mode"] = self.deepep_mode
             options["deepep-dispatcher-output-dtype"] = self.dispatch_dtype
         if self.dp_attention:
-            options["attn-dp-size"] = RANKS
+            options["attn-dp-size"] = self.ranks
         flags = ["--skip-server-warmup", "--sleep-on-idle"]
         named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         return [sys.executable, "-m", "sglang.launch_server", *named, *flags, *self.arguments]
@@ -182,7 +184,7 @@ class DemoServer:
         scratch.mkdir(exist_ok=True)
         environment = {
             **os.environ,
-            **sglang_cpu.environment(self.run_directory, ranks=RANKS),
+            **sglang_cpu.environment(self.run_directory, ranks=self.launch.ranks),
             "TMPDIR": str(scratch),
             "PYTHONSAFEPATH": "1",  # `python -m` must not find packages in the directory it is run from
             "PYTHONUNBUFFERED": "1",
