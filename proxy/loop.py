@@ -164,7 +164,7 @@ def run(state: int) -> int:
 
 def warm() -> None:
     """Compile (or load from the cache) what a proxy runs. Call before starting threads and before any fork."""
-    with compile_lock():
+    with compile_lock("the proxy loop"):
         for function, signature in (
             (step, "int64(int64)"),
             (run, "int64(int64)"),

@@ -67,5 +67,5 @@ def test_a_rank_that_hangs_while_compiling_does_not_hang_the_others(
     monkeypatch.setattr(jit, "_LOCK_SECONDS", 0.1)
     with open(tmp_path / ".lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        with jit.compile_lock():
+        with jit.compile_lock("kernels"):
             pass

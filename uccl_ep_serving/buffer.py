@@ -24,6 +24,7 @@ from .low_latency import LowLatency
 from .normal import Normal
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
+from .proxy.warm import warm as warm_proxies
 from .runtime import Runtime
 
 __all__ = ["Buffer", "Config"]
@@ -135,10 +136,12 @@ class Buffer:
         self.enable_shrink = enable_shrink
         # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank while
         # another waits for it would eat into the deadline.
+        settings = settings or Settings.from_environment()
         low_latency_kernels("cpu")
         normal_kernels("cpu")
+        warm_proxies(settings.transport)
         heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
-        self.runtime = Runtime(exchange, settings or Settings.from_environment(), heap)
+        self.runtime = Runtime(exchange, settings, heap)
         self._low_latency = LowLatency(self.runtime)
         self._normal = Normal(self.runtime)
         self._finalizer = weakref.finalize(self, self.runtime.close, 1.0)

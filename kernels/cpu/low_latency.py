@@ -75,6 +75,6 @@ class CpuLowLatencyKernels:
 
     def warm(self) -> None:
         """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
-        with compile_lock():
+        with compile_lock(f"{len(_ENTRY_POINTS)} kernels of the low-latency mode"):
             for entry, arity in _ENTRY_POINTS:
                 entry.compile((types.int64,) * arity)

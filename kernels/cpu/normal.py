@@ -28,6 +28,6 @@ class CpuNormalKernels:
 
     def warm(self) -> None:
         """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
-        with compile_lock():
+        with compile_lock(f"{len(_ENTRY_POINTS)} kernels of the normal mode"):
             for entry, arity in _ENTRY_POINTS:
                 entry.compile((types.int64,) * arity)

@@ -414,7 +414,7 @@ def _drop(context: int, peer: int, reason: int) -> int:
 @functools.cache
 def functions() -> tuple[int, int, int, int]:
     """Addresses of post, flush, poll and drop; compiled when the first endpoint asks, not on import."""
-    with compile_lock():
+    with compile_lock("the transport fake"):
         eight, three = "int64(" + ", ".join(["int64"] * 8) + ")", "int64(int64, int64, int64)"
 
         @c_function(eight)

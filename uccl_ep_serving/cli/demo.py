@@ -141,13 +141,11 @@ class _Run:
 def _compile(transport: Transport) -> None:
     """Put everything that a rank runs into the cache of compiled code, where later runs find it."""
     from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
-    from uccl_ep_serving.proxy import loop
-    from uccl_ep_serving.proxy.transport import shm_data, tcp_data
+    from uccl_ep_serving.proxy.warm import warm
 
     low_latency_kernels("cpu")
     normal_kernels("cpu")
-    loop.warm()
-    (shm_data if transport is Transport.SHM else tcp_data).warm()
+    warm(transport.value)
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:

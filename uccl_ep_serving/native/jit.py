@@ -12,13 +12,15 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import numba
 from numba import njit
@@ -27,10 +29,14 @@ from ..config import cache_base
 
 __all__ = ["c_function", "cache_directory", "compile_lock", "compiled", "inlined"]
 
+_log = logging.getLogger("uccl_ep_serving")
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Longest wait for another rank's compilation; a cold one takes tens of seconds on a slow core.
 _LOCK_SECONDS = 300.0
+#: A compilation that lasts longer is talked about.
+_SAY_SECONDS = 1.0
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -110,21 +116,46 @@ def c_function(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 @contextlib.contextmanager
-def compile_lock() -> Iterator[None]:
+def compile_lock(what: str) -> Iterator[None]:
     """Hold this while compiling: of many ranks that start together one compiles and the others load its result.
 
     Only a courtesy: without it (a holder that hangs, a file system without locks) two ranks compile the same code.
+
+    Args:
+        what: what is compiled, for the log. A cold compilation takes up to a minute on a slow core, so one that is
+            still under way after a second is talked about; loading from the cache takes less.
     """
-    with open(cache_directory() / ".lock", "w") as file:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
-            except OSError:
-                break
-        yield
+    started = time.monotonic()
+    doing = "waits for another process to compile"
+    said = threading.Event()
+
+    def say() -> None:
+        said.set()
+        _log.info("uccl_ep %s %s: once, then cached in %s", doing, what, cache_directory())
+
+    timer = threading.Timer(_SAY_SECONDS, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        with open(cache_directory() / ".lock", "w") as file:
+            _lock(file)
+            doing = "compiles"
+            yield
+    finally:
+        timer.cancel()
+        timer.join(_SAY_SECONDS)
+    if said.is_set():
+        _log.info("uccl_ep: %s ready after %.0f s", what, time.monotonic() - started)
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock ``file``, waiting a bounded time; without a lock in the end where that is not possible."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:
+            return

@@ -1,0 +1,91 @@
+"""Compiling is done before the ranks meet, and a long one is talked about."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from uccl_ep_serving import native
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.native import jit
+from uccl_ep_serving.proxy import loop
+from uccl_ep_serving.proxy.transport import shm_data, tcp_data
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What is talked about after a second is so after a tenth; the cache directory is the test's own."""
+    monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(jit, "_SAY_SECONDS", 0.1)
+    caplog.set_level(logging.INFO, logger=native.jit._log.name)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_long_compilation_is_talked_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with jit.compile_lock("7 kernels"):
+        time.sleep(0.3)
+    first, last = caplog.messages
+    assert first == f"uccl_ep compiles 7 kernels: once, then cached in {tmp_path}"
+    assert last.startswith("uccl_ep: 7 kernels ready after")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_loading_is_not_talked_about(caplog: pytest.LogCaptureFixture) -> None:
+    threads = threading.active_count()
+    with jit.compile_lock("7 kernels"):
+        pass
+    assert threading.active_count() == threads
+    time.sleep(0.2)
+    assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_waiting_for_another_rank_is_talked_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def finish() -> None:
+        time.sleep(0.3)
+        fcntl.flock(holder, fcntl.LOCK_UN)
+
+    with open(tmp_path / ".lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        other = threading.Thread(target=finish)
+        other.start()
+        with jit.compile_lock("the proxy loop"):
+            pass
+        other.join()
+    assert caplog.messages[0].startswith("uccl_ep waits for another process to compile the proxy loop")
+
+
+@pytest.mark.parametrize(("transport", "expected"), [("auto", {"shm", "tcp"}), ("shm", {"shm"}), ("tcp", {"tcp"})])
+def test_everything_is_compiled_before_the_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, transport: str, expected: set[str]
+) -> None:
+    """A rank on a host with a cold cache must not use up the deadlines of the others."""
+    warmed: set[str] = set()
+    monkeypatch.setattr(loop, "warm", lambda: warmed.add("loop"))
+    for name, module in (("shm", shm_data), ("tcp", tcp_data)):
+        monkeypatch.setitem(warm_table(), name, lambda name=name: warmed.add(name))
+        assert callable(module.warm)
+
+    class Meeting:
+        """The launcher's all-gather: the first thing that ranks do together."""
+
+        rank, size = 0, 2
+
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            raise ConnectionError(f"met with {' '.join(sorted(warmed))}")
+
+    with pytest.raises(ConnectionError, match=f"met with {' '.join(sorted({'loop', *expected}))}$"):
+        Buffer(Meeting(), settings=Settings(transport=transport))
+
+
+def warm_table() -> dict[str, object]:
+    """What is compiled for each transport."""
+    from uccl_ep_serving.proxy import warm
+
+    return warm._DATA_PATHS  # type: ignore[return-value]
