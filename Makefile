@@ -12,13 +12,14 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo test test-vllm test-engine test-all lint format bench docs env env-sglang env-vllm clean
+.PHONY: help demo test test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
+	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make docs                     regenerate the tables in the documentation"
 	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
 	@echo "make env / env-sglang / env-vllm   only install: for development / with SGLang on CPU / with vLLM on CPU"
@@ -60,6 +61,10 @@ lint: env
 # writes benchmarks/results/*.json and benchmarks/RESULTS.md; some minutes, on a machine with nothing else to do
 bench: env
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+# writes benchmarks/results/soak.json; a quarter of an hour. A failure prints the command that repeats it
+soak: env
+	@$(BIN)/python tests/soak $(ARGS)
 
 docs: env
 	@$(BIN)/python scripts/docs.py

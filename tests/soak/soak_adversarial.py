@@ -32,6 +32,7 @@ from soak_samples import Sample, sample
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerError, UcclEpError
+from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
 from uccl_ep_serving.low_latency import LowLatency
 from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
@@ -319,6 +320,8 @@ class Stretch:
 
 def stretch(_exchange: object, seeds: range, repeat: int) -> Stretch:
     """Run the cases of ``seeds``, each ``repeat`` times, up to the first that fails."""
+    low_latency_kernels("cpu")  # compiled before the first deadline runs
+    normal_kernels("cpu")
     done = Stretch(sample(seeds.start))
     for seed in seeds:
         case = draw(seed)

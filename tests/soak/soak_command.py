@@ -211,7 +211,7 @@ def soak(
     transport: Annotated[str, typer.Option(help="tcp, shm, or direct.")] = "tcp",
     proxies: Annotated[int, typer.Option(min=1, max=16, help="Proxy threads per rank.")] = 2,
     stretch: Annotated[int, typer.Option(min=4, help="Layers between two looks at memory.")] = 100,
-    rss_limit_mib: Annotated[float, typer.Option(min=0, help="Growth of resident memory that is allowed.")] = 8.0,
+    rss_limit_mib: Annotated[float, typer.Option(min=0, help="Growth of resident memory that is allowed.")] = 4.0,
     output: Annotated[Path, typer.Option(help="Where the figures go; parts not run keep theirs.")] = RESULTS,
 ) -> None:
     """Run adversarial cases on the fake transport, then layers on processes of uneven speed, all against the oracle.

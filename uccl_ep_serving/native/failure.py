@@ -50,7 +50,7 @@ def set_failure(error: int, code: int, peer: int, stream: int, arrived: int, exp
 
 def warm() -> None:
     """Compile (or load from the cache) what the host calls."""
-    with compile_lock():
+    with compile_lock("access to the sticky error"):
         cast(Any, failed).compile("boolean(int64)")
         cast(Any, failure_code).compile("int64(int64)")
         cast(Any, set_failure).compile("boolean(int64, int64, int64, int64, int64, int64)")
