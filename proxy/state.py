@@ -262,7 +262,11 @@ class ProxyState:
             raise ConfigError(f"route {list(route)} must name one of {len(paths)} endpoints, or -1, per rank")
         if not 0 < window_bytes <= MAX_WINDOW_BYTES:
             raise ConfigError(f"a window of {window_bytes} bytes: 1..{MAX_WINDOW_BYTES} are possible")
-        quantum = min([quantum, *(c.max_write for c in capabilities)]) // UNIT * UNIT
+        # A NIC's own limit leaves room for four of the longest writes, so that small ones pass between them.
+        limits = [c.bytes_in_flight for c in capabilities if c.bytes_in_flight]
+        bytes_in_flight = min([bytes_in_flight, *limits])
+        peer_bytes_in_flight = min([peer_bytes_in_flight, *(n // 2 for n in limits)])
+        quantum = min([quantum, *(c.max_write for c in capabilities), *(n // 4 for n in limits)]) // UNIT * UNIT
         if quantum <= 0:
             raise ConfigError(f"a transport that writes fewer than {UNIT} bytes at once cannot be used")
         self.rank, self.ranks, self.proxy = rank, ranks, proxy

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = [
     "ACCEPTED",
@@ -50,6 +50,7 @@ __all__ = [
     "Capabilities",
     "DataPath",
     "Endpoint",
+    "Watchful",
 ]
 
 ACCEPTED = 0
@@ -74,6 +75,8 @@ class Capabilities:
         memory_kinds: window kinds it can read from and write to: "shared", "host", "device".
         immediate_bits: bits of immediate it carries (32 for all so far).
         max_write: most bytes of one write.
+        bytes_in_flight: most bytes that one endpoint should have posted and not completed, so that its NIC and the
+            network hold; 0 = as many as the settings allow.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Capabilities:
     memory_kinds: tuple[str, ...]
     immediate_bits: int
     max_write: int
+    bytes_in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,14 @@ class DataPath:
     flush: int
     poll: int
     drop: int
+
+
+@runtime_checkable
+class Watchful(Protocol):
+    """An endpoint that must know when all of its peers are connected."""
+
+    def established(self) -> None:
+        """Every peer has returned from ``connect``: from now on a peer that does not answer is lost."""
 
 
 class Endpoint(Protocol):

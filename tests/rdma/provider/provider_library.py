@@ -12,6 +12,7 @@ import ctypes
 import errno
 import functools
 import ipaddress
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,7 @@ class MemoryNetwork:
             "ibv_alloc_pd": self._alloc_pd,
             "ibv_dealloc_pd": lambda pd: self._destroy("pd", pd),
             "ibv_reg_mr": functools.partial(self._reg_mr, rank),
+            "ibv_reg_dmabuf_mr": functools.partial(self._reg_dmabuf_mr, rank),
             "ibv_dereg_mr": self._dereg_mr,
             "ibv_create_cq": self._create_cq,
             "ibv_destroy_cq": lambda cq: self._destroy("cq", cq),
@@ -219,7 +221,14 @@ class MemoryNetwork:
     # --- objects -----------------------------------------------------------------------------------------------
 
     def _refusable(self, name: str, function: Callable[..., int | None]) -> Callable[..., int | None]:
-        pointer = name in {"ibv_open_device", "ibv_alloc_pd", "ibv_reg_mr", "ibv_create_cq", "ibv_create_qp"}
+        pointer = name in {
+            "ibv_open_device",
+            "ibv_alloc_pd",
+            "ibv_reg_mr",
+            "ibv_reg_dmabuf_mr",
+            "ibv_create_cq",
+            "ibv_create_qp",
+        }
 
         def call(*arguments: int) -> int | None:
             self.calls[name] += 1
@@ -331,6 +340,12 @@ class MemoryNetwork:
         )  # fmt: skip
         self._keys[mr] = record
         return mr
+
+    def _reg_dmabuf_mr(
+        self, rank: int, pd: int, offset: int, nbytes: int, start: int, descriptor: int, access: int
+    ) -> int:
+        os.fstat(descriptor)  # it must be open while the region is made
+        return self._reg_mr(rank, pd, start, nbytes, access)
 
     def _dereg_mr(self, mr: int) -> int:
         # From here on the NIC knows the key no more.

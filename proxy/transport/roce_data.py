@@ -1,0 +1,380 @@
+"""Compiled data path of ``roce``: RDMA writes with immediates over reliable connections.
+
+A write is one RDMA_WRITE_WITH_IMM. Where it crosses chunks of a window (device memory by dma-buf), plain RDMA_WRITEs go
+before it on the same queue pair: RC lands them first. An immediate uses up a receive of the peer, so a peer says how
+many it has posted in all, by a plain write into a word of ours: a receiver that stands still makes its senders BUSY,
+and its NIC is never asked for a receive that is not there.
+
+What a link does is in :mod:`.roce_link`. No function here blocks, allocates or raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+
+from ...native.atomics import load64, peek, peek32, poke
+from ...native.calls import call3_int, monotonic_ns
+from ...native.jit import c_function, compile_lock, compiled, inlined
+from ...protocol.command import MAX_WRITE_BYTES
+from ...protocol.imm import IMM
+from . import verbs_codes as codes
+from .base import (
+    ACCEPTED,
+    ARRIVED,
+    BUSY,
+    DOWN,
+    EVENT_BYTES,
+    FAULT,
+    FAULT_BAD_FRAME,
+    FAULT_WRONG_SOURCE,
+    SENT,
+)
+from .roce_link import (
+    add_request,
+    fail_peer,
+    grant,
+    link_record,
+    owe_credit,
+    peer_record,
+    renew_receives,
+    retire,
+    ring,
+    stop_links,
+    take_credit,
+)
+from .roce_state import (
+    ABSENT,
+    ALLOWED,
+    CLOSED,
+    COMPLETIONS,
+    CQ,
+    CREDIT_IN,
+    DIRTY_COUNT,
+    DROPPED,
+    ENDED_AT,
+    ENDING,
+    ENDING_PEER,
+    ERRNOS,
+    FLAGS,
+    GRACE_NS,
+    IMMEDIATES,
+    LKEYS,
+    MOST_PIECES,
+    NEXT_LINK,
+    OWED,
+    PEER,
+    POLL_CQ,
+    POLL_ENTRIES,
+    POSTED,
+    PROBLEM,
+    QP,
+    QPS,
+    RANKS,
+    READY,
+    READY_HEAD,
+    READY_LINK,
+    READY_TAIL,
+    RECEIVE_BIT,
+    RECEIVE_OVER,
+    RETIRED,
+    RKEYS,
+    SEND_RESERVE,
+    SEND_SLOTS,
+    SHIFT,
+    STATE,
+    STATUS,
+    TARGET,
+    TARGET_SHIFT,
+    TICKETS,
+    TOLD,
+    UP,
+    WATCH_EVERY_POLLS,
+    WATCH_NS,
+    WATCH_POLLS,
+    WATCH_TIME,
+    WATCHING,
+    WINDOW,
+    WINDOW_BYTES,
+)
+from .verbs_abi import WC
+
+__all__ = ["warm"]
+
+_WC_BYTES = WC.nbytes
+_WR_ID, _STATUS, _OPCODE, _VENDOR = WC["wr_id"], WC["status"], WC["opcode"], WC["vendor_err"]
+_BYTE_LEN, _IMM = WC["byte_len"], WC["imm_data"]
+_WRITE, _WRITE_WITH_IMM = codes.WR_RDMA_WRITE, codes.WR_RDMA_WRITE_WITH_IMM
+_RECEIVED_IMM = codes.WC_RECV_RDMA_WITH_IMM
+_SOURCE_SHIFT = IMM["source"].shift
+_LOW32 = 0xFFFFFFFF
+_EINVAL, _EIO, _ENOTCONN = errno.EINVAL, errno.EIO, errno.ENOTCONN
+
+
+@inlined
+def _swap(word: int) -> int:
+    """A 32-bit word with its bytes in the other order: verbs keeps immediates big-endian."""
+    return (word & 0xFF) << 24 | (word & 0xFF00) << 8 | (word >> 8) & 0xFF00 | (word >> 24) & 0xFF
+
+
+@inlined
+def _event(events: int, index: int, kind: int, value: int, peer: int, status: int) -> None:
+    address = events + index * EVENT_BYTES
+    poke(address, kind)
+    poke(address + 8, value)
+    poke(address + 16, peer)
+    poke(address + 24, status)
+
+
+@inlined
+def _open_link(context: int, link: int) -> bool:
+    """True when the link can take one more write now."""
+    if peek(link + 8 * POSTED) - peek(link + 8 * RETIRED) > peek(context + 8 * SEND_SLOTS) - SEND_RESERVE - MOST_PIECES:
+        return False
+    return peek(link + 8 * IMMEDIATES) < peek(link + 8 * ALLOWED) or take_credit(context, link)
+
+
+@compiled
+def _pieces(
+    context: int, index: int, link: int, record: int, local: int, target: int, nbytes: int, imm: int, ticket: int
+) -> None:
+    """The work requests of a write, cut wherever it crosses a chunk of either window."""
+    window = peek(context + 8 * WINDOW)
+    shift, their_shift = peek(context + 8 * SHIFT), peek(record + 8 * TARGET_SHIFT)
+    while True:
+        offset = local - window
+        chunk, their_chunk = offset >> shift, target >> their_shift
+        part = min(nbytes, min(((chunk + 1) << shift) - offset, ((their_chunk + 1) << their_shift) - target))
+        last = part == nbytes
+        add_request(
+            context, index, link, _WRITE_WITH_IMM if last else _WRITE, local, part,
+            peek(peek(context + 8 * LKEYS) + chunk * 8), peek(record + 8 * TARGET) + target,
+            peek(peek(record + 8 * RKEYS) + their_chunk * 8), imm if last else 0, ticket if last else 0, 0,
+        )  # fmt: skip
+        if last:
+            return
+        local += part
+        target += part
+        nbytes -= part
+
+
+def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
+    record = peer_record(context, peer)
+    state = peek(record + 8 * STATE)
+    if state != UP:
+        # A failing peer is reported by poll, with its reason, once what it sent has been delivered.
+        return BUSY if state == ENDING_PEER else -_ENOTCONN
+    if nbytes < 0 or nbytes > MAX_WRITE_BYTES or target < 0 or target > peek(context + 8 * WINDOW_BYTES) - nbytes:
+        return -_EINVAL
+    qps = peek(context + 8 * QPS)
+    place = peek(record + 8 * NEXT_LINK)
+    index = peer * qps + place
+    link = link_record(context, index)
+    if not _open_link(context, link):
+        return BUSY
+    if qps > 1:
+        poke(record + 8 * NEXT_LINK, place + 1 if place + 1 < qps else 0)
+    poke(link + 8 * IMMEDIATES, peek(link + 8 * IMMEDIATES) + 1)
+    offset = local - peek(context + 8 * WINDOW)
+    shift, their_shift = peek(context + 8 * SHIFT), peek(record + 8 * TARGET_SHIFT)
+    chunk, their_chunk = offset >> shift, target >> their_shift
+    end = nbytes - 1 if nbytes > 0 else 0
+    if (offset + end) >> shift == chunk and (target + end) >> their_shift == their_chunk:
+        add_request(
+            context, index, link, _WRITE_WITH_IMM, local, nbytes, peek(peek(context + 8 * LKEYS) + chunk * 8),
+            peek(record + 8 * TARGET) + target, peek(peek(record + 8 * RKEYS) + their_chunk * 8), _swap(imm),
+            wr_id + 1, 0,
+        )  # fmt: skip
+    else:
+        _pieces(context, index, link, record, local, target, nbytes, _swap(imm), wr_id + 1)
+    return ACCEPTED
+
+
+def _flush(context: int) -> int:
+    ring(context)
+    return 0
+
+
+@compiled
+def _tell(context: int, events: int, count: int, limit: int) -> int:
+    """SENT events of retired writes until ``limit`` events are stored; returns the new count."""
+    slots = peek(context + 8 * RANKS) * peek(context + 8 * QPS)
+    while count < limit and peek(context + 8 * READY_TAIL) < peek(context + 8 * READY_HEAD):
+        tail = peek(context + 8 * READY_TAIL)
+        link = link_record(context, peek(peek(context + 8 * READY) + tail % slots * 8))
+        peer = peek(link + 8 * PEER)
+        told, retired = peek(link + 8 * TOLD), peek(link + 8 * RETIRED)
+        if peek(peer_record(context, peer) + 8 * STATE) >= CLOSED:
+            told = retired
+        tickets, sends = peek(link + 8 * TICKETS), peek(context + 8 * SEND_SLOTS)
+        while told < retired and count < limit:
+            ticket = peek(tickets + told % sends * 8)
+            told += 1
+            if ticket != 0:
+                _event(events, count, SENT, ticket - 1, peer, 0)
+                count += 1
+        poke(link + 8 * TOLD, told)
+        if told == retired:
+            poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) & ~READY_LINK)
+            poke(context + 8 * READY_TAIL, tail + 1)
+    return count
+
+
+@compiled
+def _close_with_fault(context: int, peer: int) -> None:
+    """The peer broke the format: nothing of it is believed any more."""
+    poke(peer_record(context, peer) + 8 * STATE, CLOSED)
+    stop_links(context, peer)
+
+
+@compiled
+def _failed(context: int, index: int, link: int, entry: int) -> None:
+    """A completion with an error."""
+    wr_id = peek(entry + _WR_ID)
+    peer = peek(link + 8 * PEER)
+    status, vendor = peek32(entry + _STATUS), peek32(entry + _VENDOR)
+    if wr_id & RECEIVE_BIT != 0:
+        poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) | RECEIVE_OVER)
+    elif peek(peer_record(context, peer) + 8 * STATE) == UP:
+        # The first failure of a queue pair: everything before it has completed.
+        number = wr_id & _LOW32
+        if number != peek(link + 8 * RETIRED) & _LOW32:
+            retire(context, index, link, (number - 1) & _LOW32)
+    fail_peer(context, peer, status, vendor)
+
+
+@inlined
+def _completion(context: int, entry: int, events: int, count: int) -> int:
+    """Handle one completion; returns the new count of events."""
+    wr_id = peek(entry + _WR_ID)
+    index = (wr_id & ~RECEIVE_BIT) >> 32
+    link = link_record(context, index)
+    if peek32(entry + _STATUS) != 0:
+        _failed(context, index, link, entry)
+        return count
+    if wr_id & RECEIVE_BIT == 0:
+        retire(context, index, link, wr_id & _LOW32)
+        return count
+    peer = peek(link + 8 * PEER)
+    state = peek(peer_record(context, peer) + 8 * STATE)
+    if state not in (UP, ENDING_PEER):
+        return count
+    imm = _swap(peek32(entry + _IMM))
+    status = 0
+    if peek32(entry + _OPCODE) != _RECEIVED_IMM:
+        status = FAULT_BAD_FRAME
+    elif imm >> _SOURCE_SHIFT != peer:
+        status = FAULT_WRONG_SOURCE
+    if status != 0:
+        _event(events, count, FAULT, imm, peer, status)
+        if state == ENDING_PEER:
+            poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
+        _close_with_fault(context, peer)
+        return count + 1
+    _event(events, count, ARRIVED, imm, peer, peek32(entry + _BYTE_LEN))
+    if state == UP:
+        renew_receives(context, link)
+    return count + 1
+
+
+@compiled
+def _end_peers(context: int, events: int, count: int, limit: int) -> int:
+    """DOWN for failed peers whose receives are flushed, or whose grace is over; returns the new count of events."""
+    qps = peek(context + 8 * QPS)
+    for peer in range(peek(context + 8 * RANKS)):
+        record = peer_record(context, peer)
+        if count >= limit or peek(record + 8 * STATE) != ENDING_PEER:
+            continue
+        over = 0
+        for place in range(qps):
+            if peek(link_record(context, peer * qps + place) + 8 * FLAGS) & RECEIVE_OVER != 0:
+                over += 1
+        if over < qps and monotonic_ns() - peek(record + 8 * ENDED_AT) < GRACE_NS:
+            continue
+        status = peek(record + 8 * STATUS)
+        code = -status if status < 0 else peek(peek(context + 8 * ERRNOS) + (status & 31) * 8)
+        _event(events, count, DOWN, 0, peer, code)
+        count += 1
+        poke(record + 8 * STATE, CLOSED)
+        poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
+    return count
+
+
+@compiled
+def _watch(context: int, events: int, count: int, limit: int) -> int:
+    """Report impossible credits, and write to peers with whom nothing is under way: a dead one does not answer."""
+    poke(context + 8 * WATCH_POLLS, 0)
+    now = monotonic_ns()
+    if now < peek(context + 8 * WATCH_TIME):
+        return count
+    poke(context + 8 * WATCH_TIME, now + WATCH_NS)
+    watching = peek(context + 8 * WATCHING)
+    qps = peek(context + 8 * QPS)
+    for index in range(peek(context + 8 * RANKS) * qps):
+        link = link_record(context, index)
+        record = peer_record(context, peek(link + 8 * PEER))
+        if peek(link + 8 * QP) == 0 or peek(record + 8 * STATE) != UP:
+            continue
+        problem = peek(record + 8 * PROBLEM)
+        if problem != 0 and count < limit:
+            _event(events, count, FAULT, load64(peek(link + 8 * CREDIT_IN)), peek(link + 8 * PEER), problem)
+            count += 1
+            _close_with_fault(context, peek(link + 8 * PEER))
+        elif watching != 0 and peek(link + 8 * POSTED) == peek(link + 8 * RETIRED):
+            owe_credit(context, link)
+    return count
+
+
+def _poll(context: int, events: int, limit: int) -> int:
+    if peek(context + 8 * CQ) == 0:
+        return 0
+    # Half of the room at most, so that a burst of own writes does not hold back what arrives.
+    count = _tell(context, events, 0, (limit + 1) // 2)
+    polls = peek(context + 8 * WATCH_POLLS) + 1
+    poke(context + 8 * WATCH_POLLS, polls)
+    if polls >= WATCH_EVERY_POLLS:
+        count = _watch(context, events, count, limit)
+    room = min(limit - count, POLL_ENTRIES)
+    if room > 0:
+        entries = peek(context + 8 * COMPLETIONS)
+        found = call3_int(peek(context + 8 * POLL_CQ), peek(context + 8 * CQ), room, entries)
+        if found < 0:
+            return -_EIO
+        for place in range(found):
+            count = _completion(context, entries + place * _WC_BYTES, events, count)
+        if found > 0:
+            count = _tell(context, events, count, limit)
+    if peek(context + 8 * ENDING) != 0:
+        count = _end_peers(context, events, count, limit)
+    if peek(context + 8 * OWED) != 0:
+        grant(context)
+        if peek(context + 8 * DIRTY_COUNT) != 0:
+            ring(context)
+    return count
+
+
+def _drop(context: int, peer: int, reason: int) -> int:
+    record = peer_record(context, peer)
+    state = peek(record + 8 * STATE)
+    if state in (ABSENT, DROPPED):
+        return 0
+    if state == ENDING_PEER:
+        poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
+    poke(record + 8 * STATE, DROPPED)
+    # Once this returns the NIC reads no source bytes for the peer any more, so that they may be used again.
+    stop_links(context, peer)
+    return 0
+
+
+@functools.cache
+def warm() -> tuple[int, int, int, int]:
+    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
+    with compile_lock():
+        functions = (
+            c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
+            c_function("int64(int64)")(_flush),
+            c_function("int64(int64, int64, int64)")(_poll),
+            c_function("int64(int64, int64, int64)")(_drop),
+        )
+    post, flush, poll, drop = (int(function.address) for function in functions)
+    return post, flush, poll, drop

@@ -1,0 +1,386 @@
+"""``roce`` on in-memory NICs: the transport contract, and what only RC can get wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import provider_network as net
+import pytest
+from contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
+from memory_endpoints import connect, endpoint, open_endpoints
+from provider_library import MemoryNetwork
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
+from uccl_ep_serving.proxy.transport import roce_state, verbs_memory
+from uccl_ep_serving.proxy.transport import verbs_codes as codes
+from uccl_ep_serving.proxy.transport.base import (
+    ACCEPTED,
+    ARRIVED,
+    BUSY,
+    DOWN,
+    FAULT,
+    FAULT_BAD_FRAME,
+    FAULT_WRONG_SOURCE,
+    SENT,
+)
+from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
+
+
+class TestRoceContract(TransportContract):
+    """The contract on a polite network."""
+
+    network: ClassVar[dict[str, float]] = {}
+    settings = Settings()
+
+    @pytest.fixture
+    def open_group(self) -> OpenGroup:
+        @contextlib.contextmanager
+        def open_group(ranks: int, window_bytes: int) -> Iterator[Group]:
+            network = MemoryNetwork(ranks, seed=7, **self.network)
+            with open_endpoints(network, ranks, window_bytes, settings=self.settings) as (group, _):
+                yield group
+            assert network.word(net.OVERRUNS) == 0, "a completion queue was too small"
+            assert network.word(net.NOT_READY) == 0, "an immediate found no receive"
+
+        return open_group
+
+
+class TestRoceContractOnASlowNetwork(TestRoceContract):
+    """The contract while queue pairs stand still, payloads land in halves and completions come late."""
+
+    network: ClassVar[dict[str, float]] = {"delay": 0.4, "linger": 0.5, "half": 0.5}
+
+
+class TestRoceContractOverTwoQueuePairs(TestRoceContract):
+    """The contract with writes dealt over two queue pairs, which keep no order between them."""
+
+    network: ClassVar[dict[str, float]] = {"delay": 0.5, "linger": 0.2, "half": 0.3}
+    settings = Settings(nic_qps=2)
+
+
+def imm(source: int, number: int) -> int:
+    return source << 20 | 8 << 12 | number & 0xFFF
+
+
+def poll_until(port: Port, kind: int, seconds: float = 5.0) -> list:
+    """Events of ``port`` up to the first of ``kind``."""
+    found: list = []
+    deadline = time.monotonic() + seconds
+    while not any(event.kind == kind for event in found):
+        found += port.poll()
+        assert time.monotonic() < deadline, f"no event of kind {kind}, only {found}"
+    return found
+
+
+def finish(traffic: Traffic, seconds: float = 10.0) -> None:
+    """Poll everybody until what was posted is sent and has arrived."""
+    deadline = time.monotonic() + seconds
+    while any(not write.sent or not write.arrivals for write in traffic.writes):
+        for port in traffic.ports:
+            traffic.poll(port)
+        assert time.monotonic() < deadline, f"stuck: {traffic.summary()}"
+
+
+class TestCredits:
+    def test_a_receiver_that_stands_still_makes_its_sender_busy(self) -> None:
+        """No immediate ever finds the receiver without a receive, and all arrive once it polls again."""
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 4096) as (group, _):
+            sender, receiver = Port(group, 0), Port(group, 1)
+            posted = 0
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline:
+                status = sender.post(1, 0, 0, 64, imm(0, posted), posted)
+                sender.flush()
+                sender.poll()
+                posted += status == ACCEPTED
+                if posted == roce_state.LINK_RECEIVES and status == BUSY:
+                    break
+            assert posted == roce_state.LINK_RECEIVES
+            assert network.word(net.NOT_READY) == 0
+            arrived = 0
+            while arrived < 3 * posted:
+                arrived += sum(event.kind == ARRIVED for event in receiver.poll())
+                if posted < 3 * roce_state.LINK_RECEIVES:
+                    posted += sender.post(1, 0, 0, 64, imm(0, posted), posted) == ACCEPTED
+                sender.flush()
+                sender.poll()
+                assert time.monotonic() < deadline + 10, (arrived, posted)
+                if arrived == posted == 3 * roce_state.LINK_RECEIVES:
+                    break
+            assert network.word(net.NOT_READY) == 0
+
+    def test_impossible_credits_are_a_fault_of_the_peer(self) -> None:
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 4096) as (group, endpoints):
+            sender = Port(group, 0)
+            endpoints[0]._state.credits_in[1] = 1 << 40
+            endpoints[0]._state.links[1, roce_state.ALLOWED] = 0
+            assert sender.post(1, 0, 0, 64, imm(0, 0), 0) == BUSY
+            (fault,) = [event for event in poll_until(sender, FAULT) if event.kind == FAULT]
+            assert (fault.value, fault.peer, fault.status) == (1 << 40, 1, FAULT_BAD_FRAME)
+            assert sender.post(1, 0, 0, 64, imm(0, 0), 0) == -errno.ENOTCONN
+
+
+class TestSignalling:
+    def test_a_chain_is_one_doorbell_and_one_completion(self) -> None:
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 1 << 16) as (group, endpoints):
+            traffic = Traffic(group)
+            for number in range(40):
+                traffic.add(0, 1, source=number * 64, target=number * 64, nbytes=64)
+                assert traffic.try_post(number)
+            context = endpoints[0]._state.context
+            assert (context[roce_state.DOORBELLS], context[roce_state.SIGNALS]) == (0, 0)
+            traffic.ports[0].flush()
+            assert (context[roce_state.DOORBELLS], context[roce_state.SIGNALS]) == (1, 1)
+            finish(traffic)
+
+    def test_a_long_chain_is_handed_over_in_parts(self) -> None:
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 1 << 16) as (group, endpoints):
+            traffic = Traffic(group)
+            for number in range(roce_state.POOL_SLOTS + 1):
+                traffic.add(0, 1, source=0, target=0, nbytes=0)
+                assert traffic.try_post(number)
+            assert endpoints[0]._state.context[roce_state.DOORBELLS] == 1
+            traffic.ports[0].flush()
+            finish(traffic)
+
+
+class TestFailure:
+    def test_a_failed_write_ends_its_peer_and_says_why(self) -> None:
+        """What completed before is SENT, what arrived before is delivered, then DOWN with words; then a new group."""
+        network = MemoryNetwork(3)
+        with open_endpoints(network, 3, 1 << 16) as (group, endpoints):
+            traffic = Traffic(group)
+            network.fail(network.queue_pairs(0)[0], 3, codes.REM_ACCESS_ERR)
+            for number in range(6):
+                traffic.add(0, 1, source=number * 64, target=number * 64, nbytes=64)
+                assert traffic.try_post(number)
+            traffic.ports[0].flush()
+            found = poll_until(traffic.ports[0], DOWN)
+            assert [event.value for event in found if event.kind == SENT] == [0, 1, 2]
+            assert found[-1][:] == (DOWN, 0, 1, errno.EACCES)
+            words = endpoints[0].describe(1)
+            assert "roce, mem0 port 1, GID 1 (RoCE v2, 10.0.0.1)" in words
+            assert "work completion status 10, remote access error" in words
+            assert traffic.ports[0].post(1, 0, 0, 0, imm(0, 0), 0) == -errno.ENOTCONN
+            # The others go on, and the peer learns of it because nobody answers it any more.
+            traffic.add(0, 2, source=1024, target=0, nbytes=512)
+            assert traffic.try_post(6)
+            traffic.ports[0].flush()
+            down = poll_until(traffic.ports[1], DOWN, 2.0)[-1]
+            assert (down.peer, down.status) == (0, errno.ETIMEDOUT)
+            assert "no acknowledgement from the peer" in endpoints[1].describe(0)
+            poll_until(traffic.ports[0], SENT)
+            poll_until(traffic.ports[2], ARRIVED)
+        # In the same process, on the same devices.
+        with open_endpoints(network, 3, 1 << 16) as (group, _):
+            traffic = Traffic(group)
+            traffic.add(0, 1, source=0, target=0, nbytes=64)
+            traffic.run()
+
+    def test_a_refused_work_request_ends_its_peer(self) -> None:
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 4096) as (group, endpoints):
+            port = Port(group, 0)
+            # Fewer slots than were asked for: the provider's queue is full before ours is.
+            net_qp = network.queue_pairs(0)[0]
+            network._set(net_qp, net.QP_SEND_SLOTS, 2)
+            for number in range(4):
+                assert port.post(1, 0, 0, 16, imm(0, number), number) == ACCEPTED
+            port.flush()
+            down = poll_until(port, DOWN)[-1]
+            assert (down.peer, down.status) == (1, errno.ENOMEM)
+            assert "refused a work request with errno 12" in endpoints[0].describe(1)
+
+    def test_a_dropped_peer_cannot_write_any_more(self) -> None:
+        """The queue pair is stopped in drop(): neither do its writes land, nor are our bytes read for it."""
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 4096) as (group, _):
+            ports = [Port(group, rank) for rank in range(2)]
+            group.windows[1][:] = 9
+            for port in ports:
+                assert port.post(1 - port.rank, 0, 0, 4096, imm(port.rank, 0), 0) == ACCEPTED
+            ports[0].flush()
+            ports[0].drop(1)
+            ports[1].flush()
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline:
+                assert ports[0].poll() == []
+                ports[1].poll()
+            assert not group.windows[0].any()
+
+    def test_a_peer_that_claims_another_rank_is_at_fault(self) -> None:
+        network = MemoryNetwork(3)
+        with open_endpoints(network, 3, 4096) as (group, _):
+            ports = [Port(group, rank) for rank in range(3)]
+            assert ports[1].post(0, 0, 0, 16, imm(2, 0), 0) == ACCEPTED
+            ports[1].flush()
+            fault = poll_until(ports[0], FAULT)[-1]
+            assert (fault.peer, fault.status) == (1, FAULT_WRONG_SOURCE)
+
+
+class TestDeviceMemory:
+    """Windows in chunks, as dma-buf needs them: writes are cut where they cross one, at either end."""
+
+    @pytest.fixture
+    def open_chunked(self, monkeypatch: pytest.MonkeyPatch) -> OpenGroup:
+        # monkeypatched: a chunk is 1 GiB, and a test must not need that much
+        monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 16)
+        monkeypatch.setattr("uccl_ep_serving.proxy.transport.roce.MAX_WRITE_BYTES", 1 << 16)
+
+        @contextlib.contextmanager
+        def open_group(ranks: int, window_bytes: int) -> Iterator[tuple[MemoryNetwork, Group]]:
+            network = MemoryNetwork(ranks, half=0.3)
+            windows = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
+            endpoints = []
+            for rank in range(ranks):
+                network.refuse["ibv_reg_mr"] = errno.EFAULT
+                endpoints.append(endpoint(network, rank, windows[rank], ranks=ranks, kind="device", export=self.export))
+            connect(endpoints)
+            try:
+                yield network, Group(endpoints, windows, network.kill)
+            finally:
+                for one in endpoints:
+                    one.close()
+            assert not +network.objects
+
+        return open_group
+
+    @staticmethod
+    def export(start: int, nbytes: int) -> DmaBuf:
+        return DmaBuf(os.memfd_create("dma-buf"), 0)
+
+    def test_writes_across_chunks_arrive_whole(self, open_chunked) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        with open_chunked(2, 1 << 20) as (network, group):
+            assert network.objects["mr"] == 2 * (16 + 1)
+            assert len(os.listdir("/proc/self/fd")) == before, "a region needs its descriptor no more"
+            rng = np.random.default_rng(3)
+            for number in range(200):
+                source, target = (int(rng.integers(0, (1 << 20) - (1 << 16)) // 16 * 16) for _ in range(2))
+                nbytes = int(rng.choice([16, 4096, 1 << 16]))
+                group.windows[0][source : source + nbytes] = pattern(number, nbytes)
+                ports = [Port(group, rank) for rank in range(2)]
+                assert ports[0].post(1, source, target, nbytes, imm(0, number), number) == ACCEPTED
+                ports[0].flush()
+                poll_until(ports[1], ARRIVED)
+                assert np.array_equal(group.windows[1][target : target + nbytes], pattern(number, nbytes))
+                poll_until(ports[0], SENT)
+            assert network.word(net.WRITES) > network.word(net.IMMEDIATES) > 200 - 1
+
+    def test_every_attempt_is_named_when_none_works(self) -> None:
+        network = MemoryNetwork(2)
+        network.refuse |= {"ibv_reg_mr": errno.EFAULT, "ibv_reg_dmabuf_mr": errno.EOPNOTSUPP}
+        with pytest.raises(
+            TransportError, match=r"nvidia-peermem.*ibv_reg_mr failed.*dma-buf.*ibv_reg_dmabuf_mr failed"
+        ):
+            endpoint(network, 0, np.zeros(4096, np.uint8), ranks=2, kind="device", export=self.export)
+        assert not +network.objects
+
+    def test_half_registered_chunks_are_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 12)
+        network = MemoryNetwork(2)
+        network.refuse["ibv_reg_mr"] = errno.EFAULT
+        made: list[int] = []
+
+        def export(start: int, nbytes: int) -> DmaBuf:
+            made.append(start)
+            if len(made) == 3:
+                network.refuse["ibv_reg_dmabuf_mr"] = errno.ENOMEM
+            return self.export(start, nbytes)
+
+        with pytest.raises(TransportError, match="GPUDirect works in no way"):
+            endpoint(network, 0, np.zeros(1 << 16, np.uint8), ranks=2, kind="device", export=export)
+        assert len(made) == 3
+        assert not +network.objects
+
+
+class TestControlPath:
+    def test_the_family_limits_what_is_in_flight(self) -> None:
+        network = MemoryNetwork(2)
+        network.traits[0].vendor = 0x14E4
+        window = np.zeros(4096, np.uint8)
+        one = endpoint(network, 0, window, ranks=2, sharers=2)
+        assert one.capabilities.bytes_in_flight == (1536 << 10) // 2
+        one.close()
+        one = endpoint(network, 0, window, ranks=2, settings=Settings(nic_bytes_in_flight=8 << 20))
+        assert one.capabilities.bytes_in_flight == 8 << 20
+        one.close()
+
+    def test_marks_are_those_of_the_family_or_of_the_settings(self) -> None:
+        for settings, expected in ((Settings(), "TC 104, SL 3"), (Settings(nic_traffic_class=0), "TC 0, SL 3")):
+            network = MemoryNetwork(2)
+            network.traits[0].vendor = network.traits[1].vendor = 0x14E4
+            with open_endpoints(network, 2, 4096, settings=settings) as (_, endpoints):
+                assert expected in endpoints[0].describe(1)
+
+    def test_a_small_completion_queue_makes_links_shorter(self) -> None:
+        network = MemoryNetwork(3)
+        network.traits[0].max_cqe = 2 * (128 + 256)
+        network.traits[1].max_qp_wr = 200
+        with open_endpoints(network, 3, 1 << 16) as (group, endpoints):
+            assert [int(one._state.context[roce_state.SEND_SLOTS]) for one in endpoints] == [128, 200, 512]
+            assert [int(one._state.context[roce_state.RECEIVE_SLOTS]) for one in endpoints] == [256, 192, 1024]
+            traffic = Traffic(group)
+            for number in range(900):
+                traffic.add(number % 3, (number + 1) % 3, source=0, target=0, nbytes=0)
+            traffic.run()
+            assert network.word(net.NOT_READY) == network.word(net.OVERRUNS) == 0
+        network.traits[0].max_cqe = 16
+        with pytest.raises(TransportError, match="too few for 2 connections"):
+            endpoint(network, 0, np.zeros(4096, np.uint8), ranks=3)
+        assert not +network.objects
+
+    def test_bad_arguments_leave_nothing_open(self) -> None:
+        network = MemoryNetwork(2)
+        window = np.zeros(4096, np.uint8)
+        with pytest.raises(ConfigError, match=r"mem0 has ports 1\.\.1, not 2"):
+            endpoint(network, 0, window, ranks=2, port=2)
+        with pytest.raises(ConfigError, match=r"peers \[0, 1\]"):
+            endpoint(network, 0, window, ranks=2, peers=[0, 1])
+        with pytest.raises(ConfigError, match="GID index that was set, 7"):
+            endpoint(network, 0, window, ranks=2, settings=Settings(nic_gid_index=7))
+        network.traits[0].state = codes.PORT_DOWN
+        with pytest.raises(TransportError, match="port 1 is not active"):
+            endpoint(network, 0, window, ranks=2)
+        assert not +network.objects
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda a: b"", "is not the address of a roce endpoint"),
+            (lambda a: b"UEPM" + a[4:], "another kind of address"),
+            (lambda a: a[:-1], "is not the address of a roce endpoint"),
+            (lambda a: a[:-6], "its 0 queue pairs"),
+            (lambda a: a[:8] + struct.pack("<H", 3) + a[10:], "Start all ranks with the same settings"),
+        ],
+        ids=["empty", "other transport", "cut", "no queue pair", "other proxy"],
+    )
+    def test_a_strange_address_is_refused_by_name(self, change, words: str) -> None:
+        network = MemoryNetwork(2)
+        ends = [endpoint(network, rank, np.zeros(4096, np.uint8), ranks=2) for rank in range(2)]
+        with pytest.raises(BootstrapError, match=f"rank 0 connects to rank 1 over roce.*{words}"):
+            ends[0].connect([None, change(ends[1].address())], 0)
+        for one in ends:
+            one.close()
+        assert not +network.objects
+
+    def test_a_refused_connection_names_the_peer_and_the_cause(self) -> None:
+        network = MemoryNetwork(2)
+        ends = [endpoint(network, rank, np.zeros(4096, np.uint8), ranks=2) for rank in range(2)]
+        network.refuse["ibv_modify_qp"] = errno.ETIMEDOUT
+        with pytest.raises(TransportError, match=r"mem0: connecting GID 1 .* to rank 1 .*check routes"):
+            ends[0].connect([None, ends[1].address()], 0)
+        for one in ends:
+            one.close()
