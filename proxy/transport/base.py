@@ -77,6 +77,9 @@ class Capabilities:
         max_write: most bytes of one write.
         bytes_in_flight: most bytes that one endpoint should have posted and not completed, so that its NIC and the
             network hold; 0 = as many as the settings allow.
+        notices_silent_death: DOWN is reported for a peer that vanished while nothing was under way to it. Where not,
+            the next write to it fails with DOWN; until then the control connections notice.
+        cpus: cores near the device, where the proxy thread should run; empty = no preference.
     """
 
     name: str
@@ -86,6 +89,8 @@ class Capabilities:
     immediate_bits: int
     max_write: int
     bytes_in_flight: int = 0
+    notices_silent_death: bool = True
+    cpus: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

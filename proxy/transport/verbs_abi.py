@@ -29,6 +29,7 @@ __all__ = [
     "CQ_INIT_ATTR_EX",
     "DEVICE",
     "DEVICE_ATTR",
+    "EFA_AH_ATTR",
     "EFA_DEVICE_ATTR",
     "EFA_QP_INIT_ATTR",
     "GID_ENTRY",
@@ -307,6 +308,8 @@ WC = Struct(
         qp_num=(28, 4),
         src_qp=(32, 4),
         wc_flags=(36, 4),
+        pkey_index=(40, 2),
+        slid=(42, 2),
     ),
 )
 POLL_CQ_ATTR = Struct("ibv_poll_cq_attr", 4, _fields(comp_mask=(0, 4)))
@@ -398,6 +401,8 @@ EFA_DEVICE_ATTR = Struct(
     ),
     header="infiniband/efadv.h",
 )
+
+EFA_AH_ATTR = Struct("efadv_ah_attr", 16, _fields(comp_mask=(0, 8), ahn=(8, 2)), header="infiniband/efadv.h")
 
 #: Every struct above, for the checks.
 STRUCTS: tuple[Struct, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Struct))

@@ -95,6 +95,14 @@ class VerbsLibrary:
         """Address of a C function, for compiled code."""
         return self._addresses[name]
 
+    def extended(
+        self, functions: Mapping[str, Callable[..., int | None]], addresses: Mapping[str, int], name: str
+    ) -> VerbsLibrary:
+        """This library with the functions of another one added."""
+        return VerbsLibrary(
+            {**self._functions, **functions}, {**self._addresses, **addresses}, f"{self.name} with {name}"
+        )
+
     def call(self, name: str, *arguments: int) -> int:
         """The bare result; a null address is 0."""
         ctypes.set_errno(0)

@@ -306,6 +306,11 @@ class TransportContract:
             traffic.run()
             group.vanish(1)
             survivors = [traffic.ports[0], traffic.ports[2]]
+            if not group.endpoints[0].capabilities.notices_silent_death:
+                # Nobody would notice before it writes.
+                for port in survivors:
+                    assert port.post(1, 0, 0, 64, port.rank << 20, 99) == base.ACCEPTED
+                    port.flush()
             deadline = time.monotonic() + 1.0
             while {(0, 1), (2, 1)} - set(traffic.down):
                 for port in survivors:

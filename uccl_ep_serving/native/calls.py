@@ -16,7 +16,17 @@ from numba.extending import intrinsic
 from .atomics import peek, poke
 from .jit import compiled
 
-__all__ = ["call1", "call3", "call3_int", "call8", "monotonic_ns", "nanosleep_ns", "sched_yield"]
+__all__ = [
+    "call1",
+    "call1_int",
+    "call3",
+    "call3_int",
+    "call4",
+    "call8",
+    "monotonic_ns",
+    "nanosleep_ns",
+    "sched_yield",
+]
 
 _I64 = ir.IntType(64)
 
@@ -25,6 +35,14 @@ def _caller(arity: int) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I64] * arity)
         return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(*[types.int64] * (arity + 1)), codegen
+
+
+def _int_caller(arity: int) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [_I64] * arity)
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
 
     return types.int64(*[types.int64] * (arity + 1)), codegen
 
@@ -42,14 +60,25 @@ def call3(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def call1_int(typingctx, function, a):  # type: ignore[no-untyped-def]
+    """``int function(int64)``: a C function that returns 32 bits, sign-extended here."""
+    return _int_caller(1)
+
+
+@intrinsic
 def call3_int(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
-    """``int function(int64 x 3)``: a C function that returns 32 bits, sign-extended here."""
+    """``int function(int64 x 3)``: likewise."""
+    return _int_caller(3)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [_I64] * 3)
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
 
-    return types.int64(*[types.int64] * 4), codegen
+@intrinsic
+def call4(typingctx, function, a, b, c, d):  # type: ignore[no-untyped-def]
+    """``int64 function(int64 x 4)``.
+
+    A function that takes 32-bit arguments looks at the lower halves only; what one that returns nothing leaves in the
+    register means nothing.
+    """
+    return _caller(4)
 
 
 @intrinsic
