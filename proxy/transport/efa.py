@@ -1,0 +1,333 @@
+"""``efa``: one-sided writes over AWS EFA's scalable reliable datagram (SRD). Control path of the endpoint.
+
+SRD is reliable, unordered and connectionless: each rail is one queue pair that reaches every peer, and a peer is an
+address handle, a queue pair number and a QKEY. Both ends need the handle: a NIC refuses writes of an address that it
+does not know. The pieces: :mod:`.efa_device` asks what the device can do, :mod:`.efa_qp` makes queue pairs,
+:mod:`.efa_data` moves writes, :mod:`.efa_state` is the memory it works on, :mod:`.striping` spreads streams over rails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...config import Settings
+from ...errors import BootstrapError, ConfigError, TransportError
+from ...protocol.command import MAX_WRITE_BYTES, UNIT
+from ...protocol.imm import IMM
+from . import efa_state as words
+from .base import Capabilities, DataPath
+from .efa_data import warm
+from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
+from .efa_qp import SrdQueuePair, address_number
+from .efa_state import KEY_SHIFT, State
+from .verbs import CompletionQueue, Context, MemoryRegion, ProtectionDomain, open_device
+from .verbs_codes import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE
+from .verbs_gid import Gid, choose_gid
+from .verbs_library import VerbsLibrary
+from .verbs_qp import AddressHandle, Path
+
+__all__ = ["EfaEndpoint", "usable", "warm"]
+
+_PORT = 1  # EFA devices have one
+_MAGIC = b"UEEF"
+_HEAD = struct.Struct("<4sIHHIQQ")  # magic, ranks, proxy, rails, pieces, window bytes, window address
+_RAIL = struct.Struct("<16sII")  # GID, QP number, QKEY
+
+#: Most receives kept posted per rail where incoming writes need them.
+_RECEIVES = 1024
+#: Completions that may wait per peer and rail before they are polled: more than the kernels of a peer ever have under
+#: way (see DESTINATION_QUOTA of the proxy).
+_ARRIVALS_PER_PEER = 512
+
+
+@dataclass(slots=True)
+class _Rail:
+    """One NIC of an endpoint, open."""
+
+    context: Context
+    limits: EfaLimits
+    gid: Gid
+    pd: ProtectionDomain
+    cq: CompletionQueue
+    qp: SrdQueuePair
+    keys: list[MemoryRegion]
+    qkey: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A peer's endpoint, decoded."""
+
+    ranks: int
+    proxy: int
+    window_bytes: int
+    window: int
+    rails: tuple[tuple[bytes, int, int], ...]  # GID, QP number, QKEY
+    keys: tuple[tuple[int, ...], ...]
+
+    def encode(self) -> bytes:
+        pieces = len(self.keys[0])
+        head = _HEAD.pack(_MAGIC, self.ranks, self.proxy, len(self.rails), pieces, self.window_bytes, self.window)
+        parts = [head]
+        for rail, keys in zip(self.rails, self.keys, strict=True):
+            parts += [_RAIL.pack(*rail), struct.pack(f"<{pieces}I", *keys)]
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, text: bytes) -> _Address:
+        """Raises ValueError when ``text`` is no address of this transport."""
+        if len(text) < _HEAD.size or not text.startswith(_MAGIC):
+            raise ValueError(f"{text[:16]!r} is not the address of an efa endpoint")
+        _, ranks, proxy, count, pieces, window_bytes, window = _HEAD.unpack_from(text)
+        step = _RAIL.size + 4 * pieces
+        if not count or not pieces or len(text) != _HEAD.size + count * step:
+            raise ValueError(f"{len(text)} bytes for {count} rails with {pieces} keys each")
+        rails, keys = [], []
+        for at in range(_HEAD.size, len(text), step):
+            rails.append(_RAIL.unpack_from(text, at))
+            keys.append(struct.unpack_from(f"<{pieces}I", text, at + _RAIL.size))
+        return cls(ranks, proxy, window_bytes, window, tuple(rails), tuple(keys))
+
+
+class EfaEndpoint:
+    """Endpoint of one proxy thread over one or more EFA devices.
+
+    Args:
+        rank, ranks, proxy: who this is; peers' endpoints of the same ``proxy`` write to each other.
+        window: address of this rank's window, the only memory that peers write.
+        window_bytes: its length, equal on all ranks.
+        devices: EFA devices, in rail order.
+        settings: ``proxies`` is used.
+        cpus: cores near the devices; handed on in the capabilities.
+        device_memory: the window is GPU memory: it is registered in pieces.
+        library: libibverbs with libefa; for tests.
+
+    Raises:
+        ConfigError: no device was named, or one that does not exist.
+        TransportError: a device cannot be opened or lacks what is needed; says what and what to do. Nothing stays open.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        proxy: int,
+        *,
+        window: int,
+        window_bytes: int,
+        devices: Sequence[str],
+        settings: Settings,
+        cpus: frozenset[int] = frozenset(),
+        device_memory: bool = False,
+        library: VerbsLibrary | None = None,
+    ) -> None:
+        if not devices:
+            raise ConfigError(f"rank {rank}: no EFA device to use; uccl-ep doctor says why")
+        self._rank, self._ranks, self._proxy = rank, ranks, proxy
+        self._window, self._window_bytes = window, window_bytes
+        self._cpus = cpus
+        self._how = ["not connected"] * ranks
+        self._handles: dict[tuple[int, bytes], AddressHandle] = {}
+        self._rails: list[_Rail] = []
+        library = library or load_libefa()
+        with contextlib.ExitStack() as opened:
+            for device in devices:
+                context = opened.enter_context(open_device(library, device))
+                self._rails.append(_open_rail(context, ranks, window, window_bytes, device_memory))
+            opened.pop_all()
+        self._max_write = min([MAX_WRITE_BYTES, *(rail.limits.max_write for rail in self._rails)]) // UNIT * UNIT
+        self._state = State(
+            rank=rank,
+            ranks=ranks,
+            proxies=settings.proxies,
+            window=window,
+            window_bytes=window_bytes,
+            max_write=self._max_write,
+            depths=[rail.limits.sends for rail in self._rails],
+            receives=[_receives(rail.limits) for rail in self._rails],
+        )
+        for index, rail in enumerate(self._rails):
+            self._fill_rail(index, rail)
+        self._data_path = DataPath(self._state.address, *warm())
+
+    def _fill_rail(self, index: int, rail: _Rail) -> None:
+        """Tell the data path about a rail."""
+        record, operations = self._state.rails[index], rail.qp.operations
+        record[words.QP], record[words.QP_EX] = rail.qp.address, rail.qp.extended
+        record[words.WR_START] = operations["wr_start"]
+        record[words.WR_WRITE_IMM] = operations["wr_rdma_write_imm"]
+        record[words.WR_SET_ADDRESS] = operations["wr_set_ud_addr"]
+        record[words.WR_SET_SGE] = operations["wr_set_sge"]
+        record[words.WR_COMPLETE] = operations["wr_complete"]
+        record[words.CQ] = rail.cq.address
+        record[words.POLL_CQ] = rail.context.operation("poll_cq")
+        record[words.POST_RECV] = rail.context.operation("post_recv")
+        self._state.local_keys[index] = [region.lkey for region in rail.keys]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """No order at all; the sender's queue pair and address prove the source."""
+        return Capabilities(
+            name="efa",
+            ordered=False,
+            proves_source=True,
+            memory_kinds=("shared", "host", "device"),
+            immediate_bits=IMM.bits,
+            max_write=self._max_write,
+            notices_silent_death=False,
+            cpus=self._cpus,
+        )
+
+    def address(self) -> bytes:
+        """Where the window is, and GID, queue pair, QKEY and keys of each rail."""
+        return _Address(
+            self._ranks,
+            self._proxy,
+            self._window_bytes,
+            self._window,
+            tuple((rail.gid.raw, rail.qp.number, rail.qkey) for rail in self._rails),
+            tuple(tuple(region.rkey for region in rail.keys) for rail in self._rails),
+        ).encode()
+
+    def connect(self, addresses: Sequence[bytes | None], deadline: float) -> None:
+        """Make an address handle for every peer and rail; never waits.
+
+        Every rank must have returned from here before the first write: a NIC refuses addresses it has no handle for.
+
+        Raises:
+            BootstrapError: a peer's address is malformed, or it sees another group. The endpoint is closed.
+            TransportError: the NIC refused a handle. The endpoint is closed.
+        """
+        try:
+            for peer, text in enumerate(addresses):
+                if text is not None and peer != self._rank:
+                    self._connect(peer, text)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, peer: int, text: bytes) -> None:
+        who = f"rank {self._rank} connects to rank {peer} over efa (proxy {self._proxy})"
+        try:
+            theirs = _Address.decode(text)
+        except ValueError as error:
+            raise BootstrapError(f"{who}: {error}. The ranks run different versions") from None
+        group = (theirs.ranks, theirs.proxy, theirs.window_bytes, len(theirs.keys[0]))
+        ours = (self._ranks, self._proxy, self._window_bytes, len(self._rails[0].keys))
+        if group != ours:
+            raise BootstrapError(
+                f"{who}: it has (ranks, proxy, window bytes, pieces) = {group}, this rank has {ours}. "
+                "Start all ranks with the same settings"
+            )
+        count = min(len(self._rails), len(theirs.rails))
+        paths = []
+        for index in range(count):
+            rail, (gid, number, qkey) = self._rails[index], theirs.rails[index]
+            # One handle per address, though several ranks of a host may share a NIC: completions name an address by
+            # the number of its handle.
+            handle = self._handles.get((index, gid))
+            if handle is None:
+                handle = AddressHandle(rail.pd, Path(port=_PORT, gid_index=rail.gid.index, gid=gid))
+                self._handles[index, gid] = handle
+            link = self._state.links[peer, index]
+            link[words.AH], link[words.AH_NUMBER] = handle.address, address_number(handle)
+            link[words.QPN], link[words.QKEY] = number, qkey
+            self._state.remote_keys[peer, index] = theirs.keys[index]
+            paths.append(f"{rail.context.device} -> {Gid(0, 0, gid).address} QP {number}")
+        record = self._state.peers[peer]
+        record[words.LINK_COUNT], record[words.REMOTE_WINDOW] = count, theirs.window
+        record[words.STATE] = words.UP
+        self._how[peer] = f"efa, {count} rail{'s' if count > 1 else ''}, {', '.join(paths)}"
+
+    def data_path(self) -> DataPath:
+        """Addresses for the proxy loop; valid from ``connect`` to ``close``."""
+        return self._data_path
+
+    def describe(self, peer: int) -> str:
+        """How ``peer`` is reached, and what the NIC said when it was lost."""
+        status, vendor = (int(self._state.peers[peer, word]) for word in (words.LOST_STATUS, words.LOST_VENDOR))
+        return self._how[peer] + (f": {explain_completion(status, vendor)}" if status else "")
+
+    @property
+    def strangers(self) -> int:
+        """Immediates that were dropped because no peer's queue pair had sent them."""
+        return int(self._state.context[words.STRANGERS])
+
+    @property
+    def writes(self) -> int:
+        """Writes posted on all rails."""
+        return int(self._state.rails[:, words.POSTED].sum())
+
+    def close(self) -> None:
+        """Close queue pairs, handles, registrations and devices, in that order. Never raises, may be called twice."""
+        self._state.peers[:, words.STATE] = words.CLOSED
+        self._state.rails[:, words.QP] = 0
+        for rail in self._rails:
+            rail.qp.close()
+        for rail in self._rails:
+            rail.context.close()  # and with it everything that was made from it
+        self._rails, self._handles = [], {}
+
+
+def _receives(limits: EfaLimits) -> int:
+    """Receives kept posted: none where incoming writes need none, else whole batches that the queue holds."""
+    if limits.unsolicited:
+        return 0
+    return min(_RECEIVES, limits.receives) // words.RECEIVE_BATCH * words.RECEIVE_BATCH
+
+
+def _open_rail(context: Context, ranks: int, window: int, window_bytes: int, device_memory: bool) -> _Rail:
+    """Make everything that a rail needs on an open device. Raises TransportError."""
+    limits = query_limits(context)
+    if missing := limits.missing(context.device):
+        raise TransportError(missing, device=context.device)
+    receives = _receives(limits)
+    if not limits.unsolicited and receives == 0:
+        raise TransportError(
+            f"{context.device}: a receive queue of {limits.receives} is too short, {words.RECEIVE_BATCH} are needed",
+            device=context.device,
+        )
+    port = context.port(_PORT)
+    gid, _ = choose_gid(context.gids(_PORT), port.link_layer, device=context.device)
+    pd = ProtectionDomain(context)
+    # EFA does not tell when a completion queue overflows: it must hold whatever can be under way.
+    wanted = limits.sends + max(receives, ranks * _ARRIVALS_PER_PEER)
+    cq = CompletionQueue(context, min(wanted, context.limits.max_cqe))
+    # 31 bits: the upper half of the space of QKEYs is reserved to the kernel.
+    qkey = secrets.randbits(31)
+    qp = SrdQueuePair(pd, cq, limits, sends=limits.sends, receives=receives or 1, qkey=qkey)
+    keys = _register(pd, window, window_bytes, min(MAX_WRITE_BYTES, limits.max_write), device_memory)
+    return _Rail(context, limits, gid, pd, cq, qp, keys, qkey)
+
+
+def _register(
+    pd: ProtectionDomain, window: int, window_bytes: int, max_write: int, device_memory: bool
+) -> list[MemoryRegion]:
+    """The registration of each piece of the window; host memory takes one for all of them."""
+    access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE
+    pieces = range(0, max(window_bytes, 1), 1 << KEY_SHIFT)
+    if not device_memory:
+        return [MemoryRegion(pd, window, window_bytes, access)] * len(pieces)
+    # A piece reaches as far into the next one as a write that starts in it may.
+    return [
+        MemoryRegion(pd, window + start, min((1 << KEY_SHIFT) + max_write, window_bytes - start), access)
+        for start in pieces
+    ]
+
+
+def usable(device: str, library: VerbsLibrary | None = None) -> str:
+    """Open ``device`` for a moment and say what it offers, in words.
+
+    Raises:
+        ConfigError: there is no such device.
+        TransportError: it cannot be used; says why and what to do.
+    """
+    with open_device(library or load_libefa(), device) as context:
+        limits = query_limits(context)
+        if missing := limits.missing(device):
+            raise TransportError(missing, device=device)
+        return limits.words()

@@ -1,0 +1,178 @@
+"""Memory of the compiled EFA data path: one int64 context per endpoint, records per rail, peer and link.
+
+Written by the endpoint before the proxy thread starts, then by that thread alone; nothing here is shared with another
+process. Words are indices into int64 arrays. A *link* is a peer seen through one rail: an address handle, a QP number
+and the peer's keys.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .striping import stripe_table
+from .verbs_abi import RECV_WR, WC
+from .verbs_codes import STATUS_ERRNO
+
+__all__ = ["KEY_SHIFT", "State"]
+
+#: A window is registered in pieces of this many bytes, each with keys of its own and long enough to hold any write that
+#: starts in it: with a full IOMMU, one registration of device memory above 2 GiB can fail.
+KEY_SHIFT = 30
+
+# --- context ----------------------------------------------------------------------------------------------------------
+WINDOW = 0  # address of this rank's window
+WINDOW_BYTES = 1  # length of every window
+RANK = 2
+RANKS = 3
+RAIL_COUNT = 4
+RAILS = 5  # address of the rail records
+PEERS = 6  # address of the peer records
+LINKS = 7  # address of the link records, [peer][rail]
+STRIPES = 8  # address of the stripe of each stream
+CURSOR = 9  # rail whose completions the next poll takes first
+MAX_WRITE = 10  # most bytes of one write
+STRANGERS = 11  # immediates of QPs that are no peer's, dropped
+COMPLETIONS = 12  # address of room for COMPLETION_BATCH completions
+ERRNOS = 13  # address of the errno that a DOWN carries, by completion status
+CONTEXT_WORDS = 16
+
+# --- a rail: one QP with its completion queue on one NIC --------------------------------------------------------------
+QP = 0  # address of the ibv_qp, 0 = closed
+QP_EX = 1  # address of its ibv_qp_ex
+WR_START = 2  # addresses of the provider's functions
+WR_WRITE_IMM = 3
+WR_SET_ADDRESS = 4
+WR_SET_SGE = 5
+WR_COMPLETE = 6
+CQ = 7  # address of the ibv_cq
+POLL_CQ = 8
+POST_RECV = 9
+OPEN = 10  # writes posted since wr_start; 0 = no session is open
+FREE = 11  # free slots of the send queue
+SLOTS = 12  # address of the slots, SLOT_WORDS each
+FREE_SLOTS = 13  # address of the stack of free slots' numbers
+LOCAL_KEYS = 14  # address of the window's lkeys, one per piece
+OWED = 15  # receives to be posted again; counts only when RECEIVES is not 0
+RECEIVES = 16  # receives kept posted, 0 = unsolicited writes need none
+RECEIVE_LIST = 17  # address of RECEIVE_BATCH chained ibv_recv_wr
+DEPTH = 18  # slots
+POSTED = 19  # writes posted, for the counters of tests and benchmarks
+RAIL_WORDS = 24
+
+# --- a slot of the send queue: what is needed when its write completes ------------------------------------------------
+SLOT_TICKET = 0  # the proxy's wr_id
+SLOT_PEER = 1
+SLOT_WORDS = 2
+
+# --- a peer -----------------------------------------------------------------------------------------------------------
+STATE = 0
+LINK_COUNT = 1  # rails that both ends have
+REMOTE_WINDOW = 2  # address of its window in its process
+LOST_STATUS = 3  # completion status that parted us from it, and the NIC's own code, for describe()
+LOST_VENDOR = 4
+PEER_WORDS = 8
+
+ABSENT, UP, CLOSED = 0, 1, 2
+
+# --- a link -----------------------------------------------------------------------------------------------------------
+AH = 0  # address of the ibv_ah
+QPN = 1  # of the peer's rail
+QKEY = 2
+AH_NUMBER = 3  # what a completion names as the sender's address, -1 = the library does not tell
+REMOTE_KEYS = 4  # address of the rkeys of the peer's window, one per piece
+LINK_WORDS = 8
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+#: Completions taken from a rail at once.
+COMPLETION_BATCH = 64
+#: Completion statuses told apart; higher ones count as the last.
+STATUSES = 32
+#: Receives posted again at once: often enough not to run dry, seldom enough to be cheap.
+RECEIVE_BATCH = 64
+#: wr_id of a receive; sends have their slot's number + 1, an unsolicited write has 0.
+RECEIVE_ID = 1 << 62
+
+Words = npt.NDArray[np.int64]
+
+
+class State:
+    """Allocates and holds all of it for one endpoint; freed with the object.
+
+    Args:
+        rank, ranks, proxies: of the group.
+        window, window_bytes: this rank's window.
+        max_write: most bytes of one write.
+        depths: by rail, work requests its send queue holds.
+        receives: by rail, receives kept posted, 0 = none are needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        ranks: int,
+        proxies: int,
+        window: int,
+        window_bytes: int,
+        max_write: int,
+        depths: Sequence[int],
+        receives: Sequence[int],
+    ) -> None:
+        count = len(depths)
+        pieces = -(-window_bytes >> KEY_SHIFT) if window_bytes else 1
+        self.context: Words = np.zeros(CONTEXT_WORDS, np.int64)
+        self.rails: Words = np.zeros((count, RAIL_WORDS), np.int64)
+        self.peers: Words = np.zeros((ranks, PEER_WORDS), np.int64)
+        self.links: Words = np.zeros((ranks, count, LINK_WORDS), np.int64)
+        self.local_keys: Words = np.zeros((count, max(pieces, 1)), np.int64)
+        self.remote_keys: Words = np.zeros((ranks, count, max(pieces, 1)), np.int64)
+        self._stripes = stripe_table(proxies)
+        self._completions = np.zeros(COMPLETION_BATCH * WC.nbytes // 8, np.int64)
+        self._errnos = np.array([STATUS_ERRNO.get(status, errno.ECONNRESET) for status in range(STATUSES)], np.int64)
+        self._slots = [np.zeros((depth, SLOT_WORDS), np.int64) for depth in depths]
+        self._free = [np.arange(depth, dtype=np.int64) for depth in depths]
+        self._receive_lists = [_receive_list() for _ in depths]
+        for word, value in {
+            WINDOW: window,
+            WINDOW_BYTES: window_bytes,
+            RANK: rank,
+            RANKS: ranks,
+            RAIL_COUNT: count,
+            RAILS: self.rails.ctypes.data,
+            PEERS: self.peers.ctypes.data,
+            LINKS: self.links.ctypes.data,
+            STRIPES: self._stripes.ctypes.data,
+            MAX_WRITE: max_write,
+            COMPLETIONS: self._completions.ctypes.data,
+            ERRNOS: self._errnos.ctypes.data,
+        }.items():
+            self.context[word] = value
+        self.links[:, :, AH_NUMBER] = -1
+        for index, (depth, kept) in enumerate(zip(depths, receives, strict=True)):
+            record = self.rails[index]
+            record[FREE] = record[DEPTH] = depth
+            record[SLOTS] = self._slots[index].ctypes.data
+            record[FREE_SLOTS] = self._free[index].ctypes.data
+            record[LOCAL_KEYS] = self.local_keys[index].ctypes.data
+            record[RECEIVES] = record[OWED] = kept
+            record[RECEIVE_LIST] = self._receive_lists[index].ctypes.data
+        for peer in range(ranks):
+            for index in range(count):
+                self.links[peer, index, REMOTE_KEYS] = self.remote_keys[peer, index].ctypes.data
+
+    @property
+    def address(self) -> int:
+        """Address of the context."""
+        return int(self.context.ctypes.data)
+
+
+def _receive_list() -> Words:
+    """RECEIVE_BATCH receives without memory of their own, chained: a write needs none, only the request."""
+    words: Words = np.zeros((RECEIVE_BATCH, RECV_WR.nbytes // 8), np.int64)
+    words[:, RECV_WR["wr_id"] // 8] = RECEIVE_ID
+    words[:-1, RECV_WR["next"] // 8] = words.ctypes.data + np.arange(1, RECEIVE_BATCH) * RECV_WR.nbytes
+    return words
