@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...config import Settings
@@ -23,18 +23,18 @@ from .base import Capabilities, DataPath
 from .efa_data import warm
 from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
 from .efa_qp import SrdQueuePair, address_number
-from .efa_state import KEY_SHIFT, State
-from .verbs import CompletionQueue, Context, MemoryRegion, ProtectionDomain, open_device
-from .verbs_codes import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE
+from .efa_state import State
+from .verbs import CompletionQueue, Context, ProtectionDomain, open_device
 from .verbs_gid import Gid, choose_gid
 from .verbs_library import VerbsLibrary
+from .verbs_memory import DmaBuf, WindowRegion, register_window
 from .verbs_qp import AddressHandle, Path
 
 __all__ = ["EfaEndpoint", "usable", "warm"]
 
 _PORT = 1  # EFA devices have one
 _MAGIC = b"UEEF"
-_HEAD = struct.Struct("<4sIHHIQQ")  # magic, ranks, proxy, rails, pieces, window bytes, window address
+_HEAD = struct.Struct("<4sHHHHHHQQ")  # magic, rank, ranks, proxy, rails, chunk shift, chunks, window bytes, address
 _RAIL = struct.Struct("<16sII")  # GID, QP number, QKEY
 
 #: Most receives kept posted per rail where incoming writes need them.
@@ -54,7 +54,7 @@ class _Rail:
     pd: ProtectionDomain
     cq: CompletionQueue
     qp: SrdQueuePair
-    keys: list[MemoryRegion]
+    region: WindowRegion
     qkey: int
 
 
@@ -62,19 +62,37 @@ class _Rail:
 class _Address:
     """A peer's endpoint, decoded."""
 
+    rank: int
     ranks: int
     proxy: int
+    shift: int
     window_bytes: int
     window: int
     rails: tuple[tuple[bytes, int, int], ...]  # GID, QP number, QKEY
-    keys: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[int, ...], ...]  # by rail and chunk
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """What all ranks must have alike: ranks, proxy, window bytes, chunk shift and chunks."""
+        return self.ranks, self.proxy, self.window_bytes, self.shift, len(self.keys[0])
 
     def encode(self) -> bytes:
-        pieces = len(self.keys[0])
-        head = _HEAD.pack(_MAGIC, self.ranks, self.proxy, len(self.rails), pieces, self.window_bytes, self.window)
-        parts = [head]
+        chunks = len(self.keys[0])
+        parts = [
+            _HEAD.pack(
+                _MAGIC,
+                self.rank,
+                self.ranks,
+                self.proxy,
+                len(self.rails),
+                self.shift,
+                chunks,
+                self.window_bytes,
+                self.window,
+            )
+        ]
         for rail, keys in zip(self.rails, self.keys, strict=True):
-            parts += [_RAIL.pack(*rail), struct.pack(f"<{pieces}I", *keys)]
+            parts += [_RAIL.pack(*rail), struct.pack(f"<{chunks}I", *keys)]
         return b"".join(parts)
 
     @classmethod
@@ -82,15 +100,15 @@ class _Address:
         """Raises ValueError when ``text`` is no address of this transport."""
         if len(text) < _HEAD.size or not text.startswith(_MAGIC):
             raise ValueError(f"{text[:16]!r} is not the address of an efa endpoint")
-        _, ranks, proxy, count, pieces, window_bytes, window = _HEAD.unpack_from(text)
-        step = _RAIL.size + 4 * pieces
-        if not count or not pieces or len(text) != _HEAD.size + count * step:
-            raise ValueError(f"{len(text)} bytes for {count} rails with {pieces} keys each")
+        _, rank, ranks, proxy, count, shift, chunks, window_bytes, window = _HEAD.unpack_from(text)
+        step = _RAIL.size + 4 * chunks
+        if not count or not chunks or len(text) != _HEAD.size + count * step:
+            raise ValueError(f"{len(text)} bytes for {count} rails with {chunks} keys each")
         rails, keys = [], []
         for at in range(_HEAD.size, len(text), step):
             rails.append(_RAIL.unpack_from(text, at))
-            keys.append(struct.unpack_from(f"<{pieces}I", text, at + _RAIL.size))
-        return cls(ranks, proxy, window_bytes, window, tuple(rails), tuple(keys))
+            keys.append(struct.unpack_from(f"<{chunks}I", text, at + _RAIL.size))
+        return cls(rank, ranks, proxy, shift, window_bytes, window, tuple(rails), tuple(keys))
 
 
 class EfaEndpoint:
@@ -103,7 +121,8 @@ class EfaEndpoint:
         devices: EFA devices, in rail order.
         settings: ``proxies`` is used.
         cpus: cores near the devices; handed on in the capabilities.
-        device_memory: the window is GPU memory: it is registered in pieces.
+        kind: kind of the window: "shared", "host" or "device".
+        export: makes a dma-buf of a range of device memory, see :func:`.verbs_memory.register_window`.
         library: libibverbs with libefa; for tests.
 
     Raises:
@@ -122,7 +141,8 @@ class EfaEndpoint:
         devices: Sequence[str],
         settings: Settings,
         cpus: frozenset[int] = frozenset(),
-        device_memory: bool = False,
+        kind: str = "shared",
+        export: Callable[[int, int], DmaBuf] | None = None,
         library: VerbsLibrary | None = None,
     ) -> None:
         if not devices:
@@ -137,9 +157,10 @@ class EfaEndpoint:
         with contextlib.ExitStack() as opened:
             for device in devices:
                 context = opened.enter_context(open_device(library, device))
-                self._rails.append(_open_rail(context, ranks, window, window_bytes, device_memory))
+                self._rails.append(_open_rail(context, ranks, window, window_bytes, kind, export))
             opened.pop_all()
         self._max_write = min([MAX_WRITE_BYTES, *(rail.limits.max_write for rail in self._rails)]) // UNIT * UNIT
+        self._shift, self._chunks = self._rails[0].region.shift, len(self._rails[0].region.regions)
         self._state = State(
             rank=rank,
             ranks=ranks,
@@ -147,6 +168,8 @@ class EfaEndpoint:
             window=window,
             window_bytes=window_bytes,
             max_write=self._max_write,
+            shift=self._shift,
+            chunks=self._chunks,
             depths=[rail.limits.sends for rail in self._rails],
             receives=[_receives(rail.limits) for rail in self._rails],
         )
@@ -166,7 +189,7 @@ class EfaEndpoint:
         record[words.CQ] = rail.cq.address
         record[words.POLL_CQ] = rail.context.operation("poll_cq")
         record[words.POST_RECV] = rail.context.operation("post_recv")
-        self._state.local_keys[index] = [region.lkey for region in rail.keys]
+        self._state.local_keys[index] = [chunk.lkey for chunk in rail.region.regions]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -184,14 +207,19 @@ class EfaEndpoint:
 
     def address(self) -> bytes:
         """Where the window is, and GID, queue pair, QKEY and keys of each rail."""
+        return self._own_address().encode()
+
+    def _own_address(self) -> _Address:
         return _Address(
+            self._rank,
             self._ranks,
             self._proxy,
+            self._shift,
             self._window_bytes,
             self._window,
             tuple((rail.gid.raw, rail.qp.number, rail.qkey) for rail in self._rails),
-            tuple(tuple(region.rkey for region in rail.keys) for rail in self._rails),
-        ).encode()
+            tuple(tuple(chunk.rkey for chunk in rail.region.regions) for rail in self._rails),
+        )
 
     def connect(self, addresses: Sequence[bytes | None], deadline: float) -> None:
         """Make an address handle for every peer and rail; never waits.
@@ -216,12 +244,11 @@ class EfaEndpoint:
             theirs = _Address.decode(text)
         except ValueError as error:
             raise BootstrapError(f"{who}: {error}. The ranks run different versions") from None
-        group = (theirs.ranks, theirs.proxy, theirs.window_bytes, len(theirs.keys[0]))
-        ours = (self._ranks, self._proxy, self._window_bytes, len(self._rails[0].keys))
-        if group != ours:
+        ours = self._own_address()
+        if (theirs.rank, *theirs.group) != (peer, *ours.group):
             raise BootstrapError(
-                f"{who}: it has (ranks, proxy, window bytes, pieces) = {group}, this rank has {ours}. "
-                "Start all ranks with the same settings"
+                f"{who}: rank {theirs.rank} answers with (ranks, proxy, window bytes, chunk shift, chunks) = "
+                f"{theirs.group}, this rank has {ours.group}. Start all ranks with the same settings"
             )
         count = min(len(self._rails), len(theirs.rails))
         paths = []
@@ -280,7 +307,14 @@ def _receives(limits: EfaLimits) -> int:
     return min(_RECEIVES, limits.receives) // words.RECEIVE_BATCH * words.RECEIVE_BATCH
 
 
-def _open_rail(context: Context, ranks: int, window: int, window_bytes: int, device_memory: bool) -> _Rail:
+def _open_rail(
+    context: Context,
+    ranks: int,
+    window: int,
+    window_bytes: int,
+    kind: str,
+    export: Callable[[int, int], DmaBuf] | None,
+) -> _Rail:
     """Make everything that a rail needs on an open device. Raises TransportError."""
     limits = query_limits(context)
     if missing := limits.missing(context.device):
@@ -300,23 +334,10 @@ def _open_rail(context: Context, ranks: int, window: int, window_bytes: int, dev
     # 31 bits: the upper half of the space of QKEYs is reserved to the kernel.
     qkey = secrets.randbits(31)
     qp = SrdQueuePair(pd, cq, limits, sends=limits.sends, receives=receives or 1, qkey=qkey)
-    keys = _register(pd, window, window_bytes, min(MAX_WRITE_BYTES, limits.max_write), device_memory)
-    return _Rail(context, limits, gid, pd, cq, qp, keys, qkey)
-
-
-def _register(
-    pd: ProtectionDomain, window: int, window_bytes: int, max_write: int, device_memory: bool
-) -> list[MemoryRegion]:
-    """The registration of each piece of the window; host memory takes one for all of them."""
-    access = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE
-    pieces = range(0, max(window_bytes, 1), 1 << KEY_SHIFT)
-    if not device_memory:
-        return [MemoryRegion(pd, window, window_bytes, access)] * len(pieces)
-    # A piece reaches as far into the next one as a write that starts in it may.
-    return [
-        MemoryRegion(pd, window + start, min((1 << KEY_SHIFT) + max_write, window_bytes - start), access)
-        for start in pieces
-    ]
+    # A write is never cut: the arrival of its second part would say nothing of the first.
+    longest = min(MAX_WRITE_BYTES, limits.max_write)
+    region = register_window(pd, window, window_bytes, kind, export, overlap=longest)
+    return _Rail(context, limits, gid, pd, cq, qp, region, qkey)
 
 
 def usable(device: str, library: VerbsLibrary | None = None) -> str:

@@ -34,7 +34,6 @@ from .efa_state import (
     ERRNOS,
     FREE,
     FREE_SLOTS,
-    KEY_SHIFT,
     LINK_COUNT,
     LINK_WORDS,
     LINKS,
@@ -64,6 +63,7 @@ from .efa_state import (
     RECEIVES,
     REMOTE_KEYS,
     REMOTE_WINDOW,
+    SHIFT,
     SLOT_PEER,
     SLOT_TICKET,
     SLOT_WORDS,
@@ -106,7 +106,6 @@ _WITH_IMM = int(WC_WITH_IMM)
 _RECV_BYTES = RECV_WR.nbytes
 _RECV_NEXT = RECV_WR["next"]
 _SOURCE_SHIFT = IMM["source"].shift
-_PIECE_MASK = (1 << KEY_SHIFT) - 1
 _EINVAL = errno.EINVAL
 _EIO = errno.EIO
 _ENOTCONN = errno.ENOTCONN
@@ -185,12 +184,13 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     poke(entry + 8 * SLOT_TICKET, wr_id)
     poke(entry + 8 * SLOT_PEER, peer)
     link = _link(context, peer, index)
+    shift = peek(context + 8 * SHIFT)
     poke(qp + _WR_ID, slot + 1)
     poke32(qp + _WR_FLAGS, _SIGNALED)
     call4(
         peek(rail + 8 * WR_WRITE_IMM),
         qp,
-        peek(peek(link + 8 * REMOTE_KEYS) + 8 * (target >> KEY_SHIFT)),
+        peek(peek(link + 8 * REMOTE_KEYS) + 8 * (target >> shift)),
         peek(record + 8 * REMOTE_WINDOW) + target,
         _swapped(imm),
     )
@@ -198,7 +198,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     call4(
         peek(rail + 8 * WR_SET_SGE),
         qp,
-        peek(peek(rail + 8 * LOCAL_KEYS) + 8 * (source >> KEY_SHIFT)),
+        peek(peek(rail + 8 * LOCAL_KEYS) + 8 * (source >> shift)),
         peek(context + 8 * WINDOW) + source,
         nbytes,
     )

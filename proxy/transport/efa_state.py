@@ -17,11 +17,7 @@ from .striping import stripe_table
 from .verbs_abi import RECV_WR, WC
 from .verbs_codes import STATUS_ERRNO
 
-__all__ = ["KEY_SHIFT", "State"]
-
-#: A window is registered in pieces of this many bytes, each with keys of its own and long enough to hold any write that
-#: starts in it: with a full IOMMU, one registration of device memory above 2 GiB can fail.
-KEY_SHIFT = 30
+__all__ = ["State"]
 
 # --- context ----------------------------------------------------------------------------------------------------------
 WINDOW = 0  # address of this rank's window
@@ -38,6 +34,7 @@ MAX_WRITE = 10  # most bytes of one write
 STRANGERS = 11  # immediates of QPs that are no peer's, dropped
 COMPLETIONS = 12  # address of room for COMPLETION_BATCH completions
 ERRNOS = 13  # address of the errno that a DOWN carries, by completion status
+SHIFT = 14  # offset >> SHIFT is the chunk of a window that an offset lies in, each with keys of its own
 CONTEXT_WORDS = 16
 
 # --- a rail: one QP with its completion queue on one NIC --------------------------------------------------------------
@@ -55,7 +52,7 @@ OPEN = 10  # writes posted since wr_start; 0 = no session is open
 FREE = 11  # free slots of the send queue
 SLOTS = 12  # address of the slots, SLOT_WORDS each
 FREE_SLOTS = 13  # address of the stack of free slots' numbers
-LOCAL_KEYS = 14  # address of the window's lkeys, one per piece
+LOCAL_KEYS = 14  # address of the window's lkeys, one per chunk
 OWED = 15  # receives to be posted again; counts only when RECEIVES is not 0
 RECEIVES = 16  # receives kept posted, 0 = unsolicited writes need none
 RECEIVE_LIST = 17  # address of RECEIVE_BATCH chained ibv_recv_wr
@@ -83,7 +80,7 @@ AH = 0  # address of the ibv_ah
 QPN = 1  # of the peer's rail
 QKEY = 2
 AH_NUMBER = 3  # what a completion names as the sender's address, -1 = the library does not tell
-REMOTE_KEYS = 4  # address of the rkeys of the peer's window, one per piece
+REMOTE_KEYS = 4  # address of the rkeys of the peer's window, one per chunk
 LINK_WORDS = 8
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -106,6 +103,7 @@ class State:
         rank, ranks, proxies: of the group.
         window, window_bytes: this rank's window.
         max_write: most bytes of one write.
+        shift, chunks: how the windows are registered, see :func:`.verbs_memory.register_window`.
         depths: by rail, work requests its send queue holds.
         receives: by rail, receives kept posted, 0 = none are needed.
     """
@@ -119,17 +117,18 @@ class State:
         window: int,
         window_bytes: int,
         max_write: int,
+        shift: int,
+        chunks: int,
         depths: Sequence[int],
         receives: Sequence[int],
     ) -> None:
         count = len(depths)
-        pieces = -(-window_bytes >> KEY_SHIFT) if window_bytes else 1
         self.context: Words = np.zeros(CONTEXT_WORDS, np.int64)
         self.rails: Words = np.zeros((count, RAIL_WORDS), np.int64)
         self.peers: Words = np.zeros((ranks, PEER_WORDS), np.int64)
         self.links: Words = np.zeros((ranks, count, LINK_WORDS), np.int64)
-        self.local_keys: Words = np.zeros((count, max(pieces, 1)), np.int64)
-        self.remote_keys: Words = np.zeros((ranks, count, max(pieces, 1)), np.int64)
+        self.local_keys: Words = np.zeros((count, chunks), np.int64)
+        self.remote_keys: Words = np.zeros((ranks, count, chunks), np.int64)
         self._stripes = stripe_table(proxies)
         self._completions = np.zeros(COMPLETION_BATCH * WC.nbytes // 8, np.int64)
         self._errnos = np.array([STATUS_ERRNO.get(status, errno.ECONNRESET) for status in range(STATUSES)], np.int64)
@@ -147,6 +146,7 @@ class State:
             LINKS: self.links.ctypes.data,
             STRIPES: self._stripes.ctypes.data,
             MAX_WRITE: max_write,
+            SHIFT: shift,
             COMPLETIONS: self._completions.ctypes.data,
             ERRNOS: self._errnos.ctypes.data,
         }.items():

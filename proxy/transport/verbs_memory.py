@@ -51,6 +51,7 @@ def register_window(
     nbytes: int,
     kind: str = "shared",
     export: Callable[[int, int], DmaBuf] | None = None,
+    overlap: int = 0,
 ) -> WindowRegion:
     """Register [start, start + nbytes) so that peers may write it and the NIC may read it.
 
@@ -59,6 +60,8 @@ def register_window(
         start, nbytes: the window.
         kind: "shared", "host" or "device".
         export: makes a dma-buf of a range (address, bytes) of device memory.
+        overlap: bytes that a chunk reaches into the next one: a transport whose writes cannot be cut in two wants each
+            of them whole in the chunk in which it starts.
 
     Raises:
         TransportError: the NIC takes the memory in no way; every attempt is named.
@@ -74,7 +77,7 @@ def register_window(
             raise
         refusal = error
     try:
-        regions = _register_chunks(pd, start, nbytes, access, export)
+        regions = _register_chunks(pd, start, nbytes, access, export, overlap)
     except TransportError as error:
         raise TransportError(
             f"{pd.device}: GPUDirect works in no way. Directly (needs nvidia-peermem or AMD's peer-memory module): "
@@ -86,13 +89,13 @@ def register_window(
 
 
 def _register_chunks(
-    pd: ProtectionDomain, start: int, nbytes: int, access: int, export: Callable[[int, int], DmaBuf]
+    pd: ProtectionDomain, start: int, nbytes: int, access: int, export: Callable[[int, int], DmaBuf], overlap: int
 ) -> list[MemoryRegion]:
-    """Regions of 1 GiB each; all or none."""
+    """Regions of 1 GiB and the overlap each; all or none."""
     regions: list[MemoryRegion] = []
     try:
         for offset in range(0, nbytes, 1 << CHUNK_SHIFT):
-            part = min(nbytes - offset, 1 << CHUNK_SHIFT)
+            part = min(nbytes - offset, (1 << CHUNK_SHIFT) + overlap)
             buffer = export(start + offset, part)
             try:
                 regions.append(MemoryRegion(pd, start + offset, part, access, dmabuf=buffer))
