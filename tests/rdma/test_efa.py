@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, SENT
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint, usable
 from uccl_ep_serving.proxy.transport.striping import rail_of, stripe_table
+from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
 
 
 def connect(endpoints: Sequence[EfaEndpoint]) -> None:
@@ -354,7 +356,7 @@ class TestAddresses:
         (first, _), (_, other) = (
             open_endpoints(network, [np.zeros(size, np.uint8) for _ in range(2)]) for size in (4096, 8192)
         )
-        with pytest.raises(BootstrapError, match=r"window bytes.*8192.*4096"):
+        with pytest.raises(BootstrapError, match=r"window bytes.* 8192.* 4096"):
             first.connect([None, other.address()], time.monotonic() + 1)
 
 
@@ -382,15 +384,20 @@ class TestRails:
             assert stripes[stream] == stripes[stream | 128]
             assert rail_of(int(stripes[stream]), 3, 9, 4) == rail_of(int(stripes[stream]), 9, 3, 4)
 
-    def test_device_memory_is_registered_in_pieces_that_overlap(self) -> None:
-        """A write across 1 GiB lies in the piece in which it starts, at both ends."""
+    def test_device_memory_goes_by_dmabuf_in_chunks_that_overlap(self) -> None:
+        """A write across 1 GiB lies in the chunk in which it starts, at both ends."""
         network = SrdNetwork(2)
-        network.efa.max_write = 1 << 20
+        network.efa.max_write, network.peer_memory = 1 << 20, False
         gib = 1 << 30
-        with open_network(network, gib + (8 << 20), device_memory=True) as group:
+        with open_network(network, gib + (8 << 20), kind="device", export=export) as group:
             assert network.objects["mr"] == 4
             traffic = Traffic(group)
             traffic.add(0, 1, source=gib - 4096, target=gib - 64, nbytes=1 << 16)
             traffic.add(0, 1, source=gib + (1 << 20), target=gib + (1 << 20), nbytes=4096)
             traffic.add(0, 1, source=0, target=0, nbytes=64)
             traffic.run()
+
+
+def export(start: int, nbytes: int) -> DmaBuf:
+    """Any descriptor will do."""
+    return DmaBuf(os.open(os.devnull, os.O_RDONLY), 0)

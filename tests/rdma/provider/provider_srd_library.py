@@ -86,6 +86,7 @@ class SrdNetwork(MemoryNetwork):
 
     Attributes:
         efa: traits of all devices.
+        peer_memory: devices take any memory directly; False: only by dma-buf, as GPUs without a peer-memory module.
     """
 
     def __init__(self, ranks: int, rails: int = 1, seed: int = 1, *, repeat: float = 0.25, pace: int = 16) -> None:
@@ -93,6 +94,7 @@ class SrdNetwork(MemoryNetwork):
         unused = DataFunctions(post_send=0, post_recv=functions["post_recv"], poll_cq=functions["poll_cq"], modify_qp=0)
         super().__init__(0, seed, functions=unused)
         self.efa = EfaTraits()
+        self.peer_memory = True
         self.ranks, self.rails = ranks, rails
         self._flight = np.zeros((1 << 16, nic.FLIGHT_WORDS), np.int64)
         self.fabric = np.zeros(nic.FABRIC_WORDS, np.int64)
@@ -177,7 +179,10 @@ class SrdNetwork(MemoryNetwork):
             "_ibv_query_gid_table": lambda context, *rest: self._query_gid_table(self._index[context], context, *rest),
             "ibv_alloc_pd": self._make_pd,
             "ibv_dealloc_pd": lambda pd: self._destroy("pd", pd),
-            "ibv_reg_mr": self._register,
+            "ibv_reg_mr": self._register_directly,
+            "ibv_reg_dmabuf_mr": lambda pd, offset, nbytes, start, fd, access: self._register(
+                pd, start, nbytes, access
+            ),
             "ibv_dereg_mr": self._deregister,
             "ibv_create_cq": self._make_cq,
             "ibv_destroy_cq": lambda cq: self._destroy("cq", cq),
@@ -238,6 +243,12 @@ class SrdNetwork(MemoryNetwork):
         pd = self._alloc_pd(context)
         self._index[pd] = self._index[context]
         return pd
+
+    def _register_directly(self, pd: int, start: int, nbytes: int, access: int) -> int:
+        if not self.peer_memory:
+            ctypes.set_errno(errno.EFAULT)
+            return 0
+        return self._register(pd, start, nbytes, access)
 
     def _register(self, pd: int, start: int, nbytes: int, access: int) -> int:
         index = self._index[pd]
