@@ -133,11 +133,30 @@ class NormalKernels(Protocol):
     ) -> int:
         """Count tokens per rank and expert, mark the ranks of each token; -1, or the first bad id's position."""
 
-    def row_lists(self, in_rank: int, tokens: int, ranks: int, rows: int, lists: int) -> None:
-        """List the tokens of each rank from their marks."""
+    def route_rows(
+        self,
+        topk_idx: int,
+        tokens: int,
+        topk: int,
+        experts: int,
+        ranks: int,
+        in_rank: int,
+        rank_counts: int,
+        expert_counts: int,
+        tally: int,
+        rows: int,
+        lists: int,
+    ) -> int:
+        """List the tokens of each rank from a layout, and hold it against the ids; ``normal_block.LAYOUT_*``."""
+
+    def prepare(self, context: int, operation: int, peers: int, given: int, taken: int, lists: int) -> None:
+        """Fill the blocks of the peers for a new operation."""
 
     def open_operation(self, context: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
         """Tell every peer what this rank is about to do, and hear every peer."""
+
+    def place(self, context: int, operation: int, peers: int) -> None:
+        """Say where the rows of every peer land."""
 
     def exchange(self, context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
         """Send, receive and, in a combine, sum the rows of an opened operation."""

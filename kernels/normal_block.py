@@ -4,7 +4,8 @@
                chunk messages each peer was sent and has sent over the Buffer's life. Writer: kernels. It makes the
                number of every message known to both sides, so that "has it arrived" is one comparison.
 ``OPERATION``  int64 [OPERATION_WORDS], filled by the host before the first kernel of an operation.
-``PEERS``      int64 [ranks, PEER_WORDS]: what belongs to one peer in this operation.
+``PEERS``      int64 [ranks, PEER_WORDS]: what belongs to one peer in this operation. Writer: kernels; ``prepare`` fills
+               ABSENT to RECV_LIST, ``place`` RECV_FIRST to CHUNK_ROWS.
 
 All are private to the rank (one thread at a time: relaxed access). Below, H = the host, before the first kernel;
 P = the host, between the opening and the exchange; K = kernels. Addresses are of this process, offsets are in bytes in
@@ -37,7 +38,7 @@ a window. A word not named by an operation stays 0.
     OUT_SCALES          P       address of [rows, SCALE_BYTES], or 0
     IN_PLACE            P       1 = peers write OUT itself, 0 = rows are copied from the landing area
     BIAS_0, BIAS_1      P       addresses of [TOKENS, HIDDEN] added to a combine, or 0
-    SCRATCH             H       address of max(SCRATCH_BYTES, META_BYTES) + 8 x ranks bytes
+    SCRATCH             H       address of max(SCRATCH_BYTES, META_BYTES) + 8 x (ranks + 2) bytes
     NOTIFY_SEND         H       offset of this parity's notifies to send
     NOTIFY_RECV         H       offset of this parity's received notifies
     NOTIFY_STRIDE       H       bytes between the notifies of two ranks
@@ -50,20 +51,30 @@ a window. A word not named by an operation stays 0.
     LANDING_END         H
     FRONTIER            K       combine: tokens already summed
     STEPS               K       grows with every piece of progress; the host tells a slow operation from a stuck one
+    LEAST_CHUNK_BYTES   H       a chunk below it is not worth a channel of its own
+    ROUND_SLOT          H       bytes of a landing slot when rows are received in rounds
+    MASKED              K       ranks that are left out (set by ``prepare``, like SENT_AWAY)
+    SENT_AWAY           K       rows for other ranks
+    DIFFERENT           K       peers that were given another SHAPE (set when all have spoken, like the next three)
+    RECV_TOTAL          K       rows of the received tensor that some rank fills
+    RECV_REMOTE         K       rows that come from other ranks
+    META_ROOM           K       bytes for the meta of all of these, each rank's on a line of its own
+    ROW_RANGE           P       offset of a range with room for every row, -1 = rounds
+    META_RANGE          P       offset of a range of META_ROOM bytes, -1 = there is no meta or ROW_RANGE is -1
 
     peer word           writer  meaning
-    ABSENT              H       1 = masked: nothing goes there, nothing comes
-    SEND_ROWS           H       rows for the peer
-    SEND_LIST           H       address of int32 [SEND_ROWS] indices into X, 0 = consecutive rows
-    SEND_FIRST          H       index of the first row when consecutive
-    RECV_ROWS           H or K  rows the peer has for this rank (a first dispatch learns it from the notify)
-    RECV_LIST           H       combine: address of int32 [RECV_ROWS], token of each returning row, ascending
-    RECV_FIRST          P       dispatch: index in OUT of the peer's first row
-    ROW_LANDING         P       offset where the first granted row lands
-    META_LANDING        P       offset where its meta lands
-    SLOT_ROWS           P       rows per grant
-    SLOT_STRIDE         P       bytes between the two landing slots
-    CHUNK_ROWS          P       rows per chunk message; divides SLOT_ROWS, unless one grant holds everything
+    ABSENT              K       1 = masked: nothing goes there, nothing comes
+    SEND_ROWS           K       rows for the peer
+    SEND_LIST           K       address of int32 [SEND_ROWS] indices into X, 0 = consecutive rows
+    SEND_FIRST          K       index of the first row when consecutive
+    RECV_ROWS           K       rows the peer has for this rank (a first dispatch learns it from the notify)
+    RECV_LIST           K       combine: address of int32 [RECV_ROWS], token of each returning row, ascending
+    RECV_FIRST          K       dispatch: index in OUT of the peer's first row
+    ROW_LANDING         K       offset where the first granted row lands
+    META_LANDING        K       offset where its meta lands
+    SLOT_ROWS           K       rows per grant
+    SLOT_STRIDE         K       bytes between the two landing slots
+    CHUNK_ROWS          K       rows per chunk message; divides SLOT_ROWS, unless one grant holds everything
     NOTIFIED            K       1 = the notify to the peer is published
     TOLD                K       1 = the peer's notify has been taken
     TOLD_SHAPE          K       its words SHAPE, CODING, ROW_BYTES, META_BYTES, for the error when they differ
@@ -139,8 +150,18 @@ COUNT_WORDS = 8
     LANDING_END,
     FRONTIER,
     STEPS,
-) = range(40)
-OPERATION_WORDS = 48
+    LEAST_CHUNK_BYTES,
+    ROUND_SLOT,
+    MASKED,
+    SENT_AWAY,
+    DIFFERENT,
+    RECV_TOTAL,
+    RECV_REMOTE,
+    META_ROOM,
+    ROW_RANGE,
+    META_RANGE,
+) = range(50)
+OPERATION_WORDS = 56
 
 (
     ABSENT,
@@ -179,3 +200,6 @@ OPERATION_WORDS = 48
 PEER_WORDS = 32
 
 PACKED_NOTHING, PACKED_ROWS_AND_META, PACKED_META = 0, 1, 2
+
+#: What a layout is found to be: right, or what contradicts the ids (the last: the layout itself).
+LAYOUT_RIGHT, LAYOUT_BAD_ID, LAYOUT_MARKS, LAYOUT_EXPERT_COUNTS, LAYOUT_RANK_COUNTS = range(5)

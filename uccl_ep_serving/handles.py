@@ -125,7 +125,7 @@ class NormalHandle(NamedTuple):
     Attributes:
         send_rows: int64 [R], rows sent to each rank.
         recv_rows: int64 [R], rows received from each rank.
-        send_tokens: int32, token indices sent to rank 0, then to rank 1, and so on.
+        send_tokens: int32, token indices sent to rank 0, then to rank 1, and so on; what follows is undefined.
         capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).
         is_token_in_rank: bool [tokens, R].
         origin: the dispatch it comes from.

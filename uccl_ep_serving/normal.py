@@ -9,9 +9,8 @@ channels, rounds or the order of arrival.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import NoReturn
 
-import numpy as np
 import torch
 
 from .errors import ConfigError
@@ -131,7 +130,8 @@ class Normal:
         _wait_for(previous_event)
         x, scales, dtype = rows_and_scales(x)
         tokens, hidden = x.shape
-        ranks, rank = self._runtime.ranks, self._runtime.rank
+        runtime = self._runtime
+        ranks = runtime.ranks
         topk = local_experts = 0
         origin = (-1, -1)
         if handle is not None:
@@ -139,7 +139,7 @@ class Normal:
             given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
             if any(one is not None for one in given) or num_worst_tokens:
                 raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
-            kind, origin = _CACHED, (handle.origin.generation, handle.origin.number)
+            kind, origin = _CACHED, handle.origin[1:3]
         else:
             kind = _DISPATCH
             check_alignment(expert_alignment, num_worst_tokens)
@@ -150,7 +150,6 @@ class Normal:
             if topk_idx is not None or topk_weights is not None:
                 topk_idx, topk_weights = check_topk(topk_idx, topk_weights, tokens)
                 topk = topk_idx.shape[1]
-                self._check_counts(topk_idx, per_rank, per_expert, in_rank)
         form = RowFormat(
             kind,
             dtype,
@@ -161,64 +160,58 @@ class Normal:
             local_experts,
             origin,
         )
-        self._exchange.check(form)
+        exchange = self._exchange
+        exchange.check(form)
         if handle is None:
-            handle = self._route(in_rank, per_rank, tokens)
+            handle = self._route(topk_idx, in_rank, per_rank, per_expert)
 
-        exchange, present = self._exchange, self._exchange.present()
         exchange.begin(form, tokens)
-        if kind == _DISPATCH:
-            handle = handle._replace(origin=DispatchOrigin(self, *exchange.origin, tokens))
-        operation, peers = exchange.operation, exchange.peers
-        send_rows = handle.send_rows.numpy() * present
+        operation = exchange.operation
         operation[block.X] = x.data_ptr()
-        operation[block.SCALES] = 0 if scales is None else scales.data_ptr()
-        counts = np.zeros(local_experts, dtype=np.int64)
+        if scales is not None:
+            operation[block.SCALES] = scales.data_ptr()
         if kind == _DISPATCH:
-            counts += per_expert.numpy()[rank * local_experts : (rank + 1) * local_experts]
-            operation[block.EXPERT_COUNTS] = counts.ctypes.data
             operation[block.EXPERT_COUNTS_SENT] = per_expert.data_ptr()
             if topk_idx is not None and topk_weights is not None:
                 operation[block.TOPK_IDX] = topk_idx.data_ptr()
                 operation[block.WEIGHTS] = topk_weights.data_ptr()
-        else:
-            peers[:, block.RECV_ROWS] = handle.recv_rows.numpy() * present
-        peers[:, block.SEND_ROWS] = send_rows
-        peers[:, block.SEND_LIST] = handle.send_tokens.data_ptr() + 4 * _starts(handle.send_rows.numpy())
-        peers[rank, block.RECV_ROWS] = send_rows[rank]
-        recv_rows = exchange.open(form).copy()
+        exchange.prepare(handle, None if kind == _DISPATCH else handle.recv_rows)
+        exchange.open(form)
 
-        # a cached dispatch keeps the places of its handle, also where a rank has been masked since
-        first = _starts(recv_rows if kind == _DISPATCH else handle.recv_rows.numpy())
-        total = int(recv_rows.sum()) if kind == _DISPATCH else int(handle.recv_rows.sum())
+        total = int(operation[block.RECV_TOTAL])
         capacity = max(total, num_worst_tokens) if kind == _DISPATCH else handle.capacity
-        remote = recv_rows.copy()
-        remote[rank] = 0
-        peers[:, block.RECV_FIRST] = first
-        placement = exchange.place(form, first, remote, capacity)
-        recv_x = self._tensor(placement.rows if placement.rows >= 0 else None, capacity, x)
-        recv_scales = None if scales is None else torch.empty(capacity, scales.shape[1], dtype=scales.dtype)
-        recv_idx = recv_weights = None
+        placement = exchange.place(form, capacity)
+        recv_x = self._tensor(placement.rows, capacity, x)
+        recv_scales = recv_idx = recv_weights = None
+        operation[block.OUT] = recv_x.data_ptr()
+        operation[block.IN_PLACE] = placement.rows >= 0
+        if scales is not None:
+            recv_scales = torch.empty(capacity, scales.shape[1], dtype=scales.dtype)
+            operation[block.OUT_SCALES] = recv_scales.data_ptr()
         if topk:
             recv_idx = torch.empty(capacity, topk, dtype=torch.int64)
             recv_weights = torch.empty(capacity, topk, dtype=torch.float32)
-            recv_idx[total:] = -1
-            recv_weights[total:] = 0
+            if capacity > total:
+                recv_idx[total:] = -1
+                recv_weights[total:] = 0
             operation[block.OUT_IDX] = recv_idx.data_ptr()
             operation[block.OUT_WEIGHTS] = recv_weights.data_ptr()
-        if kind == _CACHED and not present.all():
+        if kind == _CACHED and operation[block.MASKED]:
             recv_x.view(torch.uint8).zero_()
-        operation[block.OUT] = recv_x.data_ptr()
-        operation[block.OUT_SCALES] = 0 if recv_scales is None else recv_scales.data_ptr()
-        operation[block.IN_PLACE] = placement.rows >= 0
         exchange.run(form)
         if placement.meta >= 0:
-            self._runtime.heap.give(placement.meta)
+            runtime.heap.give(placement.meta)
 
         if kind == _DISPATCH:
-            handle = handle._replace(recv_rows=torch.from_numpy(recv_rows), capacity=capacity)
-        sent = int(send_rows.sum() - send_rows[rank])
-        self._runtime.record("normal_dispatch", tokens, sent, time.monotonic_ns() - started)
+            handle = NormalHandle(
+                handle.send_rows,
+                torch.from_numpy(exchange.peers[:, block.RECV_ROWS].copy()),
+                handle.send_tokens,
+                capacity,
+                handle.is_token_in_rank,
+                DispatchOrigin(self, *exchange.origin, tokens),
+            )
+        runtime.record("normal_dispatch", tokens, int(operation[block.SENT_AWAY]), time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
             raise ConfigError(
                 f"{total} rows arrived where num_worst_tokens = {num_worst_tokens} was promised; all ranks received, "
@@ -226,7 +219,10 @@ class Normal:
             )
         per_local: list[int] = []
         if kind == _DISPATCH and not num_worst_tokens:
-            per_local = (-(-counts // expert_alignment) * expert_alignment).tolist()
+            counts = exchange.expert_counts[:local_experts]
+            per_local = (
+                counts if expert_alignment == 1 else -(-counts // expert_alignment) * expert_alignment
+            ).tolist()
         received = recv_x if recv_scales is None else (recv_x, recv_scales)
         return received, recv_idx, recv_weights, per_local, handle, EventOverlap()
 
@@ -260,7 +256,6 @@ class Normal:
         """
         started = time.monotonic_ns()
         _wait_for(previous_event)
-        rank = self._runtime.rank
         check_handle(handle, self, None)
         dtype = combine_dtype(x, handle)
         tokens, hidden = handle.origin.tokens, x.shape[1]
@@ -269,16 +264,12 @@ class Normal:
         if topk_weights is not None:
             topk_weights = combine_weights(topk_weights, len(x))
             topk = topk_weights.shape[1]
-        origin = (handle.origin.generation, handle.origin.number)
-        form = RowFormat(_COMBINE, dtype, hidden, hidden * x.element_size(), topk, origin=origin)
-        self._exchange.check(form)
+        form = RowFormat(_COMBINE, dtype, hidden, hidden * x.element_size(), topk, origin=handle.origin[1:3])
+        runtime, exchange = self._runtime, self._exchange
+        exchange.check(form)
 
-        exchange, present = self._exchange, self._exchange.present()
         exchange.begin(form, tokens)
-        operation, peers = exchange.operation, exchange.peers
-        # what was received is sent back, what was sent comes back
-        send_rows = handle.recv_rows.numpy() * present
-        recv_rows = handle.send_rows.numpy() * present
+        operation = exchange.operation
         weights = None
         operation[block.X] = x.data_ptr()
         if topk_weights is not None:
@@ -287,38 +278,50 @@ class Normal:
             operation[block.OUT_WEIGHTS] = weights.data_ptr()
         for word, one in zip((block.BIAS_0, block.BIAS_1), biases, strict=False):
             operation[word] = one.data_ptr()
-        peers[:, block.SEND_ROWS] = send_rows
-        peers[:, block.SEND_FIRST] = _starts(handle.recv_rows.numpy())
-        peers[:, block.RECV_ROWS] = recv_rows
-        peers[:, block.RECV_LIST] = handle.send_tokens.data_ptr() + 4 * _starts(handle.send_rows.numpy())
-        # own rows are summed where they are
-        peers[rank, block.ARRIVED_ROWS] = recv_rows[rank]
+        exchange.prepare(handle, handle.recv_rows)
         exchange.open(form)
-        remote = recv_rows.copy()
-        remote[rank] = 0
-        placement = exchange.place(form, _starts(remote), remote, int(remote.sum()))
-        room = self._runtime.heap.take(tokens * form.row_bytes) if tokens else None
-        combined = self._tensor(room, tokens, x)
+        placement = exchange.place(form, int(operation[block.RECV_REMOTE]))
+        room = runtime.heap.take(tokens * form.row_bytes) if tokens else None
+        combined = self._tensor(-1 if room is None else room, tokens, x)
         operation[block.OUT] = combined.data_ptr()
         exchange.run(form)
-        for offset in (placement.rows, placement.meta):
+        for offset in placement:
             if offset >= 0:
-                self._runtime.heap.give(offset)
-        sent = int(send_rows.sum() - send_rows[rank])
-        self._runtime.record("normal_combine", tokens, sent, time.monotonic_ns() - started)
+                runtime.heap.give(offset)
+        runtime.record("normal_combine", tokens, int(operation[block.SENT_AWAY]), time.monotonic_ns() - started)
         return combined, weights, EventOverlap()
 
-    def _route(self, in_rank: torch.Tensor, per_rank: torch.Tensor, tokens: int) -> NormalHandle:
-        """Who gets which tokens. Raises ConfigError when the counts and the marks disagree."""
-        ranks = self._runtime.ranks
+    def _route(
+        self,
+        topk_idx: torch.Tensor | None,
+        in_rank: torch.Tensor,
+        per_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+    ) -> NormalHandle:
+        """Who gets which tokens. Raises ConfigError when the layout contradicts itself or the ids."""
+        tokens, ranks = in_rank.shape
         rows = torch.empty(ranks, dtype=torch.int64)
-        lists = torch.empty(int(torch.count_nonzero(in_rank)), dtype=torch.int32)
-        self._exchange.kernels.row_lists(in_rank.data_ptr(), tokens, ranks, rows.data_ptr(), lists.data_ptr())
-        if not torch.equal(rows, per_rank.to(torch.int64)):
-            raise ConfigError(
-                f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks {rows.tolist()}"
-            )
+        most = ranks if topk_idx is None else min(topk_idx.shape[1], ranks)
+        lists = torch.empty(tokens * most, dtype=torch.int32)
+        if self._exchange.route(topk_idx, in_rank, per_rank, per_expert, rows, lists) != block.LAYOUT_RIGHT:
+            self._refuse_layout(topk_idx, in_rank, per_rank, per_expert)
         return NormalHandle(rows, rows, lists, 0, in_rank, DispatchOrigin(self, -1, -1, tokens))
+
+    def _refuse_layout(
+        self, topk_idx: torch.Tensor | None, in_rank: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor
+    ) -> NoReturn:
+        """Say what is wrong with a layout. Raises ConfigError."""
+        if topk_idx is not None:
+            own_rank, own_expert, own_marks = map(torch.empty_like, (per_rank, per_expert, in_rank))
+            self._count(topk_idx, len(per_expert), own_rank, own_expert, own_marks)
+            if not torch.equal(own_expert, per_expert):
+                raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
+            if not torch.equal(own_marks, in_rank):
+                raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")
+        raise ConfigError(
+            f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks "
+            f"{in_rank.sum(dim=0).tolist()}"
+        )
 
     def _count(
         self,
@@ -346,25 +349,14 @@ class Normal:
                 f"-1 .. {experts - 1}"
             )
 
-    def _check_counts(
-        self, topk_idx: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor, in_rank: torch.Tensor
-    ) -> None:
-        """The layout must be that of these ids: a token that misses a rank would silently lose an expert."""
-        own_rank, own_expert, own_marks = map(torch.empty_like, (per_rank, per_expert, in_rank))
-        self._count(topk_idx, len(per_expert), own_rank, own_expert, own_marks)
-        if not torch.equal(own_expert, per_expert):
-            raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
-        if not torch.equal(own_marks, in_rank):
-            raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")
-
-    def _tensor(self, offset: int | None, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """[rows, H] over the heap range at ``offset``, or of its own when that is None.
+    def _tensor(self, offset: int, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """[rows, H] over the heap range at ``offset``, or of its own when that is -1.
 
         Results live in the heap wherever there is room, also those that no peer writes: its pages are there already,
         while the first touch of as much fresh memory costs more than the whole operation.
         """
         hidden = like.shape[1]
-        if offset is None:
+        if offset < 0:
             return torch.empty(rows, hidden, dtype=like.dtype)
         flat = self._runtime.heap.tensor(offset, rows * hidden * like.element_size())
         return flat.view(like.dtype).view(rows, hidden)
@@ -373,10 +365,3 @@ class Normal:
 def _wait_for(event: EventOverlap | None) -> None:
     if event is not None:
         event.current_stream_wait()
-
-
-def _starts(rows: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Exclusive prefix sums."""
-    starts = np.zeros_like(rows)
-    np.cumsum(rows[:-1], out=starts[1:])
-    return starts

@@ -146,7 +146,7 @@ def combine_dtype(x: object, handle: NormalHandle) -> int:
     rows = _check_rows("x", x)
     if rows.dtype not in _PLAIN:
         raise ConfigError(f"x {_words(rows)}: combine takes bfloat16, float16 or float32")
-    received = int(handle.recv_rows.sum())
+    received = sum(handle.recv_rows.tolist())
     if len(rows) not in (received, handle.capacity):
         raise ConfigError(f"x {_words(rows)} must have the {received} rows that the dispatch of this handle received")
     return _PLAIN[rows.dtype]

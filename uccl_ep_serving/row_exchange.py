@@ -7,16 +7,18 @@ and run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .config import Settings
 from .errors import ConfigError, UcclEpError
+from .handles import NormalHandle
 from .kernel_space import KernelSpace
 from .kernels import normal_block as block
 from .kernels.select import normal_kernels
@@ -38,6 +40,9 @@ _NAMES = {
 _DTYPES = ("bfloat16", "float16", "float32", "float8 with scales", "float8 with packed scales")
 #: A message below this size costs more in latency than it gains by being striped over channels.
 _LEAST_CHUNK_BYTES = 64 << 10
+_NO_ORIGIN = (-1, -1)
+#: Odd, so that for one format every operation number gives another digest; far apart, so that generations do too.
+_NUMBER_STEP, _GENERATION_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 class ExchangeRuntime(Protocol):
@@ -75,8 +80,7 @@ class ExchangeRuntime(Protocol):
     def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RowFormat:
+class RowFormat(NamedTuple):
     """What all ranks must agree on in one operation.
 
     Attributes:
@@ -97,7 +101,7 @@ class RowFormat:
     topk: int = 0
     scale_bytes: int = 0
     local_experts: int = 0
-    origin: tuple[int, int] = (-1, -1)
+    origin: tuple[int, int] = _NO_ORIGIN
 
     @property
     def name(self) -> str:
@@ -113,13 +117,18 @@ class RowFormat:
     @property
     def digest(self) -> int:
         """Word SHAPE of the notify: 63 bits."""
-        fields = (self.kind, self.dtype, self.hidden, self.row_bytes, self.topk, self.scale_bytes, self.local_experts)
-        text = repr((*fields, self.origin)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        generation, number = self.origin
+        mixed = _digest(self[:-1]) + (generation + 1) * _GENERATION_STEP + (number + 1) * _NUMBER_STEP
+        return mixed & ((1 << 63) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+@functools.lru_cache(maxsize=256)
+def _digest(fields: tuple[Any, ...]) -> int:
+    """63 bits that stand for a format. A hash costs microseconds and engines repeat a few formats for ever."""
+    return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Placement(NamedTuple):
     """Where the rows of an operation land.
 
     Attributes:
@@ -138,6 +147,7 @@ class RowExchange:
         kernels: the implementation for CPU tensors.
         operation: int64[OPERATION_WORDS], see ``kernels.normal_block``.
         peers: int64[ranks, PEER_WORDS].
+        expert_counts: int64[local experts]: rows that a dispatch received for each.
     """
 
     def __init__(self, runtime: ExchangeRuntime) -> None:
@@ -149,7 +159,10 @@ class RowExchange:
         self._notices = 0
         self._broken = ""
         self._counts: Int64s = np.zeros((ranks, block.COUNT_WORDS), dtype=np.int64)
-        self._scratch: Int64s = np.zeros(block.SCRATCH_BYTES // 8 + ranks, dtype=np.int64)
+        self._templates: dict[tuple[Any, ...], Int64s] = {}
+        self._scratch: Int64s = np.zeros(block.SCRATCH_BYTES // 8 + ranks + 2, dtype=np.int64)
+        self._tally: Int64s = np.zeros(2 * ranks, dtype=np.int64)
+        self.expert_counts: Int64s = np.zeros(0, dtype=np.int64)
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
@@ -158,10 +171,6 @@ class RowExchange:
     def origin(self) -> tuple[int, int]:
         """(generation, number) of the operation that was begun last: its name, equal on all ranks."""
         return self._generation, self._number - 1
-
-    def present(self) -> npt.NDArray[np.bool_]:
-        """bool[ranks]: ranks that are not masked."""
-        return np.asarray(self._runtime.mask == 0)
 
     def check(self, form: RowFormat) -> None:
         """Refuse what no window can carry, with the same answer on every rank.
@@ -178,12 +187,13 @@ class RowExchange:
             # new windows with new connections: every count restarts, on every rank
             self._generation, self._number, self._notices, self._broken = runtime.generation, 0, 0, ""
             self._counts.fill(0)
+            self._templates.clear()
         if self._broken:
             raise UcclEpError(
                 f"{form.name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
                 "longer agree on message numbers. Close this Buffer on all ranks and build a new one"
             )
-        if runtime.ranks == 1:
+        if runtime.ranks == 1 or form[:-1] in self._templates:
             return
         plan, row = runtime.layout.normal, form.row_bytes + form.meta_bytes
         for name, room, setting in (
@@ -200,35 +210,82 @@ class RowExchange:
                 f"{form.name}: {form.local_experts} experts per rank exceed the {plan.local_experts} of the window"
             )
 
+    def route(
+        self,
+        topk_idx: torch.Tensor | None,
+        in_rank: torch.Tensor,
+        rank_counts: torch.Tensor,
+        expert_counts: torch.Tensor,
+        rows: torch.Tensor,
+        lists: torch.Tensor,
+    ) -> int:
+        """Fill ``rows`` and ``lists`` from a layout; returns ``normal_block.LAYOUT_*``. See ``kernels.interface``."""
+        tokens, ranks = in_rank.shape
+        experts = len(expert_counts)
+        if len(self._tally) < 2 * ranks + experts:
+            self._tally = np.zeros(2 * ranks + experts, dtype=np.int64)
+        return self.kernels.route_rows(
+            0 if topk_idx is None else topk_idx.data_ptr(),
+            tokens,
+            0 if topk_idx is None else topk_idx.shape[1],
+            experts,
+            ranks,
+            in_rank.data_ptr(),
+            rank_counts.data_ptr(),
+            expert_counts.data_ptr(),
+            self._tally.ctypes.data,
+            rows.data_ptr(),
+            lists.data_ptr(),
+        )
+
     def begin(self, form: RowFormat, tokens: int) -> None:
-        """Fill the blocks with what the format and the window fix; the caller adds its addresses and rows."""
-        runtime, operation, peers = self._runtime, self.operation, self.peers
-        window, number, ranks = runtime.layout, self._number, runtime.ranks
-        combine = form.kind == NormalNotify.OPERATION_COMBINE
-        if form.meta_bytes > block.SCRATCH_BYTES:
-            self._scratch = np.zeros(form.meta_bytes // 8 + ranks, dtype=np.int64)
-        stride = window.normal.notify
-        parity = (number & 1) * ranks * stride
-        operation.fill(0)
+        """Fill the words that the format and the window fix; the caller adds its addresses, then :meth:`prepare`."""
+        runtime, operation = self._runtime, self.operation
+        template = self._templates.get(form[:-1])
+        if template is None:
+            template = self._templates[form[:-1]] = self._template(form)
+        operation[:] = template
+        number = self._number
+        if number & 1:
+            parity = runtime.ranks * int(template[block.NOTIFY_STRIDE])
+            operation[block.NOTIFY_SEND] += parity
+            operation[block.NOTIFY_RECV] += parity
+        operation[block.NUMBER] = number
+        operation[block.NOTICES] = self._notices
+        operation[block.SHAPE] = form.digest
+        operation[block.TOKENS] = tokens
+        runtime.begin_operation()
+        self._number += 1
+        self._notices += 1 if form.kind == NormalNotify.OPERATION_COMBINE else 2
+
+    def _template(self, form: RowFormat) -> Int64s:
+        """The operation block of a format as far as it is the same in every operation of this window, parity 0."""
+        window, ranks = self._runtime.layout, self._runtime.ranks
+        meta = form.meta_bytes
+        if meta > block.SCRATCH_BYTES and 8 * len(self._scratch) < meta + 8 * (ranks + 2):
+            self._scratch = np.zeros(meta // 8 + ranks + 2, dtype=np.int64)
+            # templates hold its address
+            self._templates.clear()
+        if len(self.expert_counts) < form.local_experts:
+            self.expert_counts = np.zeros(form.local_experts, dtype=np.int64)
+            self._templates.clear()
+        template = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         for word, value in (
             (block.KIND, form.kind),
-            (block.NUMBER, number),
-            (block.NOTICES, self._notices),
-            (block.PHASE, NORMAL_COMBINE if combine else NORMAL_DISPATCH),
-            (block.SHAPE, form.digest),
+            (block.PHASE, NORMAL_COMBINE if form.kind == NormalNotify.OPERATION_COMBINE else NORMAL_DISPATCH),
             (block.CODING, form.kind << 16 | form.dtype),
-            (block.TOKENS, tokens),
             (block.HIDDEN, form.hidden),
             (block.ELEMENT, form.dtype),
             (block.TOPK, form.topk),
             (block.ROW_BYTES, form.row_bytes),
-            (block.META_BYTES, form.meta_bytes),
+            (block.META_BYTES, meta),
             (block.SCALE_BYTES, form.scale_bytes),
             (block.LOCAL_EXPERTS, form.local_experts),
+            (block.EXPERT_COUNTS, self.expert_counts.ctypes.data),
             (block.SCRATCH, self._scratch.ctypes.data),
-            (block.NOTIFY_SEND, window.notify_send + parity),
-            (block.NOTIFY_RECV, window.notify_recv + parity),
-            (block.NOTIFY_STRIDE, stride),
+            (block.NOTIFY_SEND, window.notify_send),
+            (block.NOTIFY_RECV, window.notify_recv),
+            (block.NOTIFY_STRIDE, window.normal.notify),
             (block.GRANT_SEND, window.grant_send),
             (block.GRANT_RECV, window.grant_recv),
             (block.STAGING, window.normal_send),
@@ -236,19 +293,28 @@ class RowExchange:
             (block.DEPTH, window.normal.depth),
             (block.LANDING, window.normal_rounds),
             (block.LANDING_END, window.normal_heap + window.normal.heap),
+            (block.LEAST_CHUNK_BYTES, _LEAST_CHUNK_BYTES),
+            (block.ROUND_SLOT, window.normal.round_slot),
+            (block.ROW_RANGE, -1),
+            (block.META_RANGE, -1),
         ):
-            operation[word] = value
-        peers.fill(0)
-        peers[:, block.ABSENT] = runtime.mask != 0
-        runtime.begin_operation()
-        self._number += 1
-        self._notices += 1 if combine else 2
+            template[word] = value
+        return template
 
-    def open(self, form: RowFormat) -> Int64s:
-        """Tell every peer and hear every peer.
+    def prepare(self, handle: NormalHandle, taken: torch.Tensor | None) -> None:
+        """Fill the peers' blocks: ``handle`` says what its dispatch sends, ``taken`` int64[ranks] what it received."""
+        _, operation, peers = self._addresses
+        self.kernels.prepare(
+            self._runtime.context,
+            operation,
+            peers,
+            handle.send_rows.data_ptr(),
+            0 if taken is None else taken.data_ptr(),
+            handle.send_tokens.data_ptr(),
+        )
 
-        Returns:
-            int64[ranks]: rows that each rank has for this one (this rank's own entry as the caller set it).
+    def open(self, form: RowFormat) -> None:
+        """Tell every peer and hear every peer; afterwards RECV_ROWS and RECV_TOTAL hold what this rank will receive.
 
         Raises:
             ConfigError: the ranks were given different operations or shapes; every rank raises, nothing has moved and
@@ -258,15 +324,14 @@ class RowExchange:
         runtime, (_, operation, peers) = self._runtime, self._addresses
         context, progress, kernel = runtime.context, runtime.progress, self.kernels.open_operation
         self._wait(f"{form.name}, opening", lambda end: kernel(context, operation, peers, progress, end))
-        told = self.peers[:, block.TOLD] != 0
-        differ = told & (self.peers[:, block.TOLD_SHAPE] != self.operation[block.SHAPE])
-        if differ.any():
+        if self.operation[block.DIFFERENT]:
+            told = self.peers[:, block.TOLD] != 0
+            differ = told & (self.peers[:, block.TOLD_SHAPE] != self.operation[block.SHAPE])
             # nobody gets as far as saying that writes are over
             self._notices -= 0 if form.kind == NormalNotify.OPERATION_COMBINE else 1
             raise ConfigError(self._difference(form, np.flatnonzero(differ)))
         # the peers count on the rows now: whatever keeps this rank from run() leaves the group apart
         self._broken = f"{form.name}: opened and not run"
-        return self.peers[:, block.RECV_ROWS]
 
     def _difference(self, form: RowFormat, ranks: npt.NDArray[np.intp]) -> str:
         words = []
@@ -284,41 +349,19 @@ class RowExchange:
             f"{'; '.join(words)}. Where these agree, hidden, top-k, the experts or the handle differ"
         )
 
-    def place(self, form: RowFormat, first: Int64s, rows: Int64s, capacity: int) -> Placement:
+    def place(self, form: RowFormat, capacity: int) -> Placement:
         """Decide where the rows of every peer land and tell the kernels.
 
         Args:
-            first: int64[ranks], place of each rank's first row among all rows.
-            rows: int64[ranks], rows of each rank, 0 for this one.
             capacity: rows for which there must be room in a heap range (all ranks' rows lie in it in order).
         """
-        runtime, peers = self._runtime, self.peers
-        window, heap = runtime.layout, runtime.heap
-        row, meta = form.row_bytes, form.meta_bytes
-        plan = window.normal
-        most = plan.chunk // (row + meta)
-        channels = runtime.settings.channels
+        runtime, operation = self._runtime, self.operation
         placement = Placement(-1, -1)
-        peers[:, block.SLOT_ROWS] = np.maximum(rows, 1)
-        if rows.any():
-            chunk = np.minimum(np.maximum(-(-rows // channels), max(_LEAST_CHUNK_BYTES // row, 1)), most)
-            starts = np.zeros(len(rows) + 1, dtype=np.int64)
-            # the meta of every rank starts on a line of its own
-            np.cumsum(-(-rows * meta // 128) * 128, out=starts[1:])
-            placement = self._take(heap, capacity * row, int(starts[-1]))
-            if placement.rows >= 0:
-                peers[:, block.ROW_LANDING] = placement.rows + first * row
-                peers[:, block.META_LANDING] = placement.meta + starts[:-1]
-            else:
-                slot = plan.round_slot
-                chunk = np.minimum(chunk, slot // (row + meta))
-                slot_rows = slot // (row + meta) // chunk * chunk
-                landing = window.normal_rounds + np.arange(len(rows), dtype=np.int64) * 2 * slot
-                peers[:, block.SLOT_ROWS] = slot_rows
-                peers[:, block.SLOT_STRIDE] = slot
-                peers[:, block.ROW_LANDING] = landing
-                peers[:, block.META_LANDING] = landing + slot_rows * row
-            peers[:, block.CHUNK_ROWS] = chunk
+        if operation[block.RECV_REMOTE]:
+            placement = self._take(runtime.heap, capacity * form.row_bytes, int(operation[block.META_ROOM]))
+            operation[block.ROW_RANGE], operation[block.META_RANGE] = placement
+        _, address, peers = self._addresses
+        self.kernels.place(runtime.context, address, peers)
         return placement
 
     @staticmethod

@@ -8,13 +8,21 @@ from numba import types
 
 from ...native.jit import compile_lock
 from .normal_exchange import exchange
-from .normal_layout import layout, row_lists
+from .normal_layout import layout, route_rows
 from .normal_notify import open_operation
+from .normal_prepare import place, prepare
 
 __all__ = ["CpuNormalKernels"]
 
 #: Entry points (Numba dispatchers, which the decorator's type does not show) and how many int64 arguments each takes.
-_ENTRY_POINTS: tuple[tuple[Any, int], ...] = ((layout, 8), (row_lists, 5), (open_operation, 5), (exchange, 6))
+_ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
+    (layout, 8),
+    (route_rows, 11),
+    (prepare, 6),
+    (open_operation, 5),
+    (place, 3),
+    (exchange, 6),
+)
 
 
 class CpuNormalKernels:
@@ -22,8 +30,10 @@ class CpuNormalKernels:
 
     name = "cpu"
     layout = staticmethod(layout)
-    row_lists = staticmethod(row_lists)
+    route_rows = staticmethod(route_rows)
+    prepare = staticmethod(prepare)
     open_operation = staticmethod(open_operation)
+    place = staticmethod(place)
     exchange = staticmethod(exchange)
 
     def warm(self) -> None:

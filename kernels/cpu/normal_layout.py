@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from ...native.atomics import peek, peek8, peek32, poke, poke8, poke32, zero
 from ...native.jit import compiled
+from ..normal_block import LAYOUT_BAD_ID, LAYOUT_EXPERT_COUNTS, LAYOUT_MARKS, LAYOUT_RANK_COUNTS, LAYOUT_RIGHT
 
-__all__ = ["layout", "row_lists"]
+__all__ = ["layout", "route_rows"]
 
 
 @compiled
@@ -57,30 +58,83 @@ def layout(
 
 
 @compiled
-def row_lists(in_rank: int, tokens: int, ranks: int, rows: int, lists: int) -> None:
-    """List the tokens of each rank in ascending order, rank after rank.
+def route_rows(
+    topk_idx: int,
+    tokens: int,
+    topk: int,
+    experts: int,
+    ranks: int,
+    in_rank: int,
+    rank_counts: int,
+    expert_counts: int,
+    tally: int,
+    rows: int,
+    lists: int,
+) -> int:
+    """List the tokens of each rank in ascending order, rank after rank, and hold a layout against its ids.
+
+    A token that misses a rank would silently lose an expert, and a count that is too small would let a peer write
+    beyond the rows it was told of: a layout that contradicts itself or the ids is refused before anything moves.
 
     Args:
-        in_rank: address of bool [tokens, ranks].
+        topk_idx: address of int64 [tokens, topk], global expert ids or -1; not read when ``topk`` is 0.
+        in_rank, rank_counts, expert_counts: the layout, as :func:`layout` writes it.
+        tally: address of int64 [2 * ranks + experts], for working.
         rows: address of int64 [ranks], written: tokens of each rank.
-        lists: address of int32 with room for every mark, written: token indices of rank 0, then of rank 1, …
+        lists: address of int32 with room for ``tokens * ranks``, or ``tokens * min(topk, ranks)``, indices, written.
+
+    Returns:
+        One of ``normal_block.LAYOUT_*``. ``rows`` and ``lists`` are complete only when it is LAYOUT_RIGHT.
     """
-    zero(rows, 8 * ranks)
-    for token in range(tokens):
-        for rank in range(ranks):
-            if peek8(in_rank + token * ranks + rank) != 0:
-                poke(rows + 8 * rank, peek(rows + 8 * rank) + 1)
-    # counts become the start of each rank's list, each start moves to its list's end, ends become counts again
+    ends, seen, chosen = tally, tally + 8 * ranks, tally + 16 * ranks
+    zero(tally, 8 * (2 * ranks + experts))
     start = 0
     for rank in range(ranks):
-        count = peek(rows + 8 * rank)
-        poke(rows + 8 * rank, start)
+        count = peek32(rank_counts + 4 * rank)
+        poke(rows + 8 * rank, count)
+        poke(ends + 8 * rank, start)
+        if count > tokens:
+            return LAYOUT_RANK_COUNTS
         start += count
+    local = experts // ranks
+    most = min(topk, ranks) if topk > 0 else ranks
+    if start > tokens * most:
+        return LAYOUT_RANK_COUNTS
     for token in range(tokens):
+        wanted = 0
+        for slot in range(topk):
+            expert = peek(topk_idx + 8 * (token * topk + slot))
+            if expert == -1:
+                continue
+            if expert < 0 or expert >= experts:
+                return LAYOUT_BAD_ID
+            poke(chosen + 8 * expert, peek(chosen + 8 * expert) + 1)
+            rank = expert // local
+            if peek(seen + 8 * rank) != token + 1:
+                poke(seen + 8 * rank, token + 1)
+                wanted += 1
+                if peek8(in_rank + token * ranks + rank) == 0:
+                    return LAYOUT_MARKS
+        marked, before = 0, 0
         for rank in range(ranks):
-            if peek8(in_rank + token * ranks + rank) != 0:
-                at = peek(rows + 8 * rank)
-                poke32(lists + 4 * at, token)
-                poke(rows + 8 * rank, at + 1)
-    for rank in range(ranks - 1, 0, -1):
-        poke(rows + 8 * rank, peek(rows + 8 * rank) - peek(rows + 8 * (rank - 1)))
+            before += peek(rows + 8 * rank)
+            if peek8(in_rank + token * ranks + rank) == 0:
+                continue
+            marked += 1
+            at = peek(ends + 8 * rank)
+            if at == before:
+                return LAYOUT_RANK_COUNTS
+            poke32(lists + 4 * at, token)
+            poke(ends + 8 * rank, at + 1)
+        if topk > 0 and marked != wanted:
+            return LAYOUT_MARKS
+    start = 0
+    for rank in range(ranks):
+        start += peek(rows + 8 * rank)
+        if peek(ends + 8 * rank) != start:
+            return LAYOUT_RANK_COUNTS
+    if topk > 0:
+        for expert in range(experts):
+            if peek(chosen + 8 * expert) != peek32(expert_counts + 4 * expert):
+                return LAYOUT_EXPERT_COUNTS
+    return LAYOUT_RIGHT

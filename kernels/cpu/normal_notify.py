@@ -21,6 +21,7 @@ from ...protocol.message import HEADER_BYTES, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from .. import normal_block as block
 from .context import arrived_count, completed_count, error_address, own_rank, rank_count, window_address
+from .normal_prepare import measure
 from .normal_wire import message_address, publish
 from .normal_words import add, get, put
 from .wait import note_progress, turn_over
@@ -126,7 +127,8 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
         slice_end: CLOCK_MONOTONIC instant in ns at which to return PENDING; call again with the same blocks then.
 
     Returns:
-        STATUS_OK (compare TOLD_SHAPE with SHAPE), STATUS_PENDING, STATUS_POISONED or STATUS_PROTOCOL.
+        STATUS_OK (DIFFERENT then counts the peers that were given another shape), STATUS_PENDING, STATUS_POISONED or
+        STATUS_PROTOCOL.
     """
     ranks, me = rank_count(context), own_rank(context)
     expected = get(operation, block.NOTICES) + 1
@@ -160,6 +162,7 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
             add(operation, block.STEPS, 1)
             turn = 0
         if unsent < 0 and missing < 0:
+            measure(context, operation, peers)
             return STATUS_OK
         status = turn_over(context, turn, slice_end)
         if status != STATUS_OK:

@@ -21,7 +21,7 @@ from .context import own_rank, rank_count
 from .elements import float_view
 from .normal_receive import landed_meta, landed_row
 from .normal_words import MOVED, NOTHING, add, get, put
-from .quant import accumulate, narrow, widen
+from .quant import accumulate, add_two, narrow_sum, narrow_sum_of_two
 
 __all__ = ["reduce_ready"]
 
@@ -45,32 +45,36 @@ def _ready_until(operation: int, peers: int, ranks: int) -> int:
 
 @compiled
 def _sum_row(operation: int, token: int, found: int, rows: int) -> None:
-    """OUT of ``token`` = sum of the ``found`` rows whose addresses stand at ``rows``, plus the biases."""
+    """OUT of ``token`` = sum of the ``found`` rows whose addresses stand at ``rows``, then of the biases.
+
+    The first two are added and the last is rounded on the way, so that two rows, the most common case, take one pass
+    and every further one reads and writes the float32 total once.
+    """
     hidden, dtype = get(operation, block.HIDDEN), get(operation, block.ELEMENT)
     nbytes = get(operation, block.ROW_BYTES)
     width = 4 if dtype == DTYPE_F32 else 2
     out = get(operation, block.OUT) + token * nbytes
     bias_0, bias_1 = get(operation, block.BIAS_0), get(operation, block.BIAS_1)
-    if bias_0 == 0 and bias_1 == 0 and found <= 1:
-        if found == 0:
-            zero(out, nbytes)
-        else:
-            copy(out, peek(rows), nbytes)
-        return
-    total = get(operation, block.SCRATCH)
-    for start in range(0, hidden, TILE):
-        count, at = min(TILE, hidden - start), start * width
-        if found == 0:
-            zero(total, 4 * count)
-        else:
-            widen(total, peek(rows) + at, count, dtype)
-        for index in range(1, found):
-            accumulate(total, peek(rows + 8 * index) + at, count, dtype, _ONE)
-        if bias_0 != 0:
-            accumulate(total, bias_0 + token * nbytes + at, count, dtype, _ONE)
-        if bias_1 != 0:
-            accumulate(total, bias_1 + token * nbytes + at, count, dtype, _ONE)
-        narrow(out + at, total, count, dtype)
+    if bias_0 != 0:
+        poke(rows + 8 * found, bias_0 + token * nbytes)
+        found += 1
+    if bias_1 != 0:
+        poke(rows + 8 * found, bias_1 + token * nbytes)
+        found += 1
+    if found == 0:
+        zero(out, nbytes)
+    elif found == 1:
+        copy(out, peek(rows), nbytes)
+    elif found == 2:
+        narrow_sum_of_two(out, peek(rows), peek(rows + 8), hidden, dtype)
+    else:
+        total = get(operation, block.SCRATCH)
+        for start in range(0, hidden, TILE):
+            count, at = min(TILE, hidden - start), start * width
+            add_two(total, peek(rows) + at, peek(rows + 8) + at, count, dtype)
+            for index in range(2, found - 1):
+                accumulate(total, peek(rows + 8 * index) + at, count, dtype, _ONE)
+            narrow_sum(out + at, total, peek(rows + 8 * (found - 1)) + at, count, dtype)
 
 
 @compiled

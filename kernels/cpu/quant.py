@@ -31,7 +31,7 @@ from .elements import (
     short_view,
 )
 
-__all__ = ["accumulate", "narrow", "quantise", "widen"]
+__all__ = ["accumulate", "add_two", "narrow", "narrow_sum", "narrow_sum_of_two", "quantise", "widen"]
 
 #: DeepEP's floor for amax, so that a block of zeros has a finite scale.
 _AMAX_FLOOR = np.float32(1e-4)
@@ -92,6 +92,59 @@ def accumulate(total: int, source: int, count: int, dtype: int, weight: np.float
         same = float_view(source, count)
         for i in range(count):
             wide[i] += weight * same[i]
+
+
+@compiled
+def add_two(total: int, left: int, right: int, count: int, dtype: int) -> None:
+    """float32 ``total[i] = left[i] + right[i]``."""
+    wide = float_view(total, count)
+    if dtype == DTYPE_BF16:
+        one, two = short_view(left, count), short_view(right, count)
+        for i in range(count):
+            wide[i] = bf16_to_f32(one[i]) + bf16_to_f32(two[i])
+    elif dtype == DTYPE_F16:
+        one, two = short_view(left, count), short_view(right, count)
+        for i in range(count):
+            wide[i] = f16_to_f32(one[i]) + f16_to_f32(two[i])
+    else:
+        same, other = float_view(left, count), float_view(right, count)
+        for i in range(count):
+            wide[i] = same[i] + other[i]
+
+
+@compiled
+def narrow_sum(target: int, total: int, source: int, count: int, dtype: int) -> None:
+    """``target[i] = total[i] + source[i]``, a float32 sum rounded to nearest even into ``dtype``, like ``source``."""
+    wide = float_view(total, count)
+    if dtype == DTYPE_BF16:
+        half, into = short_view(source, count), short_view(target, count)
+        for i in range(count):
+            into[i] = f32_to_bf16(wide[i] + bf16_to_f32(half[i]))
+    elif dtype == DTYPE_F16:
+        half, into = short_view(source, count), short_view(target, count)
+        for i in range(count):
+            into[i] = f32_to_f16(wide[i] + f16_to_f32(half[i]))
+    else:
+        same, out = float_view(source, count), float_view(target, count)
+        for i in range(count):
+            out[i] = wide[i] + same[i]
+
+
+@compiled
+def narrow_sum_of_two(target: int, left: int, right: int, count: int, dtype: int) -> None:
+    """``target[i] = left[i] + right[i]``, all in ``dtype``, the sum in float32 rounded to nearest even."""
+    if dtype == DTYPE_BF16:
+        one, two, into = short_view(left, count), short_view(right, count), short_view(target, count)
+        for i in range(count):
+            into[i] = f32_to_bf16(bf16_to_f32(one[i]) + bf16_to_f32(two[i]))
+    elif dtype == DTYPE_F16:
+        one, two, into = short_view(left, count), short_view(right, count), short_view(target, count)
+        for i in range(count):
+            into[i] = f32_to_f16(f16_to_f32(one[i]) + f16_to_f32(two[i]))
+    else:
+        same, other, out = float_view(left, count), float_view(right, count), float_view(target, count)
+        for i in range(count):
+            out[i] = same[i] + other[i]
 
 
 @compiled

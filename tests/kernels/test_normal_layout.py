@@ -10,7 +10,7 @@ from direct_ranks import DirectGroup
 
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.kernels import normal_block as block
-from uccl_ep_serving.kernels.cpu.normal_layout import row_lists
+from uccl_ep_serving.kernels.cpu.normal_layout import layout, route_rows
 from uccl_ep_serving.normal import Normal
 
 
@@ -45,15 +45,110 @@ def test_random_layouts(tokens: int, topk: int, experts: int, ranks: int):
     assert per_expert.tolist() == torch.bincount(topk_idx[topk_idx >= 0], minlength=experts).tolist()
 
 
-def test_row_lists_are_ascending_and_grouped_by_rank():
-    marks = torch.rand(100, 5, generator=torch.Generator().manual_seed(1)) < 0.4
-    marks[:, 3] = False
-    rows = torch.empty(5, dtype=torch.int64)
-    lists = torch.full((int(marks.sum()) + 1,), -7, dtype=torch.int32)
-    row_lists(marks.data_ptr(), 100, 5, rows.data_ptr(), lists.data_ptr())
+def _layout_of(topk_idx: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tensor, ...]:
+    per_rank = torch.empty(ranks, dtype=torch.int32)
+    per_expert = torch.empty(experts, dtype=torch.int32)
+    in_rank = torch.empty(len(topk_idx), ranks, dtype=torch.bool)
+    tensors = (topk_idx, per_rank, per_expert, in_rank)
+    at, *found = (one.data_ptr() for one in tensors)
+    assert layout(at, *topk_idx.shape, experts, ranks, *found) == -1
+    return per_rank, per_expert, in_rank
+
+
+def _route(
+    topk_idx: torch.Tensor | None,
+    per_rank: torch.Tensor,
+    per_expert: torch.Tensor,
+    in_rank: torch.Tensor,
+    room: int,
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    tokens, ranks = in_rank.shape
+    rows, lists = torch.empty(ranks, dtype=torch.int64), torch.full((room + 1,), -7, dtype=torch.int32)
+    tally = torch.full((2 * ranks + len(per_expert),), -1, dtype=torch.int64)
+    ids, topk = (0, 0) if topk_idx is None else (topk_idx.data_ptr(), topk_idx.shape[1])
+    marks, counts, chosen = (one.data_ptr() for one in (in_rank, per_rank, per_expert))
+    found = route_rows(
+        ids,
+        tokens,
+        topk,
+        len(per_expert),
+        ranks,
+        marks,
+        counts,
+        chosen,
+        tally.data_ptr(),
+        rows.data_ptr(),
+        lists.data_ptr(),
+    )
+    return found, rows, lists
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_rows_are_ascending_and_grouped_by_rank(with_ids: bool):
+    topk_idx = torch.randint(-1, 10, (100, 3), generator=torch.Generator().manual_seed(1))
+    topk_idx[topk_idx // 2 == 3] = -1
+    per_rank, per_expert, marks = _layout_of(topk_idx, 10, 5)
+    total = int(marks.sum())
+    found, rows, lists = _route(topk_idx if with_ids else None, per_rank, per_expert, marks, total)
+    assert found == block.LAYOUT_RIGHT
     assert rows.tolist() == marks.sum(dim=0).tolist()
     expected = [token for rank in range(5) for token in torch.nonzero(marks[:, rank]).flatten().tolist()]
     assert lists.tolist() == [*expected, -7]
+
+
+def _spoil(what: str, topk_idx: torch.Tensor, layout: tuple[torch.Tensor, ...]) -> None:
+    per_rank, per_expert, marks = layout
+    if what == "an id too large":
+        topk_idx[7, 1] = 10
+    elif what == "an id below -1":
+        topk_idx[7, 1] = -2
+    elif what == "a mark less":
+        marks[tuple(torch.nonzero(marks)[20].tolist())] = False
+    elif what == "a mark more":
+        marks[tuple(torch.nonzero(~marks)[20].tolist())] = True
+    elif what == "a mark moved":
+        token = int(torch.nonzero(marks.sum(dim=1) == 1)[0])
+        marks[token] = marks[token].roll(1)
+    elif what == "an expert more":
+        per_expert[9] += 1
+    elif what == "a row more":
+        per_rank[4] += 1
+    elif what == "a row less":
+        per_rank[0] -= 1
+    elif what == "a row moved":
+        per_rank[0] -= 1
+        per_rank[1] += 1
+    elif what == "negative rows":
+        per_rank[2] = -1
+    elif what == "more rows than tokens":
+        per_rank[3] = 101
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("an id too large", block.LAYOUT_BAD_ID),
+        ("an id below -1", block.LAYOUT_BAD_ID),
+        ("a mark less", block.LAYOUT_MARKS),
+        ("a mark more", block.LAYOUT_MARKS),
+        ("a mark moved", block.LAYOUT_MARKS),
+        ("an expert more", block.LAYOUT_EXPERT_COUNTS),
+        ("a row more", block.LAYOUT_RANK_COUNTS),
+        ("a row less", block.LAYOUT_RANK_COUNTS),
+        ("a row moved", block.LAYOUT_RANK_COUNTS),
+        ("negative rows", block.LAYOUT_RANK_COUNTS),
+        ("more rows than tokens", block.LAYOUT_RANK_COUNTS),
+    ],
+)
+def test_a_layout_that_contradicts_itself_or_the_ids_is_found(what: str, found: int):
+    """And nothing is written beyond the room that a right layout needs."""
+    topk_idx = torch.randint(-1, 10, (100, 2), generator=torch.Generator().manual_seed(2))
+    told = _layout_of(topk_idx, 10, 5)
+    room = len(topk_idx) * 2
+    _spoil(what, topk_idx, told)
+    result, _, lists = _route(topk_idx, *told, room)
+    assert result == found
+    assert lists[room] == -7
 
 
 @pytest.mark.parametrize(

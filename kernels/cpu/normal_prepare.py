@@ -1,0 +1,152 @@
+"""What an operation's blocks need before rows move: who has how many rows for whom, and where they land.
+
+The host knows the handle and the heap; everything per rank is worked out here, because a loop over ranks costs
+nanoseconds here and microseconds in the interpreter.
+"""
+
+from __future__ import annotations
+
+from ...native.atomics import peek, peek32, poke, zero
+from ...native.jit import compiled
+from ...protocol.message import NormalNotify
+from .. import normal_block as block
+from .context import channel_count, is_masked, own_rank, rank_count
+from .normal_words import get, put
+
+__all__ = ["measure", "place", "prepare"]
+
+_DISPATCH = NormalNotify.OPERATION_DISPATCH
+_COMBINE = NormalNotify.OPERATION_COMBINE
+#: Each rank's meta starts on a line of its own: no two ranks write the same one.
+_META_LINE = 128
+
+
+@compiled
+def _present(context: int, peer: int, rows: int) -> int:
+    return 0 if is_masked(context, peer) else rows
+
+
+@compiled
+def prepare(context: int, operation: int, peers: int, given: int, taken: int, lists: int) -> None:
+    """Fill the blocks of the peers for a new operation, from what the dispatch of its handle sent and received.
+
+    Args:
+        context: address of the kernel context block.
+        operation, peers: addresses of the blocks of ``normal_block``; the words of the host are filled in.
+        given: address of int64 [ranks], rows that the dispatch sends to each rank.
+        taken: address of int64 [ranks], rows that it received from each rank; 0 when that is not known yet.
+        lists: address of int32, tokens for rank 0, then for rank 1, ...
+    """
+    ranks, me = rank_count(context), own_rank(context)
+    kind = get(operation, block.KIND)
+    zero(peers, 8 * block.PEER_WORDS * ranks)
+    masked = away = given_before = taken_before = 0
+    for rank in range(ranks):
+        state = peers + 8 * block.PEER_WORDS * rank
+        sent = peek(given + 8 * rank)
+        came = peek(taken + 8 * rank) if taken != 0 else 0
+        tokens = lists + 4 * given_before
+        if is_masked(context, rank):
+            put(state, block.ABSENT, 1)
+            masked += 1
+        # a combine sends back what was received, and what was sent comes back
+        if kind == _COMBINE:
+            put(state, block.SEND_ROWS, _present(context, rank, came))
+            put(state, block.SEND_FIRST, taken_before)
+            put(state, block.RECV_ROWS, _present(context, rank, sent))
+            put(state, block.RECV_LIST, tokens)
+        else:
+            put(state, block.SEND_ROWS, _present(context, rank, sent))
+            put(state, block.SEND_LIST, tokens)
+            put(state, block.RECV_ROWS, _present(context, rank, came))
+            # a cached dispatch keeps the places of its handle, also where a rank has been masked since
+            put(state, block.RECV_FIRST, taken_before)
+        if rank != me:
+            away += get(state, block.SEND_ROWS)
+        given_before += sent
+        taken_before += came
+    own = peers + 8 * block.PEER_WORDS * me
+    if kind == _COMBINE:
+        # own rows are summed where they are
+        put(own, block.ARRIVED_ROWS, get(own, block.RECV_ROWS))
+    else:
+        put(own, block.RECV_ROWS, get(own, block.SEND_ROWS))
+    put(operation, block.MASKED, masked)
+    put(operation, block.SENT_AWAY, away)
+    put(operation, block.RECV_TOTAL, taken_before)
+    if kind == _DISPATCH:
+        local = get(operation, block.LOCAL_EXPERTS)
+        counts, told = get(operation, block.EXPERT_COUNTS), get(operation, block.EXPERT_COUNTS_SENT) + 4 * local * me
+        for expert in range(local):
+            poke(counts + 8 * expert, peek32(told + 4 * expert))
+
+
+@compiled
+def measure(context: int, operation: int, peers: int) -> None:
+    """After all ranks have spoken: whether they agree, and how much room their rows need."""
+    ranks, me = rank_count(context), own_rank(context)
+    dispatch, meta = get(operation, block.KIND) == _DISPATCH, get(operation, block.META_BYTES)
+    total = remote = room = different = 0
+    for rank in range(ranks):
+        state = peers + 8 * block.PEER_WORDS * rank
+        rows = get(state, block.RECV_ROWS)
+        total += rows
+        if rank != me:
+            remote += rows
+            room += (rows * meta + _META_LINE - 1) // _META_LINE * _META_LINE
+        if get(state, block.TOLD) != 0 and get(state, block.TOLD_SHAPE) != get(operation, block.SHAPE):
+            different += 1
+    put(operation, block.DIFFERENT, different)
+    put(operation, block.RECV_REMOTE, remote)
+    put(operation, block.META_ROOM, room)
+    if dispatch:
+        put(operation, block.RECV_TOTAL, total)
+
+
+@compiled
+def place(context: int, operation: int, peers: int) -> None:
+    """Say where the rows of every peer land: in the ranges that the host has set, or in rounds.
+
+    Args:
+        context: address of the kernel context block.
+        operation, peers: addresses of the blocks of ``normal_block``; RECV_FIRST of a first dispatch is set here.
+    """
+    ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
+    kind, row_range, meta_range = (
+        get(operation, block.KIND),
+        get(operation, block.ROW_RANGE),
+        get(operation, block.META_RANGE),
+    )
+    row, meta = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
+    slot, rounds = get(operation, block.ROUND_SLOT), get(operation, block.LANDING)
+    most = get(operation, block.CHUNK_BYTES) // (row + meta)
+    least = max(get(operation, block.LEAST_CHUNK_BYTES) // row, 1)
+    first = meta_at = 0
+    for rank in range(ranks):
+        state = peers + 8 * block.PEER_WORDS * rank
+        rows = get(state, block.RECV_ROWS)
+        if kind == _DISPATCH:
+            put(state, block.RECV_FIRST, first)
+            first += rows
+        if rank == me:
+            rows = 0
+        put(state, block.SLOT_ROWS, max(rows, 1))
+        if get(operation, block.RECV_REMOTE) == 0:
+            continue
+        chunk = min(max((rows + channels - 1) // channels, least), most)
+        if row_range >= 0:
+            at = first if kind == _COMBINE else get(state, block.RECV_FIRST)
+            put(state, block.ROW_LANDING, row_range + at * row)
+            put(state, block.META_LANDING, meta_range + meta_at)
+            meta_at += (rows * meta + _META_LINE - 1) // _META_LINE * _META_LINE
+        else:
+            chunk = min(chunk, slot // (row + meta))
+            slot_rows = slot // (row + meta) // chunk * chunk
+            landing = rounds + rank * 2 * slot
+            put(state, block.SLOT_ROWS, slot_rows)
+            put(state, block.SLOT_STRIDE, slot)
+            put(state, block.ROW_LANDING, landing)
+            put(state, block.META_LANDING, landing + slot_rows * row)
+        put(state, block.CHUNK_ROWS, chunk)
+        if kind == _COMBINE:
+            first += rows
