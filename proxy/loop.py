@@ -11,16 +11,19 @@ from typing import Any, cast
 
 from numba import int64
 
-from ..native.atomics import load64, pause, peek, poke
-from ..native.calls import call1, call3, monotonic_ns, nanosleep_ns, sched_yield
+from ..native.atomics import fetch_add, load32, load64, pause, peek, poke
+from ..native.calls import call1, call3, futex_wait, futex_wake, monotonic_ns, nanosleep_ns, sched_yield
 from ..native.failure import set_failure
 from ..native.jit import compile_lock, compiled
+from ..protocol.ring import HEAD
+from ..protocol.ring import TAIL as TAIL_OF_RING
 from .arrivals import arrive, grant_credits
 from .control import read, request_forget, request_stop
 from .faults import FAULT_DEVICE, FAULT_DOWN, blame_peer, blame_self, serve_requests
 from .flow import complete
 from .ring import send_queued, take_commands
 from .state import (
+    BELL,
     C_ITERATIONS,
     C_SLEEPS,
     COUNTERS,
@@ -37,7 +40,10 @@ from .state import (
     PEER_ENDPOINT,
     PEER_ENTRY,
     PEERS,
+    PROXIES,
+    PROXY,
     RANKS,
+    RINGS,
     SPINS,
     STAMP,
     STOP,
@@ -51,12 +57,17 @@ STOPPED, DIED = -1, -2
 
 #: Times of the back-off, nanoseconds. Until YIELD_FOR after the last work the loop only yields; then it sleeps
 #: SLEEP_LEAST (with a timer slack of 1 ns a sleep of 5 us takes 20 us on a stock kernel) and, when idle for longer, a
-#: 32nd of the time that it has been idle, at most SLEEP_MOST. So it adds at most 3% to any wait, and an idle proxy
+#: 32nd of the time that it has been idle, at most SLEEP_MOST. So it adds at most 3% to any wait, and a lone idle proxy
 #: wakes a thousand times a second.
 YIELD_FOR = 50_000
 SLEEP_LEAST = 5_000
 SLEEP_MOST = 1_000_000
 _SLEEP_SHARE = 32
+#: Several idle proxies of a rank take turns, this far apart: every wake costs a context switch (some 7 us on a virtual
+#: machine), so together they wake two thousand times a second, however many they are. Each looks at the rings of all,
+#: so a command still waits for no longer than a turn, and whoever finds anything to do wakes the others.
+TURN = 500_000
+_LONG_IDLE = _SLEEP_SHARE * SLEEP_MOST
 
 
 @compiled
@@ -134,17 +145,66 @@ def step(state: int) -> int:
 
 
 @compiled
+def next_turn(now: int, proxy: int, proxies: int) -> int:
+    """The first instant after ``now`` at which it is the turn of ``proxy``: every TURN is that of one proxy."""
+    cycle = TURN * proxies
+    return now + cycle - (now - proxy * TURN) % cycle
+
+
+@compiled
+def others_have_commands(state: int) -> bool:
+    """True when the ring of another proxy of this rank holds a command. Its owner may be asleep."""
+    rings, me = peek(state + RINGS), peek(state + PROXY)
+    for proxy in range(peek(state + PROXIES)):
+        ring = peek(rings + 8 * proxy)
+        if proxy != me and load64(ring + HEAD) != load64(ring + TAIL_OF_RING):
+            return True
+    return False
+
+
+@compiled
+def ring_bell(state: int) -> None:
+    """Wake the sleeping proxies of this rank."""
+    bell = peek(state + BELL)
+    fetch_add(bell, 1)
+    futex_wake(bell)
+
+
+@compiled
+def _sleep(state: int, idle: int, now: int, bell: int) -> None:
+    """Sleep as long as a proxy may that has been idle for ``idle`` ns; ``bell``: its value before the last look."""
+    counters = peek(state + COUNTERS)
+    poke(counters + C_SLEEPS, peek(counters + C_SLEEPS) + 1)
+    proxies = peek(state + PROXIES)
+    if proxies == 1 or idle < _LONG_IDLE:
+        nanosleep_ns(min(max(idle // _SLEEP_SHARE, SLEEP_LEAST), SLEEP_MOST))
+        return
+    futex_wait(peek(state + BELL), bell, next_turn(now, peek(state + PROXY), proxies))
+    if others_have_commands(state):
+        ring_bell(state)
+
+
+@compiled
 def run(state: int) -> int:
     """Repeat :func:`step` until it returns STOPPED or DIED, backing off while there is nothing to do."""
     spins = 0
     idle_since = 0
+    idle = 0
+    joined = peek(state + BELL) != 0
+    bell = 0
     while True:
+        # before the look: who rings after it finds us awake, or not asleep yet
+        heard = load32(peek(state + BELL)) if joined else 0
         work = step(state)
         if work < 0:
             return work
-        if work > 0:
+        if work > 0 or heard != bell:
+            if work > 0 and joined and idle >= _LONG_IDLE:
+                ring_bell(state)
+            bell = heard
             spins = 0
             idle_since = 0
+            idle = 0
             continue
         if spins < peek(state + SPINS):
             spins += 1
@@ -157,9 +217,7 @@ def run(state: int) -> int:
         if idle < YIELD_FOR:
             sched_yield()
         else:
-            counters = peek(state + COUNTERS)
-            poke(counters + C_SLEEPS, peek(counters + C_SLEEPS) + 1)
-            nanosleep_ns(min(max(idle // _SLEEP_SHARE, SLEEP_LEAST), SLEEP_MOST))
+            _sleep(state, idle, now, bell)
 
 
 def warm() -> None:

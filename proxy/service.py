@@ -114,6 +114,7 @@ class ProxyService:
             )
             for proxy, row in enumerate(endpoints)
         ]
+        ProxyState.join(self.states)
         self._owner = [proxy_of(stream, settings.proxies) for stream in range(STREAMS)]
         self._threads: list[threading.Thread] = []
         #: Per proxy, why its thread ended without being asked to. Written by that thread, read by check().

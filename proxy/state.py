@@ -38,6 +38,9 @@ Words = NDArray[np.int64]
 # QUOTA              queued commands per destination
 # DIE_AFTER          fault injection: commands after which the loop ends; 0 = never
 # SPINS              idle iterations before the loop gives its core to others
+# PROXY, PROXIES     index of this proxy among those of the rank, and their number
+# RINGS              address of int64[PROXIES]: addresses of all their rings
+# BELL               address of the word on which idle proxies of the rank sleep; see loop.py
 (
     RANK,
     RANKS,
@@ -66,7 +69,11 @@ Words = NDArray[np.int64]
     QUOTA,
     DIE_AFTER,
     SPINS,
-) = range(0, 27 * 8, 8)
+    PROXY,
+    PROXIES,
+    RINGS,
+    BELL,
+) = range(0, 31 * 8, 8)
 
 # --- header: control, on a cache line of its own ------------------------------------------------------------
 # STOP        host stores 1 (release); loop loads (acquire) once per iteration
@@ -284,6 +291,7 @@ class ProxyState:
         self._events = aligned_zeros(EVENT_LIMIT * EVENT_BYTES)
         self._counters = aligned_zeros(len(COUNTER_NAMES) * 8)
         self._latency = aligned_zeros(STREAMS * LATENCY_BUCKETS * 8)
+        self._family: Words | None = None
 
         #: Address that the compiled loop takes.
         self.address = int(self._header.ctypes.data)
@@ -336,9 +344,26 @@ class ProxyState:
             QUOTA: quota,
             DIE_AFTER: die_after,
             SPINS: spins,
+            PROXY: proxy,
+            PROXIES: 1,
         }.items():
             self.header[offset // 8] = value
         assert SLOTS + ring_slots * COMMAND_BYTES == self._ring.nbytes
+
+    @staticmethod
+    def join(states: Sequence[ProxyState]) -> None:
+        """Make the proxies of a rank known to each other, so that they watch and wake one another while idle.
+
+        Call before any of them runs.
+        """
+        # the bell on a line of its own, then the rings
+        family = aligned_zeros(64 + 8 * len(states)).view(np.int64)
+        for state in states:
+            family[8 + state.proxy] = state.ring
+            state.header[PROXIES // 8] = len(states)
+            state.header[BELL // 8] = family.ctypes.data
+            state.header[RINGS // 8] = family.ctypes.data + 64
+            state._family = family
 
     def word(self, offset: int) -> int:
         """Header word at byte ``offset``."""

@@ -6,6 +6,7 @@ resolved by name when the compiled code is loaded (``types.ExternalFunction``), 
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
@@ -91,7 +92,14 @@ sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.int64))
 
+_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+
 _CLOCK_MONOTONIC = 1
+#: futex has no wrapper in libc, and each machine its own number for it; 0 = unknown here, naps then end by time only.
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+#: linux/futex.h: FUTEX_WAIT_BITSET (its timeout is an instant) and FUTEX_WAKE, among the threads of one process.
+_WAIT, _WAKE = 9 | 128, 1 | 128
+_EVERY_BIT, _EVERY_WAITER = 0xFFFFFFFF, 0x7FFFFFFF
 
 
 @intrinsic
@@ -119,3 +127,25 @@ def nanosleep_ns(duration: int) -> None:
     poke(spec, duration // 1_000_000_000)
     poke(spec + 8, duration % 1_000_000_000)
     _nanosleep(spec, 0)
+
+
+@compiled
+def futex_wait(word: int, value: int, until_ns: int) -> None:
+    """Sleep while the 32 bits at address ``word`` equal ``value``, until CLOCK_MONOTONIC instant ``until_ns`` at most.
+
+    Returns at once when they differ, when :func:`futex_wake` is called for ``word``, and now and then without a reason.
+    """
+    if _SYS_FUTEX == 0:
+        nanosleep_ns(max(until_ns - monotonic_ns(), 0))
+        return
+    spec = _two_words()
+    poke(spec, until_ns // 1_000_000_000)
+    poke(spec + 8, until_ns % 1_000_000_000)
+    _syscall(_SYS_FUTEX, word, _WAIT, value, spec, 0, _EVERY_BIT)
+
+
+@compiled
+def futex_wake(word: int) -> None:
+    """Wake every thread of this process that sleeps in :func:`futex_wait` on ``word``; change the word first."""
+    if _SYS_FUTEX != 0:
+        _syscall(_SYS_FUTEX, word, _WAKE, _EVERY_WAITER, 0, 0, 0)
