@@ -38,7 +38,7 @@ from uccl_ep_serving.proxy.service import ProxyService
 
 PEERS = 8
 #: Pauses before a command, seconds, and how often each is tried.
-PAUSES = ((20e-6, 400), (100e-6, 400), (1e-3, 400), (10e-3, 100), (1.0, 8))
+PAUSES = ((20e-6, 400), (100e-6, 400), (1e-3, 400), (10e-3, 100), (1.0, 16))
 #: Pauses up to this one are spun: a sleep would end late by more than what is measured.
 SPUN = 2e-3
 IDLE_AFTER, WATCHED = 1.0, 2.0
@@ -68,43 +68,47 @@ def _pick_up(ring_address: int, index: int, mask: int, low: int, high: int, wait
 assert (ring.SLOTS, ring.TAIL) == (256, 64)
 
 
-def pick_up() -> dict[str, Any]:
-    """Microseconds by pause: summary and maximum. Raises AssertionError when a command is not picked up in a second."""
-    stub, error = Stub(), np.zeros(context.ERROR_WORDS, np.int64)
+def pick_up(proxies: int) -> dict[str, Any]:
+    """Microseconds by pause: summary and maximum; the commands go to the proxies of a rank in turn.
+
+    Raises AssertionError when a command is not picked up in a second.
+    """
+    stubs, error = [Stub() for _ in range(proxies)], np.zeros(context.ERROR_WORDS, np.int64)
     window = np.zeros(1 << 20, np.uint8)
     service = ProxyService(
         rank=0,
         ranks=1 + PEERS,
         window=int(window.ctypes.data),
         window_bytes=len(window),
-        settings=Settings(ring_slots=SLOTS),
+        settings=Settings(ring_slots=SLOTS, proxies=proxies, channels=max(proxies, 2)),
         error=int(error.ctypes.data),
-        endpoints=[[stub]],  # type: ignore[list-item]  # of an endpoint, the service asks for its data path only
+        endpoints=[[stub] for stub in stubs],  # type: ignore[list-item]  # of an endpoint, only its data path is used
         route=[-1] + [0] * PEERS,
     )
     low = command.LOW.pack(length=4)
     choices = random.Random(1)
     result = {}
-    index = 0
+    put = [0] * proxies
     service.start()
     try:
         for length, times in PAUSES:
             samples = []
-            for _ in range(times):
+            for number in range(times):
                 # not always the same pause: it would fall into step with the proxy's sleeps
                 duration = length * choices.uniform(0.75, 1.25)
                 until = time.monotonic_ns() + int(duration * 1e9)
                 if duration > SPUN:
                     time.sleep(duration)
-                rank = 1 + index % PEERS
-                high = command.HIGH.pack(stream=streams.LL_DISPATCH, kind=command.KIND_WRITE, last=1, rank=rank)
-                taken = int(_pick_up(service.states[0].ring, index, SLOTS - 1, low, high, until, 1_000_000_000))
+                channel = number % proxies
+                stream, index = streams.LL_DISPATCH + channel, put[channel]
+                put[channel] += 1
+                high = command.HIGH.pack(stream=stream, kind=command.KIND_WRITE, last=1, rank=1 + index % PEERS)
+                taken = int(_pick_up(service.ring(stream), index, SLOTS - 1, low, high, until, 1_000_000_000))
                 assert taken >= 0, f"a command was not picked up within a second after a pause of {duration} s"
                 samples.append(taken / 1000)
-                index += 1
             result[f"{length * 1e3:g} ms"] = {**summary(samples), "max": max(samples), "samples": len(samples)}
         assert service.drain(time.monotonic() + 5)
-        assert stub.posted == index
+        assert sum(stub.posted for stub in stubs) == sum(put)
     finally:
         service.stop(time.monotonic() + 5)
     return result
@@ -146,12 +150,16 @@ def _watch(transport: str, proxies: int) -> dict[str, float]:
     return {"share_of_a_core": share, "proxy_threads": threads, "python_threads": others}
 
 
+def _words(proxies: int) -> str:
+    return f"{proxies} {'proxy' if proxies == 1 else 'proxies'}"
+
+
 def run_rank(target: str) -> None:
     """Body of one of the two ranks; rank 0 writes what it found into ``target``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {
-        f"{transport}, {proxies} {'proxy' if proxies == 1 else 'proxies'}": _watch(transport, proxies)
+        f"{transport}, {_words(proxies)}": _watch(transport, proxies)
         for transport in ("shm", "tcp")
         for proxies in PROXIES
     }
@@ -172,7 +180,8 @@ def measure() -> dict[str, Any]:
         here = str(Path(__file__).resolve().parent)
         run_ranks([sys.executable, "-c", _RANK_PROGRAM, here, target], 2, 120.0)
         idle = json.loads(Path(target).read_text())
-    result = {"machine": machine, "idle": idle, "pick_up_us": pick_up()}
+    picked = {_words(proxies): pick_up(proxies) for proxies in PROXIES}
+    result = {"machine": machine, "idle": idle, "pick_up_us": picked}
     result["machine"]["load_after"] = describe()["load"]
     return result
 
@@ -183,12 +192,14 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [f"| {name} | {100 * one['share_of_a_core']:.2f} |" for name, one in result["idle"].items()]
     lines += [
         "",
-        "| pause before a command | pick-up us, median | p10 - p90 | max | samples |",
-        "|---|---:|---:|---:|---:|",
+        "| proxies of a rank | pause before a command | pick-up us, median | p10 - p90 | max | samples |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {name} | {one['median']:.1f} | {one['p10']:.1f} - {one['p90']:.1f} | {one['max']:.0f} | {one['samples']} |"
-        for name, one in result["pick_up_us"].items()
+        f"| {proxies} | {pause} | {one['median']:.1f} | {one['p10']:.1f} - {one['p90']:.1f} | {one['max']:.0f} | "
+        f"{one['samples']} |"
+        for proxies, pauses in result["pick_up_us"].items()
+        for pause, one in pauses.items()
     ]
     return "\n".join(lines)
 

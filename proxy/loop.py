@@ -58,15 +58,15 @@ STOPPED, DIED = -1, -2
 #: Times of the back-off, nanoseconds. Until YIELD_FOR after the last work the loop only yields; then it sleeps
 #: SLEEP_LEAST (with a timer slack of 1 ns a sleep of 5 us takes 20 us on a stock kernel) and, when idle for longer, a
 #: 32nd of the time that it has been idle, at most SLEEP_MOST. So it adds at most 3% to any wait, and a lone idle proxy
-#: wakes a thousand times a second.
+#: wakes 1,250 times a second: 14 us each on a virtual machine, where a sleeping core is given back to the host.
 YIELD_FOR = 50_000
 SLEEP_LEAST = 5_000
-SLEEP_MOST = 1_000_000
+SLEEP_MOST = 800_000
 _SLEEP_SHARE = 32
-#: Several idle proxies of a rank take turns, this far apart: every wake costs a context switch (some 7 us on a virtual
-#: machine), so together they wake two thousand times a second, however many they are. Each looks at the rings of all,
-#: so a command still waits for no longer than a turn, and whoever finds anything to do wakes the others.
-TURN = 500_000
+#: Several long idle proxies of a rank take turns of this length, so that together they wake no more often than a lone
+#: one. Whose turn it is looks at the rings of all, so a command waits for no longer; whoever finds anything to do wakes
+#: the others. What arrives while nothing is sent waits for its proxy's own turn; but ranks of an operation all send.
+TURN = SLEEP_MOST
 _LONG_IDLE = _SLEEP_SHARE * SLEEP_MOST
 
 

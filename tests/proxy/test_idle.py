@@ -66,7 +66,7 @@ def test_a_sleep_ends_at_its_instant() -> None:
 
 
 def test_idle_proxies_wake_seldom_and_still_work() -> None:
-    """Four idle proxies wake no more often than two alone would, and every one of them takes up its commands."""
+    """Four idle proxies wake no more often than a lone one, and every one of them takes up its commands."""
     world = _world()
     service = world.services[0]
     for one in world.services:
