@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,30 @@ def test_sglang_takes_what_the_scripts_type(
     parsed = in_engine(engine_parse, options)
     assert parsed["moe_a2a_backend"] == "uccl_ep"
     assert {name: parsed[name] for name in expected} == expected
+
+
+def readme_lines() -> Iterator[list[str]]:
+    """The arguments of each ``sglang.launch_server`` in README.md, as a shell with NODE_RANK=1 would give them."""
+    _, found, rest = (EXAMPLES.parents[1] / "README.md").read_text().partition("<!-- launch lines: ")
+    assert found, "README.md has lost the marker of its launch lines"
+    block = rest.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ").replace("$NODE_RANK", "1")
+    for line in filter(None, block.splitlines()):
+        words = shlex.split(line)
+        start = words.index("sglang.launch_server")
+        assert words[start - 2 : start] == ["python", "-m"]
+        yield words[start + 1 :]
+
+
+def test_sglang_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
+    """Every flag exists in the installed version and has the value that the line gives it."""
+    parsed = [in_engine(engine_parse, line) for line in readme_lines()]
+    assert all(one["moe_a2a_backend"] == "uccl_ep" for one in parsed)
+    assert all(one["tp_size"] == one["attn_dp_size"] for one in parsed)
+    assert [one["nnodes"] for one in parsed] == [1, 2, 1, 1]
+    assert parsed[1]["node_rank"] == 1
+    assert parsed[1]["dist_init_addr"] == "10.0.0.1:20000"
+    assert [one["disaggregation_mode"] for one in parsed] == ["null", "null", "prefill", "decode"]
+    assert [one["deepep_mode"] for one in parsed] == ["auto", "auto", "normal", "low_latency"]
 
 
 def test_unknown_role_is_refused(tmp_path: Path) -> None:
