@@ -28,6 +28,7 @@ from rich.markup import escape
 
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
 from uccl_ep_serving.cli.demo_client import Answer, Client, compare
+from uccl_ep_serving.cli.demo_remains import PREFIX, new_run_directory, sweep
 from uccl_ep_serving.cli.demo_report import reduced_rows, traffic_tables
 from uccl_ep_serving.cli.demo_server import (
     MODEL,
@@ -193,8 +194,9 @@ def demo(
     try:
         if port and not port_is_free(port):  # said now, not after the servers before it have run
             raise ServerFailed(f"port {port} of 127.0.0.1 is in use; choose another with --port, or none")
-        # 0700; short, for Unix socket paths below it
-        run = _Run(console, Path(tempfile.mkdtemp(prefix="uccl-ep-demo-")), timeout)
+        if removed := sweep():
+            console.print(f"removed what a killed demo left: {escape(', '.join(removed))}", highlight=False)
+        run = _Run(console, new_run_directory(), timeout)
         run.prepare(transport)
         _passes(run, launch, reference=reference, fp8=fp8, keep=keep, port=port)
         status = 1 if run.failures else 0
@@ -235,7 +237,7 @@ def _keep_logs(run: _Run) -> None:
     if not logs or run.kept:
         return
     with contextlib.suppress(OSError):  # the failure itself has been told; a full disk may be what it was about
-        place = Path(tempfile.mkdtemp(prefix="uccl-ep-demo-logs-"))
+        place = Path(tempfile.mkdtemp(prefix=f"{PREFIX}logs-"))
         for log in logs:
             shutil.copy(log, place)
         run.console.print(f"whole logs: {escape(str(place))}", highlight=False)

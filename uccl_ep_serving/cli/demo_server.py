@@ -32,6 +32,7 @@ __all__ = [
     "Launch",
     "ServerFailed",
     "free_port",
+    "kill_users_of",
     "port_is_free",
     "without_interrupts",
 ]
@@ -284,7 +285,7 @@ class DemoServer:
             # the guardian was killed: the processes died with it, the files did not
             if "removed" not in last:
                 guardian.kill()
-                _kill_users_of(self.run_directory)
+                kill_users_of(self.run_directory)
                 last["removed"] = demo_supervisor.clean(self._before)
             self.removed = last["removed"]
 
@@ -321,7 +322,7 @@ def without_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _kill_users_of(directory: Path) -> None:
+def kill_users_of(directory: Path) -> None:
     """Kill every process that works in ``directory``, as all of the server's do, until there is none."""
     deadline = time.monotonic() + _STOP_SECONDS
     while time.monotonic() < deadline:

@@ -7,7 +7,8 @@ and removes what the server left in shared memory. It relies on no exit handler 
 
 * orphans of the server are re-parented to the guardian (``PR_SET_CHILD_SUBREAPER``), so the tree stays whole;
 * should the guardian itself be killed, the server's main process dies with it (``PR_SET_PDEATHSIG``), most of SGLang's
-  workers follow in the same way, and the demo kills the others and does the cleaning (:func:`clean`).
+  workers follow in the same way, and the demo kills the others and does the cleaning (:func:`clean`);
+* should both be killed at once, the next demo finds the run directory without an owner and does it (``demo_remains``).
 
 Commands on the pipe, one a line: ``stop`` (stop, keep the run directory), ``detach`` (from now on the pipe
 does not matter, SIGTERM stops). Closing the pipe stops and removes the run directory. Answers on stdout are
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import fnmatch
 import json
 import os
@@ -32,7 +34,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LEFTOVERS", "clean", "snapshot"]
+__all__ = ["LEFTOVERS", "LOCK", "clean", "snapshot"]
 
 LEFTOVERS = (
     "/dev/shm/sgl_shm_mq_*",  # SGLang's message queues between scheduler ranks
@@ -41,6 +43,9 @@ LEFTOVERS = (
     "/tmp/sglang_load_collector_*.sock",  # and the socket they are collected on
 )
 """What a SIGKILLed SGLang leaves behind; only files that its own server made are ever removed."""
+
+LOCK = "alive.lock"
+"""File in the run directory on which the demo and its guardians hold a shared lock as long as they live."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -217,6 +222,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda _number, _frame: os.write(waker, b"x"))
+    with contextlib.suppress(OSError):  # a run directory of a test need not have one
+        fcntl.flock(os.open(Path(spec["run_directory"], LOCK), os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH)
     forget_directory = True
     try:
         server = _start(spec)
