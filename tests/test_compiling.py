@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep_serving import native
-from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving import buffer, native
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.native import jit
 from uccl_ep_serving.proxy import loop
@@ -68,6 +67,8 @@ def test_everything_is_compiled_before_the_ranks_meet(
     """A rank on a host with a cold cache must not use up the deadlines of the others."""
     warmed: set[str] = set()
     monkeypatch.setattr(loop, "warm", lambda: warmed.add("loop"))
+    monkeypatch.setattr(buffer, "low_latency_kernels", lambda _device: warmed.add("low_latency"))
+    monkeypatch.setattr(buffer, "normal_kernels", lambda _device: warmed.add("normal"))
     for name, module in (("shm", shm_data), ("tcp", tcp_data)):
         monkeypatch.setitem(warm_table(), name, lambda name=name: warmed.add(name))
         assert callable(module.warm)
@@ -80,8 +81,9 @@ def test_everything_is_compiled_before_the_ranks_meet(
         def all_gather(self, payload: bytes) -> list[bytes]:
             raise ConnectionError(f"met with {' '.join(sorted(warmed))}")
 
-    with pytest.raises(ConnectionError, match=f"met with {' '.join(sorted({'loop', *expected}))}$"):
-        Buffer(Meeting(), settings=Settings(transport=transport))
+    everything = {"loop", "low_latency", "normal", *expected}
+    with pytest.raises(ConnectionError, match=f"met with {' '.join(sorted(everything))}$"):
+        buffer.Buffer(Meeting(), settings=Settings(transport=transport))
 
 
 def warm_table() -> dict[str, object]:

@@ -288,7 +288,8 @@ def _operate(case: AdversarialCase, runtime: Any, inputs: list[Any]) -> None:
 
 def _judge(case: AdversarialCase, result: Result) -> None:
     errors, dead = result.errors, case.adversary.kill
-    told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(errors.items()))
+    # in the order in which they were raised: the later ones are often consequences of the first
+    told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
     if case.trouble == "recovers" and errors:
         raise Failed(f"this wire loses nothing, but {told}")
     survivors = {rank: error for rank, error in errors.items() if rank != dead}
