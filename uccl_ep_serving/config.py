@@ -192,7 +192,7 @@ class Settings:
 SETTINGS: tuple[Variable, ...] = (
     Variable(
         "transport",
-        _choice("auto", "shm", "tcp"),
+        _choice("auto", "shm", "tcp", "roce"),
         True,
         "transport for peers that are not written directly; auto = shm on one host, else tcp",
     ),

@@ -22,11 +22,13 @@ from .data_plane import DataPlane
 from .errors import BootstrapError, ConfigError
 from .kernel_space import KernelSpace
 from .memory import Segment
+from .nic_endpoints import roce_endpoint
 from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
 from .protocol.message import round_up
 from .protocol.streams import CREDIT
 from .proxy.service import ProxyService
-from .proxy.transport.select import DIRECT, choose
+from .proxy.transport.base import Watchful
+from .proxy.transport.select import DIRECT, ROCE, choose
 from .proxy.transport.shm import ShmEndpoint, mailbox_bytes
 from .proxy.transport.tcp import TcpEndpoint
 
@@ -133,6 +135,9 @@ class PlaneBuilder:
             assert plane.service is not None
             plane.service.start()
             self._mesh.gather("starting", without=self._masked())
+            for endpoint in (one for row in plane.endpoints for one in row):
+                if isinstance(endpoint, Watchful):
+                    endpoint.established()
         except BaseException:
             plane.close(time.monotonic() + 1.0)
             raise
@@ -155,6 +160,19 @@ class PlaneBuilder:
                             peer_mailboxes=mailboxes,
                             peer_windows=windows,
                             window_bytes=nbytes,
+                        )
+                    )
+                elif kind == ROCE:
+                    row.append(
+                        roce_endpoint(
+                            rank,
+                            self._local_ranks(),
+                            proxy,
+                            ranks=ranks,
+                            window=windows[rank],
+                            window_bytes=nbytes,
+                            peers=[peer for peer, way in plane.routes.items() if way == kind],
+                            settings=self._settings,
                         )
                     )
                 else:
@@ -223,6 +241,10 @@ class PlaneBuilder:
             else:
                 space.connect_proxied(peer, service.arrived, service.completed)
         space.watch = watch
+
+    def _local_ranks(self) -> list[int]:
+        """Ranks on this host."""
+        return [rank for rank, card in enumerate(self._cards) if card.host == self._cards[self._rank].host]
 
     def _own_cpus(self) -> tuple[int, ...]:
         """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""

@@ -369,7 +369,7 @@ def _drop(context: int, peer: int, reason: int) -> int:
 @functools.cache
 def warm() -> tuple[int, int, int, int]:
     """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    with compile_lock("the roce data path"):
+    with compile_lock("the transport roce"):
         functions = (
             c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
             c_function("int64(int64)")(_flush),

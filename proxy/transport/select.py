@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from ...config import Settings
 from ...errors import ConfigError
 
-__all__ = ["DIRECT", "SHM", "TCP", "Choice", "choose", "preview"]
+__all__ = ["DIRECT", "ROCE", "SHM", "TCP", "Choice", "choose", "preview"]
 
 #: Not a transport: kernels write the peer's window and store its flag.
 DIRECT = "direct"
 SHM = "shm"
 TCP = "tcp"
+ROCE = "roce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ def choose(settings: Settings, *, mapped: bool, same_host: bool | None = None, w
     missing = why_not or ("its memory cannot be mapped here" if same_host else "it is on another host")
     if mapped and settings.direct:
         return Choice(DIRECT, "direct (its window is mapped here and UCCL_EP_DIRECT=1)")
-    if settings.transport == TCP:
-        return Choice(TCP, "tcp (UCCL_EP_TRANSPORT=tcp)")
+    if settings.transport in (TCP, ROCE):
+        return Choice(settings.transport, f"{settings.transport} (UCCL_EP_TRANSPORT={settings.transport})")
     if mapped:
         forced = settings.transport == SHM
         why = "UCCL_EP_TRANSPORT=shm" if forced else "UCCL_EP_DIRECT=0 and its window is mapped here"
