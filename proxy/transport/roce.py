@@ -132,7 +132,7 @@ class RoceEndpoint:
         sends, receives, entries = self._depths()
         self._pd = ProtectionDomain(context)
         self._cq = CompletionQueue(context, entries)
-        region = register_window(self._pd, window, self._window_bytes, kind, export)
+        region = register_window(self._pd, window, self._window_bytes, kind, export, overlap=MAX_WRITE_BYTES)
         self._shift, self._keys = region.shift, [chunk.rkey for chunk in region.regions]
         self._state = state = words.State(
             ranks=self._ranks,
@@ -146,7 +146,7 @@ class RoceEndpoint:
         self._credits = MemoryRegion(self._pd, state.credits_in.ctypes.data, state.credit_bytes, access)
         for word, value in {
             words.SHIFT: self._shift,
-            words.LKEYS: state.keep([chunk.lkey for chunk in region.regions]),
+            words.LKEYS: state.keep([chunk.lkey for chunk in [*region.regions, region.regions[-1]]]),
             words.CREDIT_LKEY: self._credits.lkey,
             words.POLL_CQ: context.operation("poll_cq"),
             words.POST_SEND: context.operation("post_send"),
@@ -318,7 +318,8 @@ class RoceEndpoint:
             record[words.CREDIT_RKEY] = there.credit_key
         record = state.peers[peer]
         record[words.TARGET] = there.window
-        record[words.RKEYS] = state.keep(list(there.keys))
+        # Once more the last key: an empty write may stand at the very end of the window.
+        record[words.RKEYS] = state.keep([*there.keys, there.keys[-1]])
         record[words.TARGET_SHIFT] = there.shift
         record[words.STATE] = words.UP
         numbers = ",".join(str(link.number) for link in self._links[peer])

@@ -1,9 +1,8 @@
 """Compiled data path of ``roce``: RDMA writes with immediates over reliable connections.
 
-A write is one RDMA_WRITE_WITH_IMM. Where it crosses chunks of a window (device memory by dma-buf), plain RDMA_WRITEs go
-before it on the same queue pair: RC lands them first. An immediate uses up a receive of the peer, so a peer says how
-many it has posted in all, by a plain write into a word of ours: a receiver that stands still makes its senders BUSY,
-and its NIC is never asked for a receive that is not there.
+A write is one RDMA_WRITE_WITH_IMM. Its immediate uses up a receive of the peer, so a peer says how many it has posted
+in all, by a plain RDMA_WRITE into a word of ours: a receiver that stands still makes its senders BUSY, and its NIC is
+never asked for a receive that is not there.
 
 What a link does is in :mod:`.roce_link`. No function here blocks, allocates or raises.
 """
@@ -60,7 +59,6 @@ from .roce_state import (
     GRACE_NS,
     IMMEDIATES,
     LKEYS,
-    MOST_PIECES,
     NEXT_LINK,
     OWED,
     PEER,
@@ -104,7 +102,7 @@ __all__ = ["warm"]
 _WC_BYTES = WC.nbytes
 _WR_ID, _STATUS, _OPCODE, _VENDOR = WC["wr_id"], WC["status"], WC["opcode"], WC["vendor_err"]
 _BYTE_LEN, _IMM = WC["byte_len"], WC["imm_data"]
-_WRITE, _WRITE_WITH_IMM = codes.WR_RDMA_WRITE, codes.WR_RDMA_WRITE_WITH_IMM
+_WRITE_WITH_IMM = codes.WR_RDMA_WRITE_WITH_IMM
 _RECEIVED_IMM = codes.WC_RECV_RDMA_WITH_IMM
 _SOURCE_SHIFT = IMM["source"].shift
 _LOW32 = 0xFFFFFFFF
@@ -129,33 +127,9 @@ def _event(events: int, index: int, kind: int, value: int, peer: int, status: in
 @inlined
 def _open_link(context: int, link: int) -> bool:
     """True when the link can take one more write now."""
-    if peek(link + 8 * POSTED) - peek(link + 8 * RETIRED) > peek(context + 8 * SEND_SLOTS) - SEND_RESERVE - MOST_PIECES:
+    if peek(link + 8 * POSTED) - peek(link + 8 * RETIRED) >= peek(context + 8 * SEND_SLOTS) - SEND_RESERVE:
         return False
     return peek(link + 8 * IMMEDIATES) < peek(link + 8 * ALLOWED) or take_credit(context, link)
-
-
-@compiled
-def _pieces(
-    context: int, index: int, link: int, record: int, local: int, target: int, nbytes: int, imm: int, ticket: int
-) -> None:
-    """The work requests of a write, cut wherever it crosses a chunk of either window."""
-    window = peek(context + 8 * WINDOW)
-    shift, their_shift = peek(context + 8 * SHIFT), peek(record + 8 * TARGET_SHIFT)
-    while True:
-        offset = local - window
-        chunk, their_chunk = offset >> shift, target >> their_shift
-        part = min(nbytes, min(((chunk + 1) << shift) - offset, ((their_chunk + 1) << their_shift) - target))
-        last = part == nbytes
-        add_request(
-            context, index, link, _WRITE_WITH_IMM if last else _WRITE, local, part,
-            peek(peek(context + 8 * LKEYS) + chunk * 8), peek(record + 8 * TARGET) + target,
-            peek(peek(record + 8 * RKEYS) + their_chunk * 8), imm if last else 0, ticket if last else 0, 0,
-        )  # fmt: skip
-        if last:
-            return
-        local += part
-        target += part
-        nbytes -= part
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
@@ -175,18 +149,13 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     if qps > 1:
         poke(record + 8 * NEXT_LINK, place + 1 if place + 1 < qps else 0)
     poke(link + 8 * IMMEDIATES, peek(link + 8 * IMMEDIATES) + 1)
-    offset = local - peek(context + 8 * WINDOW)
-    shift, their_shift = peek(context + 8 * SHIFT), peek(record + 8 * TARGET_SHIFT)
-    chunk, their_chunk = offset >> shift, target >> their_shift
-    end = nbytes - 1 if nbytes > 0 else 0
-    if (offset + end) >> shift == chunk and (target + end) >> their_shift == their_chunk:
-        add_request(
-            context, index, link, _WRITE_WITH_IMM, local, nbytes, peek(peek(context + 8 * LKEYS) + chunk * 8),
-            peek(record + 8 * TARGET) + target, peek(peek(record + 8 * RKEYS) + their_chunk * 8), _swap(imm),
-            wr_id + 1, 0,
-        )  # fmt: skip
-    else:
-        _pieces(context, index, link, record, local, target, nbytes, _swap(imm), wr_id + 1)
+    # A write lies whole in the chunk in which it starts, at either end: chunks overlap by the longest write.
+    lkey = peek(peek(context + 8 * LKEYS) + ((local - peek(context + 8 * WINDOW)) >> peek(context + 8 * SHIFT)) * 8)
+    rkey = peek(peek(record + 8 * RKEYS) + (target >> peek(record + 8 * TARGET_SHIFT)) * 8)
+    there = peek(record + 8 * TARGET) + target
+    add_request(
+        context, index, link, _WRITE_WITH_IMM, local, nbytes, lkey, there, rkey, _swap(imm), wr_id + 1, 0
+    )  # fmt: skip
     return ACCEPTED
 
 

@@ -109,8 +109,6 @@ LINK_SENDS, LINK_RECEIVES = 512, 1024
 RECEIVE_BATCH = 32
 #: Work requests kept free for credits, so that data cannot hold them up.
 SEND_RESERVE = 8
-#: A write is cut at chunk boundaries at either end: at most one each, as chunks are longer than a write.
-MOST_PIECES = 3
 #: Work requests chained before they are handed over even without a flush.
 POOL_SLOTS = 256
 #: Completions taken per call.

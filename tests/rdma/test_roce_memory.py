@@ -231,7 +231,7 @@ class TestFailure:
 
 
 class TestDeviceMemory:
-    """Windows in chunks, as dma-buf needs them: writes are cut where they cross one, at either end."""
+    """Windows in chunks, as dma-buf needs them; they overlap, so that every write lies in one of them at either end."""
 
     @pytest.fixture
     def open_chunked(self, monkeypatch: pytest.MonkeyPatch) -> OpenGroup:
@@ -277,7 +277,7 @@ class TestDeviceMemory:
                 poll_until(ports[1], ARRIVED)
                 assert np.array_equal(group.windows[1][target : target + nbytes], pattern(number, nbytes))
                 poll_until(ports[0], SENT)
-            assert network.word(net.WRITES) > network.word(net.IMMEDIATES) > 200 - 1
+            assert network.word(net.IMMEDIATES) == 200
 
     def test_every_attempt_is_named_when_none_works(self) -> None:
         network = MemoryNetwork(2)
