@@ -1,0 +1,70 @@
+"""Which NIC a proxy drives, on sysfs trees of hosts with RoCE NICs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from uccl_ep_serving import nic_endpoints
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.topology import Nic, Topology
+
+
+def nic(name: str, active: bool = True) -> Nic:
+    return Nic(name, "bnxt_en", "Ethernet", active, 400.0, 0, address=f"0000:{ord(name):02x}:00.0", ports=(1,) * active)
+
+
+class Recorded:
+    """Stands in for the endpoint: what it was asked for."""
+
+    def __init__(self, *arguments: int, **options: object) -> None:
+        self.arguments, self.options = arguments, options
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch):
+    """asked(nics, local ranks, proxies, **settings) -> {(rank, proxy): (device, port, sharers)}."""
+
+    def ask(present: list[Nic], ranks: int, proxies: int, **settings: object) -> dict[tuple[int, int], tuple]:
+        topology = Topology(gpus=(), nics=tuple(present))
+        monkeypatch.setattr(nic_endpoints, "RoceEndpoint", Recorded)
+        monkeypatch.setattr(nic_endpoints.Topology, "read", classmethod(lambda cls, sysfs=Path(): topology))
+        found = {}
+        for rank in range(ranks):
+            for proxy in range(proxies):
+                one = nic_endpoints.roce_endpoint(
+                    rank,
+                    list(range(ranks)),
+                    proxy,
+                    ranks=ranks,
+                    window=0,
+                    window_bytes=0,
+                    peers=[],
+                    settings=Settings(proxies=proxies, channels=proxies, **settings),
+                )
+                found[rank, proxy] = tuple(one.options[name] for name in ("device", "port", "sharers"))
+        return found
+
+    return ask
+
+
+def test_each_rank_has_a_nic_of_its_own(asked) -> None:
+    assert asked([nic("a"), nic("b")], 2, 1) == {(0, 0): ("a", 1, 1), (1, 0): ("b", 1, 1)}
+
+
+def test_ranks_and_proxies_that_share_a_nic_share_what_may_be_in_flight(asked) -> None:
+    found = asked([nic("a")], 2, 2)
+    assert set(found.values()) == {("a", 1, 4)}
+
+
+def test_proxies_of_a_rank_drive_different_nics(asked) -> None:
+    assert asked([nic("a"), nic("b")], 1, 2) == {(0, 0): ("a", 1, 1), (0, 1): ("b", 1, 1)}
+
+
+def test_without_a_nic_every_device_is_named_with_its_reason(asked) -> None:
+    with pytest.raises(ConfigError, match=r"no NIC of this host can be used \(a: no active port; b: UCCL_EP_NICS=a"):
+        asked([nic("a", active=False), nic("b")], 1, 1, nics="a")
+    with pytest.raises(ConfigError, match="there is none"):
+        asked([], 1, 1)
