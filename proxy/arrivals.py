@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..native.atomics import peek, poke
 from ..native.jit import compiled, inlined
 from ..protocol.streams import CREDIT, CREDIT_WRITES, STREAMS
-from .codec import imm_last, imm_source, imm_stream
-from .faults import FAULT_CREDIT, FAULT_IMMEDIATE, FAULT_SOURCE, FAULT_STREAM_OWNER, blame_source
+from .codec import SEQUENCE_MASK, imm_last, imm_source, imm_stream
+from .faults import FAULT_CREDIT, FAULT_IMMEDIATE, FAULT_SEQUENCE, FAULT_SOURCE, FAULT_STREAM_OWNER, blame_source
 from .flow import credit_open, post_apart
-from .sequence import HELD_BACK, PREFIX, REPEATED, note
+from .sequence import IN_ORDER, PREFIX, REPEATED, note
 from .state import (
     ARRIVED,
     C_BYTES_RECEIVED,
@@ -25,6 +25,7 @@ from .state import (
     OWNED,
     PEER_BUSY,
     PEER_ENTRY,
+    PEER_EXACT,
     PEER_STATE,
     PEERS,
     RANK,
@@ -65,20 +66,26 @@ def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
     else:
         fault = _note_arrival(state, source, stream, imm, nbytes)
     if fault:
-        blame_source(state, proven, source, fault, stream, imm)
+        # a write that is out of its place is compared with the place that comes next
+        record = peek(state + RECEIVE) + (source * STREAMS + stream) * RECEIVE_ENTRY
+        expected = peek(record + SEEN + PREFIX) & SEQUENCE_MASK if fault == FAULT_SEQUENCE else source
+        blame_source(state, proven, source, fault, stream, imm, expected)
 
 
 @inlined
 def _note_arrival(state: int, source: int, stream: int, imm: int, nbytes: int) -> int:
-    """Enter a checked immediate in the window of its stream; a fault code when it is a credit too many."""
+    """Enter a checked immediate in the window of its stream; a fault code when it cannot be right."""
     index = source * STREAMS + stream
     record = peek(state + RECEIVE) + index * RECEIVE_ENTRY
     outcome = note(record + SEEN, peek(state + ARRIVED) + index * 8, imm, imm_last(imm))
     counters = peek(state + COUNTERS)
-    if outcome == REPEATED:
-        poke(counters + C_DUPLICATES, peek(counters + C_DUPLICATES) + 1)
-        return 0
-    if outcome == HELD_BACK:
+    if outcome != IN_ORDER:
+        if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT):
+            # One connection carries the stream: a number that is not the next one is forged, or writes were lost.
+            return FAULT_SEQUENCE
+        if outcome == REPEATED:
+            poke(counters + C_DUPLICATES, peek(counters + C_DUPLICATES) + 1)
+            return 0
         poke(counters + C_HELD_BACK, peek(counters + C_HELD_BACK) + 1)
     prefix = peek(record + SEEN + PREFIX)
     if stream >= CREDIT:

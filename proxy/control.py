@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from ..native.atomics import fetch_add, load64, store64
 from ..native.jit import compiled
-from .state import PEER_ENTRY, PEER_REQUEST, PEERS, REQUESTS, STOP
+from .state import NAMED, PEER_ENTRY, PEER_REQUEST, PEERS, REQUESTS, STOP
 
-__all__ = ["read", "request_forget", "request_stop"]
+__all__ = ["acknowledge", "read", "request_forget", "request_stop"]
 
 
 @compiled
 def read(address: int) -> int:
     """int64 at ``address``, acquire."""
     return load64(address)
+
+
+@compiled
+def acknowledge(state: int, refused: int) -> None:
+    """The first ``refused`` refused commands have been named."""
+    store64(state + NAMED, refused)
 
 
 @compiled

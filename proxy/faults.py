@@ -11,11 +11,14 @@ from ..native.calls import call3
 from ..native.failure import set_failure
 from ..native.jit import compiled
 from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL, FAILURE_TRANSPORT
-from ..protocol.streams import STREAMS
+from ..protocol.streams import HOST, MAX_CHANNELS, STREAMS
+from .codec import COMMAND_RANK_MASK, COMMAND_RANK_SHIFT, COMMAND_STREAM_MASK, COMMAND_STREAM_SHIFT
 from .queues import release_queue
 from .state import (
     ABSENT,
+    C_REFUSED,
     COMPLETED,
+    COUNTERS,
     CREDITS,
     ENQUEUED,
     EP_CONTEXT,
@@ -29,6 +32,7 @@ from .state import (
     FORGOTTEN,
     LOAD,
     LOST,
+    NAMED,
     PEER_CREDITS,
     PEER_ENDPOINT,
     PEER_ENTRY,
@@ -43,6 +47,10 @@ from .state import (
     PROBE,
     QUEUE_HEAD,
     RANKS,
+    REFUSED,
+    REFUSED_HIGH,
+    REFUSED_INDEX,
+    REFUSED_LOW,
     REQUESTS,
     REQUESTS_SEEN,
     SEND,
@@ -50,7 +58,7 @@ from .state import (
     UP,
     WAITING,
 )
-from .transport.base import FAULT_BAD_FRAME, FAULT_OUTSIDE_WINDOW, FAULT_WRONG_SOURCE
+from .transport.base import FAULT_BAD_FRAME, FAULT_NUMBER, FAULT_OUTSIDE_WINDOW, FAULT_TOO_LONG, FAULT_WRONG_SOURCE
 
 __all__ = [
     "FAULT_COMMAND_KIND",
@@ -63,17 +71,19 @@ __all__ = [
     "FAULT_IMMEDIATE",
     "FAULT_POST",
     "FAULT_SENT_TWICE",
+    "FAULT_SEQUENCE",
     "FAULT_SOURCE",
     "FAULT_STREAM_OWNER",
     "FAULT_WORDS",
     "blame_peer",
     "blame_self",
     "blame_source",
+    "refuse_command",
     "serve_requests",
 ]
 
 # Codes of what went wrong, continuing the FAULT_* codes of transport.base (1..15), which pass through unchanged.
-# 16..19: the connection or the transport; 20..: a peer's immediates; 24..: commands of this rank's own kernels.
+# 16..19: the connection or the transport; 20..: a peer's immediates; 25..: commands of this rank's own kernels.
 FAULT_DOWN = 16
 FAULT_POST = 17
 FAULT_DEVICE = 18
@@ -82,14 +92,17 @@ FAULT_IMMEDIATE = 20
 FAULT_SOURCE = 21
 FAULT_STREAM_OWNER = 22
 FAULT_CREDIT = 23
-FAULT_COMMAND_KIND = 24
-FAULT_COMMAND_PEER = 25
-FAULT_COMMAND_STREAM = 26
-FAULT_COMMAND_RANGE = 27
+FAULT_SEQUENCE = 24
+FAULT_COMMAND_KIND = 25
+FAULT_COMMAND_PEER = 26
+FAULT_COMMAND_STREAM = 27
+FAULT_COMMAND_RANGE = 28
 
 #: Words for each code, for the exception that :mod:`.service` raises.
 FAULT_WORDS = {
     FAULT_BAD_FRAME: "a frame that the format forbids",
+    FAULT_TOO_LONG: "a frame longer than any write",
+    FAULT_NUMBER: "a frame out of its turn",
     FAULT_OUTSIDE_WINDOW: "an offset outside the window",
     FAULT_WRONG_SOURCE: "a source rank that its connection does not prove",
     FAULT_DOWN: "the connection closed or failed",
@@ -98,7 +111,8 @@ FAULT_WORDS = {
     FAULT_SENT_TWICE: "a completion for a write that is not in flight",
     FAULT_IMMEDIATE: "an immediate that is no 32-bit word",
     FAULT_SOURCE: "an immediate with an impossible or unproven source rank",
-    FAULT_STREAM_OWNER: "an immediate of a stream that another proxy owns",
+    FAULT_STREAM_OWNER: "an immediate of a stream that does not exist or that another proxy owns",
+    FAULT_SEQUENCE: "a write out of the sequence of its stream",
     FAULT_CREDIT: "credits for more writes than were sent",
     FAULT_COMMAND_KIND: "a command of an unknown kind",
     FAULT_COMMAND_PEER: "a command for a rank that no proxy reaches",
@@ -179,16 +193,45 @@ def blame_self(state: int, fault: int, peer: int, stream: int, value: int) -> No
 
 
 @compiled
-def blame_source(state: int, proven: int, source: int, fault: int, stream: int, imm: int) -> None:
+def blame_source(state: int, proven: int, source: int, fault: int, stream: int, imm: int, detail: int) -> None:
     """An immediate breaks the rules: blame the rank that the connection proves, else the one that it claims."""
     peer = proven if proven >= 0 else source
     peer_state = ABSENT
     if 0 <= peer < peek(state + RANKS):
         peer_state = peek(peek(state + PEERS) + peer * PEER_ENTRY + PEER_STATE)
     if peer_state == UP:
-        blame_peer(state, peer, fault, stream, imm, source)
+        blame_peer(state, peer, fault, stream, imm, detail)
     elif peer_state == ABSENT:
         blame_self(state, fault, peer, stream, imm)
+
+
+@compiled
+def refuse_command(state: int, fault: int, low: int, high: int, index: int) -> None:
+    """Command ``index`` of the ring is wrong and is dropped: nothing of it is posted, no number is used for it.
+
+    Kernels check what they enqueue, so this is the second line. On a HOST stream nobody waits for it: its author is
+    told once, and everything goes on. Anywhere else it was part of an operation, and a later message must not be taken
+    for the one that is missing: this rank parts from the destination, and the operation ends by name on both sides. A
+    command without a possible destination leaves open which operation it belonged to: then all of this rank's end.
+    """
+    peer = (high >> COMMAND_RANK_SHIFT) & COMMAND_RANK_MASK
+    stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
+    counters = peek(state + COUNTERS)
+    poke(counters + C_REFUSED, peek(counters + C_REFUSED) + 1)
+    if HOST <= stream < HOST + MAX_CHANNELS:
+        if peek(state + REFUSED) == load64(state + NAMED):
+            poke(state + REFUSED_LOW, low)
+            poke(state + REFUSED_HIGH, high)
+            poke(state + REFUSED_INDEX, index)
+        store64(state + REFUSED, peek(state + REFUSED) + 1)
+        return
+    peer_state = ABSENT
+    if peer < peek(state + RANKS):
+        peer_state = peek(peek(state + PEERS) + peer * PEER_ENTRY + PEER_STATE)
+    if peer_state == UP:
+        blame_peer(state, peer, fault, stream, low, high)
+    elif peer_state == ABSENT:
+        blame_self(state, fault, peer, stream, low)
 
 
 @compiled

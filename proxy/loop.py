@@ -18,7 +18,7 @@ from ..native.jit import compile_lock, compiled
 from ..protocol.ring import HEAD
 from ..protocol.ring import TAIL as TAIL_OF_RING
 from .arrivals import arrive, grant_credits
-from .control import read, request_forget, request_stop
+from .control import acknowledge, read, request_forget, request_stop
 from .faults import FAULT_DEVICE, FAULT_DOWN, blame_peer, blame_self, serve_requests
 from .flow import complete
 from .ring import send_queued, take_commands
@@ -48,7 +48,7 @@ from .state import (
     STAMP,
     STOP,
 )
-from .transport.base import ARRIVED, DOWN, EVENT_BYTES, FAULT, SENT
+from .transport.base import ARRIVED, DOWN, EVENT_BYTES, FAULT, FAULT_BITS, SENT
 
 __all__ = ["DIED", "STOPPED", "run", "step", "warm"]
 
@@ -87,8 +87,10 @@ def _peer_event(state: int, kind: int, value: int, peer: int, status: int) -> No
     if not 0 <= peer < peek(state + RANKS) or (kind != DOWN and kind != FAULT):
         blame_self(state, int64(FAULT_DEVICE), peer, int64(-1), kind)
         return
-    code = FAULT_DOWN if kind == DOWN else status & 15
-    blame_peer(state, peer, code, int64(-1), status if kind == DOWN else value, status)
+    if kind == DOWN:
+        blame_peer(state, peer, int64(FAULT_DOWN), int64(-1), status, value)
+    else:
+        blame_peer(state, peer, status & (1 << FAULT_BITS) - 1, int64(-1), value, status >> FAULT_BITS)
 
 
 @compiled
@@ -229,6 +231,7 @@ def warm() -> None:
             (read, "int64(int64)"),
             (request_stop, "void(int64)"),
             (request_forget, "void(int64, int64, int64)"),
+            (acknowledge, "void(int64, int64)"),
             (set_failure, "boolean(int64, int64, int64, int64, int64, int64)"),
         ):
             cast(Any, function).compile(signature)

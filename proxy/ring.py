@@ -29,7 +29,7 @@ from .faults import (
     FAULT_COMMAND_PEER,
     FAULT_COMMAND_RANGE,
     FAULT_COMMAND_STREAM,
-    blame_self,
+    refuse_command,
 )
 from .flow import admitted, claim_room, post, post_apart
 from .queues import drop_first, enqueue, first_node, mark_ready, pop_ready
@@ -80,8 +80,8 @@ DEAD = -1
 
 
 @inlined
-def _acceptable(state: int, low: int, high: int) -> bool:
-    """Check a command; a wrong one is a fault of this rank's kernels and is not carried out."""
+def _fault_of(state: int, low: int, high: int) -> int:
+    """What is wrong with a command, a FAULT_COMMAND_*; 0 = nothing."""
     peer = (high >> COMMAND_RANK_SHIFT) & COMMAND_RANK_MASK
     stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
     nbytes = ((low >> LENGTH_SHIFT) & LENGTH_MASK) << UNIT_SHIFT
@@ -95,10 +95,7 @@ def _acceptable(state: int, low: int, high: int) -> bool:
         fault = FAULT_COMMAND_STREAM
     elif nbytes > MAX_WRITE_BYTES or _offset(low) > limit or _offset(high) > limit:
         fault = FAULT_COMMAND_RANGE
-    if fault == 0:
-        return True
-    blame_self(state, fault, peer, stream, nbytes)
-    return False
+    return fault
 
 
 @inlined
@@ -181,7 +178,10 @@ def take_commands(state: int) -> int:
         # Both lap bits stand for this lap only when both words are written, in whatever order they became visible.
         if low & 1 != lap or high & 1 != lap:
             break
-        if _acceptable(state, low, high) and not _begin(state, low, high):
+        fault = _fault_of(state, low, high)
+        if fault:
+            refuse_command(state, fault, low, high, tail)
+        elif not _begin(state, low, high):
             poke(counters + C_RING_BLOCKED, peek(counters + C_RING_BLOCKED) + 1)
             break
         tail += 1
@@ -226,7 +226,7 @@ def _serve_stream(state: int, index: int) -> int:
             poke(record + WAITING, peek(record + WAITING) - last)
             drop_first(state, entry, record)
         else:
-            # Both offsets move on and the length shrinks, inside the two words; _acceptable() has made sure that
+            # Both offsets move on and the length shrinks, inside the two words; _fault_of() has made sure that
             # no field can overflow into the next.
             units = nbytes >> UNIT_SHIFT
             poke(node + NODE_LOW, low + units * OFFSET_STEP - units * LENGTH_STEP)

@@ -16,10 +16,19 @@ from typing import Any
 from ..config import Settings
 from ..errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import set_failure
+from ..protocol.command import HIGH, LOW, UNIT
 from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL, FAILURE_PROXY_DIED
 from ..protocol.streams import STREAMS, channel_of, name_of, proxy_of
-from .control import read, request_forget, request_stop
-from .faults import FAULT_COMMAND_KIND, FAULT_WORDS
+from .control import acknowledge, read, request_forget, request_stop
+from .faults import (
+    FAULT_COMMAND_KIND,
+    FAULT_CREDIT,
+    FAULT_IMMEDIATE,
+    FAULT_SEQUENCE,
+    FAULT_SOURCE,
+    FAULT_STREAM_OWNER,
+    FAULT_WORDS,
+)
 from .loop import DIED, STOPPED, run, step, warm
 from .state import (
     FAULT,
@@ -31,12 +40,38 @@ from .state import (
     PEER_FAULT_DETAIL,
     PEER_FAULT_STREAM,
     PEER_FAULT_VALUE,
+    REFUSED,
+    REFUSED_HIGH,
+    REFUSED_INDEX,
+    REFUSED_LOW,
+    WINDOW_BYTES,
     ProxyState,
 )
 from .stats import in_flight, latencies, proxy_counters, stream_states
-from .transport.base import Endpoint
+from .transport.base import (
+    FAULT_BAD_FRAME,
+    FAULT_NUMBER,
+    FAULT_OUTSIDE_WINDOW,
+    FAULT_TOO_LONG,
+    FAULT_WRONG_SOURCE,
+    Endpoint,
+)
 
 __all__ = ["ProxyService"]
+
+#: What was expected instead, for faults of a peer; ``detail`` as the loop noted it.
+_EXPECTED = {
+    FAULT_BAD_FRAME: "{detail:#x} was expected",
+    FAULT_NUMBER: "{detail:#x} was expected",
+    FAULT_TOO_LONG: "at most {detail:#x} bytes were expected",
+    FAULT_OUTSIDE_WINDOW: "an offset of at most {detail:#x} was expected",
+    FAULT_WRONG_SOURCE: "source rank {detail} was expected",
+    FAULT_IMMEDIATE: "a word below 2**32 was expected",
+    FAULT_SOURCE: "it names rank {detail}",
+    FAULT_STREAM_OWNER: "it names rank {detail} and a stream that nobody here reads",
+    FAULT_CREDIT: "fewer credits were expected",
+    FAULT_SEQUENCE: "sequence {detail} was expected",
+}
 
 #: prctl(2) options.
 _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29
@@ -119,6 +154,8 @@ class ProxyService:
         self._threads: list[threading.Thread] = []
         #: Per proxy, why its thread ended without being asked to. Written by that thread, read by check().
         self._deaths: dict[int, BaseException | None] = {}
+        #: Per proxy, refused commands that check_commands() has raised.
+        self._named = [0] * settings.proxies
         self._stopping = False
         self._forgotten: set[int] = set()
 
@@ -265,6 +302,40 @@ class ProxyService:
             if read(state.address + FAULTS):
                 self._raise_fault(state)
 
+    def check_commands(self) -> None:
+        """Raise, once for each, what was refused on streams that no operation waits for. Everything else goes on.
+
+        Raises:
+            ProtocolError: a command on a HOST stream was wrong; nothing of it was sent.
+        """
+        for state in self.states:
+            refused = int(read(state.address + REFUSED))
+            new = refused - self._named[state.proxy]
+            if new == 0:
+                continue
+            words = state.word(REFUSED_LOW), state.word(REFUSED_HIGH), state.word(REFUSED_INDEX)
+            self._named[state.proxy] = refused
+            acknowledge(state.address, refused)
+            low, high, index = words
+            others = f" (and {new - 1} after it)" if new > 1 else ""
+            raise ProtocolError(
+                f"the proxy refused command {index} of its ring{others}: {self._words_of(state, low, high)}, noticed "
+                f"by proxy {state.proxy} of rank {self._rank}. Nothing of it was sent and no message number was used "
+                "for it; the group goes on. Look for whoever put it there",
+                peer=HIGH["rank"].get(high),
+                channel=channel_of(HIGH["stream"].get(high)),
+            )
+
+    def _words_of(self, state: ProxyState, low: int, high: int) -> str:
+        """A command in words, and what is wrong with it."""
+        peer, stream, kind = (HIGH[name].get(high) for name in ("rank", "stream", "kind"))
+        source, target, length = LOW["source"].get(low), HIGH["target"].get(high), LOW["length"].get(low)
+        return (
+            f"a write of {length * UNIT} bytes from offset {source * UNIT} to offset {target * UNIT} of rank {peer}'s "
+            f"window, stream {stream} ({name_of(stream)}), channel {channel_of(stream)}, kind {kind}; windows have "
+            f"{state.word(WINDOW_BYTES)} bytes, ranks are 0..{self._ranks - 1}"
+        )
+
     def _same_process(self, action: str) -> None:
         if os.getpid() != self._process:
             raise ProxyDied(
@@ -323,6 +394,8 @@ class ProxyService:
         channel = channel_of(stream) if stream >= 0 else -1
         if failure == FAILURE_PEER_LOST:
             reason = os.strerror(value) if value > 0 else "no reason given"
+            if detail > 0:
+                reason += f"; its last frame was cut off, at least {detail} bytes are missing"
             return PeerLost(
                 f"rank {peer} is gone ({device}): {what} ({reason}), noticed by {where}. Look at the log of rank "
                 f"{peer}: its process probably died; mask the rank or close the buffer",
@@ -330,15 +403,23 @@ class ProxyService:
                 phase="proxy",
                 channel=channel,
             )
-        if failure == FAILURE_PROTOCOL:
-            sender = (
-                f"rank {peer} ({device}) sent"
-                if known and code < FAULT_COMMAND_KIND
-                else "a kernel of this rank enqueued"
-            )
+        if failure == FAILURE_PROTOCOL and code >= FAULT_COMMAND_KIND:
+            # of a command that parted from its destination, value and detail are the two words
+            command = f": {self._words_of(state, value, detail)}" if detail else f" (peer {peer}, word {value:#x})"
             return ProtocolError(
-                f"{sender} {what} (value {value:#x}, detail {detail}), noticed by {where}. The ranks run different "
-                "versions, memory was overwritten, or somebody else speaks to this port; close the buffer"
+                f"a kernel of this rank enqueued {what}{command}, noticed by {where}. Nothing of it was sent, and the "
+                f"operation that waits for it ends on both sides. Likely cause: memory was overwritten; mask rank "
+                f"{peer} or close the buffer",
+                peer=peer if known else -1,
+                channel=channel,
+            )
+        if failure == FAILURE_PROTOCOL:
+            return ProtocolError(
+                f"rank {peer} ({device}) sent {what}: {value:#x} arrived, {_EXPECTED[code].format(detail=detail)}, "
+                f"noticed by {where}. Its connection is closed. Likely cause: the ranks run different versions, or "
+                f"memory was overwritten; look at the log of rank {peer}, then mask the rank or close the buffer",
+                peer=peer if known else -1,
+                channel=channel,
             )
         number = -value if value < 0 else 0
         name = errno.errorcode.get(number, "")

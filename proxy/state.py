@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 from ..protocol.command import COMMAND_BYTES, MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from ..protocol.ring import CAPACITY, SLOTS, ring_bytes
-from ..protocol.streams import STREAMS, proxy_of
+from ..protocol.streams import STREAMS, exists, proxy_of
 from .sequence import WINDOW_STATE_BYTES
 from .transport.base import EVENT_BYTES, Capabilities, DataPath
 
@@ -78,7 +78,8 @@ Words = NDArray[np.int64]
 # --- header: control, on a cache line of its own ------------------------------------------------------------
 # STOP        host stores 1 (release); loop loads (acquire) once per iteration
 # REQUESTS    host adds 1 (release) after it stored a peer's REQUEST; loop loads (acquire) once per iteration
-STOP, REQUESTS = 256, 264
+# NAMED       host stores how many refused commands it has named (release); loop loads (acquire) when it refuses one
+STOP, REQUESTS, NAMED = 256, 264, 272
 
 # --- header: what the loop works with, on cache lines of its own --------------------------------------------
 # TAIL            ring index of the next command                                    loop
@@ -93,6 +94,9 @@ STOP, REQUESTS = 256, 264
 # PROBE, PROBE_AT  ticket + 1 of the write whose latency is being measured; when it was posted   loop
 # FAULTS          peers with a fault, plus 1 when FAULT is set           loop (release); check() reads (acquire)
 # FAULT, FAULT_PEER, FAULT_STREAM, FAULT_VALUE   first fault that no peer is to blame for   loop; check() after FAULTS
+# REFUSED         commands dropped that no operation waits for       loop (release); check_commands() reads (acquire)
+# REFUSED_LOW, REFUSED_HIGH, REFUSED_INDEX   words and ring index of the first one that is not named yet
+#                 (REFUSED == NAMED)                                 loop, before REFUSED; check_commands() after it
 (
     TAIL,
     REQUESTS_SEEN,
@@ -114,7 +118,11 @@ STOP, REQUESTS = 256, 264
     FAULT_PEER,
     FAULT_STREAM,
     FAULT_VALUE,
-) = range(320, 320 + 20 * 8, 8)
+    REFUSED,
+    REFUSED_LOW,
+    REFUSED_HIGH,
+    REFUSED_INDEX,
+) = range(320, 320 + 24 * 8, 8)
 HEADER_BYTES = 512
 
 #: Writes and bytes in flight change together, so they share a word: at most 2**16 + 4,096 writes of at most 2**28 bytes
@@ -134,6 +142,7 @@ LOAD_WRITE = 1 << LOAD_SHIFT
 # PEER_REQUEST    0, or reason + 1: forget this peer           host stores (release); loop loads (acquire)
 # PEER_FAULT      code of the first fault it is to blame for   loop (release); check() reads (acquire)
 # PEER_FAULT_STREAM, PEER_FAULT_VALUE, PEER_FAULT_DETAIL       loop, before PEER_FAULT; check() reads after it
+# PEER_EXACT      1 = its transport keeps each stream in order and repeats nothing   constant
 (
     PEER_STATE,
     PEER_ENDPOINT,
@@ -147,7 +156,8 @@ LOAD_WRITE = 1 << LOAD_SHIFT
     PEER_FAULT_STREAM,
     PEER_FAULT_VALUE,
     PEER_FAULT_DETAIL,
-) = range(0, 12 * 8, 8)
+    PEER_EXACT,
+) = range(0, 13 * 8, 8)
 PEER_ENTRY = 128
 ABSENT, UP, LOST, FORGOTTEN = range(4)
 
@@ -190,6 +200,7 @@ COUNTER_NAMES = (
     "discarded",
     "ring_blocked",
     "sleeps",
+    "refused",
 )
 (
     C_ITERATIONS,
@@ -203,6 +214,7 @@ COUNTER_NAMES = (
     C_DISCARDED,
     C_RING_BLOCKED,
     C_SLEEPS,
+    C_REFUSED,
 ) = range(0, len(COUNTER_NAMES) * 8, 8)
 
 #: Events taken from a transport per poll.
@@ -308,7 +320,9 @@ class ProxyState:
         self.latency: Words = self._latency.view(np.int64).reshape(STREAMS, -1)
 
         self._ring.view(np.int64)[CAPACITY // 8] = ring_slots
-        self._owned.view(np.int64)[:] = [proxy_of(stream, proxies) == proxy for stream in range(STREAMS)]
+        self._owned.view(np.int64)[:] = [
+            exists(stream) and proxy_of(stream, proxies) == proxy for stream in range(STREAMS)
+        ]
         endpoint_words = self._endpoints.view(np.int64).reshape(-1, ENDPOINT_ENTRY // 8)
         for words, path in zip(endpoint_words, paths, strict=False):
             words[:5] = path.context, path.post, path.flush, path.poll, path.drop
@@ -316,6 +330,7 @@ class ProxyState:
             if k >= 0:
                 self.peers[peer, PEER_STATE // 8] = UP
                 self.peers[peer, PEER_ENDPOINT // 8] = self._endpoints.ctypes.data + k * ENDPOINT_ENTRY
+                self.peers[peer, PEER_EXACT // 8] = int(capabilities[k].in_sequence)
         for offset, value in {
             RANK: rank,
             RANKS: ranks,

@@ -57,7 +57,8 @@ def proxy_counters(state: ProxyState) -> dict[str, int]:
 
     ``held_back`` counts writes that arrived before an earlier one, ``retries`` posts that the transport refused as
     busy, ``queued`` commands that could not be posted straight from the ring, ``ring_blocked`` iterations in which a
-    destination whose quota was full held up the ring, ``discarded`` commands for lost or forgotten peers.
+    destination whose quota was full held up the ring, ``discarded`` commands for lost or forgotten peers,
+    ``refused`` commands that the formats forbid.
     """
     counters = {name: int(value) for name, value in zip(COUNTER_NAMES, state.counters, strict=True)}
     counters["ring_depth"] = _ring_depth(state)

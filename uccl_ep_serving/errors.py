@@ -40,7 +40,18 @@ class BootstrapError(UcclEpError, RuntimeError):
 
 
 class ProtocolError(UcclEpError, RuntimeError):
-    """A received header, immediate, frame or offset breaks the formats in ``uccl_ep_serving.protocol``."""
+    """A header, immediate, frame, command or offset breaks the formats in ``uccl_ep_serving.protocol``.
+
+    Attributes:
+        peer: EP rank at the other end of it, -1 when it concerns no peer. A peer that broke the formats was parted
+            from as if it were lost, and can be masked.
+        channel: channel on which it was noticed, -1 when no single one.
+    """
+
+    def __init__(self, message: str, *, peer: int = -1, channel: int = -1) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.channel = channel
 
 
 class TransportError(UcclEpError, RuntimeError):

@@ -150,6 +150,11 @@ class KernelSpace:
         """True once the sticky error is set. It is never lifted: a new generation has an error word of its own."""
         return bool(failed(self.error))
 
+    @property
+    def failed_with(self) -> tuple[int, int]:
+        """(FAILURE_* code, peer) of the sticky error."""
+        return int(self._error[ctx.ERROR_CODE]), int(self._error[ctx.ERROR_PEER])
+
     def failure(self, phase: str) -> UcclEpError:
         """The sticky error as an exception."""
         # whoever claimed the error word may be preempted before it has said what happened
@@ -189,7 +194,18 @@ class KernelSpace:
         if code == ctx.FAILURE_PROTOCOL:
             return ProtocolError(
                 f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "
-                "Likely cause: ranks run different versions or were given different shapes"
+                "Likely cause: ranks run different versions or were given different shapes",
+                peer=peer,
+                channel=channel,
+            )
+        if code == ctx.FAILURE_COMMAND:
+            return ProtocolError(
+                f"{where}: a kernel of this rank was about to write to rank {peer}{on} up to byte {arrived} of a "
+                f"window of {expected} bytes. Nothing of it was sent; rank {peer} loses the connection to this rank, "
+                "so that the operation ends there too. Likely cause: memory was overwritten. Next step: close this "
+                f"Buffer on both ranks, or mask rank {peer}",
+                peer=peer,
+                channel=channel,
             )
         if code == ctx.FAILURE_TRANSPORT:
             return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)

@@ -160,13 +160,18 @@ class Runtime:
         return self.space.heap
 
     def check(self, phase: str = "operation") -> None:
-        """Raise what is known to be wrong before an operation starts."""
+        """Raise what is known to be wrong before an operation starts.
+
+        Commands refused outside operations are named here, once, and never in the middle of an operation.
+        """
         self._check_usable()
         if self.stale:
             # the old data plane has failed, which is why it is left; what counts is who will be in the new one
             self._raise_absent(phase)
-        else:
-            self.space.check(phase)
+            return
+        self.space.check(phase)
+        if self._plane is not None and self._plane.service is not None:
+            self._plane.service.check_commands()
 
     def wait(self, phase: str, step: Callable[[int], int]) -> None:
         """See :meth:`KernelSpace.wait`."""
@@ -352,7 +357,14 @@ class Runtime:
         if self._accused():
             # rather than a timeout that blames a rank which waits for the masked one, too
             self._raise_absent(plane.space.phase)
-        if plane.space.failed:
+        code, peer = plane.space.failed_with
+        if code == ctx.FAILURE_COMMAND and not plane.space.is_direct(peer):
+            # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
+            plane.service.forget(peer, code)
+        elif code == ctx.FAILURE_PROTOCOL:
+            # of what a peer sent the proxies know more than the sticky error
+            plane.service.check()
+        if code != ctx.FAILURE_NONE:
             return
         plane.service.check()
         for payload in self._mesh.asked(SETUP).values():

@@ -20,6 +20,7 @@ from ...protocol.context import (
     RANKS,
     RING,
     WINDOW,
+    WINDOW_BYTES,
 )
 from ...protocol.streams import STREAMS
 
@@ -36,6 +37,7 @@ __all__ = [
     "rank_count",
     "ring_address",
     "window_address",
+    "window_bytes",
 ]
 
 #: Completed count of a peer whose window is mapped: a kernel's own stores are over when it returns.
@@ -64,6 +66,12 @@ def channel_count(context: int) -> int:
 def window_address(context: int) -> int:
     """Address of this rank's window."""
     return peek(context + 8 * WINDOW)
+
+
+@compiled
+def window_bytes(context: int) -> int:
+    """Length of every window."""
+    return peek(context + 8 * WINDOW_BYTES)
 
 
 @compiled

@@ -8,7 +8,7 @@ holds a slot it has not filled.
 from __future__ import annotations
 
 from ...native.atomics import compare_exchange, load64, peek, poke, store64
-from ...native.failure import failed
+from ...native.failure import failed, set_failure
 from ...native.jit import compiled
 from ...protocol.command import (
     COMMAND_BYTES,
@@ -18,9 +18,9 @@ from ...protocol.command import (
     MAX_WRITE_BYTES,
     UNIT,
 )
-from ...protocol.context import STATUS_OK, STATUS_PENDING, STATUS_POISONED
+from ...protocol.context import FAILURE_COMMAND, STATUS_OK, STATUS_PENDING, STATUS_POISONED
 from ...protocol.ring import CAPACITY, HEAD, SLOTS, TAIL
-from .context import error_address, flag_address, ring_address
+from .context import error_address, flag_address, ring_address, window_bytes
 
 __all__ = ["put_write", "reserve", "store_flag"]
 
@@ -54,9 +54,16 @@ def put_write(context: int, peer: int, stream: int, source: int, target: int, nb
     ``last`` = 1 ends the message. More than 256 MiB become several commands, of which only the last carries ``last``.
 
     Returns:
-        STATUS_OK, STATUS_PENDING when the ring is full (nothing happened, call again), or STATUS_POISONED.
+        STATUS_OK, STATUS_PENDING when the ring is full (nothing happened, call again), or STATUS_POISONED: the sticky
+        error was set, or is now because the bytes do not lie in the window. Nothing is published then.
     """
     if failed(error_address(context)):
+        return STATUS_POISONED
+    limit = window_bytes(context) - nbytes
+    misfit = (source | target | nbytes) & (UNIT - 1) != 0
+    if nbytes < 0 or source < 0 or source > limit or target < 0 or target > limit or misfit:
+        end = max(source, target) + nbytes
+        set_failure(error_address(context), FAILURE_COMMAND, peer, stream, end, window_bytes(context))
         return STATUS_POISONED
     ring = ring_address(context, stream)
     commands = max(1, (nbytes + MAX_WRITE_BYTES - 1) // MAX_WRITE_BYTES)

@@ -15,7 +15,7 @@ block, never raise and never touch Python.
         Drive progress and store up to ``limit`` events of EVENT_BYTES bytes at address ``events``.
     drop(context, peer, reason) -> 0
         The peer is lost or said goodbye: discard what is queued for it, complete nothing of it any more, ignore what
-        still comes from it.
+        still comes from it. A peer that still lives learns it by DOWN where ``tells_drop`` is declared.
 
 An event is four int64: kind, value, peer, status.
 
@@ -23,8 +23,10 @@ An event is four int64: kind, value, peer, status.
     ARRIVED   value = immediate. The payload of *this* write is visible. peer = the source rank that the connection
               proves, or -1 where the transport cannot prove it (the immediate's source is then used). status = bytes
               of the payload.
-    DOWN      peer's connection closed or failed; value 0, status = errno.
-    FAULT     peer sent what the format forbids (a frame too long, an offset outside the window); status = a FAULT_*.
+    DOWN      peer's connection closed or failed; value = bytes at least that are missing of a write that was cut off,
+              0 = none is known; status = errno.
+    FAULT     peer sent what the format forbids (a frame too long, an offset outside the window); value = what arrived,
+              status = a FAULT_* | what was expected << FAULT_BITS. Nothing else of the peer follows.
 
 A transport may deliver the writes of a peer in any order and may repeat an ARRIVED or a payload until its SENT; it must
 not lose one without a DOWN or a negative status.
@@ -36,6 +38,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from ...native.atomics import poke
+from ...native.jit import compiled
+
 __all__ = [
     "ACCEPTED",
     "ARRIVED",
@@ -44,13 +49,17 @@ __all__ = [
     "EVENT_BYTES",
     "FAULT",
     "FAULT_BAD_FRAME",
+    "FAULT_BITS",
+    "FAULT_NUMBER",
     "FAULT_OUTSIDE_WINDOW",
+    "FAULT_TOO_LONG",
     "FAULT_WRONG_SOURCE",
     "SENT",
     "Capabilities",
     "DataPath",
     "Endpoint",
     "Watchful",
+    "put_event",
 ]
 
 ACCEPTED = 0
@@ -62,6 +71,20 @@ EVENT_BYTES = 32
 FAULT_BAD_FRAME = 1
 FAULT_OUTSIDE_WINDOW = 2
 FAULT_WRONG_SOURCE = 3
+FAULT_TOO_LONG = 4
+FAULT_NUMBER = 5
+#: A FAULT_* fills the low bits of the status of a FAULT event.
+FAULT_BITS = 4
+
+
+@compiled
+def put_event(events: int, index: int, kind: int, value: int, peer: int, status: int) -> None:
+    """Store event ``index`` of the array at address ``events``: the one place that knows what an event looks like."""
+    address = events + index * EVENT_BYTES
+    poke(address, kind)
+    poke(address + 8, value)
+    poke(address + 16, peer)
+    poke(address + 24, status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +103,9 @@ class Capabilities:
         notices_silent_death: DOWN is reported for a peer that vanished while nothing was under way to it. Where not,
             the next write to it fails with DOWN; until then the control connections notice.
         cpus: cores near the device, where the proxy thread should run; empty = no preference.
+        in_sequence: each stream's writes arrive in order and once (one connection carries it): anything else is a
+            fault of the peer. Transports that reorder or repeat say False.
+        tells_drop: a peer that was dropped and lives sees DOWN, so that it ends by name and not at its deadline.
     """
 
     name: str
@@ -91,6 +117,8 @@ class Capabilities:
     bytes_in_flight: int = 0
     notices_silent_death: bool = True
     cpus: frozenset[int] = frozenset()
+    in_sequence: bool = False
+    tells_drop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ import numpy as np
 from ...errors import BootstrapError, ConfigError
 from ..state import aligned_zeros
 from .base import EVENT_BYTES, Capabilities, DataPath
-from .fake_data import (
+from .fake_data import functions
+from .fake_state import (
     ENDPOINT_BLOCKED,
     ENDPOINT_BYTES,
     ENDPOINT_DROPPED,
@@ -29,6 +30,7 @@ from .fake_data import (
     ENDPOINT_INJECTED,
     ENDPOINT_INJECTED_COUNT,
     ENDPOINT_OUTBOX,
+    ENDPOINT_PARTED,
     ENDPOINT_PROXY,
     ENDPOINT_RANK,
     ENDPOINT_TOLD,
@@ -55,7 +57,6 @@ from .fake_data import (
     FABRIC_WINDOWS,
     FLIGHT_BYTES,
     INJECTED_LIMIT,
-    functions,
 )
 
 __all__ = ["Adversary", "FakeEndpoint", "FakeFabric"]
@@ -107,6 +108,7 @@ class FakeFabric:
         depth: writes from one endpoint to one other under way, beyond which it is BUSY.
         proves_source: whether ARRIVED names the source rank (RC, TCP) or the immediate must be believed (SRD).
         max_write: longest single write, bytes.
+        in_sequence: declare that every stream keeps its order and repeats nothing (and let the proxies insist on it).
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class FakeFabric:
         depth: int = 256,
         proves_source: bool = True,
         max_write: int = 256 << 20,
+        in_sequence: bool = False,
     ) -> None:
         self.ranks, self.window_bytes, self.proxies, self.depth = ranks, window_bytes, proxies, depth
         self.adversary = adversary = Adversary() if adversary is None else adversary
@@ -130,6 +133,8 @@ class FakeFabric:
             memory_kinds=("shared",),
             immediate_bits=32,
             max_write=max_write,
+            in_sequence=in_sequence,
+            tells_drop=True,
         )
         self._memory = aligned_zeros(FABRIC_BYTES + ranks * 8)
         self._windows = np.zeros(ranks, np.int64)
@@ -202,7 +207,7 @@ class FakeEndpoint:
         ranks, depth = fabric.ranks, fabric.depth
         self._inbox = np.zeros(depth * ranks, np.int64)
         self._outbox = np.zeros(depth * ranks, np.int64)
-        self._per_peer = np.zeros((4, ranks), np.int64)
+        self._per_peer = np.zeros((5, ranks), np.int64)
         self._injected = np.zeros((INJECTED_LIMIT, EVENT_BYTES // 8), np.int64)
         self._memory = aligned_zeros(ENDPOINT_BYTES)
         self._words = self._memory.view(np.int64)
@@ -216,6 +221,7 @@ class FakeEndpoint:
             ENDPOINT_DROPPED: self._per_peer[1].ctypes.data,
             ENDPOINT_TOLD: self._per_peer[2].ctypes.data,
             ENDPOINT_UNDER_WAY: self._per_peer[3].ctypes.data,
+            ENDPOINT_PARTED: self._per_peer[4].ctypes.data,
             ENDPOINT_INJECTED: self._injected.ctypes.data,
         }.items():
             self._words[offset // 8] = value

@@ -11,112 +11,64 @@ from errno import ECONNRESET
 from ...native.atomics import compare_exchange, copy, peek, poke, store64
 from ...native.calls import sched_yield
 from ...native.jit import c_function, compile_lock, compiled
-from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT
-
-__all__ = [
-    "ENDPOINT_BLOCKED",
-    "ENDPOINT_BYTES",
-    "ENDPOINT_DROPPED",
-    "ENDPOINT_FABRIC",
-    "ENDPOINT_INBOX",
-    "ENDPOINT_INJECTED",
-    "ENDPOINT_INJECTED_COUNT",
-    "ENDPOINT_OUTBOX",
-    "ENDPOINT_PROXY",
-    "ENDPOINT_RANK",
-    "ENDPOINT_TOLD",
-    "ENDPOINT_UNDER_WAY",
-    "FABRIC_ALIVE",
-    "FABRIC_BUSY",
-    "FABRIC_BYTES",
-    "FABRIC_DELAY",
-    "FABRIC_DEPTH",
-    "FABRIC_DROP",
-    "FABRIC_DUPLICATE",
-    "FABRIC_FLIGHTS",
-    "FABRIC_KILL",
-    "FABRIC_KILL_AFTER",
-    "FABRIC_LINGER",
-    "FABRIC_LOSE",
-    "FABRIC_POSTED",
-    "FABRIC_PROVES",
-    "FABRIC_PROXIES",
-    "FABRIC_RANDOM",
-    "FABRIC_RANKS",
-    "FABRIC_REORDER",
-    "FABRIC_TABLE",
-    "FABRIC_WINDOWS",
-    "FLIGHT_BYTES",
-    "INJECTED_LIMIT",
-    "functions",
-]
-
-# Fabric words (byte offsets). LOCK: 1 = taken (compare-and-exchange, release store). All others: under the lock.
-# Probabilities are thresholds for 32 random bits.
-(
-    FABRIC_LOCK,
-    FABRIC_RANKS,
-    FABRIC_PROXIES,
-    FABRIC_RANDOM,
-    FABRIC_REORDER,
-    FABRIC_DELAY,
-    FABRIC_DUPLICATE,
-    FABRIC_LINGER,
-    FABRIC_BUSY,
-    FABRIC_DROP,
-    FABRIC_LOSE,
-    FABRIC_KILL,
-    FABRIC_KILL_AFTER,
-    FABRIC_PROVES,
-    FABRIC_DEPTH,
-    FABRIC_WINDOWS,
-    FABRIC_ALIVE,
-    FABRIC_POSTED,
-    FABRIC_TABLE,
-    FABRIC_FLIGHTS,
-    FABRIC_FREE,
-    FABRIC_TOP,
-) = range(0, 22 * 8, 8)
-FABRIC_BYTES = 192
-
-# Endpoint words. INBOX and OUTBOX: numbers of the writes to and from this endpoint, oldest first, depth x ranks each.
-# BLOCKED: per source, the poll in which its later writes must wait. DROPPED, TOLD: per peer, 0 or 1. UNDER_WAY: per
-# peer, writes to it that something still names. INJECTED: events.
-(
+from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT, put_event
+from .fake_state import (
+    ENDPOINT_BLOCKED,
+    ENDPOINT_DROPPED,
     ENDPOINT_FABRIC,
-    ENDPOINT_RANK,
-    ENDPOINT_PROXY,
     ENDPOINT_INBOX,
     ENDPOINT_INBOX_COUNT,
-    ENDPOINT_OUTBOX,
-    ENDPOINT_OUTBOX_COUNT,
-    ENDPOINT_BLOCKED,
-    ENDPOINT_POLLS,
-    ENDPOINT_DROPPED,
-    ENDPOINT_TOLD,
-    ENDPOINT_UNDER_WAY,
     ENDPOINT_INJECTED,
     ENDPOINT_INJECTED_COUNT,
-) = range(0, 14 * 8, 8)
-ENDPOINT_BYTES = 128
+    ENDPOINT_OUTBOX,
+    ENDPOINT_OUTBOX_COUNT,
+    ENDPOINT_PARTED,
+    ENDPOINT_POLLS,
+    ENDPOINT_PROXY,
+    ENDPOINT_RANK,
+    ENDPOINT_TOLD,
+    ENDPOINT_UNDER_WAY,
+    FABRIC_ALIVE,
+    FABRIC_BUSY,
+    FABRIC_DELAY,
+    FABRIC_DEPTH,
+    FABRIC_DROP,
+    FABRIC_DUPLICATE,
+    FABRIC_FLIGHTS,
+    FABRIC_FREE,
+    FABRIC_KILL,
+    FABRIC_KILL_AFTER,
+    FABRIC_LINGER,
+    FABRIC_LOCK,
+    FABRIC_LOSE,
+    FABRIC_POSTED,
+    FABRIC_PROVES,
+    FABRIC_PROXIES,
+    FABRIC_RANDOM,
+    FABRIC_RANKS,
+    FABRIC_REORDER,
+    FABRIC_TABLE,
+    FABRIC_TOP,
+    FABRIC_WINDOWS,
+    FLIGHT_BYTES,
+    FLIGHT_CONTEXT,
+    FLIGHT_HOLDERS,
+    FLIGHT_IMM,
+    FLIGHT_LOCAL,
+    FLIGHT_NBYTES,
+    FLIGHT_PEER,
+    FLIGHT_SOURCE,
+    FLIGHT_STAGE,
+    FLIGHT_TARGET,
+    FLIGHT_WR,
+    HALF,
+    LANDED,
+    LOST,
+    OVER,
+    SEEN,
+)
 
-# A write in flight. HOLDERS: lists that still name it; at 0 it is free, and SOURCE links the free ones.
-(
-    _FLIGHT_CONTEXT,
-    _FLIGHT_SOURCE,
-    _FLIGHT_PEER,
-    _FLIGHT_LOCAL,
-    _FLIGHT_TARGET,
-    _FLIGHT_NBYTES,
-    _FLIGHT_IMM,
-    _FLIGHT_WR,
-    _FLIGHT_STAGE,
-    _FLIGHT_HOLDERS,
-) = range(0, 10 * 8, 8)
-FLIGHT_BYTES = 80
-_HALF, _LANDED, _SEEN, _OVER, _LOST = 1, 2, 4, 8, 16
-
-INJECTED_LIMIT = 16
+__all__ = ["functions"]
 
 
 @compiled
@@ -163,24 +115,13 @@ def _flight(fabric: int, number: int) -> int:
 def _let_go(fabric: int, number: int) -> None:
     """One list less names the write; free it after the last."""
     flight = _flight(fabric, number)
-    holders = peek(flight + _FLIGHT_HOLDERS) - 1
-    poke(flight + _FLIGHT_HOLDERS, holders)
+    holders = peek(flight + FLIGHT_HOLDERS) - 1
+    poke(flight + FLIGHT_HOLDERS, holders)
     if holders == 0:
-        under_way = peek(peek(flight + _FLIGHT_CONTEXT) + ENDPOINT_UNDER_WAY) + peek(flight + _FLIGHT_PEER) * 8
+        under_way = peek(peek(flight + FLIGHT_CONTEXT) + ENDPOINT_UNDER_WAY) + peek(flight + FLIGHT_PEER) * 8
         poke(under_way, peek(under_way) - 1)
-        poke(flight + _FLIGHT_SOURCE, peek(fabric + FABRIC_FREE))
+        poke(flight + FLIGHT_SOURCE, peek(fabric + FABRIC_FREE))
         poke(fabric + FABRIC_FREE, number + 1)
-
-
-@compiled
-def _event(events: int, count: int, kind: int, value: int, peer: int, status: int) -> int:
-    """Store event ``count``; returns the new count."""
-    event = events + count * EVENT_BYTES
-    poke(event, kind)
-    poke(event + 8, value)
-    poke(event + 16, peer)
-    poke(event + 24, status)
-    return count + 1
 
 
 @compiled
@@ -196,31 +137,31 @@ def _post_locked(
     poke(under_way, peek(under_way) + 1)
     number = peek(fabric + FABRIC_FREE) - 1
     if number >= 0:
-        poke(fabric + FABRIC_FREE, peek(_flight(fabric, number) + _FLIGHT_SOURCE))
+        poke(fabric + FABRIC_FREE, peek(_flight(fabric, number) + FLIGHT_SOURCE))
     else:
         number = peek(fabric + FABRIC_TOP)
         poke(fabric + FABRIC_TOP, number + 1)
     flight = _flight(fabric, number)
-    poke(flight + _FLIGHT_CONTEXT, context)
-    poke(flight + _FLIGHT_SOURCE, rank)
-    poke(flight + _FLIGHT_PEER, peer)
-    poke(flight + _FLIGHT_LOCAL, local)
-    poke(flight + _FLIGHT_TARGET, target)
-    poke(flight + _FLIGHT_NBYTES, nbytes)
-    poke(flight + _FLIGHT_IMM, imm)
-    poke(flight + _FLIGHT_WR, wr_id)
-    poke(flight + _FLIGHT_STAGE, 0)
-    poke(flight + _FLIGHT_HOLDERS, 1)
+    poke(flight + FLIGHT_CONTEXT, context)
+    poke(flight + FLIGHT_SOURCE, rank)
+    poke(flight + FLIGHT_PEER, peer)
+    poke(flight + FLIGHT_LOCAL, local)
+    poke(flight + FLIGHT_TARGET, target)
+    poke(flight + FLIGHT_NBYTES, nbytes)
+    poke(flight + FLIGHT_IMM, imm)
+    poke(flight + FLIGHT_WR, wr_id)
+    poke(flight + FLIGHT_STAGE, 0)
+    poke(flight + FLIGHT_HOLDERS, 1)
     count = peek(context + ENDPOINT_OUTBOX_COUNT)
     poke(peek(context + ENDPOINT_OUTBOX) + count * 8, number)
     poke(context + ENDPOINT_OUTBOX_COUNT, count + 1)
     if _chance(fabric, FABRIC_DROP) or not _alive(fabric, peer):
-        poke(flight + _FLIGHT_STAGE, _LOST)
+        poke(flight + FLIGHT_STAGE, LOST)
     elif _chance(fabric, FABRIC_LOSE):
         # Completed as far as the sender can tell, and never seen by the receiver.
-        poke(flight + _FLIGHT_STAGE, _LANDED | _SEEN)
+        poke(flight + FLIGHT_STAGE, LANDED | SEEN)
     else:
-        poke(flight + _FLIGHT_HOLDERS, 2)
+        poke(flight + FLIGHT_HOLDERS, 2)
         count = peek(other + ENDPOINT_INBOX_COUNT)
         poke(peek(other + ENDPOINT_INBOX) + count * 8, number)
         poke(other + ENDPOINT_INBOX_COUNT, count + 1)
@@ -242,20 +183,20 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
 
 @compiled
 def _land(fabric: int, flight: int, nbytes: int) -> None:
-    window = peek(peek(fabric + FABRIC_WINDOWS) + peek(flight + _FLIGHT_PEER) * 8)
-    copy(window + peek(flight + _FLIGHT_TARGET), peek(flight + _FLIGHT_LOCAL), nbytes)
+    window = peek(peek(fabric + FABRIC_WINDOWS) + peek(flight + FLIGHT_PEER) * 8)
+    copy(window + peek(flight + FLIGHT_TARGET), peek(flight + FLIGHT_LOCAL), nbytes)
 
 
 @compiled
 def _advance(fabric: int, context: int, number: int, events: int, count: int) -> int:
     """One poll's worth of progress of a write to this endpoint; returns the new number of events."""
     flight = _flight(fabric, number)
-    source = peek(flight + _FLIGHT_SOURCE)
-    stage = peek(flight + _FLIGHT_STAGE)
-    nbytes = peek(flight + _FLIGHT_NBYTES)
+    source = peek(flight + FLIGHT_SOURCE)
+    stage = peek(flight + FLIGHT_STAGE)
+    nbytes = peek(flight + FLIGHT_NBYTES)
     blocked = peek(context + ENDPOINT_BLOCKED) + source * 8
     polls = peek(context + ENDPOINT_POLLS)
-    if not stage & _SEEN:
+    if not stage & SEEN:
         if peek(blocked) == polls:
             return count
         if _chance(fabric, FABRIC_DELAY):
@@ -264,14 +205,14 @@ def _advance(fabric: int, context: int, number: int, events: int, count: int) ->
         if _chance(fabric, FABRIC_REORDER):
             return count
         adverse = peek(fabric + FABRIC_REORDER) != 0 or peek(fabric + FABRIC_DELAY) != 0
-        if not stage & _LANDED:
-            if adverse and nbytes >= 32 and not stage & _HALF:
+        if not stage & LANDED:
+            if adverse and nbytes >= 32 and not stage & HALF:
                 _land(fabric, flight, nbytes // 2)
-                stage |= _HALF
+                stage |= HALF
             else:
                 _land(fabric, flight, nbytes)
-                stage |= _LANDED
-            poke(flight + _FLIGHT_STAGE, stage)
+                stage |= LANDED
+            poke(flight + FLIGHT_STAGE, stage)
             if adverse:
                 if peek(fabric + FABRIC_REORDER) == 0:
                     poke(blocked, polls)
@@ -281,9 +222,10 @@ def _advance(fabric: int, context: int, number: int, events: int, count: int) ->
     elif nbytes and _chance(fabric, FABRIC_DUPLICATE):
         _land(fabric, flight, nbytes)
         return count
-    poke(flight + _FLIGHT_STAGE, stage | _SEEN)
+    poke(flight + FLIGHT_STAGE, stage | SEEN)
     proven = source if peek(fabric + FABRIC_PROVES) else -1
-    return _event(events, count, ARRIVED, peek(flight + _FLIGHT_IMM), proven, nbytes)
+    put_event(events, count, ARRIVED, peek(flight + FLIGHT_IMM), proven, nbytes)
+    return count + 1
 
 
 @compiled
@@ -294,18 +236,18 @@ def _poll_inbox(fabric: int, context: int, events: int, count: int, limit: int) 
     for i in range(total):
         number = peek(inbox + i * 8)
         flight = _flight(fabric, number)
-        source = peek(flight + _FLIGHT_SOURCE)
+        source = peek(flight + FLIGHT_SOURCE)
         gone = peek(peek(context + ENDPOINT_DROPPED) + source * 8) or peek(peek(context + ENDPOINT_TOLD) + source * 8)
         # A dead rank sends nothing new; what had already landed may still be seen.
-        if not _alive(fabric, source) and not peek(flight + _FLIGHT_STAGE) & _LANDED:
+        if not _alive(fabric, source) and not peek(flight + FLIGHT_STAGE) & LANDED:
             gone = 1
-        stage = peek(flight + _FLIGHT_STAGE)
+        stage = peek(flight + FLIGHT_STAGE)
         # Once its sender has seen SENT nothing of a write is repeated any more.
-        if not gone and count < limit and not (stage & _SEEN and stage & _OVER):
+        if not gone and count < limit and not (stage & SEEN and stage & OVER):
             count = _advance(fabric, context, number, events, count)
-            stage = peek(flight + _FLIGHT_STAGE)
-        repeatable = peek(fabric + FABRIC_DUPLICATE) != 0 and not stage & _OVER
-        if gone or (stage & _SEEN and not repeatable):
+            stage = peek(flight + FLIGHT_STAGE)
+        repeatable = peek(fabric + FABRIC_DUPLICATE) != 0 and not stage & OVER
+        if gone or (stage & SEEN and not repeatable):
             _let_go(fabric, number)
         else:
             poke(inbox + kept * 8, number)
@@ -322,26 +264,28 @@ def _poll_outbox(fabric: int, context: int, events: int, count: int, limit: int)
     for i in range(total):
         number = peek(outbox + i * 8)
         flight = _flight(fabric, number)
-        peer = peek(flight + _FLIGHT_PEER)
-        stage = peek(flight + _FLIGHT_STAGE)
+        peer = peek(flight + FLIGHT_PEER)
+        stage = peek(flight + FLIGHT_STAGE)
         finished = peek(peek(context + ENDPOINT_DROPPED) + peer * 8) != 0
         if not finished and count < limit:
-            if stage & _LOST and not _chance(fabric, FABRIC_DELAY):
+            if stage & LOST and not _chance(fabric, FABRIC_DELAY):
                 told = peek(context + ENDPOINT_TOLD) + peer * 8
                 if peek(told) == 0:
                     poke(told, 1)
-                    count = _event(events, count, DOWN, 0, peer, ECONNRESET)
+                    put_event(events, count, DOWN, 0, peer, ECONNRESET)
+                    count += 1
                 finished = True
-            elif stage & _LANDED and not stage & _LOST:
+            elif stage & LANDED and not stage & LOST:
                 # Held a while whenever repeats are on, or there would be no time for them.
                 held = (
                     _chance(fabric, FABRIC_LINGER) or _chance(fabric, FABRIC_DELAY) or _chance(fabric, FABRIC_DUPLICATE)
                 )
                 if not held:
-                    count = _event(events, count, SENT, peek(flight + _FLIGHT_WR), peer, 0)
+                    put_event(events, count, SENT, peek(flight + FLIGHT_WR), peer, 0)
+                    count += 1
                     finished = True
         if finished:
-            poke(flight + _FLIGHT_STAGE, stage | _OVER)
+            poke(flight + FLIGHT_STAGE, stage | OVER)
             _let_go(fabric, number)
         else:
             poke(outbox + kept * 8, number)
@@ -365,11 +309,13 @@ def _poll_locked(fabric: int, context: int, events: int, limit: int) -> int:
     for peer in range(peek(fabric + FABRIC_RANKS)):
         told = peek(context + ENDPOINT_TOLD) + peer * 8
         told_before = peek(told) or peek(peek(context + ENDPOINT_DROPPED) + peer * 8)
-        if peer != rank and not _alive(fabric, peer) and not told_before and count < limit:
+        gone = not _alive(fabric, peer) or peek(peek(context + ENDPOINT_PARTED) + peer * 8)
+        if peer != rank and gone and not told_before and count < limit:
             if _chance(fabric, FABRIC_DELAY):
                 continue
             poke(told, 1)
-            count = _event(events, count, DOWN, 0, peer, ECONNRESET)
+            put_event(events, count, DOWN, 0, peer, ECONNRESET)
+            count += 1
     count = _poll_inbox(fabric, context, events, count, limit)
     return _poll_outbox(fabric, context, events, count, limit)
 
@@ -397,11 +343,12 @@ def _drop(context: int, peer: int, reason: int) -> int:
     other = _endpoint_of(fabric, peer, peek(context + ENDPOINT_PROXY))
     if other:
         rank = peek(context + ENDPOINT_RANK)
+        poke(peek(other + ENDPOINT_PARTED) + rank * 8, 1)
         inbox = peek(other + ENDPOINT_INBOX)
         kept = 0
         for i in range(peek(other + ENDPOINT_INBOX_COUNT)):
             number = peek(inbox + i * 8)
-            if peek(_flight(fabric, number) + _FLIGHT_SOURCE) == rank:
+            if peek(_flight(fabric, number) + FLIGHT_SOURCE) == rank:
                 _let_go(fabric, number)
             else:
                 poke(inbox + kept * 8, number)

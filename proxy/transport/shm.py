@@ -117,6 +117,8 @@ class ShmEndpoint:
             memory_kinds=("shared", "host"),
             immediate_bits=data.IMM_BITS,
             max_write=MAX_WRITE_BYTES,
+            in_sequence=True,
+            tells_drop=True,
         )
 
     def address(self) -> bytes:

@@ -18,17 +18,20 @@ from ...native.calls import monotonic_ns
 from ...native.jit import c_function, compile_lock, compiled
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.imm import IMM
-from ...protocol.mailbox import SLOTS, SLOTS_OFFSET, TAIL, WORD
+from ...protocol.mailbox import SLOTS, SLOTS_OFFSET, TAIL, TAIL_CLOSED, WORD
 from .base import (
     ACCEPTED,
     ARRIVED,
     BUSY,
     DOWN,
-    EVENT_BYTES,
     FAULT,
     FAULT_BAD_FRAME,
+    FAULT_BITS,
+    FAULT_NUMBER,
+    FAULT_TOO_LONG,
     FAULT_WRONG_SOURCE,
     SENT,
+    put_event,
 )
 
 __all__ = ["warm"]
@@ -55,11 +58,13 @@ _OUT_HEAD = 3  # immediates put into it
 _OUT_TAIL = 4  # immediates of them known to be taken
 IN = 5  # address of the peer's ring in our mailbox
 _IN_TAIL = 6  # immediates taken from it
-_PROBLEM = 7  # FAULT_* code to report at the next poll, 0 = none
+_PROBLEM = 7  # status of the FAULT to report at the next poll, 0 = none
 PIDFD = 8  # descriptor of the peer's process, -1 = not watched
+_PROBLEM_VALUE = 9  # and its value
+_REASON = 10  # errno of the DOWN that ends ENDING
 PEER_WORDS = 16
 
-_ABSENT, UP, _ENDING, CLOSED = 0, 1, 2, 3  # ENDING: the process is gone, its last immediates are still delivered
+_ABSENT, UP, _ENDING, CLOSED = 0, 1, 2, 3  # ENDING: the peer is gone, its last immediates are still delivered
 
 DONE_SLOTS = 4096
 ENDED_MAX = 16
@@ -79,17 +84,9 @@ _SOURCE_SHIFT = IMM["source"].shift
 _ENOTCONN = errno.ENOTCONN
 _EINVAL = errno.EINVAL
 _ESRCH = errno.ESRCH
+_ECONNRESET = errno.ECONNRESET
 
 _epoll_wait = types.ExternalFunction("epoll_wait", types.int32(types.int32, types.int64, types.int32, types.int32))
-
-
-@compiled
-def _event(events: int, index: int, kind: int, value: int, peer: int, status: int) -> None:
-    address = events + index * EVENT_BYTES
-    poke(address, kind)
-    poke(address + 8, value)
-    poke(address + 16, peer)
-    poke(address + 24, status)
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
@@ -106,8 +103,12 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     ring = peek(record + 8 * OUT)
     if head - peek(record + 8 * _OUT_TAIL) >= SLOTS:
         tail = load64(ring + TAIL)
+        if tail == TAIL_CLOSED:
+            # the peer has parted from this rank: the next look says so
+            return BUSY
         if tail > head or tail < peek(record + 8 * _OUT_TAIL):
-            poke(record + 8 * _PROBLEM, FAULT_BAD_FRAME)
+            poke(record + 8 * _PROBLEM_VALUE, tail)
+            poke(record + 8 * _PROBLEM, FAULT_NUMBER | head << FAULT_BITS)
             return BUSY
         poke(record + 8 * _OUT_TAIL, tail)
         if head - tail >= SLOTS:
@@ -141,18 +142,26 @@ def _deliver_sent(context: int, events: int, limit: int) -> int:
         peer = peek(done + 8)
         tail += 1
         if peek(peers + peer * 8 * PEER_WORDS + 8 * STATE) != CLOSED:
-            _event(events, count, SENT, peek(done), peer, 0)
+            put_event(events, count, SENT, peek(done), peer, 0)
             count += 1
     poke(context + 8 * _DONE_TAIL, tail)
     return count
 
 
 @compiled
+def _end(record: int, reason: int) -> None:
+    """The peer is gone: what it has put into its ring is still delivered, then DOWN with ``reason``."""
+    if peek(record + 8 * STATE) == UP:
+        poke(record + 8 * STATE, _ENDING)
+        poke(record + 8 * _REASON, reason)
+
+
+@compiled
 def _watch(context: int) -> None:
-    """Mark peers whose process has ended."""
+    """Mark peers that have parted from this rank, or whose process has ended."""
     watch = peek(context + 8 * WATCH)
     polls = peek(context + 8 * _WATCH_POLLS) + 1
-    if watch < 0 or polls < _WATCH_EVERY_POLLS:
+    if polls < _WATCH_EVERY_POLLS:
         poke(context + 8 * _WATCH_POLLS, polls)
         return
     poke(context + 8 * _WATCH_POLLS, 0)
@@ -160,6 +169,12 @@ def _watch(context: int) -> None:
     if now < peek(context + 8 * _WATCH_TIME):
         return
     poke(context + 8 * _WATCH_TIME, now + _WATCH_EVERY_NS)
+    for peer in range(peek(context + 8 * RANKS)):
+        record = peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS
+        if peek(record + 8 * STATE) == UP and load64(peek(record + 8 * OUT) + TAIL) == TAIL_CLOSED:
+            _end(record, _ECONNRESET)
+    if watch < 0:
+        return
     ended = peek(context + 8 * ENDED)
     count = _epoll_wait(watch, ended, ENDED_MAX, 0)
     for index in range(count):
@@ -167,8 +182,8 @@ def _watch(context: int) -> None:
         pidfd = peek32(ended + index * _EPOLL_EVENT_BYTES + _EPOLL_DATA)
         for peer in range(peek(context + 8 * RANKS)):
             record = peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS
-            if peek(record + 8 * PIDFD) == pidfd and peek(record + 8 * STATE) == UP:
-                poke(record + 8 * STATE, _ENDING)
+            if peek(record + 8 * PIDFD) == pidfd:
+                _end(record, _ESRCH)
 
 
 @compiled
@@ -177,7 +192,7 @@ def _receive(record: int, peer: int, events: int, count: int, limit: int) -> int
     problem = peek(record + 8 * _PROBLEM)
     if problem != 0 and count < limit:
         poke(record + 8 * STATE, CLOSED)
-        _event(events, count, FAULT, 0, peer, problem)
+        put_event(events, count, FAULT, peek(record + 8 * _PROBLEM_VALUE), peer, problem)
         return count + 1
     ending = peek(record + 8 * STATE) == _ENDING
     ring = peek(record + 8 * IN)
@@ -190,22 +205,24 @@ def _receive(record: int, peer: int, events: int, count: int, limit: int) -> int
         if (word >> _LAP_SHIFT) & 1 != lap:
             if ending:
                 poke(record + 8 * STATE, CLOSED)
-                _event(events, count, DOWN, 0, peer, _ESRCH)
+                put_event(events, count, DOWN, 0, peer, peek(record + 8 * _REASON))
                 count += 1
             break
         imm = word & _IMM_MASK
         nbytes = (word >> _NBYTES_SHIFT) & _NBYTES_MASK
-        status = 0
-        if word >> (_LAP_SHIFT + 1) != 0 or nbytes > MAX_WRITE_BYTES:
+        status, value = 0, word
+        if word >> (_LAP_SHIFT + 1) != 0:
             status = FAULT_BAD_FRAME
+        elif nbytes > MAX_WRITE_BYTES:
+            status, value = FAULT_TOO_LONG | MAX_WRITE_BYTES << FAULT_BITS, nbytes
         elif imm >> _SOURCE_SHIFT != peer:
-            status = FAULT_WRONG_SOURCE
+            status, value = FAULT_WRONG_SOURCE | peer << FAULT_BITS, imm
         if status != 0:
             poke(record + 8 * STATE, CLOSED)
-            _event(events, count, FAULT, word, peer, status)
+            put_event(events, count, FAULT, value, peer, status)
             count += 1
             break
-        _event(events, count, ARRIVED, imm, peer, nbytes)
+        put_event(events, count, ARRIVED, imm, peer, nbytes)
         count += 1
         taken += 1
     if taken != before:
@@ -236,7 +253,12 @@ def _poll(context: int, events: int, limit: int) -> int:
 
 
 def _drop(context: int, peer: int, reason: int) -> int:
-    poke(peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS + 8 * STATE, CLOSED)
+    record = peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS
+    poke(record + 8 * STATE, CLOSED)
+    ring = peek(record + 8 * IN)
+    if ring != 0:
+        # The peer may well live and wait for this rank: its next look at its ring tells it.
+        store64(ring + TAIL, TAIL_CLOSED)
     return 0
 
 

@@ -86,6 +86,8 @@ class TcpEndpoint:
             memory_kinds=("shared", "host"),
             immediate_bits=IMM.bits,
             max_write=MAX_WRITE_BYTES,
+            in_sequence=True,
+            tells_drop=True,
         )
 
     def address(self) -> bytes:

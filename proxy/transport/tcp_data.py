@@ -46,6 +46,7 @@ from .tcp_state import (
     FRAME_WR_ID,
     LINK_WORDS,
     LINKS,
+    LOST_BYTES,
     LOST_ERRNO,
     LOST_TIME,
     PEER,
@@ -193,7 +194,7 @@ def _end_peers(context: int) -> None:
             link = _link(context, rank * connections + connection)
             over = over and peek(link + 8 * FLAGS) & RECEIVE_OVER != 0
         if (over or now >= peek(peer + 8 * LOST_TIME)) and _room(context):
-            queue_event(context, DOWN, 0, rank, peek(peer + 8 * LOST_ERRNO))
+            queue_event(context, DOWN, peek(peer + 8 * LOST_BYTES), rank, peek(peer + 8 * LOST_ERRNO))
             _close_peer(context, rank, CLOSED)
 
 

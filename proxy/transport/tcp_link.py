@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from numba import types
+from numba import int64, types
 
 from ...native.atomics import copy, peek, peek32, poke
 from ...native.calls import monotonic_ns
@@ -19,12 +19,15 @@ from ...protocol.frame import FRAME_BYTES, FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMB
 from ...protocol.imm import IMM
 from .base import (
     ARRIVED,
-    EVENT_BYTES,
     FAULT,
     FAULT_BAD_FRAME,
+    FAULT_BITS,
+    FAULT_NUMBER,
     FAULT_OUTSIDE_WINDOW,
+    FAULT_TOO_LONG,
     FAULT_WRONG_SOURCE,
     SENT,
+    put_event,
 )
 from .tcp_state import (
     ENDING,
@@ -46,6 +49,7 @@ from .tcp_state import (
     IN_LEFT,
     IN_NUMBER,
     IN_PLACE,
+    LOST_BYTES,
     LOST_ERRNO,
     LOST_GRACE_NS,
     LOST_TIME,
@@ -102,11 +106,7 @@ def peer_record(context: int, rank: int) -> int:
 def queue_event(context: int, kind: int, value: int, peer: int, status: int) -> None:
     """Queue an event; a turn begins only when there is room for all it can make."""
     head = peek(context + 8 * EVENTS_HEAD)
-    address = peek(context + 8 * EVENTS) + (head % EVENT_SLOTS) * EVENT_BYTES
-    poke(address, kind)
-    poke(address + 8, value)
-    poke(address + 16, peer)
-    poke(address + 24, status)
+    put_event(peek(context + 8 * EVENTS), head % EVENT_SLOTS, kind, value, peer, status)
     poke(context + 8 * EVENTS_HEAD, head + 1)
 
 
@@ -144,11 +144,12 @@ def lost(context: int, rank: int, code: int) -> None:
 
 
 @compiled
-def _fault(context: int, link: int, value: int, status: int) -> None:
-    """Close a connection on which the peer broke the format."""
+def _fault(context: int, link: int, fault: int, arrived: int, expected: int) -> bool:
+    """Close a connection on which the peer broke the format. Always False."""
     _shutdown(peek(link + 8 * FD), _SHUT_RDWR)
     set_flags(link, RECEIVE_OVER | SEND_OVER)
-    queue_event(context, FAULT, value, peek(link + 8 * PEER), status)
+    queue_event(context, FAULT, arrived, peek(link + 8 * PEER), fault | expected << FAULT_BITS)
+    return False
 
 
 @compiled
@@ -158,19 +159,20 @@ def _check_header(context: int, link: int) -> bool:
     first = peek(header)
     target, length = peek(header + FRAME_TARGET), peek(header + FRAME_LENGTH)
     number = peek(link + 8 * IN_NUMBER)
-    if first & _LOW32 != FRAME_MAGIC or peek(header + FRAME_NUMBER) != number:
-        _fault(context, link, first & _LOW32, FAULT_BAD_FRAME)
-        return False
-    if length < 0 or length > MAX_WRITE_BYTES:
-        _fault(context, link, length, FAULT_BAD_FRAME)
-        return False
-    if target < 0 or target > peek(context + 8 * WINDOW_BYTES) - length:
-        _fault(context, link, target, FAULT_OUTSIDE_WINDOW)
-        return False
+    limit = peek(context + 8 * WINDOW_BYTES) - length
     imm = (first >> 32) & _LOW32
-    if imm >> _SOURCE_SHIFT != peek(link + 8 * PEER):
-        _fault(context, link, imm, FAULT_WRONG_SOURCE)
-        return False
+    peer = peek(link + 8 * PEER)
+    # int64(): literal arguments would make Numba compile copies of the callee for them.
+    if first & _LOW32 != FRAME_MAGIC:
+        return _fault(context, link, int64(FAULT_BAD_FRAME), first & _LOW32, int64(FRAME_MAGIC))
+    if peek(header + FRAME_NUMBER) != number:
+        return _fault(context, link, int64(FAULT_NUMBER), peek(header + FRAME_NUMBER), number)
+    if length < 0 or length > MAX_WRITE_BYTES:
+        return _fault(context, link, int64(FAULT_TOO_LONG), length, int64(MAX_WRITE_BYTES))
+    if target < 0 or target > limit:
+        return _fault(context, link, int64(FAULT_OUTSIDE_WINDOW), target, limit)
+    if imm >> _SOURCE_SHIFT != peer:
+        return _fault(context, link, int64(FAULT_WRONG_SOURCE), imm, peer)
     poke(link + 8 * IN_NUMBER, number + 1)
     poke(link + 8 * IN_IMM, imm)
     poke(link + 8 * IN_LEFT, length)
@@ -216,6 +218,20 @@ def _parse(context: int, link: int, source: int, nbytes: int) -> None:
 
 
 @compiled
+def _cut(context: int, link: int, code: int) -> None:
+    """Nothing more comes from the peer: note whether that was in the middle of a frame."""
+    set_flags(link, RECEIVE_OVER)
+    have = peek(link + 8 * IN_HEADER)
+    missing = 0
+    if have > 0:
+        missing = peek(link + 8 * IN_LEFT) if have == FRAME_BYTES else FRAME_BYTES - have
+    rank = peek(link + 8 * PEER)
+    if missing > 0:
+        poke(peer_record(context, rank) + 8 * LOST_BYTES, missing)
+    lost(context, rank, code)
+
+
+@compiled
 def receive(context: int, link: int) -> None:
     """One receive: the rest of the current payload goes straight to the window, what follows to the staging buffer."""
     vectors, message = peek(context + 8 * VECTORS), peek(context + 8 * MESSAGE)
@@ -236,12 +252,10 @@ def receive(context: int, link: int) -> None:
         if code == _EAGAIN:
             clear_flags(link, READABLE)
         elif code != _EINTR and code != _ENOMEM and code != _ENOBUFS:
-            set_flags(link, RECEIVE_OVER)
-            lost(context, peek(link + 8 * PEER), code)
+            _cut(context, link, code)
         return
     if got == 0:
-        set_flags(link, RECEIVE_OVER)
-        lost(context, peek(link + 8 * PEER), _ECONNRESET)
+        _cut(context, link, _ECONNRESET)
         return
     if got < direct + STAGING_BYTES and peek(link + 8 * FLAGS) & FINISHING == 0:
         # A short read means empty, and later bytes make a new edge.

@@ -68,6 +68,7 @@ FRAME_SLOT_BYTES = 64
 STATE = 0
 LOST_ERRNO = 1  # why the first connection ended
 LOST_TIME = 2  # CLOCK_MONOTONIC ns at which DOWN is reported even if other connections still seem alive
+LOST_BYTES = 3  # bytes at least that are missing of the frame in which it ended, 0 = it ended between frames
 PEER_WORDS = 4
 
 ABSENT = 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
-from uccl_ep_serving.errors import PeerLost
+from uccl_ep_serving.errors import PeerLost, ProtocolError
 from uccl_ep_serving.kernel_space import KernelSpace
 from uccl_ep_serving.kernels.cpu.context import (
     ALWAYS,
@@ -32,6 +33,7 @@ from uccl_ep_serving.protocol.context import (
     STATUS_OK,
     STATUS_PENDING,
     STATUS_POISONED,
+    WINDOW_BYTES,
 )
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.ring import CAPACITY, HEAD, SLOTS, TAIL, lap_of, ring_bytes
@@ -118,11 +120,40 @@ def test_commands_say_what_was_put(bench: Bench) -> None:
 
 def test_largest_offsets_fit(bench: Bench) -> None:
     far = (1 << 40) - 16
+    bench.space._context[WINDOW_BYTES] = 1 << 41
     bench.put(source=far, target=far, nbytes=MAX_WRITE_BYTES, peer=2)
     assert bench.take() == [Command(rank=2, stream=STREAM, source=far, target=far, length=MAX_WRITE_BYTES, last=True)]
 
 
+@pytest.mark.parametrize(
+    "misfit",
+    [
+        {"source": -16},
+        {"target": -16},
+        {"nbytes": -16},
+        {"source": "end"},
+        {"target": "end"},
+        {"nbytes": "window"},
+        {"source": 8},
+        {"target": 8},
+        {"nbytes": 8},
+    ],
+)
+def test_a_write_outside_the_window_is_refused_before_it_is_published(bench: Bench, misfit: dict[str, Any]) -> None:
+    """At the very end it still fits, one unit further it does not."""
+    window = bench.layout.nbytes
+    assert bench.put(source=window - 32, target=window - 32) == STATUS_OK
+    words = {"end": window - 16, "window": window}
+    assert bench.put(**{name: words.get(value, value) for name, value in misfit.items()}) == STATUS_POISONED
+    assert len(bench.take()) == 1
+    error = bench.space.failure("bench")
+    assert isinstance(error, ProtocolError)
+    assert (error.peer, error.channel) == (2, 3)
+    assert f"a window of {window} bytes. Nothing of it was sent" in str(error)
+
+
 def test_long_write_becomes_several_commands(bench: Bench) -> None:
+    bench.space._context[WINDOW_BYTES] = 1 << 41
     assert bench.put(source=0, target=1 << 30, nbytes=2 * MAX_WRITE_BYTES + 48) == STATUS_OK
     commands = bench.take()
     assert [(command.length, command.last) for command in commands] == [
@@ -135,6 +166,7 @@ def test_long_write_becomes_several_commands(bench: Bench) -> None:
 
 
 def test_full_ring_reserves_nothing(bench: Bench) -> None:
+    bench.space._context[WINDOW_BYTES] = 1 << 40
     for index in range(8):
         assert bench.put(source=16 * index) == STATUS_OK
     assert bench.put() == STATUS_PENDING

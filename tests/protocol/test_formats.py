@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from uccl_ep_serving.protocol import command, imm, ring, streams
@@ -32,12 +34,21 @@ _IMMEDIATES = st.builds(
 
 @given(_COMMANDS, st.integers(0, 1))
 def test_command_round_trip(value: Command, lap: int) -> None:
+    assume(max(value.source, value.target) + value.length <= MAX_WINDOW_BYTES)
     low, high = command.encode(value, lap)
     assert command.decode(low, high) == value
     # Non-negative as int64, in Numba and in Triton; never all zero, so a zeroed slot is no command.
     assert 0 <= low < 1 << 63
     assert 0 < high < 1 << 63
     assert low & 1 == high & 1 == lap
+
+
+def test_commands_outside_a_window_are_refused() -> None:
+    value = Command(rank=1, stream=8, source=0, target=4096 - 16, length=16, last=True)
+    command.encode(value, 0, window_bytes=4096)
+    for wrong in (replace(value, length=32), replace(value, target=0, source=4096)):
+        with pytest.raises(ValueError, match="outside a window of 4096 bytes"):
+            command.encode(wrong, 0, window_bytes=4096)
 
 
 @given(_IMMEDIATES)

@@ -328,6 +328,28 @@ class TransportContract:
                     traffic.poll(port)
                 assert time.monotonic() < deadline + 1
 
+    def test_a_dropped_peer_is_told(self, open_group: OpenGroup) -> None:
+        """It lives and would wait: within a second it sees DOWN of the rank that dropped it, nobody else does."""
+        with open_group(3, 1 << 16) as group:
+            if not group.endpoints[0].capabilities.tells_drop:
+                pytest.skip("this transport does not tell a peer that it was dropped")
+            traffic = Traffic(group)
+            traffic.add(0, 1, source=0, target=4096, nbytes=64)
+            traffic.add(1, 0, source=0, target=4096, nbytes=64)
+            traffic.run()
+            traffic.ports[0].drop(1)
+            deadline = time.monotonic() + 1.0
+            while not traffic.down:
+                for port in traffic.ports:
+                    traffic.poll(port)
+                assert time.monotonic() < deadline, "not told"
+            traffic.settle()
+            assert traffic.down == [(1, 0)]
+            others = Traffic(group, traffic.ports)
+            others.add(1, 2, source=1024, target=8192, nbytes=512)
+            others.add(2, 0, source=1024, target=8192, nbytes=512)
+            others.run()
+
     def test_nothing_is_heard_of_a_dropped_peer(self, open_group: OpenGroup) -> None:
         """After drop(): no SENT, no ARRIVED, no DOWN of that peer; the others go on."""
         with open_group(3, 1 << 16) as group:

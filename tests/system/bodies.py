@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,10 @@ from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import UcclEpError
+from uccl_ep_serving.protocol.command import COMMAND_BYTES, Command, encode
+from uccl_ep_serving.protocol.context import WINDOW_BYTES
+from uccl_ep_serving.protocol.ring import CAPACITY, HEAD, SLOTS, TAIL, lap_of
+from uccl_ep_serving.protocol.streams import HOST, LL_DISPATCH, NORMAL_NOTIFY
 
 
 def settings(**overrides: Any) -> Settings:
@@ -192,6 +197,77 @@ def refused(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
         assert normal_trip(buffer, number, experts=experts) < 0.02
     buffer.destroy()
     return messages
+
+
+def stray_command(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
+    """Somebody on rank 0 enqueues a write outside the window that no operation waits for.
+
+    Rank 0's next operation says so, once, before anything moves; the group goes on. Returns what was raised.
+    """
+    buffer = opened(exchange, overrides)
+    assert round_trip(buffer) < 0.02
+    texts = []
+    if exchange.rank == 0:
+        put_command(buffer, HOST, buffer.runtime.layout.nbytes)
+        try:
+            round_trip(buffer, 1)
+        except UcclEpError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    for seed in range(3):
+        assert round_trip(buffer, seed) < 0.02
+        assert normal_trip(buffer, seed) < 0.02
+    buffer.destroy()
+    return texts
+
+
+def put_command(buffer: Buffer, stream: int, target: int) -> None:
+    """Put a write of 16 bytes to rank 1 into the ring of ``stream``, and wait until the proxy has taken it."""
+    service = buffer.runtime._plane.service
+    ring = service.ring(stream)
+    head, tail, capacity = (ctypes.c_int64.from_address(ring + word) for word in (HEAD, TAIL, CAPACITY))
+    index = head.value
+    head.value = index + 1
+    low, high = encode(
+        Command(rank=1, stream=stream, source=0, target=target, length=16, last=True), lap_of(index, capacity.value)
+    )
+    slot = ring + SLOTS + index % capacity.value * COMMAND_BYTES
+    ctypes.c_int64.from_address(slot).value = low
+    ctypes.c_int64.from_address(slot + 8).value = high
+    deadline = time.monotonic() + 5
+    while tail.value <= index:
+        assert time.monotonic() < deadline, "the proxy takes no commands"
+        time.sleep(0.001)
+
+
+def operation_hit(exchange: StoreExchange, overrides: dict[str, Any], mode: str, kernel: bool) -> dict[str, Any]:
+    """A write of rank 0's operation to rank 1 lies outside the window: noticed by its kernel, or by its proxy.
+
+    Returns what was raised, and after how many seconds.
+    """
+    buffer = opened(exchange, overrides)
+    trip = round_trip if mode == "low_latency" else normal_trip
+    trip(buffer)
+    if exchange.rank == 0 and kernel:
+        # as if the kernels' idea of the window were another one than the proxies'
+        buffer.runtime.space._context[WINDOW_BYTES] = 4096
+    elif exchange.rank == 0:
+        put_command(buffer, LL_DISPATCH if mode == "low_latency" else NORMAL_NOTIFY, buffer.runtime.layout.nbytes)
+    started = time.monotonic()
+    result: dict[str, Any] = {}
+    try:
+        for seed in range(10):
+            trip(buffer, seed)
+    except UcclEpError as error:
+        result = {
+            "kind": type(error).__name__,
+            "peer": getattr(error, "peer", None),
+            "text": str(error),
+            "seconds": time.monotonic() - started,
+        }
+        # it must be the severed connection that tells the other one, not this Buffer's end
+        time.sleep(1.5)
+    buffer.destroy()
+    return result
 
 
 def disagree_on_shape(exchange: StoreExchange, overrides: dict[str, Any]) -> str:

@@ -57,6 +57,30 @@ def test_bad_input_is_refused_by_name_and_the_group_goes_on(ranks: Ranks) -> Non
             assert all(message.startswith("ConfigError") for message in messages), messages
 
 
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_a_stray_command_is_named_once_and_the_group_goes_on(ranks: Ranks, path: str) -> None:
+    zero, one = ranks.run(2, bodies.stray_command, PATHS[path])
+    assert one == []
+    (text,) = zero
+    assert text.startswith("ProtocolError: the proxy refused command")
+    assert "rank 1's window" in text
+    assert "host, channel 0" in text
+
+
+@pytest.mark.parametrize("mode", ["low_latency", "normal"])
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "proxy"])
+def test_an_offset_outside_the_window_ends_the_operation_on_both_sides(
+    ranks: Ranks, path: str, mode: str, kernel: bool
+) -> None:
+    """Long before the deadline of 20 s, and by name: the one says what was wrong, the other whom it lost."""
+    zero, one = ranks.run(2, bodies.operation_hit, PATHS[path], mode, kernel)
+    assert (zero["kind"], zero["peer"]) == ("ProtocolError", 1)
+    assert ("a kernel of this rank was about to write" if kernel else "a kernel of this rank enqueued") in zero["text"]
+    assert (one["kind"], one["peer"]) == ("PeerLost", 0)
+    assert max(zero["seconds"], one["seconds"]) < 1.0
+
+
 def test_different_shapes_are_refused_on_every_rank(ranks: Ranks) -> None:
     for text in ranks.run(3, bodies.disagree_on_shape, PATHS["shm"]):
         assert text.startswith("ConfigError")

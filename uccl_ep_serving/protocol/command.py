@@ -82,8 +82,11 @@ def _units(name: str, nbytes: int, limit: int) -> int:
     return nbytes // UNIT
 
 
-def encode(command: Command, lap: int) -> tuple[int, int]:
-    """Both words of ``command`` for a slot of lap parity ``lap`` (0 or 1). Raises ValueError on any misfit."""
+def encode(command: Command, lap: int, *, window_bytes: int = MAX_WINDOW_BYTES) -> tuple[int, int]:
+    """Both words of ``command`` for a slot of lap parity ``lap`` (0 or 1).
+
+    Raises ValueError on any misfit, bytes outside a window of ``window_bytes`` at either end included.
+    """
     if command.kind != KIND_WRITE:
         raise ValueError(f"unknown command kind {command.kind}")
     low = LOW.pack(
@@ -99,6 +102,11 @@ def encode(command: Command, lap: int) -> tuple[int, int]:
         kind=command.kind,
         last=int(command.last),
     )
+    for name, offset in (("source", command.source), ("target", command.target)):
+        if offset + command.length > window_bytes:
+            raise ValueError(
+                f"{name} = {offset} with {command.length} bytes ends outside a window of {window_bytes} bytes"
+            )
     return low, high
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "ERROR_WORDS",
     "FAILURE_CLAIMED",
     "FAILURE_CLOSED",
+    "FAILURE_COMMAND",
     "FAILURE_NONE",
     "FAILURE_PEER_LOST",
     "FAILURE_PEER_TIMEOUT",
@@ -77,6 +78,8 @@ FAILURE_PROXY_DIED = 4
 FAILURE_PROTOCOL = 5
 FAILURE_TRANSPORT = 6
 FAILURE_CLOSED = 7
+#: A kernel of this rank was about to enqueue a write outside the window (words 3 and 4: where it ends, window bytes).
+FAILURE_COMMAND = 8
 
 #: What a kernel returns. PENDING: the slice of time it was given is over and a peer is still missing; call again.
 STATUS_OK = 0

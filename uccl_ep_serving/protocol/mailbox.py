@@ -3,7 +3,8 @@
 Every rank has one mailbox segment, mapped by its peers. It holds one ring per (receiving proxy, source rank), each with
 one producer (that proxy's twin in the source process) and one consumer (the receiving proxy):
 
-    byte   0  tail   int64, immediates taken     writer: the receiving proxy (release); reader: the producer (acquire)
+    byte   0  tail   int64, immediates taken;    writer: the receiving proxy (release); reader: the producer (acquire)
+                     TAIL_CLOSED = parted from
     byte 128  slots  SLOTS x 8-byte words        writer: the producer (release); reader: the receiving proxy (acquire)
 
 A slot's word is an immediate, the bytes of the write it belongs to, and a lap bit. Immediate number i of a ring goes to
@@ -24,7 +25,17 @@ from .command import MAX_RANKS, MAX_WRITE_BYTES
 from .frame import MAX_PROXIES
 from .imm import IMM
 
-__all__ = ["RING_BYTES", "SLOTS", "SLOTS_OFFSET", "TAIL", "WORD", "lap_of", "mailbox_bytes", "ring_offset"]
+__all__ = [
+    "RING_BYTES",
+    "SLOTS",
+    "SLOTS_OFFSET",
+    "TAIL",
+    "TAIL_CLOSED",
+    "WORD",
+    "lap_of",
+    "mailbox_bytes",
+    "ring_offset",
+]
 
 WORD = Word(
     "mailbox word",
@@ -38,6 +49,8 @@ WORD = Word(
 SLOTS = 1024
 
 TAIL = 0
+#: Value of the tail once the receiving proxy has parted from the source: nothing more is taken, ever.
+TAIL_CLOSED = -1
 #: Two cache lines after the tail: the producer's stores and the consumer's do not share a prefetched pair of lines.
 SLOTS_OFFSET = 128
 RING_BYTES = SLOTS_OFFSET + SLOTS * 8

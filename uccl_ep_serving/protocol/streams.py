@@ -16,6 +16,7 @@ from .imm import IMM, SEQUENCE_WINDOW
 __all__ = [
     "CREDIT",
     "CREDIT_WRITES",
+    "HOST",
     "LL_COMBINE",
     "LL_DISPATCH",
     "MAX_CHANNELS",
@@ -26,6 +27,7 @@ __all__ = [
     "NOTICE",
     "STREAMS",
     "channel_of",
+    "exists",
     "ll_stream",
     "name_of",
     "proxy_of",
@@ -47,13 +49,21 @@ LL_DISPATCH = 8  # + parity * 16 + channel
 LL_COMBINE = LL_DISPATCH + 2 * MAX_CHANNELS  # + parity * 16 + channel
 NORMAL_DISPATCH = LL_COMBINE + 2 * MAX_CHANNELS  # + channel
 NORMAL_COMBINE = NORMAL_DISPATCH + MAX_CHANNELS  # + channel
-_END = NORMAL_COMBINE + MAX_CHANNELS
+#: Free for whoever talks to the proxies without an operation (diagnosis, examples): no kernel waits for these.
+HOST = NORMAL_COMBINE + MAX_CHANNELS  # + channel
+_END = HOST + MAX_CHANNELS
 
 #: A quarter of the window: the sender always has a credit under way long before it would have to stop.
 CREDIT_WRITES = SEQUENCE_WINDOW // 4
 
 assert _END <= CREDIT
 assert IMM["stream"].limit + 1 == STREAMS
+
+
+def exists(stream: int) -> bool:
+    """True for ids that something may travel on: nobody owns the others, and what names one is refused."""
+    base = stream & (CREDIT - 1)
+    return base in (NOTICE, NORMAL_NOTIFY, NORMAL_GRANT) or LL_DISPATCH <= base < _END
 
 
 def ll_stream(phase: int, number: int, channel: int) -> int:
@@ -80,7 +90,7 @@ def name_of(stream: int) -> str:
     base, prefix = stream & (CREDIT - 1), "credit of " if stream & CREDIT else ""
     if base < LL_DISPATCH:
         return prefix + {NOTICE: "notice", NORMAL_NOTIFY: "normal notify", NORMAL_GRANT: "normal grant"}.get(
-            base, f"control {base}"
+            base, f"no stream {base}"
         )
     channel = channel_of(base)
     if base < LL_COMBINE:
@@ -89,4 +99,6 @@ def name_of(stream: int) -> str:
         return f"{prefix}low-latency combine, parity {(base - LL_COMBINE) // MAX_CHANNELS}, channel {channel}"
     if base < NORMAL_COMBINE:
         return f"{prefix}normal dispatch, channel {channel}"
-    return f"{prefix}normal combine, channel {channel}"
+    if base < HOST:
+        return f"{prefix}normal combine, channel {channel}"
+    return f"{prefix}host, channel {channel}" if base < _END else f"{prefix}no stream {base}"

@@ -108,14 +108,14 @@ def _context() -> str:
 def _streams() -> str:
     """Runs of stream ids that differ only in their channel."""
     rows: list[list[object]] = []
-    for stream in range(streams.NORMAL_COMBINE + streams.MAX_CHANNELS):
+    for stream in range(streams.CREDIT):
         name = streams.name_of(stream)
         plain = re.sub(r", channel \d+$", "", name)
         if rows and rows[-1][2] == plain and plain != name:
             rows[-1][1] = stream
         else:
             rows.append([stream, stream, plain])
-    used = [row for row in rows if "control" not in str(row[2])]
+    used = [row for row in rows if streams.exists(int(str(row[0])))]
     cells: list[Sequence[object]] = [(f"{a}-{b}, one per channel" if a != b else a, what) for a, b, what in used]
     cells.append(
         (
