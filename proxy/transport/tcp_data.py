@@ -182,20 +182,29 @@ def _close_peer(context: int, rank: int, state: int) -> None:
 
 @compiled
 def _end_peers(context: int) -> None:
-    """Report DOWN for peers whose connections have all ended, or whose grace is over."""
+    """Report DOWN for peers whose connections have all ended, or whose grace is over, in the order of their losses.
+
+    A rank that dies makes others give up and close as well: who is told first is who gets the blame.
+    """
     now = monotonic_ns()
     connections = peek(context + 8 * CONNECTIONS)
-    for rank in range(peek(context + 8 * RANKS)):
+    while peek(context + 8 * ENDING) > 0 and _room(context):
+        rank = -1
+        for candidate in range(peek(context + 8 * RANKS)):
+            peer = peer_record(context, candidate)
+            if peek(peer + 8 * STATE) == ENDING_PEER and (
+                rank < 0 or peek(peer + 8 * LOST_TIME) < peek(peer_record(context, rank) + 8 * LOST_TIME)
+            ):
+                rank = candidate
         peer = peer_record(context, rank)
-        if peek(peer + 8 * STATE) != ENDING_PEER:
-            continue
         over = True
         for connection in range(connections):
             link = _link(context, rank * connections + connection)
             over = over and peek(link + 8 * FLAGS) & RECEIVE_OVER != 0
-        if (over or now >= peek(peer + 8 * LOST_TIME)) and _room(context):
-            queue_event(context, DOWN, peek(peer + 8 * LOST_BYTES), rank, peek(peer + 8 * LOST_ERRNO))
-            _close_peer(context, rank, CLOSED)
+        if not over and now < peek(peer + 8 * LOST_TIME):
+            return
+        queue_event(context, DOWN, peek(peer + 8 * LOST_BYTES), rank, peek(peer + 8 * LOST_ERRNO))
+        _close_peer(context, rank, CLOSED)
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:

@@ -148,6 +148,22 @@ class TestFramesAreNotTrusted:
             assert peer.port.post(1, 0, 0, 16, encode(Immediate(0, 8, 0, True)), 0) < 0
 
 
+def test_losses_are_told_in_their_order() -> None:
+    """A rank dies, another gives up because of it: whoever looks late must blame the first."""
+    with tcp_group(4, WINDOW) as group:
+        port = Port(group, 0)
+        assert port.poll() == []
+        for rank in (3, 1):
+            group.endpoints[rank].close()
+            time.sleep(0.01)
+        told: list[int] = []
+        deadline = time.monotonic() + 1.0
+        while len(told) < 2:
+            told += [event.peer for event in port.poll() if event.kind == base.DOWN]
+            assert time.monotonic() < deadline, f"told of {told}"
+        assert told == [3, 1]
+
+
 class TestSlowPeers:
     def test_a_peer_that_never_reads_holds_nobody(self) -> None:
         """Posts to it end in BUSY; another rank's traffic flows meanwhile; when it reads, all of it flows out."""
