@@ -2,7 +2,7 @@
 
 Of each pair the higher rank connects and the lower one accepts, ``connections`` times. Whatever else reaches the
 listening socket (a port scanner, garbage, silence, another job) is dropped and counted, and delays nobody. A peer that
-speaks the handshake, claims a rank of this job and fails it is a mistake in the set-up: it is named on both sides.
+speaks the handshake, claims a rank of this job and fails it is named: to itself at once, here when the time is over.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ACCEPT_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 #: Pause before connecting again, doubled up to the last value.
 RETRY_SECONDS = (0.02, 1.0)
-#: A refused claim to be rank r fails this rank only after r had this long to prove itself: a stranger who guesses the
-#: job's name and a rank cannot stop the group.
-REFUSAL_SECONDS = 2.0
 #: Times are looked at this often: a deadline is kept this well.
 TICK_SECONDS = 0.05
-#: Unproven connections kept at once beyond the expected ones; the oldest gives way.
+#: Unproven connections kept at once beyond the expected ones. One that has not even greeted gives way first: a real
+#: peer greets at once, so a thousand silent strangers push out each other and never a peer.
 MAX_STRANGERS = 64
+#: Connections accepted before everybody else has a turn, however many strangers come.
+ACCEPTS_PER_TURN = 32
 
 #: Dead-host detection on an idle connection: probe after 10 s, every 5 s, three times.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -80,6 +80,7 @@ class _Talk:
     receiving: int = 0
     received: bytes = b""
     started: bool = False
+    greeted: bool = False  # something valid was received: this side has answered or is done
     result: Key | None = None
 
     def step(self) -> bool:
@@ -125,6 +126,7 @@ class _Talk:
     def _take(self, request: bytes | int) -> None:
         if isinstance(request, bytes):
             self.sending = request
+            self.greeted = True
         else:
             self.receiving = request
 
@@ -156,7 +158,7 @@ class _Meeting:
     retries: list[tuple[float, Key]] = field(default_factory=list)
     pauses: dict[Key, float] = field(default_factory=dict)
     last_words: dict[int, str] = field(default_factory=dict)  # by target rank: why the last attempt failed
-    refused: dict[int, tuple[float, str]] = field(default_factory=dict)  # by claimed source rank
+    refused: dict[int, str] = field(default_factory=dict)  # by claimed source rank: what was wrong with the last claim
     strangers: int = 0
     last_stranger: str = ""
 
@@ -197,12 +199,6 @@ class _Meeting:
         return self.done
 
     def _check_time(self, now: float) -> None:
-        for rank, (when, words) in self.refused.items():
-            if now >= when + REFUSAL_SECONDS:
-                raise BootstrapError(
-                    f"rank {self.me.rank}: a connection that claims to be rank {rank} was refused: {words}. "
-                    "Check that all ranks were started by the same launcher with the same settings"
-                )
         for talk in [talk for talk in self.talks if now >= talk.expires]:
             self._failed(talk, "no answer to the handshake" if talk.connected else "no answer to connect")
         if now >= self.deadline:
@@ -220,6 +216,8 @@ class _Meeting:
                 words.append(f"rank {peer}: {count} connections to [{host}]:{port} not made ({why})")
             else:
                 words.append(f"rank {peer}: {count} connections from it did not come")
+                if peer in self.refused:
+                    words[-1] += f", one that claims to be it was refused: {self.refused[peer]}"
         if len(peers) > 8:
             words.append(f"and {len(peers) - 8} more ranks")
         if self.strangers:
@@ -255,14 +253,16 @@ class _Meeting:
         self.selector.register(connection, talk.events, talk)
 
     def _answer(self) -> None:
-        """Accept everybody who waits."""
-        while True:
+        """Accept who waits, ACCEPTS_PER_TURN at most: the listener stays readable for the next turn."""
+        for _ in range(ACCEPTS_PER_TURN):
             try:
                 connection, sockaddr = self.listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.ENETDOWN):
+                    continue
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._push_out("no descriptors are left"):
                     continue
                 raise self._transport_error(error, "accept") from None
             connection.setblocking(False)
@@ -275,11 +275,17 @@ class _Meeting:
                 connected=True,
             )
             if len(self.talks) >= self.wanted + MAX_STRANGERS:
-                accepted = [other for other in self.talks if other.wanted is None]
-                self._failed(min(accepted, key=lambda other: other.expires), "too many silent connections")
+                self._push_out("too many silent connections")
             self.talks.add(talk)
             self.selector.register(connection, selectors.EVENT_READ, talk)
             self._step(talk)
+
+    def _push_out(self, why: str) -> bool:
+        """Drop the accepted connection that least seems to be a peer: silent before greeted, then the oldest."""
+        accepted = [talk for talk in self.talks if talk.wanted is None]
+        if accepted:
+            self._failed(min(accepted, key=lambda talk: (talk.greeted, talk.expires)), why)
+        return bool(accepted)
 
     def _step(self, talk: _Talk) -> None:
         was_connected = talk.connected
@@ -319,13 +325,10 @@ class _Meeting:
                 f"rank {self.me.rank}: connecting to rank {talk.wanted[0]} over tcp was refused: {words}. "
                 "Check that all ranks were started by the same launcher with the same settings"
             )
-        proven = any(peer == refusal.claimed for peer, _ in self.done)
-        if (
-            refusal.verdict in (Verdict.WRONG_SECRET, Verdict.OTHER_SHAPE)
-            and refusal.claimed in self.sources
-            and not proven
-        ):
-            self.refused.setdefault(refusal.claimed, (time.monotonic(), words))
+        # Only noted: whoever reaches the port can claim to be a rank, and must not stop the group. A rank with another
+        # secret or shape learns it at once, and is named here when the time is over.
+        if refusal.verdict in (Verdict.WRONG_SECRET, Verdict.OTHER_SHAPE) and refusal.claimed in self.sources:
+            self.refused[refusal.claimed] = words
         self._failed(talk, words)
 
     def _failed(self, talk: _Talk, words: str, code: int = 0) -> None:
