@@ -56,3 +56,24 @@ class TestDoctor:
         monkeypatch.setenv("UCCL_EP_PROXYS", "2")
         (found,) = [found for found in doctor.settings() if found.name == "UCCL_EP_PROXYS"]
         assert found.next_step == "did you mean UCCL_EP_PROXIES?"
+
+
+class TestOpenFiles:
+    def test_a_rank_needs_what_its_group_takes(self) -> None:
+        from uccl_ep_serving.cli.doctor import files_of_a_rank
+        from uccl_ep_serving.config import Settings
+
+        settings = Settings(proxies=2, channels=2, tcp_connections=4)
+        assert files_of_a_rank(2, settings) == 1 + 8 + 4 + 8
+        # each further rank: its control connection and its data connections
+        assert files_of_a_rank(32, settings) - files_of_a_rank(31, settings) == 9
+
+    def test_a_low_limit_is_told_in_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        for limit, status in ((1 << 20, "ok"), (300, "note"), (200, "problem")):
+            monkeypatch.setattr(doctor.resource, "getrlimit", lambda which, limit=limit: (limit, 1 << 20))
+            (finding,) = [one for one in doctor.limits() if one.name == "nofile"]
+            assert finding.status == status
+            assert f"{limit}: enough for groups of" in finding.value
+            assert ("ulimit -n" in finding.next_step) == (status != "ok")

@@ -29,14 +29,17 @@ from uccl_ep_serving.cli.doctor_nics import examine_nics
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.protocol.command import MAX_RANKS
 from uccl_ep_serving.proxy.transport.select import preview
 from uccl_ep_serving.rails import HcaFilter
 from uccl_ep_serving.topology import Nic, Topology
 
 # RDMA registers whole windows, which pins them: less than this cannot hold even a small one
 MEMLOCK_FLOOR = 1 << 30
-# a rank at EP 32 with 8 channels a peer holds 248 TCP connections, beside the engine's own files
-NOFILE_FLOOR = 1024
+# the engine's own files: libraries, sockets of its process groups, logs
+ENGINE_FILES = 256
+# a group that an engine may well build on one machine or a few
+COMMON_RANKS = 32
 
 
 def _size(count: float) -> str:
@@ -235,11 +238,44 @@ def _limit(name: str, which: int, floor: int, *, needed: bool, words: Callable[[
     return Finding(name, f"{words(soft)}: below {words(floor)}", status, step)
 
 
+def files_of_a_rank(ranks: int, settings: Settings) -> int:
+    """Descriptors that one rank of a group needs at most.
+
+    Per peer: the control connection, its TCP connections for every proxy (or, over shm, a pidfd for every proxy and,
+    while windows are shared, two segments). Once: an epoll descriptor and a listener for every proxy, two listeners, a
+    socket pair, two segments, the live counters.
+    """
+    per_peer = 1 + max(settings.tcp_connections * settings.proxies, settings.proxies + 2)
+    return (ranks - 1) * per_peer + 2 * settings.proxies + 8
+
+
+def _nofile() -> Finding:
+    """How large a group the limit on open files allows, with the settings in force."""
+    try:
+        settings = Settings.from_environment()
+    except ConfigError:
+        settings = Settings()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files_of_a_rank(COMMON_RANKS, settings) + ENGINE_FILES
+    if soft == resource.RLIM_INFINITY:
+        return Finding("nofile", "unlimited")
+    fitting = (ranks for ranks in range(2, MAX_RANKS + 1) if files_of_a_rank(ranks, settings) + ENGINE_FILES <= soft)
+    most = max(fitting, default=1)
+    connections = settings.proxies * settings.tcp_connections
+    value = f"{soft}: enough for groups of {most} ranks over tcp ({connections} connections a peer)"
+    if soft >= wanted:
+        return Finding("nofile", value)
+    step = f"ulimit -n {wanted} for {COMMON_RANKS} ranks"
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        step += ", after raising nofile in /etc/security/limits.conf or for the container"
+    return Finding("nofile", value, Status.PROBLEM if most < 2 else Status.NOTE, step)
+
+
 def limits() -> Iterator[Finding]:
     """Limits of this process that decide how large a window or how many connections it can have."""
     has_nic = bool(Topology.read().nics)
     yield _limit("memlock", resource.RLIMIT_MEMLOCK, MEMLOCK_FLOOR, needed=has_nic, words=_size)
-    yield _limit("nofile", resource.RLIMIT_NOFILE, NOFILE_FLOOR, needed=False, words="{:.0f}".format)
+    yield _nofile()
     try:
         shm = psutil.disk_usage("/dev/shm")
     except OSError as error:
