@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-from numba import njit
+import pytest
+from numba import njit, types
 
+from uccl_ep_serving.native import atomics
 from uccl_ep_serving.proxy.control import request_forget
 
 
@@ -18,3 +20,25 @@ def test_a_request_to_forget_is_visible_before_its_number() -> None:
     add = re.search(r"atomicrmw add .*", code)
     assert add is not None
     assert "acq_rel" in add[0] or "release" in add[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "pattern"),
+    [
+        ("load64", 1, r"load atomic i64.* acquire"),
+        ("store64", 2, r"store atomic i64.* release"),
+        ("peek", 1, r"load atomic i64.* monotonic"),
+        ("poke", 2, r"store atomic i64.* monotonic"),
+        ("compare_exchange", 3, r"cmpxchg .*acq_rel"),
+    ],
+)
+def test_flags_are_released_and_acquired(name: str, arguments: int, pattern: str) -> None:
+    """Counts, rings and the sticky error rest on these five."""
+    operation = getattr(atomics, name)
+    names = ", ".join("abc"[:arguments])
+    scope: dict[str, Any] = {"operation": operation}
+    exec(f"def call({names}):\n    return operation({names})\n", scope)
+    function: Any = njit(scope["call"])
+    function.compile((types.int64,) * arguments)
+    (code,) = function.inspect_llvm().values()
+    assert re.search(pattern, code), code
