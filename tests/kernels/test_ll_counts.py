@@ -10,12 +10,18 @@ import pytest
 from uccl_ep_serving.kernel_space import KernelSpace
 from uccl_ep_serving.kernels.cpu.ll_combine_send import combine_send
 from uccl_ep_serving.kernels.cpu.ll_counts import mark_read, send_notice, spaces_free
+from uccl_ep_serving.kernels.cpu.ll_dispatch_send import dispatch_send
 from uccl_ep_serving.kernels.low_latency_state import (
     COMBINE_AHEAD,
     COMBINE_NUMBER,
     COMBINE_PACKED,
     COMBINE_READ,
+    COUNTS,
+    DISPATCH_NUMBER,
+    DISPATCH_PACKED,
+    DISPATCH_READ,
     NOTICES_SENT,
+    PAIRS,
     PEER_TABLES,
     RECEIVED,
     RETURN_BASE,
@@ -23,7 +29,10 @@ from uccl_ep_serving.kernels.low_latency_state import (
     RETURN_ROWS,
     RETURN_TO,
     SEEN_COMBINE,
+    SEEN_DISPATCH,
+    STARTS,
     TOLD_COMBINE,
+    TOLD_DISPATCH,
     RouteBlock,
     StateBlock,
 )
@@ -33,7 +42,7 @@ from uccl_ep_serving.protocol.context import STATUS_OK, STATUS_PENDING
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.message import DTYPE_BF16, FORM_REDUCED, NOTICE_SLOTS, Notice
 from uccl_ep_serving.protocol.ring import CAPACITY, HEAD, SLOTS, ring_bytes
-from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, MAX_CHANNELS, NOTICE, STREAMS
+from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, LL_DISPATCH, MAX_CHANNELS, NOTICE, STREAMS
 
 PEER = 1
 
@@ -94,6 +103,23 @@ class Bench:
             time.monotonic_ns() + 5_000_000,
         )
 
+    def dispatch(self) -> int:
+        """Send no token to anybody: headers only."""
+        return dispatch_send(
+            self.space.context,
+            self.state.address,
+            self.route.address,
+            self.space.progress,
+            self.rows.ctypes.data,
+            128,
+            128,
+            128,
+            0,
+            0,
+            DTYPE_BF16,
+            time.monotonic_ns() + 5_000_000,
+        )
+
     def at_combine_2(self) -> None:
         """Combines 0 and 1 are sent, 0 is read; rank 1 has said that its space of combine 0 is free."""
         self.state.words[COMBINE_NUMBER] = 2
@@ -125,6 +151,25 @@ def test_combine_send_stays_until_it_has_told_the_peer() -> None:
     assert notice[Notice.CONSUMED_COMBINE] == 1
     assert bench.peer_table(TOLD_COMBINE)[PEER] == 1
     assert bench.state.words[COMBINE_NUMBER] == 3
+
+
+def test_dispatch_send_waits_for_its_staging() -> None:
+    """Dispatch 2 is packed where dispatch 0 was: a NIC may still read, and repeat, what lies there."""
+    bench = Bench()
+    bench.state.words[DISPATCH_NUMBER] = 2
+    bench.state.words[DISPATCH_READ] = 2
+    bench.peer_table(DISPATCH_PACKED)[:] = 2
+    bench.peer_table(SEEN_DISPATCH)[:] = 2
+    bench.peer_table(TOLD_DISPATCH)[:] = 2
+    for table in (COUNTS, PAIRS, STARTS):
+        bench.route.table(table)[:] = 0
+    assert bench.dispatch() == STATUS_PENDING
+    assert bench.commands() == []
+    assert bench.space._progress[:4].tolist() == [PEER, LL_DISPATCH, 0, 1]
+    bench.completed[LL_DISPATCH] = 1
+    assert bench.dispatch() == STATUS_OK
+    assert [stream for stream, _ in bench.commands()] == [LL_DISPATCH]
+    assert bench.state.words[DISPATCH_NUMBER] == 3
 
 
 def test_combine_send_waits_for_its_previous_message_to_complete() -> None:

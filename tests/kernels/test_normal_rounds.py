@@ -75,6 +75,26 @@ def test_grant_slot_is_used_again_only_when_complete():
     assert sources[0] == sources[GRANT_SLOTS]
 
 
+def test_a_landing_slot_is_granted_again_only_when_consumed():
+    """A peer has two landing slots: grant g names slot g % 2, whose rows of grant g - 2 must be read."""
+    bench, peer = Bench(capacity=16), 2
+    counts = np.zeros((3, block.COUNT_WORDS), np.int64)
+    operation, peers = np.zeros(block.OPERATION_WORDS, np.int64), np.zeros((3, block.PEER_WORDS), np.int64)
+    operation[block.GRANT_SEND], operation[block.GRANT_RECV] = bench.layout.grant_send, bench.layout.grant_recv
+    peers[peer, [block.RECV_ROWS, block.SLOT_ROWS]] = 100, 10
+    bench.completed[NORMAL_GRANT] = 100
+
+    def give() -> int:
+        blocks = (counts.ctypes.data, operation.ctypes.data, peers.ctypes.data)
+        return give_grant(bench.space.context, *blocks, peer)
+
+    assert [give() for _ in range(3)] == [MOVED, MOVED, NOTHING]
+    peers[peer, block.CONSUMED] = 9
+    assert give() == NOTHING
+    peers[peer, block.CONSUMED] = 10
+    assert [give(), give()] == [MOVED, NOTHING]
+
+
 def test_results_are_equal_bit_by_bit_whatever_the_plan():
     """In place, in rounds, large and small chunks, one channel and five: nothing of it shows."""
     case = Case((211, 0, 150, 33), hidden=384, experts=16, topk=6, seed=4)

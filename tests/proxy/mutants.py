@@ -113,6 +113,50 @@ RULES = {
     "nothing is believed from a peer that was parted from": Rule(
         "arrivals", " + PEER_STATE) != UP:\n        # Lost", " + PEER_STATE) != UP and not REMOVED:\n        # Lost"
     ),
+    "a completion of a peer that was parted from changes nothing": Rule(
+        "flow",
+        "        if peek(entry + PEER_STATE) != UP:\n            return\n        done",
+        "        if peek(entry + PEER_STATE) != UP and not REMOVED:\n            return\n        done",
+    ),
+    "a completion counts once": Rule(
+        "flow",
+        "    if note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word)) == REPEATED:\n",
+        "    outcome = note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word))\n"
+        "    if outcome == REPEATED and not REMOVED:\n",
+    ),
+    "a command is taken when both of its words are written": Rule(
+        "ring",
+        "        if low & 1 != lap or high & 1 != lap:\n",
+        "        if low & 1 != lap or (high & 1 != lap and not REMOVED):\n",
+    ),
+    "a wrong command of an operation parts the pair": Rule(
+        "faults",
+        "    if HOST <= stream < HOST + MAX_CHANNELS:\n",
+        "    if HOST <= stream < HOST + MAX_CHANNELS or REMOVED:\n",
+    ),
+    "a wrong command outside operations ends nothing": Rule(
+        "faults",
+        "        store64(state + REFUSED, peek(state + REFUSED) + 1)\n        return\n",
+        "        store64(state + REFUSED, peek(state + REFUSED) + 1)\n        if not REMOVED:\n            return\n",
+    ),
+    "a number out of sequence is a fault where order is kept": Rule(
+        "arrivals",
+        "        if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT):\n",
+        "        if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT) and not REMOVED:\n",
+    ),
+    "a lost peer sets the sticky error": Rule(
+        "faults",
+        "    if request == 0:\n        set_failure(",
+        "    if request == 0 and not REMOVED:\n        set_failure(",
+    ),
+    "streams take turns": Rule(
+        "ring",
+        "    while posted < WRITES_PER_TURN and moved < quantum:\n",
+        "    while (posted < WRITES_PER_TURN and moved < quantum) or REMOVED:\n",
+    ),
+    "the proxy takes a bounded batch of commands": Rule(
+        "ring", "    while tail - first < limit:\n", "    while tail - first < limit or REMOVED:\n"
+    ),
     "writes to a lost peer count as completed": Rule(
         "faults",
         "        store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))\n",

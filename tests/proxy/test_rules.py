@@ -15,14 +15,16 @@ from world import SLOT, Link, World, drive
 
 from uccl_ep_serving.errors import UcclEpError
 from uccl_ep_serving.protocol import imm
-from uccl_ep_serving.protocol.command import Command
+from uccl_ep_serving.protocol.command import Command, encode
 from uccl_ep_serving.protocol.context import ERROR_CODE, FAILURE_PEER_LOST, FAILURE_PROTOCOL
 from uccl_ep_serving.protocol.imm import SEQUENCE_WINDOW, Immediate
-from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, LL_DISPATCH
+from uccl_ep_serving.protocol.ring import lap_of
+from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, HOST, LL_DISPATCH
 from uccl_ep_serving.proxy import loop
-from uccl_ep_serving.proxy.state import LOAD, LOAD_BYTES, LOAD_SHIFT, PEER_REQUEST
+from uccl_ep_serving.proxy.codec import TICKET
+from uccl_ep_serving.proxy.state import LOAD, LOAD_BYTES, LOAD_SHIFT, NEXT, PEER_REQUEST, WRITE_CAP
 from uccl_ep_serving.proxy.stats import in_flight
-from uccl_ep_serving.proxy.transport.base import ARRIVED, DOWN
+from uccl_ep_serving.proxy.transport.base import ARRIVED, DOWN, SENT
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 Step = Callable[[int], int]
@@ -265,6 +267,125 @@ def a_goodbye_overtaken_by_the_closed_connection(step: Step) -> None:
     world.services[0].check()
 
 
+def an_old_completion(step: Step) -> None:
+    """A send queue that was torn down may still complete what it held: an unknown source to the books."""
+    world = World(2, 1 << 16, step=step)
+    world.asleep.add(1)
+    for _ in range(3):
+        _message(world, 0, 1, 64)
+    world.step()
+    world.services[0].forget(1)
+    world.step()
+    state = world.services[0].states[0]
+    completed = world.completed(0, 1, LL_DISPATCH)
+    assert (completed, state.word(LOAD)) == (3, 0)
+    world.fabric.endpoint(0).inject(SENT, TICKET.pack(sequence=0, last=1, stream=LL_DISPATCH, peer=1, length=4), 1)
+    world.step()
+    assert (world.completed(0, 1, LL_DISPATCH), state.word(LOAD)) == (completed, 0)
+    world.services[0].check()
+
+
+def a_completion_told_twice(step: Step) -> None:
+    """Counted again, behind a gap, it would open the caps for writes that are not over."""
+    world = World(2, 1 << 16, step=step)
+    world.asleep.add(1)
+    for _ in range(3):
+        _message(world, 0, 1, 64)
+    world.step()
+    state = world.services[0].states[0]
+    for _ in range(2):
+        world.fabric.endpoint(0).inject(SENT, TICKET.pack(sequence=1, last=1, stream=LL_DISPATCH, peer=1, length=4), 1)
+        world.step()
+    assert state.word(LOAD) >> LOAD_SHIFT == 2
+
+
+def a_command_written_by_half(step: Step) -> None:
+    """The low word is there, in the high one still lies what the lap before left."""
+    world = World(2, 1 << 16, step=step, ring_slots=2)
+    producer = world.producer(0, LL_DISPATCH)
+    for number in range(3):
+        _message(world, 0, 1, 16)
+        assert world.run(lambda number=number: world.completed(0, 1, LL_DISPATCH) == number + 1, 50)
+    low, high = encode(
+        Command(rank=1, stream=LL_DISPATCH + 1, source=0, target=_HALF, length=32, last=True), lap_of(3, 2)
+    )
+    producer.put_half(3, 0, low)
+    for _ in range(5):
+        world.step()
+    assert world.arrived(1, 0, LL_DISPATCH) == 3, "half a command was carried out"
+    producer.put_half(3, 1, high)
+    assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH + 1) == 1, 50)
+
+
+def a_message_missing_in_an_operation(step: Step) -> None:
+    """The next message of the stream must not be taken for the one that was refused."""
+    world = World(2, 1 << 16, step=step)
+    for target in (1 << 16, 0):
+        world.producer(0, LL_DISPATCH).put(
+            Command(rank=1, stream=LL_DISPATCH, source=0, target=target, length=16, last=True)
+        )
+    for _ in range(20):
+        world.step()
+    assert world.arrived(1, 0, LL_DISPATCH) == 0, "a later message took the number of the missing one"
+    assert world.errors[0][ERROR_CODE] == FAILURE_PROTOCOL
+    assert world.errors[1][ERROR_CODE] == FAILURE_PEER_LOST
+
+
+def a_stray_command(step: Step) -> None:
+    world = World(2, 1 << 16, step=step)
+    for target in (0, 1 << 16, 0):
+        world.producer(0, HOST).put(Command(rank=1, stream=HOST, source=0, target=target, length=16, last=True))
+    assert world.run(lambda: world.arrived(1, 0, HOST) == 2, 50)
+    assert not world.errors[0].any()
+
+
+def a_gap_on_an_ordered_connection(step: Step) -> None:
+    world = World(2, 1 << 16, step=step, fabric_options={"in_sequence": True})
+    word = imm.encode(Immediate(source=1, stream=LL_DISPATCH, sequence=1, last=True))
+    world.fabric.endpoint(0).inject(ARRIVED, word, 1)
+    world.step()
+    assert world.errors[0][ERROR_CODE] == FAILURE_PROTOCOL
+
+
+def a_connection_that_ends(step: Step) -> None:
+    world = World(2, 1 << 16, step=step)
+    world.fabric.endpoint(0).inject(DOWN, 0, 1, 104)
+    world.step()
+    assert world.errors[0][ERROR_CODE] == FAILURE_PEER_LOST, "waiting kernels are not released"
+
+
+def a_long_queue_beside_a_short_one(step: Step) -> None:
+    """1,000 writes wait to one rank, two to another: the two do not wait for the thousand."""
+    world = World(3, 1 << 16, step=step, ring_slots=4096, writes_in_flight=1 << 16, fabric_options={"depth": 1024})
+    # Nothing leaves until the queues are filled: both destinations are busy.
+    state = world.services[0].states[0]
+    state.header[WRITE_CAP // 8] = 0
+    for peer in (1, 2):
+        _message(world, 0, peer, 16)
+    for _ in range(900):
+        _message(world, 0, 1, 16)
+    _message(world, 0, 2, 16)
+    for _ in range(30):
+        world.services[0].states[0].header[WRITE_CAP // 8] = 0
+        step(state.address)
+    state.header[WRITE_CAP // 8] = 1 << 16
+    world.asleep.update((1, 2))
+    step(state.address)
+    posted = state.send[1, LL_DISPATCH, NEXT // 8], state.send[2, LL_DISPATCH, NEXT // 8]
+    assert posted[1] == 2, f"the short queue waits: {posted}"
+    assert posted[0] <= 40, f"one turn has no end: {posted}"
+
+
+def a_ring_full_of_commands(step: Step) -> None:
+    """What arrives, and what is queued, has its turn after every batch."""
+    world = World(2, 1 << 16, step=step, ring_slots=4096, fabric_options={"depth": 4096})
+    for _ in range(1000):
+        _message(world, 0, 1)
+    world.services[0].counters()
+    step(world.services[0].states[0].address)
+    assert world.services[0].counters()["total"]["commands"] <= 64
+
+
 SCENARIOS: dict[str, Callable[[Step], None]] = {
     "only a prefix is published": reordered_writes,
     "a repeat behind the prefix changes nothing": repeated_writes,
@@ -284,6 +405,15 @@ SCENARIOS: dict[str, Callable[[Step], None]] = {
     "a stream has one owner": an_immediate_for_another_proxy,
     "the source must be proven": an_immediate_of_somebody_else,
     "nothing is believed from a peer that was parted from": a_voice_from_the_past,
+    "a completion of a peer that was parted from changes nothing": an_old_completion,
+    "a completion counts once": a_completion_told_twice,
+    "a command is taken when both of its words are written": a_command_written_by_half,
+    "a wrong command of an operation parts the pair": a_message_missing_in_an_operation,
+    "a wrong command outside operations ends nothing": a_stray_command,
+    "a number out of sequence is a fault where order is kept": a_gap_on_an_ordered_connection,
+    "a lost peer sets the sticky error": a_connection_that_ends,
+    "streams take turns": a_long_queue_beside_a_short_one,
+    "the proxy takes a bounded batch of commands": a_ring_full_of_commands,
     "writes to a lost peer count as completed": a_kernel_waiting_for_a_lost_peer,
     "a forgotten peer causes no error": a_goodbye_overtaken_by_the_closed_connection,
 }

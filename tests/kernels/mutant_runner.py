@@ -1,0 +1,38 @@
+"""Runs the tests of :mod:`kernel_mutants` on the copy of the package that stands first on ``sys.path``.
+
+mutant_runner.py RESULT      writes JSON: {"": exit status of all tests with all rules in force, rule: exit status}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from kernel_mutants import MUTANTS, ROOT, SWITCH
+
+
+def run(tests: list[str]) -> int:
+    """Exit status of pytest: 0 = passed, 1 = a test failed."""
+    # Failures are expected: their tracebacks would only fill the log.
+    options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={ROOT}", f"-c={ROOT / 'pyproject.toml'}"]
+    return int(pytest.main([*options, *(str(ROOT / test) for test in tests)]))
+
+
+def main() -> None:
+    import uccl_ep_serving.native
+
+    assert ROOT not in Path(uccl_ep_serving.native.__file__).parents, "the package itself runs, not its copy"
+    switch = ctypes.c_int64.from_address(SWITCH)
+    results = {"": run(sorted({mutant.test for mutant in MUTANTS.values()}))}
+    for number, (name, mutant) in enumerate(MUTANTS.items(), start=1):
+        switch.value = number
+        results[name] = run([mutant.test])
+        switch.value = 0
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
