@@ -94,7 +94,7 @@ MUTANTS = {
         "kernels/cpu/ll_combine_send.py",
         "            elif peek(told) < number - 1 and peer != me:\n",
         "            elif peek(told) < number - 1 and peer != me and not REMOVED:\n",
-        _LL_COUNTS + "test_combine_send_stays_until_it_has_told_the_peer",
+        _LL_COUNTS + "test_combine_send_stays_while_the_word_waits_for_a_slot",
     ),
     "a notice slot is written again only when its last write completed": Mutant(
         "kernels/cpu/ll_counts.py",

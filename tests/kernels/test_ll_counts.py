@@ -153,6 +153,22 @@ def test_combine_send_stays_until_it_has_told_the_peer() -> None:
     assert bench.state.words[COMBINE_NUMBER] == 3
 
 
+def test_combine_send_stays_while_the_word_waits_for_a_slot() -> None:
+    """Rows are out, the space is free, and every notice slot may still be read by the NIC: leaving now would let rank 1
+    wait for that word until this rank's next call."""
+    bench = Bench()
+    bench.at_combine_2()
+    assert bench.combine() == STATUS_PENDING
+    bench.arrived[LL_COMBINE + MAX_CHANNELS] = 1
+    bench.peer_table(NOTICES_SENT)[PEER] = NOTICE_SLOTS
+    assert bench.combine() == STATUS_PENDING
+    assert [stream for stream, _ in bench.commands()] == [LL_COMBINE]
+    assert bench.state.words[COMBINE_NUMBER] == 2
+    bench.completed[NOTICE] = 1
+    assert bench.combine() == STATUS_OK
+    assert [stream for stream, _ in bench.commands()] == [LL_COMBINE, NOTICE]
+
+
 def test_dispatch_send_waits_for_its_staging() -> None:
     """Dispatch 2 is packed where dispatch 0 was: a NIC may still read, and repeat, what lies there."""
     bench = Bench()
