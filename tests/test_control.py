@@ -181,9 +181,35 @@ def test_a_wrong_secret_is_refused_and_strangers_do_not_disturb() -> None:
 
     zero, one = in_threads(2, body)
     assert isinstance(one, BootstrapError)
-    assert "does not know the job's secret" in str(one)
+    assert "the two sides do not have the same job secret" in str(one)
     assert isinstance(zero, BootstrapError)
     assert "ranks [1] have not connected" in str(zero)
+
+
+def test_silent_strangers_never_push_out_a_rank() -> None:
+    """More of them than are kept, on both listeners, before and while the ranks connect."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        settings = Settings.from_environment({}, connect_timeout=10.0)
+        mesh = ControlMesh(exchange.rank, 3, settings)
+        known = introduce(
+            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
+        )
+        strangers = []
+        for card in known.cards:
+            for _ in range(30):
+                strangers.append(socket.create_connection((card.address, card.port)))
+                strangers.append(socket.socket(socket.AF_UNIX))
+                strangers[-1].connect("\0" + card.socket_name)
+        try:
+            mesh.connect(known)
+            return [data for data, _ in mesh.gather("all here", b"%d" % exchange.rank)]
+        finally:
+            for stranger in strangers:
+                stranger.close()
+            mesh.close()
+
+    assert in_threads(3, body) == [[b"0", b"1", b"2"]] * 3
 
 
 def test_a_forked_child_lets_go_of_the_connections() -> None:

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import hmac
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from .bootstrap import Card, Introduction, local_host
 from .config import Settings
 from .errors import BootstrapError
+from .handshake import Identity, Refused, Talk, accept, connect
 
 __all__ = ["MAGIC", "Link", "Listeners", "meet"]
 
@@ -32,20 +29,16 @@ _log = logging.getLogger("uccl_ep_serving.control")
 
 MAGIC = 0x4345_4355
 
-#: magic, connecting rank, accepting rank, nonce
-_HELLO = struct.Struct("<III32s")
-_NONCE_BYTES = _PROOF_BYTES = 32
+#: What control connections name in their handshake: never taken for a data connection.
+_JOB = b"control connections"
 #: An accepted connection that has not proved itself after this long is dropped.
 _ACCEPT_SECONDS = 10.0
-#: Unproven connections kept at once; the oldest gives way.
+#: Unproven connections kept at once; one that has not even greeted gives way first.
 _MOST_STRANGERS = 64
 #: A listener is open before its address is told to anybody, so one that refuses belongs to a rank that is gone. It is
 #: asked again for this long, because a host under load may refuse a connection it would take a moment later.
 _REFUSED_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
-
-#: Sends the first, expects as many bytes as the second says, is sent them; returns the proven peer.
-_Handshake = Generator[tuple[bytes, int], bytes, int]
 
 
 @dataclass(eq=False)
@@ -105,85 +98,12 @@ class Listeners:
         self.tcp.close()
 
 
-def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    """HMAC-SHA256 over who proves (role, so that a proof cannot be reflected), both ranks and both nonces."""
-    return hmac.new(secret, role + hello + nonce, hashlib.sha256).digest()
-
-
-def _ask(rank: int, card: Card, secret: bytes) -> _Handshake:
-    """The connecting side's part. Raises BootstrapError when whoever answers lacks the secret."""
-    hello = _HELLO.pack(MAGIC, rank, card.rank, secrets.token_bytes(_NONCE_BYTES))
-    answer = yield hello, _NONCE_BYTES + _PROOF_BYTES
-    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, b"accept", hello, nonce)):
-        raise BootstrapError(
-            f"rank {rank}: whoever answers for rank {card.rank} at {card.address}:{card.port} does not know the job's "
-            "secret. Likely cause: another job on the same port"
-        )
-    yield _proof(secret, b"connect", hello, nonce), 0
-    return card.rank
-
-
-def _answer(rank: int, ranks: int, secret: bytes) -> _Handshake:
-    """The accepting side's part. Raises ValueError for anybody who is not a rank of this job."""
-    hello = yield b"", _HELLO.size
-    magic, peer, target, _ = _HELLO.unpack(hello)
-    if magic != MAGIC or target != rank or not 0 <= peer < ranks:
-        raise ValueError("not a greeting of this protocol")
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    proof = yield nonce + _proof(secret, b"accept", hello, nonce), _PROOF_BYTES
-    if not hmac.compare_digest(proof, _proof(secret, b"connect", hello, nonce)):
-        raise ValueError(f"it claims to be rank {peer} and has the wrong secret")
-    return int(peer)
-
-
-@dataclass(eq=False)
-class _Talk:
+@dataclass(eq=False, kw_only=True)
+class _Talk(Talk):
     """One connection in its handshake; ``card`` is None when it was accepted."""
 
-    socket: socket.socket
-    handshake: _Handshake
     local: bool
-    expires: float
     card: Card | None
-    connected: bool
-    sending: bytes = b""
-    awaited: int = -1
-    received: bytes = b""
-
-    def step(self) -> int | None:
-        """Go as far as the socket allows; the proven peer once done, else None.
-
-        Raises:
-            OSError: the connection failed. ValueError, BootstrapError: the other side does not belong to the job.
-        """
-        if not self.connected:
-            code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            self.connected = True
-        try:
-            if self.awaited < 0:
-                self.sending, self.awaited = next(self.handshake)
-            while True:
-                while self.sending:
-                    self.sending = self.sending[self.socket.send(self.sending, socket.MSG_NOSIGNAL) :]
-                while len(self.received) < self.awaited:
-                    piece = self.socket.recv(self.awaited - len(self.received))
-                    if not piece:
-                        raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
-                    self.received += piece
-                received, self.received = self.received, b""
-                self.sending, self.awaited = self.handshake.send(received)
-        except BlockingIOError:
-            return None
-        except StopIteration as end:
-            return int(end.value)
-
-    @property
-    def events(self) -> int:
-        """What to wait for."""
-        return selectors.EVENT_READ if self.connected and not self.sending else selectors.EVENT_WRITE
 
 
 def meet(rank: int, ranks: int, listeners: Listeners, introduction: Introduction, timeout: float) -> dict[int, Link]:
@@ -212,7 +132,9 @@ class _Meeting:
         self.rank = rank
         self.ranks = ranks
         self.cards = introduction.cards
-        self.secret = introduction.secret
+        self.identity = Identity(
+            rank=rank, ranks=ranks, proxy=0, connections=1, window_bytes=1, job=_JOB, secret=introduction.secret
+        )
         self.timeout = timeout
         self.address = f"{listeners.address}:{listeners.port}"
         self.deadline = time.monotonic() + timeout
@@ -251,7 +173,14 @@ class _Meeting:
         family = socket.AF_UNIX if local else (socket.AF_INET6 if ":" in card.address else socket.AF_INET)
         connection = self._socket(family)
         connection.setblocking(False)
-        talk = _Talk(connection, _ask(self.rank, card, self.secret), local, self.deadline + 1, card, False)
+        talk = _Talk(
+            socket=connection,
+            handshake=connect(self.identity, peer, 0),
+            expires=self.deadline + 1,
+            connected=False,
+            local=local,
+            card=card,
+        )
         self.talks[talk] = None
         code = connection.connect_ex("\0" + card.socket_name if local else (card.address, card.port))
         if code in (0, errno.EINPROGRESS):
@@ -275,30 +204,53 @@ class _Meeting:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            short = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+            if short and not self._push_out("no descriptors are left"):
                 raise self._no_socket(error) from error
-            return  # gone again, or not there after all
+            return  # gone again, not there after all, or still waiting for the next turn
         connection.setblocking(False)
         expires = time.monotonic() + _ACCEPT_SECONDS
-        talk = _Talk(connection, _answer(self.rank, self.ranks, self.secret), local, expires, None, True)
+        talk = _Talk(
+            socket=connection,
+            handshake=accept(self.identity, frozenset(range(self.rank + 1, self.ranks))),
+            expires=expires,
+            connected=True,
+            local=local,
+            card=None,
+        )
+        if len(self.talks) >= self.ranks + _MOST_STRANGERS:
+            self._push_out("too many unproven connections")
         self.talks[talk] = None
         self.selector.register(connection, selectors.EVENT_READ, talk)
+
+    def _push_out(self, why: str) -> bool:
+        """Drop the accepted connection that least seems to be a peer: silent before greeted, then the oldest."""
         guests = [talk for talk in self.talks if talk.card is None]
-        if len(guests) > self.ranks + _MOST_STRANGERS:
-            self._drop(guests[0], TimeoutError("too many unproven connections"))
+        if guests:
+            self._drop(min(guests, key=lambda talk: (talk.greeted, talk.expires)), TimeoutError(why))
+        return bool(guests)
 
     def _step(self, talk: _Talk) -> None:
         try:
-            peer = talk.step()
-        except (OSError, ValueError) as error:
+            talk.step()
+        except OSError as error:
             self._drop(talk, error)
             return
-        if peer is None:
+        except (ValueError, Refused) as error:
+            if talk.card is not None:
+                raise BootstrapError(
+                    f"rank {self.rank}: whoever answers for rank {talk.card.rank} at {talk.card.address}:"
+                    f"{talk.card.port} does not belong to the job: {error}. Likely cause: another job on the same port"
+                ) from error
+            self._drop(talk, error)
+            return
+        if talk.result is None:
             self.selector.modify(talk.socket, talk.events, talk)
             return
+        peer = talk.result[0]
         del self.talks[talk]
         self.selector.unregister(talk.socket)
-        if peer in self.links or (talk.card is None and peer <= self.rank):
+        if peer in self.links:
             talk.socket.close()
             return
         link = self.links[peer] = Link(peer, talk.socket, talk.local)
@@ -319,8 +271,7 @@ class _Meeting:
         del self.talks[talk]
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(talk.socket)
-        talk.handshake.close()
-        talk.socket.close()
+        talk.close()
         if talk.card is None:
             # Anybody can connect to a listening port; a stranger must not disturb the group.
             self.strangers += 1
@@ -368,6 +319,5 @@ class _Meeting:
                 self.stranger,
             )
         for talk in self.talks:
-            talk.handshake.close()
-            talk.socket.close()
+            talk.close()
         self.selector.close()

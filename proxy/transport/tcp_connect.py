@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...errors import BootstrapError, TransportError
+from ...handshake import Identity, Refused, Talk, accept, connect
 from ...protocol.frame import Verdict
-from .tcp_auth import Handshake, Identity, Refused, accept, connect
 
 __all__ = ["meet", "tune"]
 
@@ -66,83 +66,12 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-@dataclass(eq=False)
-class _Talk:
-    """One connection in its handshake."""
+@dataclass(eq=False, kw_only=True)
+class _Talk(Talk):
+    """One connection in its handshake; ``wanted`` = (peer, connection) that this rank asked for, None = accepted."""
 
-    socket: socket.socket
-    handshake: Handshake
-    expires: float
-    wanted: Key | None  # (peer, connection) that this rank asked for; None = accepted, whoever it is
+    wanted: Key | None
     where: str
-    connected: bool
-    sending: bytes = b""
-    receiving: int = 0
-    received: bytes = b""
-    started: bool = False
-    greeted: bool = False  # something valid was received: this side has answered or is done
-    result: Key | None = None
-
-    def step(self) -> bool:
-        """Go as far as the socket allows; True when ``result`` is set.
-
-        Raises:
-            OSError: the connection failed.
-            ValueError: the other side does not speak the handshake.
-            Refused: it does, and the two do not fit.
-        """
-        if not self.connected:
-            code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            self.connected = True
-        if not self.started:
-            self.started = True
-            self._take(next(self.handshake))
-        while True:
-            if self.sending:
-                try:
-                    self.sending = self.sending[self.socket.send(self.sending, socket.MSG_NOSIGNAL) :]
-                except BlockingIOError:
-                    return False
-                if self.sending:
-                    return False
-            elif len(self.received) < self.receiving:
-                try:
-                    part = self.socket.recv(self.receiving - len(self.received))
-                except BlockingIOError:
-                    return False
-                if not part:
-                    raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
-                self.received += part
-            else:
-                received, self.received, self.receiving = self.received, b"", 0
-                try:
-                    self._take(self.handshake.send(received))
-                except StopIteration as end:
-                    self.result = end.value
-                    return True
-
-    def _take(self, request: bytes | int) -> None:
-        if isinstance(request, bytes):
-            self.sending = request
-            self.greeted = True
-        else:
-            self.receiving = request
-
-    @property
-    def events(self) -> int:
-        """What to wait for."""
-        waits_to_write = not self.connected or bool(self.sending)
-        return selectors.EVENT_WRITE if waits_to_write else selectors.EVENT_READ
-
-    def close(self) -> None:
-        """Close the socket, unread input first: closing over it would reset the connection under our last frame."""
-        self.handshake.close()
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_WR)
-            self.socket.recv(4096)
-        self.socket.close()
 
 
 @dataclass
@@ -239,8 +168,8 @@ class _Meeting:
             raise self._transport_error(error, f"socket for rank {key[0]} at [{host}]:{port}") from None
         code = connection.connect_ex(sockaddr)
         talk = _Talk(
-            connection,
-            connect(self.me, *key),
+            socket=connection,
+            handshake=connect(self.me, *key),
             expires=now + CONNECT_SECONDS,
             wanted=key,
             where=f"[{host}]:{port}",
@@ -267,8 +196,8 @@ class _Meeting:
                 raise self._transport_error(error, "accept") from None
             connection.setblocking(False)
             talk = _Talk(
-                connection,
-                accept(self.me, self.sources),
+                socket=connection,
+                handshake=accept(self.me, self.sources),
                 expires=min(time.monotonic() + ACCEPT_SECONDS, self.deadline),
                 wanted=None,
                 where=f"[{sockaddr[0]}]:{sockaddr[1]}",

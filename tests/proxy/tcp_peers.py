@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from contract import Event, Group, Port
 
+from uccl_ep_serving import handshake
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.protocol.imm import Immediate, encode
-from uccl_ep_serving.proxy.transport import tcp_auth
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
 
 SECRET = bytes(range(32))
@@ -81,14 +81,14 @@ def tcp_group(ranks: int, window_bytes: int, host: str = "127.0.0.1", **options:
             endpoint.close()
 
 
-def drive(connection: socket.socket, handshake: tcp_auth.Handshake) -> tuple[int, int]:
+def drive(connection: socket.socket, talk: handshake.Handshake) -> tuple[int, int]:
     """Run a handshake on a blocking socket."""
-    request = next(handshake)
+    request = next(talk)
     while True:
         try:
             if isinstance(request, bytes):
                 connection.sendall(request)
-                request = handshake.send(b"")
+                request = talk.send(b"")
             else:
                 received = b""
                 while len(received) < request:
@@ -96,14 +96,14 @@ def drive(connection: socket.socket, handshake: tcp_auth.Handshake) -> tuple[int
                     if not part:
                         raise ConnectionResetError("closed during the handshake")
                     received += part
-                request = handshake.send(received)
+                request = talk.send(received)
         except StopIteration as end:
             return end.value
 
 
-def identity(rank: int, ranks: int = 2, secret: bytes = SECRET, **changes: int) -> tcp_auth.Identity:
+def identity(rank: int, ranks: int = 2, secret: bytes = SECRET, **changes: int) -> handshake.Identity:
     values = {"proxy": 0, "connections": CONNECTIONS, "window_bytes": WINDOW, **changes}
-    return tcp_auth.Identity(rank, ranks, values["proxy"], values["connections"], values["window_bytes"], JOB, secret)
+    return handshake.Identity(rank, ranks, values["proxy"], values["connections"], values["window_bytes"], JOB, secret)
 
 
 class Played:
@@ -128,12 +128,12 @@ class Played:
         host, port = frame.decode_address(addresses[0])
         for number in range(CONNECTIONS):
             connection = socket.create_connection((host, port), timeout=5)
-            drive(connection, tcp_auth.connect(identity(1, ranks), 0, number))
+            drive(connection, handshake.connect(identity(1, ranks), 0, number))
             self.sockets.append(connection)
         self.others = []
         for _ in range(CONNECTIONS * (ranks - 2)):
             connection, _ = listener.accept()
-            drive(connection, tcp_auth.accept(identity(1, ranks), frozenset([2])))
+            drive(connection, handshake.accept(identity(1, ranks), frozenset([2])))
             self.others.append(connection)
         for thread in threads:
             thread.join()

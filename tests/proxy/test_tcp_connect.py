@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from tcp_peers import CONNECTIONS, SECRET, WINDOW, connect_all, drive, identity, make, tcp_group
 
+from uccl_ep_serving import handshake
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
 from uccl_ep_serving.protocol import frame
-from uccl_ep_serving.proxy.transport import tcp_auth, tcp_connect
+from uccl_ep_serving.proxy.transport import tcp_connect
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
 
 
@@ -148,14 +149,15 @@ class TestStrangers:
         with contextlib.ExitStack() as stack:
             stack.callback(endpoint.close)
             peer = stack.enter_context(socket.create_connection(address, timeout=5))
-            handshake = tcp_auth.connect(identity(1, connections=1), 0, 0)
-            peer.sendall(next(handshake))
+            talk = handshake.connect(identity(1, connections=1), 0, 0)
+            peer.sendall(next(talk))
             challenge = peer.recv(frame.PREFIX_BYTES + frame.CHALLENGE_BYTES, socket.MSG_WAITALL)
             for _ in range(100):
                 stack.enter_context(socket.create_connection(address, timeout=5))
-            handshake.send(None)
-            handshake.send(challenge[: frame.PREFIX_BYTES])
-            peer.sendall(handshake.send(challenge[frame.PREFIX_BYTES :]))
+            time.sleep(0.3)  # all of them are accepted by now, and most were dropped again
+            talk.send(None)
+            talk.send(challenge[: frame.PREFIX_BYTES])
+            peer.sendall(talk.send(challenge[frame.PREFIX_BYTES :]))
             verdict = peer.recv(frame.PREFIX_BYTES, socket.MSG_WAITALL)
             assert frame.decode_prefix(verdict)[1:] == (frame.KIND_VERDICT, frame.Verdict.WELCOME)
             thread.join(10)
@@ -251,7 +253,7 @@ class TestConnecting:
         with socket.create_server(address) as listener:
             for _ in range(CONNECTIONS):
                 connection, _ = listener.accept()
-                drive(connection, tcp_auth.accept(identity(0), frozenset([1])))
+                drive(connection, handshake.accept(identity(0), frozenset([1])))
                 connection.close()
         thread.join()
         assert endpoint.describe(0).startswith("tcp, 2 connections")
@@ -270,7 +272,7 @@ class TestConnecting:
                 connection.recv(8)
                 connection.close()
             connection, _ = listener.accept()
-            drive(connection, tcp_auth.accept(identity(0, connections=1), frozenset([1])))
+            drive(connection, handshake.accept(identity(0, connections=1), frozenset([1])))
             thread.join()
             connection.close()
             endpoint.close()

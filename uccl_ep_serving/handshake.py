@@ -1,19 +1,25 @@
-"""Handshake of a TCP connection: both sides prove that they know the job's secret, in bounded steps.
+"""The handshake of every connection of a job: both sides prove that they know its secret, in bounded steps.
 
-A handshake is a generator that yields ``bytes`` to send, or the ``int`` number of bytes that it must receive next (and
-is sent them); the event loop in :mod:`.tcp_connect` runs many of them side by side. It never asks for more bytes than
-its frames have, so data frames that follow at once stay in the socket. The frames are those of
+Control connections and the data connections of ``tcp`` speak it alike and differ in the job that they name. A handshake
+is a generator that yields ``bytes`` to send, or the ``int`` number of bytes that it must receive next (and is sent
+them); a :class:`Talk` drives it over a non-blocking socket, so one thread runs many of them side by side. It never asks
+for more bytes than its frames have, so what follows at once stays in the socket. The frames are those of
 :mod:`uccl_ep_serving.protocol.frame`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
+import os
 import secrets
+import selectors
+import socket
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from ...protocol.frame import (
+from .protocol.frame import (
     CHALLENGE_BYTES,
     HANDSHAKE_VERSION,
     HELLO_BYTES,
@@ -39,7 +45,7 @@ from ...protocol.frame import (
     proof_of,
 )
 
-__all__ = ["Handshake", "Identity", "Refused", "accept", "connect"]
+__all__ = ["Handshake", "Identity", "Refused", "Talk", "accept", "connect"]
 
 #: Yields bytes to send or a number of bytes to receive; returns (peer rank, connection index).
 Handshake = Generator[bytes | int, bytes, tuple[int, int]]
@@ -154,3 +160,87 @@ def accept(me: Identity, expected: frozenset[int]) -> Handshake:
         raise Refused(Verdict.WRONG_SECRET, hello.source)
     yield encode_verdict(Verdict.WELCOME)
     return hello.source, hello.connection
+
+
+@dataclass(eq=False, kw_only=True)
+class Talk:
+    """One connection in its handshake.
+
+    Attributes:
+        expires: ``time.monotonic()`` instant at which its owner gives it up.
+        connected: the TCP connection stands.
+        greeted: something valid was received and answered; a real peer gets there at once.
+        result: (peer, connection index), once proven.
+    """
+
+    socket: socket.socket
+    handshake: Handshake
+    expires: float
+    connected: bool
+    sending: bytes = b""
+    receiving: int = 0
+    received: bytes = b""
+    started: bool = False
+    greeted: bool = False
+    result: tuple[int, int] | None = None
+
+    def step(self) -> bool:
+        """Go as far as the socket allows; True when ``result`` is set.
+
+        Raises:
+            OSError: the connection failed.
+            ValueError: the other side does not speak the handshake.
+            Refused: it does, and the two do not fit.
+        """
+        if not self.connected:
+            code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            self.connected = True
+        if not self.started:
+            self.started = True
+            self._take(next(self.handshake))
+        while True:
+            if self.sending:
+                try:
+                    self.sending = self.sending[self.socket.send(self.sending, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    return False
+                if self.sending:
+                    return False
+            elif len(self.received) < self.receiving:
+                try:
+                    part = self.socket.recv(self.receiving - len(self.received))
+                except BlockingIOError:
+                    return False
+                if not part:
+                    raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake")
+                self.received += part
+            else:
+                received, self.received, self.receiving = self.received, b"", 0
+                try:
+                    self._take(self.handshake.send(received))
+                except StopIteration as end:
+                    self.result = end.value
+                    return True
+
+    def _take(self, request: bytes | int) -> None:
+        if isinstance(request, bytes):
+            self.sending = request
+            self.greeted = True
+        else:
+            self.receiving = request
+
+    @property
+    def events(self) -> int:
+        """What to wait for."""
+        waits_to_write = not self.connected or bool(self.sending)
+        return selectors.EVENT_WRITE if waits_to_write else selectors.EVENT_READ
+
+    def close(self) -> None:
+        """Close the socket, unread input first: closing over it would reset the connection under our last frame."""
+        self.handshake.close()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+            self.socket.recv(4096)
+        self.socket.close()
