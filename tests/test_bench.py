@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -23,7 +23,7 @@ from uccl_ep_serving.cli.bench_machine import describe
 from uccl_ep_serving.cli.bench_peers import why_not
 from uccl_ep_serving.cli.bench_problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData, compare
 from uccl_ep_serving.cli.bench_statistics import all_ratios, ratios, summary
-from uccl_ep_serving.cli.bench_target import Target, load_targets, target_rows
+from uccl_ep_serving.cli.bench_target import Target, load_targets, missed_reasons, target_rows
 from uccl_ep_serving.cli.bench_wire import per_token_expert
 from uccl_ep_serving.errors import ConfigError
 
@@ -249,6 +249,27 @@ class TestReport:
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+class TestMissedTargets:
+    RESULTS: ClassVar[dict[str, Any]] = {"one": {"us": {"direct": 3.0}}}
+
+    def target(self, **changes: Any) -> Target:
+        given = {"words": "speed", "result": "one", "value": ("us/direct",), "at_most": 2.0, "missed": "a\nreason"}
+        return Target(**{**given, **changes})
+
+    def test_a_missed_target_is_explained(self) -> None:
+        assert missed_reasons([self.target()], self.RESULTS) == ["speed (3): a reason"]
+        assert "not explained" in missed_reasons([self.target(missed="")], self.RESULTS)[0]
+
+    def test_the_explanation_goes_with_the_miss(self) -> None:
+        assert missed_reasons([self.target(at_most=3.0)], self.RESULTS) == []
+        assert missed_reasons([self.target(value=("us/shm",))], self.RESULTS) == []
+
+    def test_every_target_that_the_kept_results_miss_is_explained(self) -> None:
+        kept = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+        lines = missed_reasons(load_targets(ROOT / "benchmarks" / "cards.toml"), kept)
+        assert [line for line in lines if "not explained" in line] == []
+
+
 #: Two ranks that run tiny cards with something broken in each, and end with status 0 only if all of it was noticed.
 BROKEN = """
 import sys, types
@@ -357,6 +378,7 @@ class TestRuns:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
         command += ["--master-port", str(free_port()), sys.executable, "-P", "-m", "uccl_ep_serving.cli.main", "bench"]
         command += [f"--{name}={value}" for name, value in TINY.items()]
+        command += ["--repeat=2"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
         assert "6 measured calls verified" not in done.stdout  # 3 subjects of 3 calls
@@ -386,7 +408,12 @@ class TestRuns:
 
     @pytest.mark.parametrize(
         ("options", "words"),
-        [(["--experts", "7"], "7 experts"), (["--path", "rdma"], "path rdma"), (["--dtype", "int4"], "dtype int4")],
+        [
+            (["--experts", "7"], "7 experts"),
+            (["--path", "rdma"], "path rdma"),
+            (["--dtype", "int4"], "dtype int4"),
+            (["--repeat", "0"], "repeat = 0"),
+        ],
     )
     def test_wrong_options_are_refused_before_anything_starts(self, options: list[str], words: str) -> None:
         done = subprocess.run(

@@ -100,6 +100,7 @@ def bench(
     ] = True,
     iterations: Annotated[int, typer.Option(help="Measured calls of each phase.")] = 20,
     warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 3,
+    repeat: Annotated[int, typer.Option(help="Rounds without a pause per sample; 1: each call starts from rest.")] = 1,
     against: Annotated[str, typer.Option(help="gloo, mpi, nccl, deepep, by commas; empty: none.")] = "gloo",
     seed: Annotated[int, typer.Option(help="Of inputs and routing.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 600.0,
@@ -130,6 +131,7 @@ def bench(
             weights_at_dispatch=weights_at_dispatch,
             iterations=iterations,
             warmup=warmup,
+            repeat=repeat,
             seed=seed,
         )
     except ConfigError as error:

@@ -43,6 +43,8 @@ class Card:
         weights_at_dispatch: low latency only: router weights travel with the dispatch, and one row returns per
             (token, rank).
         iterations: measured calls of each phase and subject. warmup: rounds before them.
+        repeat: 1: a measured call starts at the same instant on all ranks, from rest. More: so many rounds of all
+            phases follow one another without a pause, as in a loop over layers, and a sample is the mean of a phase.
         seed: of inputs and routing.
     """
 
@@ -59,11 +61,12 @@ class Card:
     weights_at_dispatch: bool = True
     iterations: int = 20
     warmup: int = 3
+    repeat: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for field in ("ranks", "tokens", "hidden", "experts", "topk", "iterations"):
+        for field in ("ranks", "tokens", "hidden", "experts", "topk", "iterations", "repeat"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"card {self.name}: {field} = {getattr(self, field)} must be at least 1")
         if self.warmup < 0:

@@ -110,9 +110,8 @@ def _call(subject: Subject, variant: int) -> None:
         phase(variant)
 
 
-def _measure(subject: Subject, group: _Group, variant: int) -> tuple[dict[str, int], float]:
-    """Nanoseconds of each phase on this rank, and the distance from the oracle."""
-    _call(subject, (variant + 1) % VARIANTS)
+def _one_call(subject: Subject, group: _Group, variant: int) -> dict[str, int]:
+    """Nanoseconds of each phase on this rank, each started at the same instant on all ranks."""
     taken = {}
     for name, phase in subject.phases.items():
         subject.touch(name, variant)
@@ -120,6 +119,26 @@ def _measure(subject: Subject, group: _Group, variant: int) -> tuple[dict[str, i
         begin = time.monotonic_ns()
         phase(variant)
         taken[name] = time.monotonic_ns() - begin
+    return taken
+
+
+def _back_to_back(subject: Subject, group: _Group, variant: int, repeat: int) -> dict[str, int]:
+    """Mean nanoseconds of each phase on this rank over ``repeat`` rounds without a pause."""
+    taken = dict.fromkeys(subject.phases, 0)
+    phases = list(subject.phases.items())
+    group.start_together()
+    for _ in range(repeat):
+        for name, phase in phases:
+            begin = time.monotonic_ns()
+            phase(variant)
+            taken[name] += time.monotonic_ns() - begin
+    return {name: total // repeat for name, total in taken.items()}
+
+
+def _measure(subject: Subject, group: _Group, variant: int, repeat: int) -> tuple[dict[str, int], float]:
+    """Nanoseconds of each phase on this rank, and the distance of the last call from the oracle."""
+    _call(subject, (variant + 1) % VARIANTS)
+    taken = _one_call(subject, group, variant) if repeat == 1 else _back_to_back(subject, group, variant, repeat)
     distance, problem = 0.0, ""
     try:
         distance = subject.check(variant)
@@ -141,7 +160,7 @@ def _rounds(
     for number in range(card.warmup + card.iterations):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            taken, distance = _measure(subjects[name], group, number % VARIANTS)
+            taken, distance = _measure(subjects[name], group, number % VARIANTS, card.repeat)
             verified[name]["calls"] += 1
             verified[name]["distance"] = max(verified[name]["distance"], distance)
             if number >= card.warmup:

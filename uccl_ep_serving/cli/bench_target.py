@@ -10,7 +10,7 @@ from typing import Any
 
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["Target", "load_targets", "target_rows"]
+__all__ = ["Target", "load_targets", "missed_reasons", "target_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Target:
         result: name of the result.
         value: one or two lists of keys into it, joined by "/".
         at_most, at_least: the bound; exactly one of them.
+        missed: what bounds the figure and where the time goes; shown only while the target is missed.
     """
 
     words: str
@@ -29,6 +30,7 @@ class Target:
     value: tuple[str, ...]
     at_most: float | None = None
     at_least: float | None = None
+    missed: str = ""
 
     def __post_init__(self) -> None:
         if len(self.value) not in (1, 2) or (self.at_most is None) == (self.at_least is None):
@@ -77,3 +79,13 @@ def target_rows(targets: Iterable[Target], results: Mapping[str, Any]) -> tuple[
                 [target.words, target.result, bound, f"{measured:.3g}", "met" if target.met(measured) else "missed"]
             )
     return ["target", "result", "bound", "measured", "verdict"], rows
+
+
+def missed_reasons(targets: Iterable[Target], results: Mapping[str, Any]) -> list[str]:
+    """One line for every target that is measured and missed: what was measured, and why."""
+    lines = []
+    for target in targets:
+        measured = target.measured(results)
+        if measured is not None and not target.met(measured):
+            lines.append(f"{target.words} ({measured:.3g}): {' '.join(target.missed.split()) or 'not explained yet'}")
+    return lines
