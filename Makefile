@@ -1,4 +1,5 @@
 # make demo   SGLang serves a tiny DeepSeek-V3 through this backend, on CPU ranks
+# make demo-vllm   the same with vLLM, a tiny Qwen3-MoE and a tiny DeepSeek-V3
 # make test   every quick test
 #
 # Each creates what it needs (.venv, .venv-vllm) on first use. PYTHON=/path/to/python3.11 chooses the interpreter.
@@ -12,7 +13,7 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo test test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -37,6 +38,9 @@ env-vllm:
 
 demo: env-sglang
 	@$(BIN)/uccl-ep demo $(ARGS)
+
+demo-vllm: env-vllm
+	@$(BIN_VLLM)/uccl-ep demo-vllm $(ARGS)
 
 # tests marked "engine" skip themselves, with the reason, where their engine is not installed; ARGS is for the first run
 VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.engines.vllm import targets as vllm
 from uccl_ep_serving.protocol import tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +38,29 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
+def vllm_versions_table() -> str:
+    """One row per range of versions."""
+    rows = ["| vLLM | standing | why |", "|---|---|---|"]
+    for known in vllm.VERSIONS:
+        first, last = (".".join(map(str, version)) for version in (known.first, known.last))
+        rows.append(f"| {last if len(known.first) > 1 else f'{first} to {last}'} | {known.standing} | {known.reason} |")
+    rows.append("| newer | unproven | as with any version, each hook is verified at start |")
+    return "\n".join(rows)
+
+
+def vllm_hooks_table() -> str:
+    """One row per name of vLLM that the plugin changes."""
+    rows = ["| when | name | what for | line in 0.33.0 |", "|---|---|---|---|"]
+    groups = {"always": vllm.NAME_TARGETS, "asked for": vllm.CONFIG_TARGETS, "worker": vllm.LAYER_TARGETS}
+    for when, group in groups.items():
+        rows += [f"| {when} | `{target.name}` | {target.purpose} | {target.line} |" for target in group]
+    return "\n".join(rows)
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "settings"): settings_table,
+    ("examples/06_vllm/README.md", "vllm versions"): vllm_versions_table,
+    ("examples/06_vllm/README.md", "vllm hooks"): vllm_hooks_table,
     **{("uccl_ep_serving/ARCHITECTURE.md", name): make for name, make in tables.TABLES.items()},
 }
 

@@ -59,3 +59,17 @@ def in_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InEngine]:
 
     yield call
     multiprocessing.forkserver._forkserver._stop()  # or it would live until pytest ends, and count as left behind
+
+
+@pytest.fixture(scope="session")
+def in_engine_ranks(in_engine: InEngine, tmp_path_factory: pytest.TempPathFactory) -> InEngine:
+    """Call ``function(rank, size, rendezvous, *args)`` in ``size`` such processes at once; returns the results."""
+    context = multiprocessing.get_context("forkserver")
+
+    def call(size: int, function: Callable[..., Result], *args: Any) -> list[Result]:
+        rendezvous = str(tmp_path_factory.mktemp("ranks") / "store")
+        with ProcessPoolExecutor(size, mp_context=context) as pool:
+            started = [pool.submit(function, rank, size, rendezvous, *args) for rank in range(size)]
+            return [one.result(timeout=300) for one in started]
+
+    return call

@@ -52,12 +52,13 @@ def register() -> None:
 
     @functools.cache
     def probed() -> type[Any]:
-        return _subclass(original())
+        return subclass(original())
 
     plugin.buffer_class = probed  # type: ignore[assignment]
 
 
-def _subclass(base: type[Any]) -> type[Any]:
+def subclass(base: type[Any]) -> type[Any]:
+    """A Buffer class that records, or drops, as ``PROBE_MODE`` says."""
     drop = os.environ[MODE] == "drop"
 
     class Probed(base):
@@ -85,8 +86,8 @@ def _subclass(base: type[Any]) -> type[Any]:
                 file.write(json.dumps(line) + "\n")
             return super().low_latency_dispatch(x, self._kept(topk_idx, experts), tokens, experts, **kwargs)
 
-        def low_latency_combine(self, *, topk_idx: Any, **kwargs: Any) -> Any:
-            return super().low_latency_combine(topk_idx=self._kept(topk_idx, self._experts), **kwargs)
+        def low_latency_combine(self, x: Any, topk_idx: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().low_latency_combine(x, self._kept(topk_idx, self._experts), *args, **kwargs)
 
         def get_dispatch_layout(self, topk_idx: Any, experts: int, **kwargs: Any) -> Any:
             self._experts = experts

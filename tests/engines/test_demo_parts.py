@@ -15,7 +15,9 @@ from uccl_ep_serving.cli import demo
 from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.cli.demo_client import Answer, compare
 from uccl_ep_serving.cli.demo_report import reduced_rows, traffic_tables
+from uccl_ep_serving.cli.demo_run import Run, check_equal, check_traffic
 from uccl_ep_serving.cli.demo_server import Launch
+from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
 
 
 @pytest.fixture
@@ -151,31 +153,31 @@ def test_command_line(launch: Launch, present: str, absent: str) -> None:
     assert absent not in command
 
 
-QUIET = Console(quiet=True)
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run whose checks print nothing."""
+    return Run(Console(quiet=True), tmp_path, 1.0)
 
 
-def test_demo_fails_when_answers_differ_from_the_reference() -> None:
+def test_demo_fails_when_answers_differ_from_the_reference(run: Run) -> None:
     same, other = answer("ab", -1.0, -2.0), answer("ax", -1.0, -2.0)
-    failures: list[str] = []
-    demo._check_equal(QUIET, [same], [same], failures)
-    assert not failures
-    demo._check_equal(QUIET, [same], [other], failures)
-    assert "1 of 1 texts" in failures[0]
+    check_equal(run, [same], [same], "the reference")
+    assert not run.failures
+    check_equal(run, [same], [other], "the reference")
+    assert "1 of 1 texts" in run.failures[0]
 
 
-def test_demo_fails_when_logprobs_differ_although_texts_agree() -> None:
-    failures: list[str] = []
-    demo._check_equal(QUIET, [answer("ab", -1.0, -2.0)], [answer("ab", -1.0, -2.01)], failures)
-    assert "logprobs" in failures[0]
+def test_demo_fails_when_logprobs_differ_although_texts_agree(run: Run) -> None:
+    check_equal(run, [answer("ab", -1.0, -2.0)], [answer("ab", -1.0, -2.01)], "the reference")
+    assert "logprobs" in run.failures[0]
 
 
 @pytest.mark.parametrize(
     ("logprob", "complaint"), [(-1.0, "nothing was quantised"), (-1.1, None), (-4.0, "more than 0.4")]
 )
-def test_demo_bounds_fp8_from_both_sides(logprob: float, complaint: str | None) -> None:
-    failures: list[str] = []
-    demo._check_fp8(QUIET, [answer("a", -1.0)], [answer("a", logprob)], failures)
-    assert [complaint in failure for failure in failures] == ([True] if complaint else [])
+def test_demo_bounds_fp8_from_both_sides(run: Run, logprob: float, complaint: str | None) -> None:
+    demo._check_fp8(run, [answer("a", -1.0)], [answer("a", logprob)])
+    assert [complaint in failure for failure in run.failures] == ([True] if complaint else [])
 
 
 @pytest.mark.parametrize(
@@ -186,13 +188,52 @@ def test_demo_bounds_fp8_from_both_sides(logprob: float, complaint: str | None) 
         ([counters(0, 10, 4), {**counters(1, 4, 10), "bytes_sent": 0}], "rank 1 sent nothing"),
     ],
 )
-def test_demo_fails_on_wrong_traffic(ranks: list[dict[str, Any]], complaint: str) -> None:
-    failures: list[str] = []
-    demo._check_traffic(QUIET, ranks, failures)
-    assert complaint in failures[0]
+def test_demo_fails_on_wrong_traffic(run: Run, ranks: list[dict[str, Any]], complaint: str) -> None:
+    check_traffic(run, ranks)
+    assert complaint in run.failures[0]
 
 
-def test_demo_accepts_right_traffic() -> None:
-    failures: list[str] = []
-    demo._check_traffic(QUIET, [counters(0, 10, 4), counters(1, 4, 10)], failures)
-    assert not failures
+def test_demo_accepts_right_traffic(run: Run) -> None:
+    check_traffic(run, [counters(0, 10, 4), counters(1, 4, 10)])
+    assert not run.failures
+
+
+@pytest.mark.parametrize("kind", MODELS.values(), ids=list(MODELS))
+def test_models_of_vllm_have_as_many_experts_as_their_config_says(
+    tmp_path: Path, write: Callable[..., Any], kind: Any
+) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    model = write(tmp_path, model=kind.shape)
+    config = json.loads((tmp_path / "config.json").read_text())
+    experts = config.get("num_experts", config.get("n_routed_experts"))
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name.endswith("experts.0.up_proj.weight")]  # noqa: SIM118
+        last = f"mlp.experts.{experts - 1}.up_proj.weight"
+        assert sum(name.endswith(last) for name in file.keys()) == len(names) == model.moe_layers  # noqa: SIM118
+        assert sum(name.endswith("gate.weight") for name in file.keys()) == model.moe_layers  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("launch", "present", "absent"),
+    [
+        (VllmLaunch("qwen3-moe", ""), "serve /checkpoints/qwen3-moe", "--enable-expert-parallel"),
+        (VllmLaunch("deepseek-v3", "uccl_ep"), "--all2all-backend uccl_ep", "--tensor-parallel-size"),
+        (VllmLaunch("deepseek-v3", "uccl_ep", ranks=4), "--data-parallel-size 4", "sglang"),
+    ],
+)
+def test_command_line_of_vllm(launch: VllmLaunch, present: str, absent: str) -> None:
+    command = " ".join(launch.command(Path("/checkpoints/model"), 1234))
+    assert present in command
+    assert absent not in command
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("(EngineCore_DP0 pid=1) INFO 11-21 12:46:00 [api_utils.py:286] Loading", "Loading"),
+        ("WARNING 11-21 12:46:00 [envs.py:1] slow", "slow"),
+        ("Traceback (most recent call last):", None),
+    ],
+)
+def test_phase_of_vllm_is_what_a_log_line_says(line: str, text: str | None) -> None:
+    assert VllmLaunch("qwen3-moe", "").phase(line) == text

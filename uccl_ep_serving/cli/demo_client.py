@@ -81,12 +81,14 @@ class Client:
 
     Args:
         url: base address, for example ``http://127.0.0.1:30000``.
+        model: name of the model that it serves.
 
     Every method raises :class:`~uccl_ep_serving.cli.demo_server.ServerFailed` when the server refuses or breaks off.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, model: str = MODEL) -> None:
         self._url = url
+        self._model = model
 
     def complete(self, prompt: str, max_tokens: int) -> Answer:
         """``/v1/completions`` with logprobs."""
@@ -140,7 +142,7 @@ class Client:
     def _open(self, endpoint: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
             f"{self._url}/v1/{endpoint}",
-            json.dumps({"model": MODEL, **body}).encode(),
+            json.dumps({"model": self._model, **body}).encode(),
             {"Content-Type": "application/json"},
         )
         try:

@@ -1,4 +1,4 @@
-"""One SGLang server of the demo: its command line, its environment, start, readiness and stop."""
+"""One server of the demo: SGLang's command line, and for either engine its start, readiness and stop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import psutil
 
@@ -31,6 +31,7 @@ __all__ = [
     "DemoServer",
     "Launch",
     "ServerFailed",
+    "ServerLaunch",
     "free_port",
     "kill_users_of",
     "port_is_free",
@@ -46,7 +47,32 @@ _PHASE_WIDTH = 50  # what remains of 80 columns beside the spinner and the secon
 
 
 class ServerFailed(UcclEpError, RuntimeError):
-    """The SGLang server ended, or did not become ready in time; the message ends with its last log lines."""
+    """The server ended, or did not become ready in time; the message ends with its last log lines."""
+
+
+class ServerLaunch(Protocol):
+    """What :class:`DemoServer` asks of an engine."""
+
+    @property
+    def engine(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def chatter(self) -> str:
+        """What the log line that prints every argument contains: it is left out of messages."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """More environment variables, which win."""
+
+    def command(self, model: Path, port: int) -> list[str]:
+        """The command a user would type, for a machine without a GPU."""
+
+    def cpu_environment(self, directory: Path) -> dict[str, str]:
+        """What the engine needs on a CPU; files may be written below ``directory``."""
+
+    def phase(self, line: str) -> str | None:
+        """What a log line says without its prefix; None for a line that is no log line of the engine."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +91,9 @@ class Launch:
         arguments: more command-line arguments.
         environment: more environment variables.
     """
+
+    engine: ClassVar[str] = "SGLang"
+    chatter: ClassVar[str] = "server_args="
 
     backend: str
     dp_attention: bool = False
@@ -109,6 +138,15 @@ class Launch:
         named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         return [sys.executable, "-m", "sglang.launch_server", *named, *flags, *self.arguments]
 
+    def cpu_environment(self, directory: Path) -> dict[str, str]:
+        """The startup directory of :mod:`uccl_ep_serving.engines.sglang_cpu`, and its variables."""
+        return sglang_cpu.environment(directory, ranks=self.ranks)
+
+    def phase(self, line: str) -> str | None:
+        """SGLang writes ``[time rank] text``."""
+        match = re.match(r"\[[^\]]*\] (.*)", line)
+        return match.group(1) if match else None
+
 
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on right now."""
@@ -139,7 +177,7 @@ class DemoServer:
         port: TCP port, 0 for a free one.
     """
 
-    def __init__(self, launch: Launch, run_directory: Path, name: str, *, port: int = 0) -> None:
+    def __init__(self, launch: ServerLaunch, run_directory: Path, name: str, *, port: int = 0) -> None:
         self.launch = launch
         self.run_directory = run_directory
         self.log = run_directory / f"{name}.log"
@@ -181,11 +219,11 @@ class DemoServer:
             raise ServerFailed("this server has been started already")
         if not port_is_free(self.port):
             raise ServerFailed(f"port {self.port} of 127.0.0.1 is in use; choose another with --port, or none")
-        scratch = self.run_directory / "tmp"  # SGLang puts its ZeroMQ sockets where TMPDIR points
+        scratch = self.run_directory / "tmp"  # engines put their ZeroMQ sockets where TMPDIR points
         scratch.mkdir(exist_ok=True)
         environment = {
             **os.environ,
-            **sglang_cpu.environment(self.run_directory, ranks=self.launch.ranks),
+            **self.launch.cpu_environment(self.run_directory),
             "TMPDIR": str(scratch),
             "PYTHONSAFEPATH": "1",  # `python -m` must not find packages in the directory it is run from
             "PYTHONUNBUFFERED": "1",
@@ -229,13 +267,13 @@ class DemoServer:
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < timeout:
             if not self.alive():
-                raise ServerFailed(f"the SGLang server ended while starting.\n{self.tail()}")
+                raise ServerFailed(f"the {self.launch.engine} server ended while starting.\n{self.tail()}")
             progress(elapsed, self._phase())
             with contextlib.suppress(OSError, urllib.error.URLError):
                 urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_SECONDS).read()
                 return
             time.sleep(_POLL_SECONDS)
-        raise ServerFailed(f"the SGLang server was not ready after {timeout:.0f} s.\n{self.tail()}")
+        raise ServerFailed(f"the {self.launch.engine} server was not ready after {timeout:.0f} s.\n{self.tail()}")
 
     def alive(self) -> bool:
         """Whether the server's main process runs."""
@@ -257,6 +295,17 @@ class DemoServer:
 
         found = [counters for pid in self.pids() for counters in live.query(pid)]
         return sorted(found, key=lambda counters: int(counters["rank"]))
+
+    def settled_traffic(self, timeout: float = 10.0) -> list[dict[str, Any]]:
+        """:meth:`traffic` once nothing is under way: idle data-parallel ranks step on for a while after an answer."""
+        deadline = time.monotonic() + timeout
+        before: list[dict[str, Any]] = []
+        while True:
+            now = self.traffic()
+            if [one["ops"] for one in now] == [one["ops"] for one in before] or time.monotonic() > deadline:
+                return now
+            before = now
+            time.sleep(5 * _POLL_SECONDS)
 
     def detach(self) -> None:
         """Leave the server running after this process; SIGTERM to :attr:`guardian_pid` stops it."""
@@ -296,14 +345,13 @@ class DemoServer:
     def _log_lines(self) -> Iterator[str]:
         if self.log.exists():
             for line in self.log.read_text(errors="replace").splitlines():
-                if "server_args=" not in line:
+                if self.launch.chatter not in line:
                     yield line
 
     def _phase(self) -> str:
         for line in reversed(list(self._log_lines())):
-            match = re.match(r"\[[^\]]*\] (.*)", line)
-            if match:
-                return match.group(1)[:_PHASE_WIDTH]
+            if text := self.launch.phase(line):
+                return text[:_PHASE_WIDTH]
         return "importing"
 
 
@@ -328,7 +376,7 @@ def kill_users_of(directory: Path) -> None:
     while time.monotonic() < deadline:
         alive = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # environ would not do: SGLang writes its titles over it
+            with contextlib.suppress(psutil.Error):  # environ would not do: engines write their titles over it
                 if process.cwd() == str(directory):
                     process.kill()
                     alive.append(process)

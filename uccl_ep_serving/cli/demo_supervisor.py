@@ -6,8 +6,8 @@ Whatever happens to the demo, SIGKILL included, closes the pipe; the guardian th
 and removes what the server left in shared memory. It relies on no exit handler of anybody:
 
 * orphans of the server are re-parented to the guardian (``PR_SET_CHILD_SUBREAPER``), so the tree stays whole;
-* should the guardian itself be killed, the server's main process dies with it (``PR_SET_PDEATHSIG``), most of SGLang's
-  workers follow in the same way, and the demo kills the others and does the cleaning (:func:`clean`);
+* should the guardian itself be killed, the server's main process dies with it (``PR_SET_PDEATHSIG``), most of the
+  engine's workers follow in the same way, and the demo kills the others and does the cleaning (:func:`clean`);
 * should both be killed at once, the next demo finds the run directory without an owner and does it (``demo_remains``).
 
 Commands on the pipe, one a line: ``stop`` (stop, keep the run directory), ``detach`` (from now on the pipe
@@ -40,9 +40,10 @@ LEFTOVERS = (
     "/dev/shm/sgl_shm_mq_*",  # SGLang's message queues between scheduler ranks
     "/dev/shm/sem.mp-*",  # semaphores of multiprocessing
     "/dev/shm/sglang_loads_*",  # SGLang's load snapshots
+    "/dev/shm/psm_*",  # shared memory of multiprocessing: vLLM's message queues
     "/tmp/sglang_load_collector_*.sock",  # and the socket they are collected on
 )
-"""What a SIGKILLed SGLang leaves behind; only files that its own server made are ever removed."""
+"""What a SIGKILLed engine leaves behind; only files that its own server made are ever removed."""
 
 LOCK = "alive.lock"
 """File in the run directory on which the demo and its guardians hold a shared lock as long as they live."""

@@ -48,6 +48,19 @@ def demo(context: typer.Context) -> None:
 
 
 @app.command(
+    name="demo-vllm",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Serve a tiny Qwen3-MoE and DeepSeek-V3 with vLLM through uccl_ep, on CPU ranks.",
+)
+def demo_vllm(context: typer.Context) -> None:
+    """Serve a tiny Qwen3-MoE and DeepSeek-V3 with vLLM through uccl_ep, on CPU ranks."""
+    from uccl_ep_serving.cli import demo_vllm as command
+
+    command.app(args=context.args, prog_name="uccl-ep demo-vllm")
+
+
+@app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     short_help="Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every call is verified.",

@@ -33,7 +33,7 @@ class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc
     """Every token once to each rank of its experts; there the experts see rows with global expert ids and weights.
 
     Under dual-batch overlap the calls yield where the built-in DeepEP high-throughput backend yields
-    (``prepare_finalize/deepep_ht.py:113``): before dispatch and before combine, so that the other micro-batch computes.
+    (``prepare_finalize/deepep_ht.py:144``): before dispatch and before combine, so that the other micro-batch computes.
 
     Args:
         buffer: of the expert-parallel group.

@@ -108,16 +108,22 @@ NAME_TARGETS = (
         "All2AllBackend",
         None,
         "gains the three names; any other stays refused",
-        "config/parallel.py:46",
+        "config/parallel.py:45",
     ),
     Target(
         "vllm.config.parallel",
         "ParallelConfig.__post_init__",
         ("self",),
         "with one of the names: checks, then the hooks below; the record also carries them to workers",
-        "config/parallel.py:519",
+        "config/parallel.py:962",
     ),
-    Target("vllm.engine.arg_utils", "_compute_kwargs.cache_clear", (), "the command line reads the names again", ""),
+    Target(
+        "vllm.engine.arg_utils",
+        "_compute_kwargs.cache_clear",
+        (),
+        "the command line reads the names again",
+        "engine/arg_utils.py:325",
+    ),
 )
 """Always hooked: with another backend these do nothing."""
 
@@ -148,7 +154,7 @@ CONFIG_TARGETS = (
         "Platform.get_device_communicator_cls",
         (),
         "the EP group gets our all-to-all manager",
-        "platforms/interface.py",
+        "platforms/interface.py:1222",
     ),
 )
 """Hooked in a process once a configuration with one of our names exists in it."""

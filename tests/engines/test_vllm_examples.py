@@ -1,0 +1,128 @@
+"""The launch scripts of examples/06_vllm: what they type is what vLLM takes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "06_vllm"
+InEngine = Callable[..., Any]
+
+
+def typed(tmp_path: Path, script: str, *arguments: str, **environment: str) -> list[str]:
+    """The arguments that ``script`` gives to ``vllm``, which a stand-in prints."""
+    stand_in = tmp_path / "vllm"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    output = subprocess.run(
+        ["bash", str(EXAMPLES / script), *arguments],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return output.stdout.split("\n")[:-1]
+
+
+def engine_parse(arguments: list[str]) -> dict[str, Any]:
+    """What ``vllm serve`` makes of them."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = ServeSubcommand()
+    parser = command.subparser_init(FlexibleArgumentParser().add_subparsers())
+    parsed = parser.parse_args(arguments)
+    command.validate(parsed)
+    return {name: value for name, value in vars(parsed).items() if isinstance(value, (str, int, bool, type(None)))}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "environment", "expected"),
+    [
+        ("one_node.sh", (), {}, {"data_parallel_size": 8, "all2all_backend": "uccl_ep_high_throughput"}),
+        (
+            "one_node.sh",
+            ("--max-num-seqs", "64"),
+            {"MODE": "low_latency", "GPUS": "4"},
+            {"data_parallel_size": 4, "all2all_backend": "uccl_ep_low_latency", "max_num_seqs": 64},
+        ),
+        (
+            "several_nodes.sh",
+            (),
+            {"HEAD": "10.0.0.1", "NNODES": "2", "NODE_RANK": "0"},
+            {"data_parallel_size": 16, "data_parallel_size_local": 8, "headless": False, "port": 8000},
+        ),
+        (
+            "several_nodes.sh",
+            (),
+            {"HEAD": "10.0.0.1", "NNODES": "2", "NODE_RANK": "1"},
+            {"data_parallel_start_rank": 8, "data_parallel_address": "10.0.0.1", "headless": True},
+        ),
+        (
+            "ray.sh",
+            (),
+            {"HEAD": "10.0.0.1", "NNODES": "2"},
+            {"data_parallel_backend": "ray", "data_parallel_size": 16},
+        ),
+        ("prefill_decode.sh", ("prefill",), {}, {"all2all_backend": "uccl_ep_high_throughput", "port": 8100}),
+        (
+            "prefill_decode.sh",
+            ("decode",),
+            {"WINDOW": "128"},
+            {"all2all_backend": "uccl_ep_low_latency", "max_num_batched_tokens": 128},
+        ),
+    ],
+)
+def test_vllm_takes_what_the_scripts_type(
+    in_engine: InEngine,
+    tmp_path: Path,
+    script: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    expected: dict[str, Any],
+) -> None:
+    command, *options = typed(tmp_path, script, *arguments, **environment)
+    assert command == "serve"
+    parsed = in_engine(engine_parse, options)
+    assert parsed["enable_expert_parallel"]
+    assert {name: parsed[name] for name in expected} == expected
+
+
+def readme_lines() -> Iterator[list[str]]:
+    """The arguments of each ``vllm serve`` in README.md."""
+    marker = "<!-- launch lines: given to vLLM"
+    _, found, rest = (EXAMPLES.parents[1] / "README.md").read_text().partition(marker)
+    assert found, "README.md has lost the marker of vLLM's launch lines"
+    block = rest.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    for line in filter(None, block.splitlines()):
+        words = shlex.split(line, comments=True)
+        assert words[:2] == ["vllm", "serve"]
+        yield words[2:]
+
+
+def test_vllm_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
+    """Every flag exists in the installed version and has the value that the line gives it."""
+    parsed = [in_engine(engine_parse, line) for line in readme_lines()]
+    assert [one["data_parallel_size"] for one in parsed] == [8, 16, 8, 8]
+    assert all(one["enable_expert_parallel"] for one in parsed)
+    assert [one["all2all_backend"] for one in parsed] == [
+        "uccl_ep",
+        "uccl_ep",
+        "uccl_ep_high_throughput",
+        "uccl_ep_low_latency",
+    ]
+    second_node = in_engine(engine_parse, [*list(readme_lines())[1], "--headless", "--data-parallel-start-rank", "8"])
+    assert (second_node["headless"], second_node["data_parallel_start_rank"]) == (True, 8)
+
+
+def test_unknown_role_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        typed(tmp_path, "prefill_decode.sh", "router")
+    assert "prefill or decode" in failure.value.stderr

@@ -1,0 +1,181 @@
+"""The real vLLM server, started as a user starts it, on two data-parallel CPU ranks: equal answers, named failures.
+
+Each server takes 30 to 90 s to start on two cores, so all tests here are slow; servers with the same settings are
+started once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import vllm_probe
+
+from uccl_ep_serving import live
+from uccl_ep_serving.cli import demo_supervisor
+from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.cli.demo_client import Answer, Client, compare
+from uccl_ep_serving.cli.demo_report import reduced_rows
+from uccl_ep_serving.cli.demo_run import EXACT, PROMPTS
+from uccl_ep_serving.cli.demo_server import DemoServer, ServerFailed
+from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_SECONDS = 280.0
+TOKENS = 16
+QWEN, DEEPSEEK = MODELS
+HIGH_THROUGHPUT, LOW_LATENCY = "uccl_ep_high_throughput", "uccl_ep_low_latency"
+# every remote row goes through rings, proxies and a transport, as if each rank were a node of its own
+PROXIED = {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "shm"}
+TCP = {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "tcp", "UCCL_EP_PROXIES": "2"}
+OPERATIONS = {
+    HIGH_THROUGHPUT: {"normal_dispatch", "normal_combine"},
+    LOW_LATENCY: {"ll_dispatch", "ll_combine"},
+}
+
+
+@dataclass
+class Served:
+    """What one server answered, moved and wrote."""
+
+    answers: list[Answer]
+    traffic: list[dict[str, Any]]
+    log: str
+
+
+Serve = Callable[[VllmLaunch], Served]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vsrv")  # short: Unix sockets are made below it
+    for name, kind in MODELS.items():
+        write_checkpoint(path / name, model=kind.shape)
+    return path
+
+
+@pytest.fixture(scope="module")
+def serve(directory: Path) -> Iterator[Serve]:
+    """Start the server, ask everything, stop it; the same launch is served once."""
+    done: dict[str, Served] = {}
+    before = demo_supervisor.snapshot()
+
+    def run(launch: VllmLaunch) -> Served:
+        key = repr(launch)
+        if key not in done:
+            with DemoServer(launch, directory, f"server{len(done)}") as server:
+                server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+                client = Client(server.url, launch.model)
+                answers = client.complete_all(PROMPTS, TOKENS, MODELS[launch.model].at_once)
+                traffic = server.settled_traffic() if launch.backend.startswith("uccl_ep") else []
+            done[key] = Served(answers, traffic, server.log.read_text(errors="replace"))
+        return done[key]
+
+    yield run
+    assert demo_supervisor.clean(before) == [], "servers left something in shared memory"
+    assert not [process.pid for process in psutil.process_iter() if works_in(process, directory)]
+
+
+def works_in(process: psutil.Process, directory: Path) -> bool:
+    """Whether a process was started by one of this module's servers."""
+    try:
+        return process.cwd() == str(directory)
+    except psutil.Error:
+        return False
+
+
+def one_rank(model: str) -> VllmLaunch:
+    """The reference: no expert parallelism, vLLM's own experts."""
+    return VllmLaunch(model, "")
+
+
+@pytest.mark.parametrize(
+    ("launch", "transport"),
+    [
+        pytest.param(VllmLaunch(QWEN, HIGH_THROUGHPUT, environment=PROXIED), "shm", id="qwen3-high-throughput"),
+        pytest.param(VllmLaunch(QWEN, LOW_LATENCY, environment=PROXIED), "shm", id="qwen3-low-latency"),
+        pytest.param(VllmLaunch(DEEPSEEK, HIGH_THROUGHPUT, environment=PROXIED), "shm", id="deepseek-high-throughput"),
+        pytest.param(VllmLaunch(DEEPSEEK, LOW_LATENCY, environment=PROXIED), "shm", id="deepseek-low-latency"),
+        pytest.param(VllmLaunch(QWEN, LOW_LATENCY, environment=TCP), "tcp", id="qwen3-low-latency-tcp-two-proxies"),
+        pytest.param(
+            VllmLaunch(DEEPSEEK, LOW_LATENCY, arguments=("--expert-placement-strategy", "round_robin")),
+            "",
+            id="deepseek-low-latency-round-robin-direct",
+        ),
+    ],
+)
+def test_answers_equal_those_of_one_rank(serve: Serve, launch: VllmLaunch, transport: str) -> None:
+    got = serve(launch)
+    difference = compare(serve(one_rank(launch.model)).answers, got.answers)
+    assert difference.equal == difference.answers == 8, [answer.text for answer in got.answers]
+    assert difference.largest < EXACT
+    ran = {name for rank in got.traffic for name, operation in rank["ops"].items() if operation["count"]}
+    assert ran == OPERATIONS[launch.backend]
+    assert [rank["rank"] for rank in got.traffic] == [0, 1]
+    for rank in got.traffic:
+        assert bool(rank["bytes_sent"]) == bool(transport)
+        assert set(rank["transport_by_peer"].values()) == {transport} - {""} or not transport
+    sent, returned = reduced_rows(got.traffic)
+    assert sent == returned
+    if "round_robin" in launch.arguments:
+        assert "Falling back to linear" not in got.log
+
+
+@pytest.mark.parametrize("backend", [HIGH_THROUGHPUT, LOW_LATENCY])
+def test_losing_remote_rows_changes_the_answers(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The negative control: these answers do depend on what comes from the other rank."""
+    for name, value in vllm_probe.install(tmp_path, "drop").items():
+        monkeypatch.setenv(name, value)
+    got = serve(VllmLaunch(QWEN, backend, environment={**PROXIED, "PROBE": "drop"}))
+    assert compare(serve(one_rank(QWEN)).answers, got.answers).equal < len(PROMPTS)
+
+
+@pytest.mark.parametrize("backend", [HIGH_THROUGHPUT, LOW_LATENCY])
+def test_killed_rank_is_named_within_a_second(directory: Path, backend: str) -> None:
+    """SIGKILL of one worker under load: our line must not wait for what the engine's own collective says."""
+    segments = set(Path("/dev/shm").glob("uccl_ep*"))
+    launch = VllmLaunch(QWEN, backend, environment=PROXIED)
+    with DemoServer(launch, directory, f"killed-{backend}") as server, ThreadPoolExecutor(1) as pool:
+        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        load = pool.submit(Client(server.url, QWEN).complete_all, PROMPTS * 40, 64, 4)
+        idle = server.traffic()[1]["commands"]
+        wait_until(lambda: server.traffic()[1]["commands"] > idle + 50, 60, "the load moves nothing")
+        ranks = {counters["rank"]: pid for pid in server.pids() for counters in live.query(pid)}
+        assert len(ranks) == 2
+
+        os.kill(ranks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        while "rank 0 lost rank 1" not in server.log.read_text(errors="replace"):
+            assert time.monotonic() - killed < 1.0, server.tail(60)
+            time.sleep(0.01)
+        with pytest.raises(ServerFailed):
+            load.result(120)
+    assert set(Path("/dev/shm").glob("uccl_ep*")) <= segments
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, complaint: str) -> None:
+    """Poll ``condition`` until it holds; fails with ``complaint``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.05)
+
+
+def test_a_layer_that_cannot_run_is_refused_by_name(directory: Path) -> None:
+    """More tokens a step than low latency takes: the server says so while it starts, and ends."""
+    launch = replace(VllmLaunch(QWEN, LOW_LATENCY), max_tokens=8200, arguments=("--max-model-len", "8200"))
+    with DemoServer(launch, directory, "refused") as server, pytest.raises(ServerFailed):
+        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+    log = server.log.read_text(errors="replace")
+    assert "8200 tokens per rank and step, of which low latency takes at most 8192" in log
