@@ -126,7 +126,7 @@ class _Node(Launch):
     def command(self, model: Path, port: int) -> list[str]:
         options = (
             "--device cpu --dtype float32 --attention-backend torch_native --deepep-dispatcher-output-dtype bf16 "
-            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --mem-fraction-static 0.1 "
+            "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled --mem-fraction-static 0.5 "
             "--max-total-tokens 4096 --skip-server-warmup --served-model-name tiny-deepseek-v3"
         )
         return ["bash", str(EXAMPLES / "several_nodes.sh"), *options.split()]

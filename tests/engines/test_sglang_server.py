@@ -295,7 +295,7 @@ def test_offline_engine(directory: Path, serve: Serve) -> None:
         f"        model_path={str(directory / 'model')!r}, moe_a2a_backend='uccl_ep', device='cpu', dtype='float32',\n"
         "        tp_size=2, attention_backend='torch_native', deepep_dispatcher_output_dtype='bf16',\n"
         "        cuda_graph_backend_decode='disabled', cuda_graph_backend_prefill='disabled',\n"
-        "        mem_fraction_static=0.1, max_total_tokens=4096, random_seed=0,\n"
+        "        mem_fraction_static=0.5, max_total_tokens=4096, random_seed=0,\n"
         "    )\n"
         f"    outputs = engine.generate({list(PROMPTS)!r}, {{'temperature': 0, 'max_new_tokens': {TOKENS}}})\n"
         "    print('ANSWERS ' + json.dumps([output['text'] for output in outputs]), flush=True)\n"

@@ -119,7 +119,8 @@ class Launch:
             "attention-backend": "torch_native",
             "cuda-graph-backend-decode": "disabled",
             "cuda-graph-backend-prefill": "disabled",
-            "mem-fraction-static": "0.1",
+            # the tokens are what counts; a small share fails where other programs take memory while the server starts
+            "mem-fraction-static": "0.5",
             "max-total-tokens": 4096,
             "chunked-prefill-size": self.chunked_prefill,
             "random-seed": 0,
