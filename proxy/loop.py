@@ -7,6 +7,7 @@ from the ring and rings the doorbells; each part is bounded, so none starves the
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 from numba import int64
@@ -222,6 +223,7 @@ def run(state: int) -> int:
             _sleep(state, idle, now, bell)
 
 
+@functools.cache
 def warm() -> None:
     """Compile (or load from the cache) what a proxy runs. Call before starting threads and before any fork."""
     with compile_lock("the proxy loop"):

@@ -6,21 +6,20 @@ on it would use up their deadlines.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
 from . import loop
-from .transport import shm_data, tcp_data
 from .transport.select import SHM, TCP
 
 __all__ = ["warm"]
 
-_DATA_PATHS: dict[str, Callable[[], object]] = {SHM: shm_data.warm, TCP: tcp_data.warm}
+#: What ``auto`` may come to once the peers are known, and always can.
+_AUTO = (SHM, TCP)
 
 
 def warm(transport: str) -> None:
-    """Compile, or load from the cache, the loop and the data path of ``transport``; with ``auto`` those of all that
-    may be chosen once the peers are known."""
+    """Compile, or load from the cache, the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT)."""
     loop.warm()
-    for name, compile_data_path in _DATA_PATHS.items():
-        if transport in (name, "auto"):
-            compile_data_path()
+    for name in _AUTO if transport == "auto" else (transport,):
+        # only the module of a transport that is used is imported
+        importlib.import_module(f".transport.{name}_data", __package__).warm()

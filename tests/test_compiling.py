@@ -12,9 +12,10 @@ import pytest
 
 from uccl_ep_serving import buffer, native
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.native import jit
+from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+from uccl_ep_serving.native import failure, jit
 from uccl_ep_serving.proxy import loop
-from uccl_ep_serving.proxy.transport import shm_data, tcp_data
+from uccl_ep_serving.proxy.transport import roce_data, shm_data, tcp_data
 
 
 @pytest.fixture
@@ -60,7 +61,9 @@ def test_waiting_for_another_rank_is_talked_about(tmp_path: Path, caplog: pytest
     assert caplog.messages[0].startswith("uccl_ep waits for another process to compile the proxy loop")
 
 
-@pytest.mark.parametrize(("transport", "expected"), [("auto", {"shm", "tcp"}), ("shm", {"shm"}), ("tcp", {"tcp"})])
+@pytest.mark.parametrize(
+    ("transport", "expected"), [("auto", {"shm", "tcp"}), ("shm", {"shm"}), ("tcp", {"tcp"}), ("roce", {"roce"})]
+)
 def test_everything_is_compiled_before_the_ranks_meet(
     monkeypatch: pytest.MonkeyPatch, transport: str, expected: set[str]
 ) -> None:
@@ -69,9 +72,8 @@ def test_everything_is_compiled_before_the_ranks_meet(
     monkeypatch.setattr(loop, "warm", lambda: warmed.add("loop"))
     monkeypatch.setattr(buffer, "low_latency_kernels", lambda _device: warmed.add("low_latency"))
     monkeypatch.setattr(buffer, "normal_kernels", lambda _device: warmed.add("normal"))
-    for name, module in (("shm", shm_data), ("tcp", tcp_data)):
-        monkeypatch.setitem(warm_table(), name, lambda name=name: warmed.add(name))
-        assert callable(module.warm)
+    for name, module in (("shm", shm_data), ("tcp", tcp_data), ("roce", roce_data)):
+        monkeypatch.setattr(module, "warm", lambda name=name: warmed.add(name))
 
     class Meeting:
         """The launcher's all-gather: the first thing that ranks do together."""
@@ -86,8 +88,20 @@ def test_everything_is_compiled_before_the_ranks_meet(
         buffer.Buffer(Meeting(), settings=Settings(transport=transport))
 
 
-def warm_table() -> dict[str, object]:
-    """What is compiled for each transport."""
-    from uccl_ep_serving.proxy import warm
-
-    return warm._DATA_PATHS  # type: ignore[return-value]
+@pytest.mark.timeout(300)  # compiles everything where nothing is cached
+def test_what_is_compiled_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another Buffer, or a window laid out anew, while another program of this user compiles: nobody waits for it."""
+    everything = (loop.warm, failure.warm, shm_data.warm, tcp_data.warm)
+    for warm in everything:
+        warm()
+    low_latency_kernels("cpu")
+    normal_kernels("cpu")
+    monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
+    with open(tmp_path / ".lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        started = time.monotonic()
+        for warm in everything:
+            warm()
+        low_latency_kernels("cpu")
+        normal_kernels("cpu")
+        assert time.monotonic() - started < 1.0

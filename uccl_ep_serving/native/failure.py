@@ -6,6 +6,7 @@ before it publishes and while it waits, every proxy loop, the host before every 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 from ..protocol.context import (
@@ -48,6 +49,7 @@ def set_failure(error: int, code: int, peer: int, stream: int, arrived: int, exp
     return True
 
 
+@functools.cache
 def warm() -> None:
     """Compile (or load from the cache) what the host calls."""
     with compile_lock("access to the sticky error"):
