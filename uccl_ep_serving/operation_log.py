@@ -18,6 +18,7 @@ class OperationLog:
 
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = {op: {"count": 0, "tokens": 0, "rows": 0} for op in OPERATIONS}
+        self._total = dict.fromkeys(OPERATIONS, 0)
         self._durations: dict[str, npt.NDArray[np.int64]] = {op: np.zeros(_KEPT, dtype=np.int64) for op in OPERATIONS}
 
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
@@ -32,14 +33,16 @@ class OperationLog:
         """
         counts = self._counts[op]
         self._durations[op][counts["count"] % _KEPT] = nanoseconds
+        self._total[op] += nanoseconds
         for name, value in {"count": 1, "tokens": tokens, "rows": rows, **extra}.items():
             counts[name] = counts.get(name, 0) + value
 
     def snapshot(self) -> dict[str, dict[str, float]]:
-        """Counts with ``p50_us`` and ``p99_us`` (microseconds) of the latest calls, by operation."""
+        """Counts, ``total_us`` of all calls, ``p50_us`` and ``p99_us`` of the latest, by operation (microseconds)."""
         result: dict[str, dict[str, float]] = {}
         for op, counts in self._counts.items():
             kept = self._durations[op][: min(counts["count"], _KEPT)]
             p50, p99 = np.percentile(kept, (50, 99)) / 1000 if len(kept) else (0.0, 0.0)
-            result[op] = {**counts, "p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+            times = {"total_us": self._total[op] / 1000, "p50_us": float(p50), "p99_us": float(p99)}
+            result[op] = {**counts, **{name: round(value, 1) for name, value in times.items()}}
         return result
