@@ -22,8 +22,20 @@ def install(directory: Path, mode: str) -> dict[str, str]:
 
 
 def register() -> None:
-    """Entry point: the manager opens the probed Buffer."""
-    from uccl_ep_serving.engines.vllm import all2all
+    """Entry point: the manager opens the probed Buffer.
 
-    if not hasattr(all2all.Buffer, "_kept"):
-        all2all.Buffer = engine_probe.subclass(all2all.Buffer)  # type: ignore[misc]
+    Only once the hooks of a worker are in place: where vLLM has no Triton its worker looks through every loaded module,
+    and does not survive what it finds in Numba's, which a Buffer needs.
+    """
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    original = layer_hooks.activate
+
+    def activate() -> None:
+        original()
+        from uccl_ep_serving.engines.vllm import all2all
+
+        if not hasattr(all2all.Buffer, "_kept"):
+            all2all.Buffer = engine_probe.subclass(all2all.Buffer)  # type: ignore[misc]
+
+    layer_hooks.activate = activate
