@@ -7,13 +7,14 @@ that the group talks over its own control connections (``control.py``), whose ev
 from __future__ import annotations
 
 import base64
+import contextlib
 import ipaddress
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from .config import Settings
 from .errors import BootstrapError, ConfigError
 from .protocol.message import FORMAT_VERSION
 
-__all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "local_host"]
+__all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "local_host", "refusing"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -172,6 +173,8 @@ class Card(msgspec.Struct, frozen=True):
         agreed: settings on which all ranks must agree.
         sizes: byte sizes the caller asked for; must agree as well.
         secret: rank 0's job secret, empty from others.
+        refusal: why this rank does not start, empty when it does: then nothing else of the card counts.
+        misconfigured: the refusal is a ConfigError.
     """
 
     rank: int
@@ -187,6 +190,8 @@ class Card(msgspec.Struct, frozen=True):
     agreed: dict[str, Any]
     sizes: dict[str, int]
     secret: bytes = b""
+    refusal: str = ""
+    misconfigured: bool = False
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -274,15 +279,60 @@ def _disagreement(cards: Sequence[Card]) -> str:
     return "; ".join(findings)
 
 
+@contextlib.contextmanager
+def refusing(exchange: Exchange) -> Iterator[None]:
+    """What raises in here, before :func:`introduce`, is told to the other ranks, who would wait for this one's card.
+
+    They raise ConfigError or BootstrapError with this rank's reason, and this rank its own exception, once all have
+    come. Ctrl-C is not held up.
+    """
+    try:
+        yield
+    except Exception as error:
+        # at once, because the others may come late
+        _log.error("rank %d does not open its Buffer: %s", exchange.rank, error)
+        card = Card(
+            rank=exchange.rank,
+            size=exchange.size,
+            version=metadata.version("uccl_ep_serving"),
+            formats=FORMAT_VERSION,
+            pid=os.getpid(),
+            host_name=socket.gethostname(),
+            host="",
+            socket_name="",
+            address="",
+            port=0,
+            agreed={},
+            sizes={},
+            refusal=f"{type(error).__name__}: {error}",
+            misconfigured=isinstance(error, ConfigError),
+        )
+        try:
+            exchange.all_gather(msgspec.msgpack.encode(card))
+        except BootstrapError as other:
+            _log.error("rank %d could not tell the others so: %s", exchange.rank, other)
+        raise
+
+
+def _check_refusals(cards: Sequence[Card]) -> None:
+    """Raise what ranks that do not start gave as their reason."""
+    refusals = [card for card in cards if card.refusal]
+    if refusals:
+        words = "; ".join(f"rank {card.rank} on {card.host_name} does not start: {card.refusal}" for card in refusals)
+        kind = ConfigError if all(card.misconfigured for card in refusals) else BootstrapError
+        raise kind(f"{words}. Nothing was started on any rank")
+
+
 def introduce(
     exchange: Exchange, settings: Settings, *, socket_name: str, address: str, port: int, sizes: dict[str, int]
 ) -> Introduction:
     """Exchange cards and check that all ranks mean the same group. Collective.
 
     Raises:
-        ConfigError: ranks differ in version, settings or sizes; every rank raises, naming both sides.
-        BootstrapError: the exchange failed or returned something that is not the group's cards, or a rank listens
-            where another one cannot reach it.
+        ConfigError: ranks differ in version, settings or sizes, or one was given wrong ones; every rank raises, naming
+            them.
+        BootstrapError: a rank could not start; the exchange failed or returned something that is not the group's
+            cards; or a rank listens where another one cannot reach it.
     """
     mine = Card(
         rank=exchange.rank,
@@ -313,10 +363,12 @@ def introduce(
         raise BootstrapError(
             f"rank {exchange.rank}: expected cards of ranks 0..{exchange.size - 1}, got {[card.rank for card in cards]}"
         )
+    _check_refusals(cards)
     if words := _disagreement(cards):
         raise ConfigError(f"the ranks disagree, nothing was started: {words}. Give all ranks the same environment")
     for card in cards:
-        if card.host != mine.host and _is_loopback(card.address):
+        # the same answer on every rank, on the one that listens there as well
+        if _is_loopback(card.address) and any(other.host != card.host for other in cards):
             raise BootstrapError(
                 f"rank {mine.rank}: rank {card.rank} on {card.host_name} listens on {card.address}, where other hosts "
                 "cannot reach it. Likely cause: MASTER_ADDR is loopback on that host, or it has no other network. Next "

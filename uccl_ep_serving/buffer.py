@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from .bootstrap import Exchange, TorchExchange
+from .bootstrap import Exchange, TorchExchange, refusing
 from .config import Settings
 from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
@@ -97,7 +97,8 @@ class Buffer:
         settings: instead of the environment's ``UCCL_EP_*``.
 
     Raises:
-        ConfigError, BootstrapError, TransportError: before anything is left behind.
+        ConfigError, BootstrapError, TransportError, PeerLost: before anything is left behind. What is wrong on one rank
+            only raises on all of them.
     """
 
     num_sms: ClassVar[int] = 20
@@ -122,9 +123,6 @@ class Buffer:
             raise ConfigError("comm= is not supported: MPI communicators are not read, give group=")
         if not hasattr(group, "rank"):
             raise ConfigError(f"group must be a process group that this process belongs to, not {group!r}")
-        for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
-            if value < 0:
-                raise ConfigError(f"{name} = {value} is negative")
         exchange: Exchange = TorchExchange(group) if isinstance(group, dist.ProcessGroup) else group
         self.group = group
         self.rank: int = exchange.rank
@@ -134,12 +132,16 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank while
-        # another waits for it would eat into the deadline.
-        settings = settings or Settings.from_environment()
-        low_latency_kernels("cpu")
-        normal_kernels("cpu")
-        warm_proxies(settings.transport)
+        with refusing(exchange):
+            for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+                if value < 0:
+                    raise ConfigError(f"{name} = {value} is negative")
+            settings = settings or Settings.from_environment()
+            # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
+            # while another waits for it would eat into the deadline.
+            low_latency_kernels("cpu")
+            normal_kernels("cpu")
+            warm_proxies(settings.transport)
         heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         self.runtime = Runtime(exchange, settings, heap)
         self._low_latency = LowLatency(self.runtime)

@@ -19,7 +19,7 @@ from .bootstrap import Introduction
 from .config import Settings
 from .control import ControlMesh
 from .data_plane import DataPlane
-from .errors import BootstrapError, ConfigError
+from .errors import BootstrapError, ConfigError, TransportError
 from .kernel_space import KernelSpace
 from .memory import Segment
 from .nic_endpoints import roce_endpoint
@@ -41,6 +41,8 @@ __all__ = ["PlaneBuilder", "normal_plan"]
 #: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
 _STAGING = 256 << 20
 _LEAST_CHUNK = 128 << 10
+#: The end of a process is known on its control connection this soon after any other sign of it.
+_NEWS_SECONDS = 0.5
 
 
 def normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
@@ -88,6 +90,10 @@ class PlaneBuilder:
         self._normal = normal
         self._mask = mask
         self._rank, self._ranks = mesh.rank, mesh.ranks
+
+    def _check_present(self, patience: float = 0.0) -> None:
+        """Raise PeerLost when a rank that shall be connected to is gone; ``patience``: seconds for the news to come."""
+        self._mesh.raise_absent("connecting", self._masked(), patience=patience)
 
     def _masked(self) -> frozenset[int]:
         return frozenset(int(peer) for peer in np.flatnonzero(self._mask))
@@ -187,6 +193,7 @@ class PlaneBuilder:
                             settings=self._settings,
                             host=self._cards[rank].address,
                             job=generation.to_bytes(8, "little"),
+                            watch=self._check_present,
                         )
                     )
 
@@ -214,7 +221,12 @@ class PlaneBuilder:
                 addresses: list[bytes | None] = [
                     theirs[peer][kind][proxy] if peer in peers else None for peer in range(self._ranks)
                 ]
-                endpoint.connect(addresses, deadline)
+                try:
+                    endpoint.connect(addresses, deadline)
+                except (BootstrapError, TransportError):
+                    # A transport may see the end of a process first, and it knows no reason.
+                    self._check_present(patience=_NEWS_SECONDS)
+                    raise
 
     def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: Callable[[], None]) -> None:
         """Make the kernel space and the proxies, which meet in its memory."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .bootstrap import Exchange, introduce
+from .bootstrap import Exchange, introduce, refusing
 from .config import Settings, unknown_variables
 from .control import ControlMesh
 from .data_plane import DataPlane
@@ -28,6 +28,7 @@ from .kernel_space import KernelSpace
 from .layout_agreement import SETUP, Outcome, Proposal, decide
 from .live import LiveServer
 from .memory import HeapAllocator
+from .native.failure import warm
 from .operation_log import OperationLog
 from .plane_builder import PlaneBuilder, normal_plan
 from .protocol import context as ctx
@@ -80,8 +81,10 @@ class Runtime:
         self._closed = False
         self._broken = self._evicted = ""
         self._mask: npt.NDArray[np.int32] = np.zeros(self.ranks, dtype=np.int32)
-        self._normal = normal_plan(self.ranks, settings, heap_bytes)
-        self._mesh = ControlMesh(self.rank, self.ranks, settings)
+        with refusing(exchange):
+            warm()
+            self._normal = normal_plan(self.ranks, settings, heap_bytes)
+            self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._plane: DataPlane | None = None
         self._live: LiveServer | None = None
         try:

@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...config import Settings
 from ...errors import BootstrapError, ConfigError, TransportError
@@ -46,6 +46,7 @@ class TcpEndpoint:
         settings: ``tcp_connections`` is used.
         host: numeric IPv4 or IPv6 address of an interface that peers can reach; the port is chosen by the kernel.
         job: name of the job; a connection of another job is dropped.
+        watch: called a few times a second while connecting; raises when a peer will never come.
 
     Raises:
         ConfigError: the secret is too short, or ``host`` is not an address that peers could connect to.
@@ -64,11 +65,13 @@ class TcpEndpoint:
         settings: Settings,
         host: str,
         job: bytes,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(f"rank {rank}: the job secret has {len(secret)} bytes, {MIN_SECRET_BYTES} are needed")
         self._identity = Identity(rank, ranks, proxy, settings.tcp_connections, window_bytes, job, secret)
         self._state = State(ranks=ranks, connections=settings.tcp_connections, window=window, window_bytes=window_bytes)
+        self._watch = watch
         self._how = ["not connected"] * ranks
         self._fds: list[int] = []
         self._epoll: select.epoll | None = None
@@ -102,6 +105,7 @@ class TcpEndpoint:
         Raises:
             BootstrapError: a peer did not come in time, was refused or refused; it is named. The endpoint is closed.
             TransportError: the operating system refused a socket. The endpoint is closed.
+            Whatever ``watch`` raises; the endpoint is closed.
         """
         try:
             self._connect(addresses, deadline)
@@ -125,7 +129,7 @@ class TcpEndpoint:
                 targets[peer] = host_port
             else:
                 sources.add(peer)
-        links = meet(me, self._listener, targets, frozenset(sources), deadline)
+        links = meet(me, self._listener, targets, frozenset(sources), deadline, self._watch)
         _open.add(self)
         self._listener.close()
         self._listener = None

@@ -15,7 +15,7 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import BootstrapError, TransportError
@@ -81,6 +81,7 @@ class _Meeting:
     targets: Mapping[int, tuple[str, int]]  # lower ranks, to connect to
     sources: frozenset[int]  # higher ranks, that connect to us
     deadline: float
+    watch: Callable[[], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     done: dict[Key, socket.socket] = field(default_factory=dict)
     talks: set[_Talk] = field(default_factory=set)
@@ -108,6 +109,7 @@ class _Meeting:
                 now = time.monotonic()
                 if now >= tick:
                     tick = now + TICK_SECONDS
+                    self.watch()
                     self._check_time(now)
                 while self.retries and self.retries[0][0] <= now:
                     self._dial(heapq.heappop(self.retries)[1], now)
@@ -296,6 +298,7 @@ def meet(
     targets: Mapping[int, tuple[str, int]],
     sources: frozenset[int],
     deadline: float,
+    watch: Callable[[], None],
 ) -> dict[Key, socket.socket]:
     """Connect to all ``targets`` and wait for all ``sources``.
 
@@ -305,6 +308,7 @@ def meet(
         targets: (host, port) by rank, to connect to.
         sources: ranks that connect to the listener.
         deadline: ``time.monotonic()`` instant.
+        watch: called every :data:`TICK_SECONDS`; raises when somebody will never come.
 
     Returns:
         By (peer, connection index): a proven, non-blocking, tuned socket.
@@ -312,5 +316,6 @@ def meet(
     Raises:
         BootstrapError: somebody did not come in time, or refused, or was refused; the peer is named.
         TransportError: the operating system refused a socket.
+        Whatever ``watch`` raises. No connection is left open.
     """
-    return _Meeting(me, listener, targets, sources, deadline).run()
+    return _Meeting(me, listener, targets, sources, deadline, watch).run()
