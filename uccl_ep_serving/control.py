@@ -11,9 +11,7 @@ numbers start anew, above all earlier ones, each time a peer is masked: ranks wi
 
 from __future__ import annotations
 
-import array
 import contextlib
-import errno
 import logging
 import os
 import selectors
@@ -26,19 +24,14 @@ from collections.abc import Callable, Sequence
 
 from .bootstrap import Introduction
 from .config import Settings
-from .control_links import MAGIC, Link, Listeners, meet
+from .control_frames import GATHER, GOODBYE, MASKED, MOST_PAYLOAD, close_all, read_frames, send_frame
+from .control_links import Link, Listeners, meet
 from .errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 
 __all__ = ["ControlMesh"]
 
 _log = logging.getLogger("uccl_ep_serving.control")
 
-#: magic, kind, number of descriptors that come with it, sequence of the gather, payload bytes
-_HEADER = struct.Struct("<IHHQI")
-_GATHER, _GOODBYE, _MASKED = 1, 2, 3
-_KINDS = frozenset((_GATHER, _GOODBYE, _MASKED))
-_MOST_PAYLOAD = 1 << 20
-_MOST_DESCRIPTORS = 8
 #: Steps numbered between two maskings, as a shift.
 _EPOCH_SHIFT = 32
 #: A rank that says goodbye is often one that noticed the loss of another: this long the lost one is looked for.
@@ -46,31 +39,6 @@ _ROOT_SECONDS = 0.3
 
 #: Open meshes, so that a forked child can let go of their sockets (peers must see a dead parent's connections close).
 _open_meshes: weakref.WeakSet[ControlMesh] = weakref.WeakSet()
-
-
-def _close_all(descriptors: list[int]) -> None:
-    """Close and forget."""
-    while descriptors:
-        os.close(descriptors.pop())
-
-
-def _receive_some(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """What is there, with the descriptors that came along.
-
-    Raises BlockingIOError when there is nothing, another OSError when this process may not open so many files.
-
-    ``socket.recv_fds`` of Python 3.11 ignores its flags and would block.
-    """
-    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-    data, ancillary, told, _ = connection.recvmsg(65536, socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4), flags)
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) // 4 * 4])
-    if told & socket.MSG_CTRUNC:
-        _close_all(list(descriptors))
-        raise OSError(errno.EMFILE, "descriptors were lost on the way: raise the limit on open files (ulimit -n)")
-    return data, list(descriptors)
 
 
 class ControlMesh:
@@ -84,7 +52,7 @@ class ControlMesh:
         socket_name, address, port: where this rank listens; goes into its card.
         lost: peers whose connection closed without a goodbye, in the order in which that was seen.
         departed: peers that said goodbye, and the ``time.monotonic()`` instant.
-        accused: peers that another one has masked, and who did; this rank itself may be among them.
+        accused: peers that others have masked, and who did; this rank itself may be among them.
             Writer of all three: the reader thread; readers: any.
         on_lost, on_goodbye: called from the reader thread with the peer's rank.
         on_masked: called from the reader thread with the rank that masked and the rank that was masked.
@@ -98,7 +66,7 @@ class ControlMesh:
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
         self.departed: dict[int, float] = {}
-        self.accused: dict[int, int] = {}
+        self.accused: dict[int, list[int]] = {}
         self._settings = settings
         self._listeners = Listeners(rank, settings)
         self.socket_name = self._listeners.socket_name
@@ -163,37 +131,19 @@ class ControlMesh:
 
     def _read_link(self, link: Link) -> None:
         """Take what is there. Raises when the connection is over."""
-        while True:
-            try:
-                data, descriptors = _receive_some(link.socket)
-            except BlockingIOError:
-                return
-            link.descriptors += descriptors
-            if not data:
-                raise ConnectionError("closed")
-            link.buffer += data
-            while len(link.buffer) >= _HEADER.size:
-                magic, kind, descriptors_due, sequence, length = _HEADER.unpack_from(link.buffer)
-                if magic != MAGIC or length > _MOST_PAYLOAD or kind not in _KINDS:
-                    raise ValueError(f"rank {link.peer} sent a malformed control frame")
-                if len(link.buffer) < _HEADER.size + length:
-                    break
-                payload = bytes(link.buffer[_HEADER.size : _HEADER.size + length])
-                del link.buffer[: _HEADER.size + length]
-                if kind == _GOODBYE:
-                    self._note_goodbye(link)
-                    continue
-                if kind == _MASKED:
-                    self._note_masked(link.peer, int.from_bytes(payload[:4], "little"))
-                    continue
-                taken, link.descriptors = link.descriptors[:descriptors_due], link.descriptors[descriptors_due:]
+        for kind, sequence, payload, taken in read_frames(link):
+            if kind == GATHER:
                 with self._changed:
                     if sequence >= self._oldest:
                         self._inbox.setdefault(sequence, {})[link.peer] = (payload, taken)
                         self._changed.notify_all()
                         continue
-                # an answer to a step that this rank has given up: nobody will ever take it
-                _close_all(taken)
+            elif kind == GOODBYE:
+                self._note_goodbye(link)
+            else:
+                self._note_masked(link.peer, int.from_bytes(payload, "little"))
+            # of an answer to a step that this rank has given up, or of a frame that needs none: nobody will take them
+            close_all(taken)
 
     def _note_goodbye(self, link: Link) -> None:
         link.said_goodbye = True
@@ -206,7 +156,7 @@ class ControlMesh:
         if not 0 <= peer < self.ranks:
             raise ValueError(f"rank {by} sent a malformed control frame")
         with self._changed:
-            self.accused.setdefault(peer, by)
+            self.accused.setdefault(peer, []).append(by)
             self._changed.notify_all()
         self._tell(self.on_masked, by, peer)
 
@@ -259,14 +209,14 @@ class ControlMesh:
             UcclEpError: :meth:`close` was called meanwhile.
         """
         label = name.encode()
-        if len(payload) + len(label) > _MOST_PAYLOAD - 2:
-            raise ConfigError(f"control payload of {len(payload)} bytes for {name!r} exceeds {_MOST_PAYLOAD}")
+        if len(payload) + len(label) > MOST_PAYLOAD - 2:
+            raise ConfigError(f"control payload of {len(payload)} bytes for {name!r} exceeds {MOST_PAYLOAD}")
         sequence, self._sequence = self._sequence, self._sequence + 1
         body = len(label).to_bytes(2, "little") + label + payload
         expected = self._links.keys() - without
         for peer in expected:
             link = self._links[peer]
-            self._send(link, _GATHER, sequence, body, descriptors if link.local else ())
+            send_frame(link, GATHER, sequence, body, descriptors if link.local else ())
         seconds = self._settings.connect_timeout if timeout is None else timeout
         received: dict[int, tuple[bytes, list[int]]] = {}
         try:
@@ -298,7 +248,7 @@ class ControlMesh:
                 self._inbox.pop(sequence, None)
             # what nobody takes: parts of a step that failed, or from peers that were left out
             for _, taken in received.values():
-                _close_all(taken)
+                close_all(taken)
 
     def _result(
         self, label: bytes, payload: bytes, received: dict[int, tuple[bytes, list[int]]]
@@ -310,7 +260,7 @@ class ControlMesh:
             end = 2 + int.from_bytes(data[:2], "little")
             if data[2:end] != label:
                 for _, others in received.values():
-                    _close_all(others)
+                    close_all(others)
                 raise ProtocolError(
                     f"rank {self.rank} is in step {label.decode()!r}, rank {peer} in "
                     f"{data[2:end].decode(errors='replace')!r}: "
@@ -339,12 +289,13 @@ class ControlMesh:
             self._changed.wait_for(lambda: {*self.lost, *self.accused} - without, _ROOT_SECONDS)
             lost = [peer for peer in self.lost if peer not in without]
             peer = lost[0] if lost else min(self._absent() & candidates)
+        judges = [judge for judge in self.accused.get(peer, ()) if judge not in without]
         if peer in self.lost:
             how = "its control connection closed without a goodbye"
-        elif self.rank in self.accused and peer == self.accused[self.rank]:
+        elif peer in self.accused.get(self.rank, ()):
             how = "it has masked this rank"
         else:
-            how = f"rank {self.accused[peer]} has masked it" if peer in self.accused else "it closed its Buffer"
+            how = f"rank {judges[0]} has masked it" if judges else "it closed its Buffer"
         raise PeerLost(
             f"{phase}, rank {self.rank}: rank {peer} is gone ({how}). Next step: read its log; then mask it on every "
             "rank that is left, or close this Buffer on all of them and build the group again",
@@ -356,9 +307,8 @@ class ControlMesh:
 
     def _absent(self) -> frozenset[int]:
         """Peers that take part in no step any more."""
-        accused = {peer for peer, by in self.accused.items() if by not in self._masked and peer != self.rank}
-        judge = self.accused.get(self.rank, self.rank)
-        return frozenset({*self.lost, *self.departed, *accused, judge} - {self.rank})
+        accused = {peer for peer, judges in self.accused.items() if not self._masked.issuperset(judges)}
+        return frozenset({*self.lost, *self.departed, *accused, *self.accused.get(self.rank, ())} - {self.rank})
 
     def restart(self, masked: frozenset[int]) -> None:
         """Ranks ``masked`` are masked: the numbers of steps start anew, above all that were used with fewer masked."""
@@ -368,41 +318,29 @@ class ControlMesh:
             stale = [self._inbox.pop(sequence) for sequence in list(self._inbox) if sequence < self._oldest]
         for received in stale:
             for _, taken in received.values():
-                _close_all(taken)
+                close_all(taken)
 
     def announce_mask(self, masked: int) -> None:
         """Tell every peer, the masked one too, that this rank has masked rank ``masked``."""
         for link in list(self._links.values()):
             if link.peer not in self.lost and link.peer not in self.departed:
-                self._send(link, _MASKED, 0, masked.to_bytes(4, "little"), ())
+                send_frame(link, MASKED, body=masked.to_bytes(4, "little"))
 
     def asked(self, name: str) -> dict[int, bytes]:
         """By peer, what came from peers that are in this rank's next step already, when that step is ``name``."""
+        if self._sequence not in self._inbox:
+            return {}  # the usual answer, given many times a second
         label = len(name.encode()).to_bytes(2, "little") + name.encode()
         with self._changed:
             waiting = self._inbox.get(self._sequence, {})
             return {peer: data[len(label) :] for peer, (data, _) in waiting.items() if data.startswith(label)}
-
-    def _send(self, link: Link, kind: int, sequence: int, body: bytes, descriptors: Sequence[int]) -> None:
-        frame = _HEADER.pack(MAGIC, kind, len(descriptors), sequence, len(body)) + body
-        with link.sending:
-            try:
-                sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
-                link.socket.sendall(frame[sent:])
-            except BaseException as error:
-                # Part of the frame may be out, and nothing may follow it. What the peer sent is still read.
-                with contextlib.suppress(OSError):
-                    link.socket.shutdown(socket.SHUT_WR)
-                # A peer that is gone is reported by whoever waits for its answer, by name.
-                if not isinstance(error, OSError):
-                    raise
 
     # -- closing ------------------------------------------------------------------------------------------------
 
     def goodbye(self) -> None:
         """Tell every peer that this rank leaves in good order; from then on its silence is no error."""
         for link in self._links.values():
-            self._send(link, _GOODBYE, 0, b"", ())
+            send_frame(link, GOODBYE)
 
     def close(self) -> None:
         """Stop reading and close all connections; a gather in another thread ends. May be called twice."""
@@ -423,10 +361,10 @@ class ControlMesh:
             one.close()
         self._listeners.close()
         for link in self._links.values():
-            _close_all(link.descriptors)
+            close_all(link.descriptors)
         for received in self._inbox.values():
             for _, taken in received.values():
-                _close_all(taken)
+                close_all(taken)
         self._selector.close()
 
 

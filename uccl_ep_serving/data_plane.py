@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import ProxyDied, TransportError
 from .kernel_space import KernelSpace
@@ -57,6 +57,27 @@ class DataPlane:
     def kinds(self) -> list[str]:
         """Transports in use beside direct access, in the order of every row of ``endpoints``."""
         return sorted(set(self.routes.values()) - {DIRECT})
+
+    @property
+    def ways(self) -> str:
+        """The way to each peer and why, for the log."""
+        by_reason: dict[str, list[str]] = {}
+        for peer, choice in sorted(self.choices.items()):
+            by_reason.setdefault(choice.reason, []).append(str(peer))
+        return "; ".join(f"{reason}: ranks {', '.join(peers)}" for reason, peers in by_reason.items()) or "alone"
+
+    def stats(self) -> dict[str, Any]:
+        """Plain counters, and how each peer is reached."""
+        routes = self.routes
+        counters: dict[str, Any] = self.service.counters() if self.service is not None else {}
+        return {
+            "transport_by_peer": {str(peer): kind for peer, kind in routes.items()},
+            "direct_peers": sorted(peer for peer, kind in routes.items() if kind == DIRECT),
+            **counters.get("total", {}),
+            "by_proxy": counters.get("proxies", []),
+            "streams": counters.get("streams", []),
+            "latency": {str(stream): buckets for stream, buckets in counters.get("latency", {}).items()},
+        }
 
     def map_peers(
         self, rank: int, local: Iterable[int], descriptors: Sequence[list[int]]

@@ -141,6 +141,11 @@ class KernelSpace:
         """True when kernels write ``peer``'s window themselves."""
         return bool(self._peer_window[peer])
 
+    @property
+    def all_direct(self) -> bool:
+        """True when no peer is reached through a proxy."""
+        return bool(self._peer_window.all())
+
     def fail(self, code: int, peer: int = -1, stream: int = -1, arrived: int = -1, expected: int = -1) -> bool:
         """Set the sticky error unless it is set; True when this call was the first."""
         return bool(set_failure(self.error, code, peer, stream, arrived, expected))

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from .errors import ProtocolError
 from .protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 
-__all__ = ["SETUP", "Outcome", "Proposal", "decide"]
+__all__ = ["SETUP", "Outcome", "Proposal", "decide", "read_proposal"]
 
 #: Name of the step in which proposals are exchanged.
 SETUP = "window layout"
@@ -36,6 +37,18 @@ class Proposal(msgspec.Struct, frozen=True):
     begun: int
     masked: tuple[int, ...]
     objection: str = ""
+
+    def encode(self) -> bytes:
+        """For the wire."""
+        return msgspec.msgpack.encode(self)
+
+
+def read_proposal(rank: int, payload: bytes) -> Proposal:
+    """What ``rank`` sent. Raises ProtocolError when it is no proposal."""
+    try:
+        return msgspec.msgpack.decode(payload, type=Proposal)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"{SETUP}: rank {rank} sent something that is no proposal: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

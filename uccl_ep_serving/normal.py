@@ -80,8 +80,7 @@ class Normal:
         in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool)
         self._count(topk_idx, num_experts, per_rank, per_expert, in_rank)
         # every rank plays a node of its own unless all windows are mapped: then there is one node, as in DeepEP
-        space = self._runtime.space
-        nodes = None if all(map(space.is_direct, range(ranks))) else per_rank.clone()
+        nodes = None if self._runtime.all_direct else per_rank.clone()
         return per_rank, nodes, per_expert, in_rank, EventOverlap()
 
     def dispatch(

@@ -12,15 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from .bootstrap import Introduction
 from .config import Settings
 from .control import ControlMesh
 from .data_plane import DataPlane
-from .errors import BootstrapError, ConfigError, TransportError
+from .errors import BootstrapError, ConfigError, ProtocolError, TransportError
 from .kernel_space import KernelSpace
+from .membership import Membership
 from .memory import Segment
 from .nic_endpoints import roce_endpoint
 from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
@@ -43,6 +42,7 @@ _STAGING = 256 << 20
 _LEAST_CHUNK = 128 << 10
 #: The end of a process is known on its control connection this soon after any other sign of it.
 _NEWS_SECONDS = 0.5
+_CONNECTING = "connecting"
 
 
 def normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
@@ -69,34 +69,27 @@ class PlaneBuilder:
 
     Args:
         mesh: connected control connections.
+        members: who takes part; its mask is shared with the kernels of every generation.
         introduction: who the ranks are, and the job's secret.
         settings: this rank's settings.
         normal: sizes of normal mode, equal on all ranks.
-        mask: int32[ranks], 1 = peer masked; shared with the kernels of every generation.
     """
 
     def __init__(
         self,
         mesh: ControlMesh,
+        members: Membership,
         introduction: Introduction,
         settings: Settings,
         normal: NormalPlan,
-        mask: npt.NDArray[np.int32],
     ) -> None:
         self._mesh = mesh
         self._cards = introduction.cards
         self._secret = introduction.secret
         self._settings = settings
         self._normal = normal
-        self._mask = mask
+        self._members = members
         self._rank, self._ranks = mesh.rank, mesh.ranks
-
-    def _check_present(self, patience: float = 0.0) -> None:
-        """Raise PeerLost when a rank that shall be connected to is gone; ``patience``: seconds for the news to come."""
-        self._mesh.raise_absent("connecting", self._masked(), patience=patience)
-
-    def _masked(self) -> frozenset[int]:
-        return frozenset(int(peer) for peer in np.flatnonzero(self._mask))
 
     def build(self, plan: LowLatencyPlan | None, generation: int, watch: Callable[[], None]) -> DataPlane:
         """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
@@ -120,19 +113,26 @@ class PlaneBuilder:
             window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
             mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, settings.proxies))
             plane.segments += [window, mailbox]
+            own_digest = layout.digest.to_bytes(8, "little")
             answers = self._mesh.gather(
                 "sharing windows",
-                layout.digest.to_bytes(8, "little"),
+                own_digest,
                 descriptors=[window.fd, mailbox.fd],
-                without=self._masked(),
+                without=self._members.masked,
             )
+            strange = [peer for peer, (digest, _) in enumerate(answers) if digest not in (b"", own_digest)]
             windows, mailboxes = plane.map_peers(
-                rank, self._mesh.local_peers - self._masked(), [taken for _, taken in answers]
+                rank, self._mesh.local_peers - self._members.masked, [taken for _, taken in answers]
             )
+            if strange:
+                raise BootstrapError(
+                    f"rank {rank}: rank {strange[0]} lays its window out differently. Likely cause: the ranks run "
+                    "different builds of the same version"
+                )
             window.close_descriptor()
             mailbox.close_descriptor()
             for peer in range(self._ranks):
-                if peer != rank and not self._mask[peer]:
+                if peer != rank and not self._members.mask[peer]:
                     same_host = self._cards[peer].host == self._cards[rank].host
                     plane.choices[peer] = choose(settings, mapped=bool(windows[peer]), same_host=same_host)
             self._offer_endpoints(plane, generation, windows, mailboxes)
@@ -140,7 +140,7 @@ class PlaneBuilder:
             self._give_to_kernels(plane, windows, watch)
             assert plane.service is not None
             plane.service.start()
-            self._mesh.gather("starting", without=self._masked())
+            self._mesh.gather("starting", without=self._members.masked)
             for endpoint in (one for row in plane.endpoints for one in row):
                 if isinstance(endpoint, Watchful):
                     endpoint.established()
@@ -193,23 +193,25 @@ class PlaneBuilder:
                             settings=self._settings,
                             host=self._cards[rank].address,
                             job=generation.to_bytes(8, "little"),
-                            watch=self._check_present,
+                            watch=lambda: self._members.check_all(_CONNECTING),
                         )
                     )
 
     def _connect_endpoints(self, plane: DataPlane, deadline: float) -> None:
         """Exchange the endpoints' addresses and connect each to its peers."""
         rank = self._rank
-        offered = msgspec.msgpack.encode([[endpoint.address() for endpoint in row] for row in plane.endpoints])
+        offered = (plane.kinds, [[endpoint.address() for endpoint in row] for row in plane.endpoints])
         answers = self._mesh.gather(
-            "exchanging addresses", msgspec.msgpack.encode((plane.kinds, offered)), without=self._masked()
+            "exchanging addresses", msgspec.msgpack.encode(offered), without=self._members.masked
         )
         theirs: dict[int, dict[str, list[bytes]]] = {}
         for peer, (payload, _) in enumerate(answers):
             if payload and peer != rank:
-                names, table = msgspec.msgpack.decode(payload, type=tuple[list[str], bytes])
-                rows = msgspec.msgpack.decode(table, type=list[list[bytes]])
-                theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+                try:
+                    names, rows = msgspec.msgpack.decode(payload, type=tuple[list[str], list[list[bytes]]])
+                    theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+                except (msgspec.DecodeError, IndexError) as error:
+                    raise ProtocolError(f"rank {peer} sent something that is no table of addresses: {error}") from error
         for proxy, row in enumerate(plane.endpoints):
             for kind, endpoint in zip(plane.kinds, row, strict=True):
                 peers = [peer for peer, way in plane.routes.items() if way == kind]
@@ -225,14 +227,14 @@ class PlaneBuilder:
                     endpoint.connect(addresses, deadline)
                 except (BootstrapError, TransportError):
                     # A transport may see the end of a process first, and it knows no reason.
-                    self._check_present(patience=_NEWS_SECONDS)
+                    self._members.check_all(_CONNECTING, patience=_NEWS_SECONDS)
                     raise
 
     def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: Callable[[], None]) -> None:
         """Make the kernel space and the proxies, which meet in its memory."""
         settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
         plane.space = space = KernelSpace(
-            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._mask
+            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._members.mask
         )
         kinds, routes = plane.kinds, plane.routes
         plane.service = service = ProxyService(

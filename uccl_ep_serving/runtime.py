@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +24,9 @@ from .control import ControlMesh
 from .data_plane import DataPlane
 from .errors import ConfigError, PeerError, UcclEpError
 from .kernel_space import KernelSpace
-from .layout_agreement import SETUP, Outcome, Proposal, decide
+from .layout_agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .live import LiveServer
+from .membership import Membership
 from .memory import HeapAllocator
 from .native.failure import warm
 from .operation_log import OperationLog
@@ -41,8 +41,6 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
-#: What a rank that said goodbye had sent before is waited for at most this long.
-_LAST_WORDS_SECONDS = 2.0
 #: While writes drain, lost peers are looked for this often.
 _WATCH_SECONDS = 0.05
 
@@ -73,6 +71,7 @@ class Runtime:
         self.ranks = exchange.size
         self.generation = 0
         self._begun = 0
+        self._all_direct = False
         self._stale = ""
         self.operations = OperationLog()
         self.record = self.operations.record
@@ -80,11 +79,11 @@ class Runtime:
         self._lock = threading.Lock()
         self._closed = False
         self._broken = self._evicted = ""
-        self._mask: npt.NDArray[np.int32] = np.zeros(self.ranks, dtype=np.int32)
         with refusing(exchange):
             warm()
             self._normal = normal_plan(self.ranks, settings, heap_bytes)
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
+        self._members = Membership(self._mesh)
         self._plane: DataPlane | None = None
         self._live: LiveServer | None = None
         try:
@@ -96,7 +95,7 @@ class Runtime:
                 port=self._mesh.port,
                 sizes={"normal-mode heap bytes": self._normal.heap},
             )
-            self._builder = PlaneBuilder(self._mesh, introduction, settings, self._normal, self._mask)
+            self._builder = PlaneBuilder(self._mesh, self._members, introduction, settings, self._normal)
             self._mesh.on_lost = self._on_lost
             self._mesh.on_goodbye = self._on_goodbye
             self._mesh.on_masked = self._on_masked
@@ -155,12 +154,18 @@ class Runtime:
     @property
     def mask(self) -> npt.NDArray[np.int32]:
         """int32[ranks], 1 = peer masked."""
-        return self._mask
+        return self._members.mask
 
     @property
     def heap(self) -> HeapAllocator:
         """Heap of normal mode's received rows."""
         return self.space.heap
+
+    @property
+    def all_direct(self) -> bool:
+        """True when kernels of this rank write every peer's window themselves; after the last data plane, while there
+        is none."""
+        return self._all_direct
 
     def check(self, phase: str = "operation") -> None:
         """Raise what is known to be wrong before an operation starts.
@@ -170,7 +175,7 @@ class Runtime:
         self._check_usable()
         if self.stale:
             # the old data plane has failed, which is why it is left; what counts is who will be in the new one
-            self._raise_absent(phase)
+            self._members.check(phase)
             return
         self.space.check(phase)
         if self._plane is not None and self._plane.service is not None:
@@ -227,13 +232,10 @@ class Runtime:
             raise
 
     def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
-        mine = Proposal(plan, self.generation, self._begun, tuple(sorted(self._masked())), objection)
-        answers = self._mesh.gather(
-            SETUP, msgspec.msgpack.encode(mine), without=self._masked(), timeout=self.settings.timeout
-        )
-        proposals = {
-            rank: msgspec.msgpack.decode(payload, type=Proposal) for rank, (payload, _) in enumerate(answers) if payload
-        }
+        masked = self._members.masked
+        mine = Proposal(plan, self.generation, self._begun, tuple(sorted(masked)), objection)
+        answers = self._mesh.gather(SETUP, mine.encode(), without=masked, timeout=self.settings.timeout)
+        proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self.ranks, self._normal, proposals)
 
     def _refuse(self, outcome: Outcome) -> None:
@@ -252,7 +254,7 @@ class Runtime:
         if old is not None and not self._drain(old, deadline):
             _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
         # Nobody may unmap or stop while another rank still writes to it.
-        self._mesh.gather("leaving the old window", without=self._masked())
+        self._mesh.gather("leaving the old window", without=self._members.masked)
         self._plane = None
         if old is not None:
             old.close(deadline)
@@ -265,6 +267,7 @@ class Runtime:
         with self._lock:
             if not self._closed:
                 self._plane = plane
+                self._all_direct = not plane.kinds
                 return
         plane.close(time.monotonic() + 1.0)
         raise UcclEpError("this Buffer was closed while it was being built")
@@ -273,7 +276,7 @@ class Runtime:
         """Wait until what this rank has sent is out; writes to ranks that are gone never will be."""
         service = plane.service
         while service is not None and not service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
-            for peer in self._mesh.lost:
+            for peer in self._members.lost:
                 if plane.routes.get(peer) not in (None, DIRECT):
                     service.forget(peer, ctx.FAILURE_PEER_LOST)
             if time.monotonic() >= deadline:
@@ -281,9 +284,6 @@ class Runtime:
         return True
 
     # -- peers --------------------------------------------------------------------------------------------------
-
-    def _masked(self) -> frozenset[int]:
-        return frozenset(int(peer) for peer in np.flatnonzero(self._mask))
 
     def mask_peer(self, peer: int) -> None:
         """Leave ``peer`` out from now on: its tokens and experts drop out, the others go on.
@@ -296,10 +296,10 @@ class Runtime:
             UcclEpError: the Buffer is closed.
         """
         if self._closed or os.getpid() != self._pid:
-            self._check_usable()
-        if self._mask[peer]:
+            self._check_usable()  # raises; a broken Buffer, however, may be mended by this
+        if self._members.mask[peer]:
             return
-        self._mask[peer] = 1
+        self._members.mask_out(peer)
         self._stale = f"rank {peer} was masked"
         self._broken = self._evicted
         plane = self._plane
@@ -308,13 +308,11 @@ class Runtime:
             plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
             if not plane.space.is_direct(peer):
                 plane.service.forget(peer, ctx.FAILURE_PEER_LOST)
-        self._mesh.restart(self._masked())
-        self._mesh.announce_mask(peer)
         _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
 
     def _on_lost(self, peer: int) -> None:
         plane = self._plane
-        if not self._closed and not self._mask[peer] and plane is not None and plane.space is not None:
+        if not self._closed and not self._members.mask[peer] and plane is not None and plane.space is not None:
             plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
 
     def _on_goodbye(self, peer: int) -> None:
@@ -325,22 +323,12 @@ class Runtime:
     def _on_masked(self, by: int, peer: int) -> None:
         """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
         plane = self._plane
-        if self._mask[by]:
+        if self._members.mask[by]:
             return
         if peer == self.rank:
             self._broken = self._evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
-        if plane is not None and plane.space is not None and not self._mask[peer]:
+        if plane is not None and plane.space is not None and not self._members.mask[peer]:
             plane.space.fail(ctx.FAILURE_PEER_LOST, by if peer == self.rank else peer)
-
-    def _raise_absent(self, phase: str) -> None:
-        """Raise PeerLost for a peer that is lost, or that another rank has masked, and that this rank has not."""
-        if any(not self._mask[peer] for peer in (*self._mesh.lost, *self._accused())):
-            self._mesh.raise_absent(phase, self._masked())
-
-    def _accused(self) -> list[int]:
-        """Peers that others have masked and this rank has not."""
-        accused = list(self._mesh.accused.items())
-        return [peer for peer, by in accused if peer != self.rank and not self._mask[peer] and not self._mask[by]]
 
     def _watch(self) -> None:
         """Between slices of a wait: raise what the proxies or the control connections know."""
@@ -349,17 +337,13 @@ class Runtime:
             return
         if self._evicted:
             self._check_usable()
-        for peer in self._mesh.lost:
-            if not self._mask[peer]:
-                plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
-        awaited = plane.space.awaited
-        left = self._mesh.departed.get(awaited)
-        if left is not None and not self._mask[awaited] and time.monotonic() > left + _LAST_WORDS_SECONDS:
-            # whatever it sent before it left is here by now
-            plane.space.fail(ctx.FAILURE_PEER_LOST, awaited)
-        if self._accused():
+        for peer in self._members.lost:
+            plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
+        if self._members.has_fallen_silent(plane.space.awaited):
+            plane.space.fail(ctx.FAILURE_PEER_LOST, plane.space.awaited)
+        if self._members.accused:
             # rather than a timeout that blames a rank which waits for the masked one, too
-            self._raise_absent(plane.space.phase)
+            self._members.check(plane.space.phase)
         code, peer = plane.space.failed_with
         if code == ctx.FAILURE_COMMAND and not plane.space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
@@ -370,23 +354,19 @@ class Runtime:
         if code != ctx.FAILURE_NONE:
             return
         plane.service.check()
-        for payload in self._mesh.asked(SETUP).values():
-            if msgspec.msgpack.decode(payload, type=Proposal).begun < self._begun:
-                # That peer wants another layout before an operation that this rank has begun: neither would ever end.
-                with self._breaking():
-                    outcome = self._agree(plane.layout.low_latency, "")
-                self._refuse(outcome)
+        asked = self._mesh.asked(SETUP)
+        if any(read_proposal(peer, payload).begun < self._begun for peer, payload in asked.items()):
+            # That peer wants another layout before an operation that this rank has begun: neither would ever end.
+            with self._breaking():
+                outcome = self._agree(plane.layout.low_latency, "")
+            self._refuse(outcome)
 
     def _log_choices(self) -> None:
-        by_reason: dict[str, list[str]] = {}
-        for peer, choice in sorted(self._plane.choices.items() if self._plane else ()):
-            by_reason.setdefault(choice.reason, []).append(str(peer))
-        routes = "; ".join(f"{reason}: ranks {', '.join(peers)}" for reason, peers in by_reason.items())
         _log.info(
             "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.0f MiB (heap %.0f MiB), timeout %g s",
             self.rank,
             self.ranks,
-            routes or "alone",
+            self._plane.ways if self._plane else "",
             self.settings.proxies,
             self.settings.channels,
             self.layout.nbytes / 2**20,
@@ -399,24 +379,17 @@ class Runtime:
     def stats(self) -> dict[str, Any]:
         """Plain counters of this rank; also what the live socket serves."""
         plane = self._plane
-        routes = plane.routes if plane is not None else {}
-        counters: dict[str, Any] = plane.service.counters() if plane is not None and plane.service is not None else {}
         return {
             "rank": self.rank,
             "world": self.ranks,
             "pid": self._pid,
             "generation": self.generation,
-            "transport_by_peer": {str(peer): kind for peer, kind in routes.items()},
-            "direct_peers": sorted(peer for peer, kind in routes.items() if kind == DIRECT),
             "proxies": self.settings.proxies,
             "channels": self.settings.channels,
-            "masked": sorted(self._masked()),
+            "masked": sorted(self._members.masked),
             "lost": list(self._mesh.lost),
             "ops": self.operations.snapshot(),
-            **counters.get("total", {}),
-            "by_proxy": counters.get("proxies", []),
-            "streams": counters.get("streams", []),
-            "latency": {str(stream): buckets for stream, buckets in counters.get("latency", {}).items()},
+            **(plane.stats() if plane is not None else {}),
         }
 
     @property
@@ -446,7 +419,7 @@ class Runtime:
             return
         try:
             self._drain(plane, deadline)
-            self._mesh.gather("close", without=self._masked(), timeout=max(deadline - time.monotonic(), 0.0))
+            self._mesh.gather("close", without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
         except UcclEpError as error:
             # The others may keep working or be gone; this rank leaves all the same.
             level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR

@@ -173,7 +173,7 @@ def test_the_others_go_on_wherever_the_loss_strikes(mortal_ranks: Ranks, path: s
         assert found["generation"] > 1
 
 
-def lose_two(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
+def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: bool) -> list[int]:
     """Rank 1 is lost in an operation, rank 3 in place of laying the windows out anew."""
     buffer = bodies.opened(exchange, overrides)
     case = case_of(4)
@@ -186,6 +186,8 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
     lost = []
     for _ in range(3):
         try:
+            if normal_first:
+                assert bodies.normal_trip(buffer, lost=frozenset({LOST, *lost})) < 0.02
             checked_trip(buffer, case, {LOST, *lost})
             break
         except PeerLost as error:
@@ -198,9 +200,9 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
     return lost
 
 
-@pytest.mark.parametrize("path", ["direct", "tcp"])
-def test_a_second_rank_is_lost_while_the_others_build_anew(mortal_ranks: Ranks, path: str) -> None:
-    mortal_ranks.start(4, lose_two, PATHS[path])
+@pytest.mark.parametrize(("path", "normal_first"), [("direct", False), ("direct", True), ("tcp", False)])
+def test_a_second_rank_is_lost_while_the_others_build_anew(mortal_ranks: Ranks, path: str, normal_first: bool) -> None:
+    mortal_ranks.start(4, lose_two, PATHS[path], normal_first)
     results = mortal_ranks.finish([0, 2], timeout=60)
     assert results == {0: (True, [3]), 2: (True, [3])}
 

@@ -1,0 +1,68 @@
+"""Who of a group takes part: ranks may be lost, may have left, may be masked by others or by this rank."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from .control import ControlMesh
+
+__all__ = ["Membership"]
+
+#: What a rank that said goodbye had sent before is waited for at most this many seconds.
+_LAST_WORDS_SECONDS = 2.0
+
+
+class Membership:
+    """What the control connections know of the peers, without those that this rank has masked.
+
+    Attributes:
+        mask: int32[ranks], 1 = peer masked. Writer: :meth:`mask_out`, between operations. Readers: kernels of every
+            generation, the host.
+    """
+
+    def __init__(self, mesh: ControlMesh) -> None:
+        self.mask: npt.NDArray[np.int32] = np.zeros(mesh.ranks, dtype=np.int32)
+        self._mesh = mesh
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Peers that this rank has masked."""
+        return frozenset(int(peer) for peer in np.flatnonzero(self.mask))
+
+    @property
+    def lost(self) -> list[int]:
+        """Peers whose connection closed without a goodbye, in the order in which that was seen."""
+        return [peer for peer in self._mesh.lost if not self.mask[peer]]
+
+    @property
+    def accused(self) -> list[int]:
+        """Peers that ranks which take part have masked, and this one has not."""
+        mask, own = self.mask, self._mesh.rank
+        return [
+            peer
+            for peer, judges in list(self._mesh.accused.items())
+            if peer != own and not mask[peer] and any(not mask[judge] for judge in list(judges))
+        ]
+
+    def mask_out(self, peer: int) -> None:
+        """Mask ``peer``, tell everybody, and number the steps of agreement anew."""
+        self.mask[peer] = 1
+        self._mesh.restart(self.masked)
+        self._mesh.announce_mask(peer)
+
+    def has_fallen_silent(self, peer: int) -> bool:
+        """True when ``peer`` said goodbye so long ago that whatever it sent before has arrived."""
+        left = self._mesh.departed.get(peer)
+        return left is not None and not self.mask[peer] and time.monotonic() > left + _LAST_WORDS_SECONDS
+
+    def check(self, phase: str) -> None:
+        """Raise PeerLost when a peer is lost, or has been masked by another rank."""
+        if self.lost or self.accused:
+            self._mesh.raise_absent(phase, self.masked)
+
+    def check_all(self, phase: str, patience: float = 0.0) -> None:
+        """Raise PeerLost when a peer is absent for any reason; ``patience``: seconds for the news to come."""
+        self._mesh.raise_absent(phase, self.masked, patience=patience)
