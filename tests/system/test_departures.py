@@ -103,7 +103,7 @@ STAGES = ["connect", "window layout", "leaving the old window", "sharing windows
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 def test_a_death_is_noticed_in_every_stage(mortal_ranks: Ranks, path: str, stage: str) -> None:
     mortal_ranks.start(3, die_while, PATHS[path], stage)
-    for succeeded, found in mortal_ranks.finish([0, 2], timeout=60).values():
+    for succeeded, found in mortal_ranks.finish([0, 2], timeout=180).values():
         assert succeeded, found
         text, took, left = found
         assert text.startswith("" if stage == "close" else f"PeerLost {LOST}: "), text
@@ -131,7 +131,7 @@ def lose_in_normal_mode(exchange: StoreExchange, overrides: dict[str, Any]) -> l
 @pytest.mark.parametrize("path", ["direct", "tcp"])
 def test_survivors_of_a_normal_mode_operation_build_a_new_group(mortal_ranks: Ranks, path: str) -> None:
     mortal_ranks.start(3, lose_in_normal_mode, PATHS[path])
-    for succeeded, texts in mortal_ranks.finish([0, 2], timeout=60).values():
+    for succeeded, texts in mortal_ranks.finish([0, 2], timeout=180).values():
         assert succeeded, texts
         for text in texts:
             assert text.startswith(f"PeerLost {LOST}")

@@ -167,7 +167,7 @@ def lose_and_go_on(
 @pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
 def test_the_others_go_on_wherever_the_loss_strikes(mortal_ranks: Ranks, path: str, point: Any) -> None:
     mortal_ranks.start(3, lose_and_go_on, PATHS[path], point)
-    for succeeded, found in mortal_ranks.finish([0, 2], timeout=60).values():
+    for succeeded, found in mortal_ranks.finish([0, 2], timeout=180).values():
         assert succeeded, found
         assert found["masked"] == [LOST]
         assert found["generation"] > 1
@@ -203,7 +203,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
 @pytest.mark.parametrize(("path", "normal_first"), [("direct", False), ("direct", True), ("tcp", False)])
 def test_a_second_rank_is_lost_while_the_others_build_anew(mortal_ranks: Ranks, path: str, normal_first: bool) -> None:
     mortal_ranks.start(4, lose_two, PATHS[path], normal_first)
-    results = mortal_ranks.finish([0, 2], timeout=60)
+    results = mortal_ranks.finish([0, 2], timeout=180)
     assert results == {0: (True, [3]), 2: (True, [3])}
 
 

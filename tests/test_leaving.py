@@ -1,0 +1,138 @@
+"""Closing under an operation of another thread: it ends by name, and what its kernel touches stays mapped till then."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from uccl_ep_serving import data_plane
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane import DataPlane
+from uccl_ep_serving.errors import UcclEpError
+from uccl_ep_serving.kernel_space import KernelSpace
+from uccl_ep_serving.memory import Segment
+from uccl_ep_serving.native.failure import warm
+from uccl_ep_serving.protocol.context import STATUS_PENDING
+from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
+
+
+def _plane() -> DataPlane:
+    """Of rank 0 of 2, with the peer's window mapped."""
+    layout = WindowLayout(2, None, NormalPlan(2, heap=4096, rounds=65536, chunk=4096, depth=1))
+    plane = DataPlane(layout)
+    window = Segment.create("window", layout.nbytes)
+    plane.segments += [window, Segment.create("peer", layout.nbytes)]
+    plane.space = KernelSpace(0, 2, 1, window, layout, timeout=20.0)
+    warm()
+    plane.space.connect_direct(1, plane.segments[1].address)
+    return plane
+
+
+def _waiting(space: KernelSpace, step: Callable[[int], int]) -> tuple[threading.Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            space.wait("dispatch", step)
+        except UcclEpError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, raised
+
+
+def test_memory_stays_mapped_until_the_kernel_of_another_thread_has_left() -> None:
+    plane = _plane()
+    assert plane.space is not None
+    peer, nbytes = plane.segments[1].address, plane.layout.nbytes
+    inside = threading.Event()
+    wrote = []
+
+    def step(slice_end_ns: int) -> int:
+        inside.set()
+        time.sleep(0.5)  # a kernel that copies does not look at the clock
+        ctypes.memset(peer, 1, nbytes)
+        wrote.append(nbytes)
+        return STATUS_PENDING
+
+    thread, raised = _waiting(plane.space, step)
+    assert inside.wait(5)
+    plane.close(time.monotonic() + 5)
+    written = len(wrote)
+    assert written
+    thread.join(5)
+    assert "closed" in str(raised[0])
+    with pytest.raises(UcclEpError, match="closed"):
+        plane.space.wait("dispatch", step)
+    assert len(wrote) == written
+
+
+def test_memory_of_a_kernel_that_does_not_return_is_never_unmapped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data_plane, "_STOP_SECONDS", 0.2)
+    plane = _plane()
+    assert plane.space is not None
+    window = plane.segments[1]
+    inside, release = threading.Event(), threading.Event()
+
+    def step(slice_end_ns: int) -> int:
+        inside.set()
+        release.wait(10)
+        window.bytes[:] = 1
+        return STATUS_PENDING
+
+    thread, _ = _waiting(plane.space, step)
+    try:
+        assert inside.wait(5)
+        with caplog.at_level(logging.ERROR):
+            plane.close(time.monotonic())
+        assert "did not return in time" in caplog.text
+        assert window.bytes.nbytes == window.nbytes
+    finally:
+        release.set()
+        thread.join(5)
+        data_plane._abandoned.remove(plane)
+
+
+def test_a_handler_that_closes_in_the_waiting_thread_does_not_wait_for_itself() -> None:
+    plane = _plane()
+    assert plane.space is not None
+    space = plane.space
+    steps = []
+
+    def step(slice_end_ns: int) -> int:
+        steps.append(slice_end_ns)
+        return STATUS_PENDING
+
+    space.watch = lambda: plane.close(time.monotonic() + 5)
+    started = time.monotonic()
+    with pytest.raises(UcclEpError, match="closed"):
+        space.wait("dispatch", step)
+    assert time.monotonic() - started < 2
+    assert len(steps) == 1
+
+
+class _Alone:
+    rank, size = 0, 1
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+
+def test_destroy_from_another_thread_ends_a_wait() -> None:
+    buffer = Buffer(_Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20, timeout=20.0))
+    thread, raised = _waiting(buffer.runtime.space, lambda end: time.sleep(0.02) or STATUS_PENDING)
+    time.sleep(0.2)
+    started = time.monotonic()
+    buffer.destroy()
+    assert time.monotonic() - started < 3
+    thread.join(5)
+    assert "closed" in str(raised[0])
