@@ -9,63 +9,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .config import Settings
-from .errors import ConfigError, UcclEpError
+from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle
 from .kernels.interface import LowLatencyKernels
-from .kernels.low_latency_state import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
+from .kernels.low_latency_state import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock
 from .kernels.select import low_latency_kernels
 from .low_latency_arguments import (
     VALUE_CODES,
     Coding,
     check_combine,
     check_dispatch,
-    check_ring,
     check_stats,
     combine_coding,
     dispatch_coding,
 )
 from .low_latency_memory import DispatchOutputs, OutputMemory, rows_of
-from .protocol.layout import LowLatencyPlan, WindowLayout
+from .low_latency_session import Receipt, Session, Space
 from .protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 
-__all__ = ["LowLatency", "Space"]
+__all__ = ["LowLatency"]
 
 Hook = Callable[[], None]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-class Space(Protocol):
-    """What low-latency mode needs of a Runtime; see there."""
-
-    rank: int
-    ranks: int
-    generation: int
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def layout(self) -> WindowLayout: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def progress(self) -> int: ...
-    @property
-    def record(self) -> Callable[..., None]: ...
-    def check(self, phase: str) -> None: ...
-    def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
-    def begin_operation(self) -> None: ...
-    @property
-    def stale(self) -> str: ...
-    @property
-    def grow_asked(self) -> bool: ...
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class LowLatency:
@@ -74,9 +44,7 @@ class LowLatency:
     def __init__(self, runtime: Space) -> None:
         self._runtime = runtime
         self._memory = OutputMemory()
-        self._state: StateBlock | None = None
-        self._generation = -1
-        self._interrupted = ""
+        self._session = Session(runtime, self._forget_outputs)
         self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
         self._combine_buffer: torch.Tensor | None = None
@@ -129,8 +97,8 @@ class LowLatency:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
         """
         started = time.monotonic_ns()
-        phase = "low-latency dispatch"
-        self._check(phase, begins=True)
+        phase, session = "low-latency dispatch", self._session
+        session.check(phase, begins=True)
         if async_finish and return_recv_hook:
             raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
         plan = check_dispatch(
@@ -151,7 +119,7 @@ class LowLatency:
             raise ConfigError(
                 f"{phase}: topk_idx[{token}, {slot}] = {int(ids[token, slot])} is outside -1 .. {num_experts - 1}"
             )
-        state = self._adopt(plan)
+        state = session.adopt(plan)
         plan = state.plan
         if not state.next_dispatch_has_space:
             raise ConfigError(
@@ -171,7 +139,7 @@ class LowLatency:
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
             owner=self,
-            generation=self._generation,
+            generation=session.generation,
             route=route,
             topk_idx=ids,
             topk_weights=weights,
@@ -227,8 +195,8 @@ class LowLatency:
 
         # what the caller passed must live until the kernel has run
         kept = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        hook = _Receipt(self, f"{phase} recv", receive, received, kept)
-        self._send(f"{phase} send", send)
+        hook = Receipt(session, f"{phase} recv", receive, received, kept)
+        session.send(f"{phase} send", send)
         spent = time.monotonic_ns() - started
         if not return_recv_hook:
             hook()
@@ -271,11 +239,11 @@ class LowLatency:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
         """
         started = time.monotonic_ns()
-        phase = "low-latency combine"
-        self._check(phase)
+        phase, session = "low-latency combine", self._session
+        session.check(phase)
         if async_finish and return_recv_hook:
             raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
-        state = self._of(handle, phase)
+        state = session.state_of(handle, self, phase)
         plan = state.plan
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet: call its recv hook first")
@@ -338,8 +306,8 @@ class LowLatency:
                 reduced=0 if handle.topk_weights is None else 1,
             )
 
-        hook = _Receipt(self, f"{phase} recv", receive, received, (combine_wait_recv_cost_stats,))
-        self._send(f"{phase} send", send)
+        hook = Receipt(session, f"{phase} recv", receive, received, (combine_wait_recv_cost_stats,))
+        session.send(f"{phase} send", send)
         spent = time.monotonic_ns() - started
         if not return_recv_hook:
             hook()
@@ -351,7 +319,7 @@ class LowLatency:
         Its dtype is bfloat16, or float32 when tokens of 4-byte values were planned for. The same tensor is returned for
         the same plan: combine has read it when it returns. Raises ConfigError for a handle of another Buffer.
         """
-        plan = self._of(handle, "low-latency combine buffer").plan
+        plan = self._session.state_of(handle, self, "low-latency combine buffer").plan
         if self._combine_buffer is None:
             dtype = torch.bfloat16 if plan.element == 2 else torch.float32
             self._combine_buffer = rows_of(
@@ -361,66 +329,9 @@ class LowLatency:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _check(self, phase: str, begins: bool = False) -> None:
-        """Raise what is known to be wrong; ``begins``: the operation needs nothing that was sent before."""
-        runtime = self._runtime
-        runtime.check(phase)
-        if runtime.stale:
-            if not begins:
-                raise ConfigError(
-                    f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on "
-                    "every rank"
-                )
-        elif self._interrupted and self._generation == runtime.generation:
-            raise UcclEpError(
-                f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so "
-                "ranks no longer agree on what comes next. Next step: mask the rank that is lost on every rank that "
-                "is left, or close this Buffer and build the group again"
-            )
-
-    def _adopt(self, plan: LowLatencyPlan) -> StateBlock:
-        """State for ``plan``, laid out anew on all ranks when the window has no room for it."""
-        runtime = self._runtime
-        laid_out = None if runtime.stale else runtime.layout.low_latency
-        if laid_out is None or not _covers(laid_out, plan) or runtime.grow_asked:
-            # what is wrong on this rank alone is told to the others, who would wait for it
-            objection = ""
-            try:
-                self._check_idle(plan)
-                check_ring(plan, runtime.settings)
-            except ConfigError as error:
-                objection = str(error)
-            runtime.grow(plan, objection)
-            laid_out = plan
-        if self._state is None or self._generation != runtime.generation:
-            self._state = StateBlock(laid_out, runtime.layout)
-            self._generation, self._interrupted = runtime.generation, ""
-            self._memory.clear()
-            self._combine_buffer = None
-        return self._state
-
-    def _check_idle(self, plan: LowLatencyPlan) -> None:
-        """Raise ConfigError when an operation that can still end would lose its window to ``plan``."""
-        state, runtime = self._state, self._runtime
-        if state is None or runtime.stale or self._interrupted or self._generation != runtime.generation:
-            return
-        if state.dispatches_in_flight or state.combines_in_flight:
-            raise ConfigError(
-                f"low-latency dispatch: {plan} needs another window layout than {state.plan}, and an operation is in "
-                "flight: call its recv hook first"
-            )
-
-    def _of(self, handle: object, phase: str) -> StateBlock:
-        """State that ``handle`` belongs to. Raises ConfigError when it is not this object's, or older than the
-        window."""
-        if not isinstance(handle, LowLatencyHandle) or handle.owner is not self:
-            raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
-        if self._state is None or handle.generation != self._runtime.generation:
-            raise ConfigError(
-                f"{phase}: the handle is older than the present window layout (another T, hidden, number of experts, "
-                "top-k or dtype was dispatched since): combine before dispatching other shapes"
-            )
-        return self._state
+    def _forget_outputs(self) -> None:
+        self._memory.clear()
+        self._combine_buffer = None
 
     def _quantise(self, kernels: LowLatencyKernels, x: torch.Tensor, coding: Coding, round_scale: bool) -> int:
         """Address of the FP8 wire rows of ``x``. They are read before the dispatch returns, so one buffer is enough."""
@@ -439,50 +350,3 @@ class LowLatency:
             self._block_scratch.data_ptr(),
         )
         return self._quantised.data_ptr()
-
-    def _send(self, phase: str, step: Callable[[int], int]) -> None:
-        self._runtime.begin_operation()
-        try:
-            self._runtime.wait(phase, step)
-        except BaseException:
-            # some peers may have this message and others not: it can be neither repeated nor skipped
-            self._interrupted = phase
-            raise
-
-    def _receive(self, phase: str, generation: int, step: Callable[[int], int]) -> None:
-        self._check(phase)
-        if generation != self._runtime.generation:
-            raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
-        self._runtime.wait(phase, step)
-
-
-class _Receipt:
-    """Recv hook: the receiving half of an operation, which runs once. Calling it again does nothing.
-
-    It can be called again after it raised. Once it has run it keeps nothing alive.
-    """
-
-    def __init__(
-        self,
-        mode: LowLatency,
-        phase: str,
-        step: Callable[[int], int],
-        done: Callable[[int], None],
-        kept: tuple[torch.Tensor | None, ...],
-    ) -> None:
-        self._pending: tuple[Any, ...] | None = (mode, phase, mode._generation, step, done, kept)
-
-    def __call__(self) -> None:
-        if self._pending is None:
-            return
-        mode, phase, generation, step, done, _ = self._pending
-        started = time.monotonic_ns()
-        mode._receive(phase, generation, step)
-        done(time.monotonic_ns() - started)
-        self._pending = None
-
-
-def _covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
-    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
-    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
-    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
