@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ProxyDied, TransportError
 from .kernel_space import KernelSpace
+from .membership import Membership
 from .memory import Segment
+from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .proxy.service import ProxyService
 from .proxy.transport.select import DIRECT, Choice
@@ -25,6 +27,8 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that a proxy thread has to stop, however little is left of the time for closing.
 _STOP_SECONDS = 2.0
+#: While writes drain, lost peers are looked for this often.
+_WATCH_SECONDS = 0.05
 
 #: Planes in which a thread still runs. Their memory must stay mapped: the thread would fault without it.
 _abandoned: list[DataPlane] = []
@@ -117,6 +121,27 @@ class DataPlane:
             for descriptor in (descriptor for taken in descriptors for descriptor in taken):
                 os.close(descriptor)
         return windows, mailboxes
+
+    def forget(self, peer: int, reason: int) -> None:
+        """Send nothing more to ``peer``, where proxies do; ``reason``: FAILURE_* for its transport."""
+        if self.service is not None and self.routes.get(peer) not in (None, DIRECT):
+            self.service.forget(peer, reason)
+
+    def drain(self, deadline: float, members: Membership) -> bool:
+        """Wait until what this rank has sent is out; writes to ranks that are lost never will be.
+
+        Returns:
+            False when something is still under way at ``deadline``, a ``time.monotonic()`` instant.
+
+        Raises:
+            ProxyDied: nothing will move any more.
+        """
+        while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
+            for peer in members.lost:
+                self.forget(peer, ctx.FAILURE_PEER_LOST)
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def close(self, deadline: float) -> None:
         """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.

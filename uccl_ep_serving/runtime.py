@@ -33,7 +33,6 @@ from .operation_log import OperationLog
 from .plane_builder import PlaneBuilder, normal_plan
 from .protocol import context as ctx
 from .protocol.layout import LowLatencyPlan, WindowLayout
-from .proxy.transport.select import DIRECT
 
 __all__ = ["Runtime"]
 
@@ -41,8 +40,6 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
-#: While writes drain, lost peers are looked for this often.
-_WATCH_SECONDS = 0.05
 
 
 class Runtime:
@@ -251,7 +248,7 @@ class Runtime:
     def _rebuild(self, plan: LowLatencyPlan | None, generation: int) -> None:
         deadline = time.monotonic() + self.settings.connect_timeout
         old = self._plane
-        if old is not None and not self._drain(old, deadline):
+        if old is not None and not old.drain(deadline, self._members):
             _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
         # Nobody may unmap or stop while another rank still writes to it.
         self._mesh.gather("leaving the old window", without=self._members.masked)
@@ -271,17 +268,6 @@ class Runtime:
                 return
         plane.close(time.monotonic() + 1.0)
         raise UcclEpError("this Buffer was closed while it was being built")
-
-    def _drain(self, plane: DataPlane, deadline: float) -> bool:
-        """Wait until what this rank has sent is out; writes to ranks that are gone never will be."""
-        service = plane.service
-        while service is not None and not service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
-            for peer in self._members.lost:
-                if plane.routes.get(peer) not in (None, DIRECT):
-                    service.forget(peer, ctx.FAILURE_PEER_LOST)
-            if time.monotonic() >= deadline:
-                return False
-        return True
 
     # -- peers --------------------------------------------------------------------------------------------------
 
@@ -303,11 +289,10 @@ class Runtime:
         self._stale = f"rank {peer} was masked"
         self._broken = self._evicted
         plane = self._plane
-        if plane is not None and plane.space is not None and plane.service is not None:
+        if plane is not None and plane.space is not None:
             # nothing more is published in this generation, whatever a kernel that is called again may think
             plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
-            if not plane.space.is_direct(peer):
-                plane.service.forget(peer, ctx.FAILURE_PEER_LOST)
+            plane.forget(peer, ctx.FAILURE_PEER_LOST)
         _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
 
     def _on_lost(self, peer: int) -> None:
@@ -317,8 +302,8 @@ class Runtime:
 
     def _on_goodbye(self, peer: int) -> None:
         plane = self._plane
-        if plane is not None and plane.service is not None and plane.routes.get(peer) not in (None, DIRECT):
-            plane.service.forget(peer, ctx.FAILURE_CLOSED)
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_CLOSED)
 
     def _on_masked(self, by: int, peer: int) -> None:
         """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
@@ -418,7 +403,7 @@ class Runtime:
             _log.warning("rank %d closes under an operation of another of its threads, which ends here", self.rank)
             return
         try:
-            self._drain(plane, deadline)
+            plane.drain(deadline, self._members)
             self._mesh.gather("close", without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
         except UcclEpError as error:
             # The others may keep working or be gone; this rank leaves all the same.
