@@ -126,7 +126,9 @@ class ControlMesh:
                 try:
                     self._read_link(link)
                 except (OSError, ValueError, ConnectionError) as error:
-                    self._selector.unregister(link.socket)
+                    # abandon(), in another thread, may have closed both
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._selector.unregister(link.socket)
                     self._lose(link, error)
 
     def _read_link(self, link: Link) -> None:
