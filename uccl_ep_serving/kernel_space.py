@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import (
+    ConfigError,
     PeerLost,
     PeerTimeout,
     ProtocolError,
@@ -211,6 +212,18 @@ class KernelSpace:
                 f"Buffer on both ranks, or mask rank {peer}",
                 peer=peer,
                 channel=channel,
+            )
+        if code == ctx.FAILURE_EXPERT_ID:
+            return ConfigError(
+                f"{where}: the expert id at position {arrived} of topk_idx is outside -1 .. {expected - 1}. "
+                "Kernels on a device refuse it before anything is sent, but too late for this rank to go on: close "
+                "this Buffer on all ranks and build the group again"
+            )
+        if code == ctx.FAILURE_RING_FULL:
+            return TransportError(
+                f"{where}: the proxy of {name_of(stream)} has taken {arrived} commands, {expected} needed "
+                f"within {self.timeout:g} s. Likely cause: its thread gets no core, or the network takes nothing. Next "
+                "step: UCCL_EP_PROXY_CPUS, and the counters of uccl-ep top"
             )
         if code == ctx.FAILURE_TRANSPORT:
             return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)

@@ -22,6 +22,15 @@ where the last column says so.
     10    MASK             address of int32[ranks]: 1 = the peer is masked (lost)             host
     11    ERROR            address of int64[8], the sticky error: code, peer, stream,         kernel, host,
                            arrived, expected; nothing is published once the code is not 0     proxy
+    12    VERDICT          address, in device memory, of an int64: 1 once a kernel failed     -
+    13    REPORT           address, in host memory, of int64[8]: that failure, in the words   kernel, once
+                           of a sticky error; the host moves it there
+    14    HEADS            address of int64[256]: address, in device memory, of the head and  -
+                           the last known tail of the ring that owns the stream
+    15    LIMIT            nanoseconds that a wait may last                                   -
+
+The last four are for kernels on a device, which read-modify-write no memory of the host; for kernels on the CPU they
+are 0.
 
 Memory orders: arrived and completed counts are stored with release by their one writer (proxy, or for a mapped peer
 the peer's kernel) and loaded with acquire; the sticky error's code is stored last with release, loaded with acquire.
@@ -42,27 +51,34 @@ __all__ = [
     "FAILURE_CLAIMED",
     "FAILURE_CLOSED",
     "FAILURE_COMMAND",
+    "FAILURE_EXPERT_ID",
     "FAILURE_NONE",
     "FAILURE_PEER_LOST",
     "FAILURE_PEER_TIMEOUT",
     "FAILURE_PROTOCOL",
     "FAILURE_PROXY_DIED",
+    "FAILURE_RING_FULL",
     "FAILURE_TRANSPORT",
     "FLAG",
+    "HEADS",
+    "LIMIT",
     "MASK",
     "PEER_WINDOW",
     "RANK",
     "RANKS",
+    "REPORT",
     "RING",
     "STATUS_OK",
     "STATUS_PENDING",
     "STATUS_POISONED",
     "STATUS_PROTOCOL",
+    "VERDICT",
     "WINDOW",
     "WINDOW_BYTES",
 ]
 
 RANK, RANKS, CHANNELS, WINDOW, WINDOW_BYTES, ARRIVED, COMPLETED, PEER_WINDOW, FLAG, RING, MASK, ERROR = range(12)
+VERDICT, REPORT, HEADS, LIMIT = range(12, 16)
 CONTEXT_WORDS = 16
 
 ERROR_CODE, ERROR_PEER, ERROR_STREAM, ERROR_ARRIVED, ERROR_EXPECTED = range(5)
@@ -80,6 +96,10 @@ FAILURE_TRANSPORT = 6
 FAILURE_CLOSED = 7
 #: A kernel of this rank was about to enqueue a write outside the window (words 3 and 4: where it ends, window bytes).
 FAILURE_COMMAND = 8
+#: Only from kernels on a device: an expert id outside -1 .. experts - 1 (its position, the number of experts), which
+#: the host cannot look at; and a ring whose proxy took no command within the limit (its tail, the tail needed).
+FAILURE_EXPERT_ID = 9
+FAILURE_RING_FULL = 10
 
 #: What a kernel returns. PENDING: the slice of time it was given is over and a peer is still missing; call again.
 STATUS_OK = 0
