@@ -1,16 +1,22 @@
-"""What an implementation of the kernels offers. Two are planned: ``cpu`` (Numba, here) and ``triton``.
+"""What an implementation of the kernels offers: ``cpu`` (Numba) calls kernels, ``triton`` builds launches of them.
 
-Host code calls these with addresses and with numbers that are fixed for given shapes, never with a counter: message
-numbers and parities live in the blocks of :mod:`.low_latency_state`, so that a captured graph replays without the
-host. A kernel that waits gets the CLOCK_MONOTONIC instant in nanoseconds at which it must return (an implementation on
-a device has a time limit of its own and may ignore it), and returns a ``STATUS_*`` of ``protocol.context``.
+Host code gives both addresses and numbers that are fixed for given shapes, never a counter: message numbers and
+parities live in the blocks of :mod:`.low_latency_state` and of ``triton/blocks``, so that a captured graph replays
+without the host. A kernel on the CPU that waits gets the CLOCK_MONOTONIC instant in ns at which it must return, and
+returns a ``STATUS_*`` of ``protocol.context``. A kernel on a device has its time limit in the kernel context,
+returns nothing, and reports there.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["LowLatencyKernels", "NormalKernels"]
+import torch
+
+from ..config import Settings
+from ..protocol.layout import LowLatencyPlan, WindowLayout
+
+__all__ = ["DeviceLowLatencyKernels", "DeviceStateBlock", "KernelLaunch", "LowLatencyKernels", "NormalKernels"]
 
 
 class LowLatencyKernels(Protocol):
@@ -109,6 +115,101 @@ class LowLatencyKernels(Protocol):
         waited: int,
         slice_end_ns: int,
     ) -> int:
+        """Wait for every rank's rows and sum them."""
+
+
+class KernelLaunch(Protocol):
+    """A kernel with its arguments."""
+
+    def run(self) -> None:
+        """Launch on the current stream."""
+
+
+class DeviceStateBlock(Protocol):
+    """Counters that outlive an operation, in device memory.
+
+    Attributes:
+        plan: what they were made for.
+        address: what kernels get; valid while this object lives.
+    """
+
+    plan: LowLatencyPlan
+    address: int
+
+    def new_route(self) -> torch.Tensor:
+        """Memory for one dispatch's routing."""
+
+
+class DeviceLowLatencyKernels(Protocol):
+    """Low latency of tensors on a device, for one plan. Each method gives the launches of a step, to be run in order;
+    those of send and of receive are apart. Nothing here waits or moves anything. Optional addresses are 0.
+
+    Attributes:
+        fp8_dtype: of the values that an FP8 dispatch returns.
+    """
+
+    name: str
+    fp8_dtype: torch.dtype
+
+    def check(self, settings: Settings) -> None:
+        """Raise ConfigError for what these kernels cannot serve."""
+
+    def warm(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
+        """Compile for tokens of DTYPE_* ``source`` sent as ``coding``."""
+
+    def new_state(self, layout: WindowLayout, channels: int, device: torch.device) -> DeviceStateBlock:
+        """Counters at zero."""
+
+    def dispatch_send(
+        self,
+        context: int,
+        state: int,
+        route_block: int,
+        x: int,
+        topk_idx: int,
+        weights: int,
+        tokens: int,
+        source: int,
+        coding: int,
+        round_scale: bool,
+        reduced: bool,
+    ) -> tuple[KernelLaunch, ...]:
+        """Route, pack and publish one message per rank; advances the dispatch number."""
+
+    def dispatch_recv(
+        self,
+        context: int,
+        state: int,
+        route_block: int,
+        coding: int,
+        recv_x: int,
+        scales: int,
+        recv_count: int,
+        src_info: int,
+        layout_range: int,
+        stats: int,
+        waited: int,
+    ) -> tuple[KernelLaunch, ...]:
+        """Wait for every rank's message and unpack it."""
+
+    def combine_send(
+        self, context: int, state: int, route_block: int, ticket: int, x: int, layout_range: int, dtype: int
+    ) -> tuple[KernelLaunch, ...]:
+        """Return rows to their sources; advances the combine number."""
+
+    def combine_recv(
+        self,
+        context: int,
+        state: int,
+        route_block: int,
+        ticket: int,
+        weights: int,
+        out: int,
+        tokens: int,
+        dtype: int,
+        reduced: bool,
+        waited: int,
+    ) -> tuple[KernelLaunch, ...]:
         """Wait for every rank's rows and sum them."""
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from ..errors import ConfigError
-from .interface import LowLatencyKernels, NormalKernels
+from ..protocol.layout import LowLatencyPlan
+from .interface import DeviceLowLatencyKernels, LowLatencyKernels, NormalKernels
 
 __all__ = ["low_latency_kernels", "normal_kernels"]
 
@@ -25,6 +26,31 @@ def low_latency_kernels(device_type: str) -> LowLatencyKernels:
 
     kernels = CpuLowLatencyKernels()
     kernels.warm()
+    return kernels
+
+
+def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> DeviceLowLatencyKernels:
+    """Kernels for tensors on a device.
+
+    Args:
+        interpreted: in Triton's interpreter, on CPU tensors.
+
+    Raises:
+        ConfigError: Triton is missing, or was imported without (or with) TRITON_INTERPRET=1.
+    """
+    try:
+        from .triton.low_latency import TritonLowLatencyKernels
+    except ImportError as error:
+        raise ConfigError(
+            f"low-latency mode on a device needs Triton: {error}. Next step: pip install uccl_ep_serving[cuda]"
+        ) from error
+    kernels = TritonLowLatencyKernels(plan)
+    if kernels.target.interpreted != interpreted:
+        raise ConfigError(
+            "UCCL_EP_DEVICE=interpreter needs TRITON_INTERPRET=1 in the environment before Triton is imported"
+            if interpreted
+            else "TRITON_INTERPRET=1 is set: kernels would run in Python on the host. Unset it"
+        )
     return kernels
 
 

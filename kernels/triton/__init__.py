@@ -1,0 +1,15 @@
+"""Kernels of low-latency mode in Triton: for CUDA and ROCm tensors, and interpreted on CPU tensors.
+
+Rules that every kernel here keeps, because each was a hang, a race or wrong bits otherwise:
+
+* Kernels of one Buffer run one after the other (the host orders their streams), so a kernel boundary orders memory.
+  No program waits for a later one: in Triton's interpreter programs run one after the other.
+* Only kernels of a single warp wait. What they branch on is made equal in all lanes (:func:`.wait.uniform`); a volatile
+  load may differ between the warps of a larger program, and a branch on it into code with barriers would hang.
+* "The last program to arrive does the rest" replaces grid barriers (:func:`.words.arrives_last`).
+* A program loads what it stored only after :func:`.words.settle`: one thread stores a scalar, others may load before.
+* Nothing writes or publishes once the verdict is set.
+
+``BACKEND`` is 0 in the interpreter, 1 for CUDA, 2 for ROCm; the interpreter knows no inline assembly and no clock.
+Importing this package imports Triton.
+"""

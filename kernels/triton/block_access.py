@@ -1,0 +1,214 @@
+"""What stands where in the kernel context, the state block and the route block, for code inside kernels.
+
+Numbers of ``protocol`` and of :mod:`.blocks`, as Triton wants the globals of a kernel: ``tl.constexpr``. ``S_*`` are
+words of the state block, ``T_*`` its tables, ``R_*`` tables of the route block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol import context as ctx
+from ...protocol.streams import MAX_CHANNELS, STREAMS
+from .. import low_latency_state as shared
+from . import blocks
+from .words import acquire, int32s, peek
+
+__all__ = [
+    "arrived_address",
+    "channel_count",
+    "completed_address",
+    "flag_address",
+    "has_failed",
+    "head_address",
+    "is_live",
+    "own_rank",
+    "peer_window",
+    "rank_count",
+    "report_address",
+    "ring_address",
+    "route_table",
+    "state_table",
+    "sticky_code",
+    "sticky_code_once",
+    "stream_of",
+    "verdict_address",
+    "wait_limit",
+    "window_address",
+]
+
+_RANK, _RANKS = tl.constexpr(8 * ctx.RANK), tl.constexpr(8 * ctx.RANKS)
+_CHANNELS, _WINDOW = tl.constexpr(8 * ctx.CHANNELS), tl.constexpr(8 * ctx.WINDOW)
+_ARRIVED, _COMPLETED = tl.constexpr(8 * ctx.ARRIVED), tl.constexpr(8 * ctx.COMPLETED)
+_PEER_WINDOW, _FLAG = tl.constexpr(8 * ctx.PEER_WINDOW), tl.constexpr(8 * ctx.FLAG)
+_RING, _HEADS = tl.constexpr(8 * ctx.RING), tl.constexpr(8 * ctx.HEADS)
+_MASK, _ERROR = tl.constexpr(8 * ctx.MASK), tl.constexpr(8 * ctx.ERROR)
+_VERDICT, _REPORT = tl.constexpr(8 * ctx.VERDICT), tl.constexpr(8 * ctx.REPORT)
+_LIMIT = tl.constexpr(8 * ctx.LIMIT)
+_STREAMS, _MAX_CHANNELS = tl.constexpr(STREAMS), tl.constexpr(MAX_CHANNELS)
+
+S_TOKENS, S_EXPERTS = tl.constexpr(8 * shared.TOKENS), tl.constexpr(8 * shared.EXPERTS)
+S_META, S_ROW, S_DIGEST = tl.constexpr(8 * shared.META), tl.constexpr(8 * shared.ROW), tl.constexpr(8 * shared.DIGEST)
+S_DISPATCH_SLOT = tl.constexpr(8 * shared.DISPATCH_SLOT)
+S_DISPATCH_RECV, S_DISPATCH_SEND = tl.constexpr(8 * shared.DISPATCH_RECV), tl.constexpr(8 * shared.DISPATCH_SEND)
+S_COMBINE_RECV, S_COMBINE_SEND = tl.constexpr(8 * shared.COMBINE_RECV), tl.constexpr(8 * shared.COMBINE_SEND)
+S_NOTICE_RECV, S_NOTICE_SEND = tl.constexpr(8 * shared.NOTICE_RECV), tl.constexpr(8 * shared.NOTICE_SEND)
+S_DISPATCH_SEND_STEP = tl.constexpr(8 * shared.DISPATCH_SEND_STEP)
+S_COMBINE_RECV_STEP = tl.constexpr(8 * shared.COMBINE_RECV_STEP)
+S_COMBINE_SEND_STEP = tl.constexpr(8 * shared.COMBINE_SEND_STEP)
+S_DISPATCH_NUMBER, S_DISPATCH_READ = tl.constexpr(8 * shared.DISPATCH_NUMBER), tl.constexpr(8 * shared.DISPATCH_READ)
+S_DISPATCH_AHEAD, S_COMBINE_NUMBER = tl.constexpr(8 * shared.DISPATCH_AHEAD), tl.constexpr(8 * shared.COMBINE_NUMBER)
+S_COMBINE_READ, S_COMBINE_AHEAD = tl.constexpr(8 * shared.COMBINE_READ), tl.constexpr(8 * shared.COMBINE_AHEAD)
+S_ARRIVALS, S_SINK = tl.constexpr(8 * blocks.ARRIVALS), tl.constexpr(8 * blocks.SINK)
+S_FREE, S_PARTS = tl.constexpr(8 * blocks.FREE), tl.constexpr(8 * blocks.PARTS)
+S_ROUTE_SENDS, S_ROUTE_RETURNS = tl.constexpr(8 * blocks.ROUTE_SENDS), tl.constexpr(8 * blocks.ROUTE_RETURNS)
+S_ROUTE_PLACES, S_ROUTE_WEIGHTS = tl.constexpr(8 * blocks.ROUTE_PLACES), tl.constexpr(8 * blocks.ROUTE_WEIGHTS)
+S_ROUTE_BEFORE, S_ROUTE_COUNTS = tl.constexpr(8 * blocks.ROUTE_BEFORE), tl.constexpr(8 * blocks.ROUTE_COUNTS)
+
+
+def _state_table(name: str) -> tl.constexpr:
+    return tl.constexpr(blocks.STATE_TABLE_NAMES.index(name))
+
+
+def _route_table(name: str) -> tl.constexpr:
+    return tl.constexpr(blocks.ROUTE_TABLE_NAMES.index(name))
+
+
+_STATE_WORDS, _ROUTE_WORDS = tl.constexpr(blocks.STATE_WORDS), tl.constexpr(blocks.ROUTE_WORDS)
+T_SEEN_DISPATCH, T_SEEN_COMBINE = _state_table("SEEN_DISPATCH"), _state_table("SEEN_COMBINE")
+T_TOLD_DISPATCH, T_TOLD_COMBINE = _state_table("TOLD_DISPATCH"), _state_table("TOLD_COMBINE")
+T_NOTICES_SENT, T_NOTICES_READ = _state_table("NOTICES_SENT"), _state_table("NOTICES_READ")
+T_COMBINE_BASE, T_COMBINE_COME = _state_table("COMBINE_BASE0"), _state_table("COMBINE_COME0")
+T_MESSAGE_AT, T_MESSAGE_BYTES = _state_table("MESSAGE_AT"), _state_table("MESSAGE_BYTES")
+T_MESSAGE_FROM, T_MESSAGE_TO = _state_table("MESSAGE_FROM"), _state_table("MESSAGE_TO")
+R_COUNTS, R_PAIRS, R_RETURN_BASE = _route_table("COUNTS"), _route_table("PAIRS"), _route_table("RETURN_BASE")
+R_RECEIVED, R_RETURN_ROWS = _route_table("RECEIVED"), _route_table("RETURN_ROWS")
+R_RETURN_TO, R_RETURN_FORM = _route_table("RETURN_TO"), _route_table("RETURN_FORM")
+
+
+@triton.jit
+def own_rank(context: tl.tensor) -> tl.tensor:
+    """EP rank of this process."""
+    return peek(context + _RANK)
+
+
+@triton.jit
+def rank_count(context: tl.tensor) -> tl.tensor:
+    """EP ranks."""
+    return peek(context + _RANKS)
+
+
+@triton.jit
+def channel_count(context: tl.tensor) -> tl.tensor:
+    """Channels a message is striped over."""
+    return peek(context + _CHANNELS)
+
+
+@triton.jit
+def window_address(context: tl.tensor) -> tl.tensor:
+    """Address of this rank's window."""
+    return peek(context + _WINDOW)
+
+
+@triton.jit
+def wait_limit(context: tl.tensor) -> tl.tensor:
+    """Nanoseconds that a wait may last."""
+    return peek(context + _LIMIT)
+
+
+@triton.jit
+def peer_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses at which the peers' windows are mapped, 0 for a peer reached through a proxy."""
+    return peek(peek(context + _PEER_WINDOW) + 8 * peers)
+
+
+@triton.jit
+def is_live(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """True for ranks of the group that are not masked. ``peers`` may exceed the ranks."""
+    inside = peers < rank_count(context)
+    mask = int32s(peek(context + _MASK) + 4 * peers)
+    return inside & (tl.load(mask, mask=inside, other=1) == 0)
+
+
+@triton.jit
+def stream_of(phase: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """Stream of channel 0 of message ``number``; channel c has the id c above it."""
+    return phase + (number & 1) * _MAX_CHANNELS
+
+
+@triton.jit
+def _of_stream(table: tl.tensor, peers: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    return peek(table + 8 * (peers * _STREAMS + stream))
+
+
+@triton.jit
+def arrived_address(context: tl.tensor, peers: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    """Addresses of the counts of messages that have arrived."""
+    return _of_stream(peek(context + _ARRIVED), peers, stream)
+
+
+@triton.jit
+def completed_address(context: tl.tensor, peers: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    """Addresses of the counts of own messages that completed locally; 0 for mapped peers."""
+    return _of_stream(peek(context + _COMPLETED), peers, stream)
+
+
+@triton.jit
+def flag_address(context: tl.tensor, peers: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    """Addresses, in mapped peers' windows, of the counts that this rank stores."""
+    return _of_stream(peek(context + _FLAG), peers, stream)
+
+
+@triton.jit
+def ring_address(context: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    """Address of the ring that owns ``stream``."""
+    return peek(peek(context + _RING) + 8 * stream)
+
+
+@triton.jit
+def head_address(context: tl.tensor, stream: tl.tensor) -> tl.tensor:
+    """Address of that ring's head and last known tail, in device memory."""
+    return peek(peek(context + _HEADS) + 8 * stream)
+
+
+@triton.jit
+def state_table(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses of the peers' entries in a table of the state block."""
+    return state + 8 * (_STATE_WORDS + table * rank_count(context) + peers)
+
+
+@triton.jit
+def route_table(context: tl.tensor, route: tl.tensor, table: tl.tensor, ranks: tl.tensor) -> tl.tensor:
+    """Addresses of the ranks' entries in a table of the route block."""
+    return route + 8 * (_ROUTE_WORDS + table * rank_count(context) + ranks)
+
+
+@triton.jit
+def verdict_address(context: tl.tensor) -> tl.tensor:
+    """Address of the verdict, in device memory: not 0 once a kernel of this rank has failed."""
+    return peek(context + _VERDICT)
+
+
+@triton.jit
+def report_address(context: tl.tensor) -> tl.tensor:
+    """Address of the report, in host memory: which failure it was, as the words of a sticky error."""
+    return peek(context + _REPORT)
+
+
+@triton.jit
+def sticky_code(context: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """Code of the sticky error, which proxies and host set. For kernels of one warp."""
+    return acquire(peek(context + _ERROR), BACKEND)
+
+
+@triton.jit
+def sticky_code_once(context: tl.tensor) -> tl.tensor:
+    """The same in larger programs: lanes may differ, so that it may predicate stores but steer no branch."""
+    return tl.load(peek(context + _ERROR).to(tl.pointer_type(tl.int64)), volatile=True)
+
+
+@triton.jit
+def has_failed(context: tl.tensor) -> tl.tensor:
+    """True when an earlier kernel has failed: nothing is valid any more, and nothing may be written."""
+    return peek(verdict_address(context)) != 0

@@ -1,0 +1,184 @@
+"""The first kernel of a receive: one program of one warp waits for every peer's message and checks its header.
+
+What a header claims is read once and checked, and the copy is what later kernels use: the peer could change it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import FORM_EXPANDED, FORM_REDUCED
+from ...protocol.streams import LL_COMBINE, LL_DISPATCH
+from .block_access import (
+    R_COUNTS,
+    R_PAIRS,
+    R_RECEIVED,
+    R_RETURN_BASE,
+    R_RETURN_FORM,
+    R_RETURN_ROWS,
+    R_RETURN_TO,
+    S_COMBINE_RECV,
+    S_COMBINE_RECV_STEP,
+    S_DIGEST,
+    S_DISPATCH_RECV,
+    S_DISPATCH_SLOT,
+    S_SINK,
+    S_TOKENS,
+    T_COMBINE_COME,
+    T_SEEN_COMBINE,
+    T_SEEN_DISPATCH,
+    has_failed,
+    is_live,
+    rank_count,
+    route_table,
+    state_table,
+    stream_of,
+    window_address,
+)
+from .ll_counts import take_counts
+from .ll_header import (
+    AT_CODING,
+    AT_NUMBER,
+    AT_PLAN,
+    AT_RETURN_OFFSET,
+    AT_ROWS,
+    AT_TAG,
+    COMBINE_TAG,
+    DISPATCH_TAG,
+    WEIGHTED,
+)
+from .routing import HEADER
+from .wait import FAILURE_PROTOCOL, fail_at, wait_messages
+from .words import clock_ns, int64s, peek, uniform
+
+__all__ = ["combine_arrival", "dispatch_arrival"]
+
+_DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
+_EXPANDED, _REDUCED = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED)
+
+
+@triton.jit
+def _refuse(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    bad: tl.tensor,
+    stream: tl.tensor,
+    got: tl.tensor,
+    expected: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> None:
+    if uniform(tl.max(bad.to(tl.int32), axis=0), BACKEND) != 0:
+        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected, BACKEND)
+
+
+@triton.jit
+def _check_origin(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    stream: tl.tensor,
+    header: tl.tensor,
+    tag: tl.tensor,
+    number: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> None:
+    """The message is of this kind, plan and number; and what it says of the receiver's own messages."""
+    got = tl.load(int64s(header + AT_TAG), mask=live, other=0)
+    _refuse(context, state, peers, live & (got != tag), stream, got, tag, BACKEND)
+    got = tl.load(int64s(header + AT_PLAN), mask=live, other=0)
+    digest = peek(state + S_DIGEST)
+    _refuse(context, state, peers, live & (got != digest), stream, got, digest, BACKEND)
+    got = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
+    _refuse(context, state, peers, live & (got != number), stream, got, number, BACKEND)
+    dispatched_at = int64s(state_table(context, state, T_SEEN_DISPATCH, peers))
+    combined_at = int64s(state_table(context, state, T_SEEN_COMBINE, peers))
+    dispatched = tl.load(dispatched_at, mask=live, other=0)
+    combined = tl.load(combined_at, mask=live, other=0)
+    dispatched, combined, _ = take_counts(context, state, peers, live, header, stream, dispatched, combined, BACKEND)
+    tl.store(dispatched_at, dispatched, mask=live)
+    tl.store(combined_at, combined, mask=live)
+
+
+@triton.jit
+def dispatch_arrival(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    waited: tl.int64,
+    CODING: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Wait for the dispatch message of every rank; grid (1,), one warp.
+
+    ``waited``: address of int64[ranks] to which the nanoseconds waited for each source are added, or 0.
+    """
+    if has_failed(context) == 0:
+        start = clock_ns(BACKEND)
+        number, ranks = peek(route), rank_count(context)
+        stream = stream_of(_DISPATCH, number)
+        most, room = peek(state + S_TOKENS), peek(state + S_COMBINE_RECV_STEP)
+        for first in range(0, ranks, LANES):
+            peers = first + tl.arange(0, LANES).to(tl.int64)
+            live = is_live(context, peers)
+            if wait_messages(context, state, peers, live, _DISPATCH, number, waited, start, True, BACKEND):
+                slot = (number & 1) * ranks + peers
+                header = window_address(context) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+                header = tl.where(live, header, state + S_SINK)
+                _check_origin(context, state, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
+                coding = tl.load(int64s(header + AT_CODING), mask=live, other=CODING)
+                wrong = (coding & ~WEIGHTED) != CODING
+                _refuse(context, state, peers, wrong, stream, coding, CODING, BACKEND)
+                form = tl.where((coding & WEIGHTED) != 0, _REDUCED, _EXPANDED)
+                rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
+                _refuse(context, state, peers, (rows < 0) | (rows > most), stream, rows, most, BACKEND)
+                back = tl.load(int64s(header + AT_RETURN_OFFSET), mask=live, other=0)
+                wrong = (back < 0) | ((back & 15) != 0) | (back > room - HEADER)
+                _refuse(context, state, peers, wrong, stream, back, 0, BACKEND)
+                inside = peers < ranks
+                # a lost source has sent nothing, and nothing returns to it
+                zero = tl.zeros_like(peers)
+                tl.store(int64s(route_table(context, route, R_RECEIVED, peers)), rows, mask=inside)
+                tl.store(int64s(route_table(context, route, R_RETURN_TO, peers)), back, mask=inside)
+                tl.store(int64s(route_table(context, route, R_RETURN_FORM, peers)), zero + form, mask=inside)
+                tl.store(int64s(route_table(context, route, R_RETURN_ROWS, peers)), zero, mask=inside)
+
+
+@triton.jit
+def combine_arrival(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    ticket: tl.int64,
+    waited: tl.int64,
+    REDUCED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """The same for the combine message whose number is at ``ticket``; its rows must be those that were sent."""
+    if has_failed(context) == 0:
+        start = clock_ns(BACKEND)
+        number, ranks = peek(ticket), rank_count(context)
+        stream = stream_of(_COMBINE, number)
+        region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
+        coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
+        for first in range(0, ranks, LANES):
+            peers = first + tl.arange(0, LANES).to(tl.int64)
+            live = is_live(context, peers)
+            if wait_messages(context, state, peers, live, _COMBINE, number, waited, start, True, BACKEND):
+                come_at = int64s(state_table(context, state, T_COMBINE_COME + (number & 1), peers))
+                come = tl.load(come_at, mask=live, other=0)
+                tl.store(come_at, tl.maximum(come, number // 2 + 1), mask=live)
+                base = tl.load(int64s(route_table(context, route, R_RETURN_BASE, peers)), mask=live, other=0)
+                header = tl.where(live, window_address(context) + region + base, state + S_SINK)
+                _check_origin(context, state, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
+                got = tl.load(int64s(header + AT_CODING), mask=live, other=coding)
+                _refuse(context, state, peers, got != coding, stream, got, coding, BACKEND)
+                table = R_COUNTS if REDUCED else R_PAIRS
+                expected = tl.load(int64s(route_table(context, route, table, peers)), mask=live, other=0)
+                rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
+                _refuse(context, state, peers, rows != expected, stream, rows, expected, BACKEND)

@@ -1,0 +1,170 @@
+"""Low-latency combine, sending side: the experts' rows return to each source, summed here when the weights are known.
+
+The first kernel waits for space and places the messages, the second packs them; its last program publishes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import DTYPE_F32, FORM_REDUCED
+from ...protocol.streams import LL_COMBINE
+from .block_access import (
+    R_RECEIVED,
+    R_RETURN_BASE,
+    R_RETURN_FORM,
+    R_RETURN_ROWS,
+    R_RETURN_TO,
+    S_ARRIVALS,
+    S_COMBINE_NUMBER,
+    S_COMBINE_RECV,
+    S_COMBINE_RECV_STEP,
+    S_COMBINE_SEND,
+    S_COMBINE_SEND_STEP,
+    S_ROUTE_BEFORE,
+    S_ROUTE_PLACES,
+    S_ROUTE_WEIGHTS,
+    S_TOKENS,
+    T_COMBINE_BASE,
+    T_MESSAGE_AT,
+    has_failed,
+    rank_count,
+    route_table,
+    state_table,
+)
+from .ll_counts import tell_combines, wait_spaces
+from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
+from .ll_header import COMBINE_TAG, send_messages
+from .quant import load_floats, store_floats
+from .routing import HEADER, place_messages
+from .words import aligned, arrives_last, clock_ns, floats, int32s, int64s, peek, poke, settle
+
+__all__ = ["pack_combine", "prepare_combine"]
+
+_COMBINE, _REDUCED, _F32 = tl.constexpr(LL_COMBINE), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
+
+
+@triton.jit
+def prepare_combine(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    ticket: tl.int64,
+    row_bytes: tl.int64,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Make the next combine message's space free and place the messages; grid (1,), one warp.
+
+    ``ticket``: address of the int64 where the message number is stored, for the receive. ``row_bytes``: of a row on the
+    wire.
+    """
+    if has_failed(context) == 0:
+        start = clock_ns(BACKEND)
+        number = peek(state + S_COMBINE_NUMBER)
+        parity = number & 1
+        poke(ticket, number)
+        ranks = tl.arange(0, RANKS).to(tl.int64)
+        inside = ranks < rank_count(context)
+        base = tl.load(int64s(route_table(context, route, R_RETURN_BASE, ranks)), mask=inside, other=0)
+        tl.store(int64s(state_table(context, state, T_COMBINE_BASE + parity, ranks)), base, mask=inside)
+        rows = tl.load(int64s(route_table(context, route, R_RETURN_ROWS, ranks)), mask=inside, other=0)
+        back = tl.load(int64s(route_table(context, route, R_RETURN_TO, ranks)), mask=inside, other=0)
+        staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
+        region = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
+        place_messages(context, state, ranks, inside, rows * row_bytes + HEADER, staging, region + back)
+        # the places are read again while waiting
+        settle(BACKEND)
+        tell_combines(context, state, start, LANES, BACKEND)
+        wait_spaces(context, state, _COMBINE, start, LANES, BACKEND)
+
+
+@triton.jit
+def _expert_row(
+    layout_range: tl.tensor, place: tl.tensor, source: tl.tensor, ranks: tl.tensor, capacity: tl.tensor
+) -> tl.tensor:
+    """Row of the experts' output, counted over all experts, that ``place`` names; 0 where there is none."""
+    here = place >= 0
+    expert = tl.where(here, place >> PLACE_EXPERT, 0).to(tl.int64)
+    begin = peek(layout_range + 8 * (expert * ranks + source)) >> 32
+    return tl.where(here, expert * capacity + begin + (place & PLACE_POSITION).to(tl.int64), 0)
+
+
+@triton.jit
+def pack_combine(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    x: tl.int64,
+    layout_range: tl.int64,
+    row_bytes: tl.int64,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOPK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Pack and publish the rows for every source; grid (ceil(T / ROWS), R). Compile without fused multiply-add: product
+    and sum are rounded separately, as everywhere else.
+
+    Args:
+        x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes.
+        layout_range: int64[L, R] of the dispatch.
+    """
+    if has_failed(context) == 0:
+        source = tl.program_id(1).to(tl.int64)
+        index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        ranks, most = rank_count(context), peek(state + S_TOKENS)
+        capacity = ranks * most
+        tokens = peek(route_table(context, route, R_RECEIVED, source))
+        if tl.program_id(0).to(tl.int64) * ROWS < tokens:
+            width: tl.constexpr = 4 if DTYPE == _F32 else 2
+            inside = index < tokens
+            places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
+            first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
+            if peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED:
+                weights = route + peek(state + S_ROUTE_WEIGHTS) + 4 * source * most * TOPK
+                target = first_row + index * row_bytes
+                for first in range(0, HIDDEN, BLOCK):
+                    value = first + tl.arange(0, BLOCK)[None, :]
+                    total = tl.zeros([ROWS, BLOCK], tl.float32)
+                    for slot in range(TOPK):
+                        at = 4 * (index * TOPK + slot)
+                        place = tl.load(int32s(places + at), mask=inside, other=-1)
+                        factor = tl.load(floats(weights + at), mask=inside, other=0.0)
+                        row = _expert_row(layout_range, place, source, ranks, capacity)
+                        start = x + row * (HIDDEN * width)
+                        here = (place >= 0)[:, None] & (value < HIDDEN)
+                        part = load_floats(start, value, here, DTYPE)
+                        total = tl.where(here, total + factor[:, None] * part, total)
+                    wanted = inside[:, None] & (value < HIDDEN)
+                    store_floats(target, value, total, wanted, DTYPE, BACKEND)
+            else:
+                before = route + peek(state + S_ROUTE_BEFORE) + 4 * source * most
+                pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
+                words: tl.constexpr = HIDDEN * width // 4
+                for slot in range(TOPK):
+                    place = tl.load(int32s(places + 4 * (index * TOPK + slot)), mask=inside, other=-1)
+                    row = _expert_row(layout_range, place, source, ranks, capacity)
+                    start = x + row * (HIDDEN * width)
+                    target = first_row + pair * row_bytes
+                    for first in range(0, words, BLOCK):
+                        word = first + tl.arange(0, BLOCK)[None, :]
+                        here = (place >= 0)[:, None] & (word < words)
+                        part = tl.load(aligned(start, tl.int32)[:, None] + word, mask=here, other=0)
+                        tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here)
+                    pair += (place >= 0).to(tl.int64)
+        if arrives_last(state + S_ARRIVALS, tl.num_programs(0) * tl.num_programs(1), BACKEND):
+            number = peek(state + S_COMBINE_NUMBER)
+            for first_peer in range(0, ranks, LANES):
+                peers = first_peer + tl.arange(0, LANES).to(tl.int64)
+                in_group = peers < ranks
+                rows = tl.load(int64s(route_table(context, route, R_RETURN_ROWS, peers)), mask=in_group, other=0)
+                form = tl.load(int64s(route_table(context, route, R_RETURN_FORM, peers)), mask=in_group, other=0)
+                coding = (form << 8) | DTYPE
+                send_messages(context, state, peers, _COMBINE, number, COMBINE_TAG, rows, coding, 0, BACKEND)
+            poke(state + S_COMBINE_NUMBER, number + 1)

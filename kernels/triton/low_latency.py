@@ -1,0 +1,290 @@
+"""The low-latency kernels for tensors on a device as one object: ``kernels.interface.DeviceLowLatencyKernels``."""
+
+from __future__ import annotations
+
+import torch
+
+from ...config import Settings
+from ...errors import ConfigError
+from ...protocol.command import MAX_WRITE_BYTES
+from ...protocol.layout import LowLatencyPlan, WindowLayout
+from ...protocol.message import (
+    DTYPE_FP8,
+    DTYPE_FP8_UE8M0,
+    SCALE_BLOCK,
+    element_bytes,
+    row_bytes,
+)
+from .blocks import DeviceState
+from .launch import Launch, Target, present_target
+from .ll_arrival import combine_arrival, dispatch_arrival
+from .ll_combine_recv import sum_rows
+from .ll_combine_send import pack_combine, prepare_combine
+from .ll_dispatch_recv import count_rows, unpack_rows
+from .ll_dispatch_send import pack_dispatch
+from .routing import route
+
+__all__ = ["MAX_TOPK", "TritonLowLatencyKernels"]
+
+#: Slots of a token are compared with each other in registers.
+MAX_TOPK = 64
+#: Elements of the three-dimensional comparison of :mod:`.routing` that a program of one warp holds.
+_COMPARED = 2048
+#: Words (or values) of a row that a program moves at a time, and its warps.
+_BLOCK, _WARPS = 1024, 4
+#: (expert, source) pairs laid out at a time.
+_LAID_OUT = 1024
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+class TritonLowLatencyKernels:
+    """Builds the launches of each step. Addresses are those of device memory; see the kernels for their meaning.
+
+    Args:
+        plan: sizes.
+        target: what to compile for; by default this process's.
+    """
+
+    name = "triton"
+
+    def __init__(self, plan: LowLatencyPlan, target: Target | None = None) -> None:
+        self.plan = plan
+        self.target = target or present_target()
+        slots = _power_of_two(plan.topk)
+        ranks = _power_of_two(plan.ranks)
+        # In the interpreter an operation costs the same for one row and for many.
+        self._rows = 16 if self.target.interpreted else 1
+        self._backend = {"BACKEND": self.target.backend}
+        self._lanes = {"LANES": self.target.warp, **self._backend}
+        self._publishing = {"LANES": self.target.warp * (1 if self.target.interpreted else _WARPS), **self._backend}
+        self._routing = {
+            "TOPK": plan.topk,
+            "SLOTS": slots,
+            "BLOCK": min(max(_COMPARED // (slots * slots), 1), _power_of_two(plan.tokens)),
+            "RANKS": ranks,
+            **self._lanes,
+        }
+        self._counting = {
+            "TOPK": plan.topk,
+            "SLOTS": slots,
+            "BLOCK": min(max(_COMPARED // (4 * slots), 1), _power_of_two(plan.tokens)),
+            "RANKS": ranks,
+            "EXPERTS": min(max(_LAID_OUT // ranks, 1), _power_of_two(plan.local_experts)),
+            **self._backend,
+        }
+        self._slots = slots
+        self._ranks = ranks
+
+        self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
+
+    def check(self, settings: Settings) -> None:
+        """Raise ConfigError for what these kernels cannot serve."""
+        plan = self.plan
+        if plan.topk > MAX_TOPK:
+            raise ConfigError(f"low-latency dispatch: topk = {plan.topk} exceeds {MAX_TOPK} on a device")
+        # a kernel publishes everything at once, after it has waited for room
+        longest = max(plan.dispatch_slot, plan.combine_recv)
+        parts = max(1, -(-longest // (settings.channels * MAX_WRITE_BYTES)))
+        commands = plan.ranks * settings.channels * parts
+        if commands > settings.ring_slots:
+            raise ConfigError(
+                f"low-latency dispatch: {plan} needs up to {commands} commands at once, and a ring holds "
+                f"{settings.ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
+            )
+
+    def warm(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
+        """Compile for tokens of DTYPE_* ``source`` sent as ``coding``, and for results of the same dtype."""
+        # any address that is a multiple of 16 like the real ones, and fits an int64 only
+        at = 1 << 40
+        launches = self.dispatch_send(at, at, at, at, at, at, 1, source, coding, round_scale, reduced)
+        launches += self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0)
+        launches += self.combine_send(at, at, at, at, at, at, source)
+        launches += self.combine_recv(at, at, at, at, at, at, 1, source, reduced, 0)
+        for launch in launches:
+            launch.compile()
+
+    def new_state(self, layout: WindowLayout, channels: int, device: torch.device) -> DeviceState:
+        """Counters at zero."""
+        return DeviceState(self.plan, layout, channels, device)
+
+    def _blocks(self, tokens: int) -> int:
+        return max(-(-tokens // self._rows), 1)
+
+    def dispatch_send(
+        self,
+        context: int,
+        state: int,
+        route_block: int,
+        x: int,
+        topk_idx: int,
+        weights: int,
+        tokens: int,
+        source: int,
+        coding: int,
+        round_scale: bool,
+        reduced: bool,
+    ) -> tuple[Launch, ...]:
+        """Route ``tokens`` tokens and send the next dispatch message to every rank.
+
+        Args:
+            x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
+            coding: DTYPE_* of the rows on the wire. reduced: weights are given (their address may be 0 without tokens).
+        """
+        plan = self.plan
+        wire = row_bytes(plan.hidden, coding)
+        first = Launch(
+            route,
+            (plan.ranks + 1,),
+            (context, state, route_block, topk_idx, tokens, wire),
+            {"REDUCED": reduced, **self._routing},
+        )
+        second = Launch(
+            pack_dispatch,
+            (self._blocks(tokens),),
+            (context, state, route_block, x, topk_idx, weights, tokens, wire),
+            {
+                "HIDDEN": plan.hidden,
+                "SOURCE": source,
+                "CODING": coding,
+                "ROUND": round_scale or coding == DTYPE_FP8_UE8M0,
+                "FNUZ": self.target.fnuz,
+                "REDUCED": reduced,
+                "TOPK": plan.topk,
+                "SLOTS": self._slots,
+                "ROWS": self._rows,
+                "BLOCK": min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK)),
+                **self._publishing,
+            },
+            warps=_WARPS,
+        )
+        return first, second
+
+    def dispatch_recv(
+        self,
+        context: int,
+        state: int,
+        route_block: int,
+        coding: int,
+        recv_x: int,
+        scales: int,
+        recv_count: int,
+        src_info: int,
+        layout_range: int,
+        stats: int,
+        waited: int,
+    ) -> tuple[Launch, ...]:
+        """Wait for every rank's message and unpack it. Optional addresses are 0."""
+        plan = self.plan
+        payload = plan.hidden * (1 if coding in (DTYPE_FP8, DTYPE_FP8_UE8M0) else element_bytes(coding))
+        return (
+            Launch(
+                dispatch_arrival,
+                (1,),
+                (context, state, route_block, waited),
+                {"CODING": coding, **self._lanes},
+            ),
+            Launch(
+                count_rows,
+                (plan.local_experts, plan.ranks),
+                (context, state, route_block, recv_count, layout_range, stats),
+                self._counting,
+            ),
+            Launch(
+                unpack_rows,
+                (self._blocks(plan.tokens), plan.ranks),
+                (
+                    context,
+                    state,
+                    route_block,
+                    recv_x,
+                    scales,
+                    src_info,
+                    layout_range,
+                    row_bytes(plan.hidden, coding),
+                ),
+                {
+                    "PAYLOAD": payload,
+                    "CODING": coding,
+                    "TOPK": plan.topk,
+                    "SLOTS": self._slots,
+                    "ROWS": self._rows,
+                    "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
+                    **self._backend,
+                },
+                warps=_WARPS,
+            ),
+        )
+
+    def combine_send(
+        self, context: int, state: int, route_block: int, ticket: int, x: int, layout_range: int, dtype: int
+    ) -> tuple[Launch, ...]:
+        """Return the experts' rows [L, R * T, H] of DTYPE_* ``dtype`` to their sources."""
+        plan = self.plan
+        wire = row_bytes(plan.hidden, dtype)
+        return (
+            Launch(
+                prepare_combine,
+                (1,),
+                (context, state, route_block, ticket, wire),
+                {"RANKS": self._ranks, **self._lanes},
+            ),
+            Launch(
+                pack_combine,
+                (self._blocks(plan.tokens), plan.ranks),
+                (context, state, route_block, x, layout_range, wire),
+                {
+                    "HIDDEN": plan.hidden,
+                    "DTYPE": dtype,
+                    "TOPK": plan.topk,
+                    "ROWS": self._rows,
+                    "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
+                    **self._publishing,
+                },
+                warps=_WARPS,
+                fused=False,
+            ),
+        )
+
+    def combine_recv(
+        self,
+        context: int,
+        state: int,
+        route_block: int,
+        ticket: int,
+        weights: int,
+        out: int,
+        tokens: int,
+        dtype: int,
+        reduced: bool,
+        waited: int,
+    ) -> tuple[Launch, ...]:
+        """Wait for every rank's rows and sum them into ``out``, [tokens, H] of DTYPE_* ``dtype``."""
+        plan = self.plan
+        block = min(_BLOCK, _power_of_two(plan.hidden))
+        return (
+            Launch(
+                combine_arrival,
+                (1,),
+                (context, state, route_block, ticket, waited),
+                {"REDUCED": reduced, "DTYPE": dtype, **self._lanes},
+            ),
+            Launch(
+                sum_rows,
+                (self._blocks(tokens), -(-plan.hidden // block)),
+                (context, state, route_block, ticket, weights, out, tokens, row_bytes(plan.hidden, dtype)),
+                {
+                    "HIDDEN": plan.hidden,
+                    "DTYPE": dtype,
+                    "REDUCED": reduced,
+                    "TOPK": plan.topk,
+                    "ROWS": self._rows,
+                    "BLOCK": block,
+                    **self._backend,
+                },
+                warps=_WARPS,
+                fused=False,
+            ),
+        )

@@ -1,0 +1,257 @@
+"""Routing: from expert ids to one list of tokens per destination rank, and room for the messages.
+
+One launch. Program 0 tells peers what they wait for, then waits until every peer's slot and the own staging may be
+written again; programs 1 .. R count one rank each, by prefix sums in token order, so that the same input always gives
+the same messages; the last to arrive places the messages. Packing starts when all of this is over.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import HEADER_BYTES
+from ...protocol.streams import LL_DISPATCH
+from .block_access import (
+    R_COUNTS,
+    R_PAIRS,
+    R_RETURN_BASE,
+    S_ARRIVALS,
+    S_DISPATCH_NUMBER,
+    S_DISPATCH_RECV,
+    S_DISPATCH_SEND,
+    S_DISPATCH_SEND_STEP,
+    S_DISPATCH_SLOT,
+    S_EXPERTS,
+    S_META,
+    S_ROUTE_RETURNS,
+    S_ROUTE_SENDS,
+    S_ROW,
+    T_MESSAGE_AT,
+    T_MESSAGE_BYTES,
+    T_MESSAGE_FROM,
+    T_MESSAGE_TO,
+    has_failed,
+    is_live,
+    own_rank,
+    peer_window,
+    rank_count,
+    route_table,
+    state_table,
+    window_address,
+)
+from .ll_counts import tell_dispatches, wait_spaces
+from .wait import FAILURE_EXPERT_ID, fail
+from .words import arrives_last, clock_ns, int64s, peek, poke
+
+__all__ = ["HEADER", "MESSAGE_ALIGNMENT", "place_messages", "route"]
+
+HEADER = tl.constexpr(HEADER_BYTES)
+#: Messages packed one after the other start on cache lines.
+MESSAGE_ALIGNMENT = tl.constexpr(64)
+_DISPATCH = tl.constexpr(LL_DISPATCH)
+
+
+@triton.jit
+def _ranks_of(
+    context: tl.tensor,
+    state: tl.tensor,
+    topk_idx: tl.tensor,
+    first: tl.tensor,
+    tokens: tl.tensor,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """For BLOCK tokens from ``first``: (destination rank of each slot, -1 for none; whether an earlier slot has the
+    same; ids outside -1 .. experts - 1)."""
+    token = first + tl.arange(0, BLOCK)[:, None].to(tl.int64)
+    slot = tl.arange(0, SLOTS)[None, :]
+    given = (token < tokens) & (slot < TOPK)
+    ids = tl.load(int64s(topk_idx + 8 * (token * TOPK + slot)), mask=given, other=-1)
+    experts = peek(state + S_EXPERTS)
+    bad = (ids < -1) | (ids >= experts)
+    local = (experts // rank_count(context)).to(tl.int32)
+    rank = tl.where((ids >= 0) & (bad == 0), ids.to(tl.int32) // local, -1)
+    rank = tl.where((rank >= 0) & is_live(context, tl.where(rank >= 0, rank, 0)), rank, -1)
+    repeated = tl.zeros([BLOCK, SLOTS], tl.int32)
+    for earlier in range(TOPK):
+        other = tl.load(int64s(topk_idx + 8 * (token * TOPK + earlier)), mask=token < tokens, other=-1)
+        same = (other >= 0) & (other.to(tl.int32) // local == rank) & (slot > earlier)
+        repeated = repeated | same.to(tl.int32)
+    return rank, repeated, bad
+
+
+@triton.jit
+def _fill_absent(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Entries of sends and returns that belong to no rank; and ids that cannot be."""
+    sends, returns = route + peek(state + S_ROUTE_SENDS), route + peek(state + S_ROUTE_RETURNS)
+    wrong = tl.full((), 1 << 60, tl.int64)
+    for first in range(0, tokens, BLOCK):
+        rank, repeated, bad = _ranks_of(context, state, topk_idx, first, tokens, TOPK, SLOTS, BLOCK)
+        token = first + tl.arange(0, BLOCK)[:, None].to(tl.int64)
+        slot = tl.arange(0, SLOTS)[None, :]
+        given = (token < tokens) & (slot < TOPK)
+        at = 8 * (token * TOPK + slot)
+        mine = (rank >= 0) & (repeated == 0)
+        nothing = tl.full([BLOCK, SLOTS], -1, tl.int64)
+        tl.store(int64s(sends + at), nothing, mask=given & (mine == 0))
+        if REDUCED:
+            ranks = tl.sum(mine.to(tl.int32), axis=1)[:, None]
+            tl.store(int64s(returns + at), nothing, mask=given & (slot >= ranks))
+        else:
+            tl.store(int64s(returns + at), nothing, mask=given & (rank < 0))
+        position = tl.where(given & bad, token * TOPK + slot, 1 << 60).to(tl.int64)
+        wrong = tl.minimum(wrong, tl.min(tl.min(position, axis=1), axis=0))
+    if wrong < (1 << 60):
+        fail(context, state, FAILURE_EXPERT_ID, -1, -1, wrong, peek(state + S_EXPERTS), BACKEND)
+
+
+@triton.jit
+def _list_tokens(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    rank: tl.tensor,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Count what goes to ``rank``, and number its rows."""
+    sends, returns = route + peek(state + S_ROUTE_SENDS), route + peek(state + S_ROUTE_RETURNS)
+    count = tl.full((), 0, tl.int64)
+    pairs = tl.full((), 0, tl.int64)
+    for first in range(0, tokens, BLOCK):
+        ranks, repeated, _ = _ranks_of(context, state, topk_idx, first, tokens, TOPK, SLOTS, BLOCK)
+        token = first + tl.arange(0, BLOCK)[:, None].to(tl.int64)
+        slot = tl.arange(0, SLOTS)[None, :]
+        at = 8 * (token * TOPK + slot)
+        here = ranks == rank.to(tl.int32)
+        slots = here.to(tl.int32)
+        pairs_each = tl.sum(slots, axis=1)
+        chosen = (pairs_each > 0).to(tl.int32)
+        row = count + (tl.cumsum(chosen, axis=0) - chosen)[:, None]
+        entry = (rank << 32) | row
+        tl.store(int64s(sends + at), entry + tl.zeros([BLOCK, SLOTS], tl.int64), mask=here & (repeated == 0))
+        if REDUCED:
+            lower = (ranks >= 0) & (ranks < rank.to(tl.int32)) & (repeated == 0)
+            place = tl.sum(lower.to(tl.int32), axis=1)[:, None]
+            # one entry per token, whichever lane stores it
+            tl.store(
+                int64s(returns + 8 * (token * TOPK + place)) + tl.zeros([BLOCK, SLOTS], tl.int64),
+                entry + tl.zeros([BLOCK, SLOTS], tl.int64),
+                mask=here & (repeated == 0),
+            )
+        else:
+            before = (tl.cumsum(pairs_each, axis=0) - pairs_each)[:, None] + tl.cumsum(slots, axis=1) - slots
+            tl.store(int64s(returns + at), (rank << 32) | (pairs + before), mask=here)
+        count += tl.sum(chosen, axis=0)
+        pairs += tl.sum(pairs_each, axis=0)
+    poke(route_table(context, route, R_COUNTS, rank), count)
+    poke(route_table(context, route, R_PAIRS, rank), pairs)
+
+
+@triton.jit
+def place_messages(
+    context: tl.tensor,
+    state: tl.tensor,
+    ranks: tl.tensor,
+    inside: tl.tensor,
+    nbytes: tl.tensor,
+    staging: tl.tensor,
+    target: tl.tensor,
+) -> None:
+    """Where messages of ``nbytes`` bytes to each rank are packed: the peer's window at ``target`` when it is mapped,
+    else one after the other from ``staging``."""
+    space = ((nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+    space = tl.where(inside, space, 0)
+    source = staging + tl.cumsum(space, axis=0) - space
+    mapped = peer_window(context, tl.where(inside, ranks, 0))
+    at = tl.where(mapped != 0, mapped + target, window_address(context) + source)
+    zero = tl.zeros_like(ranks)
+    tl.store(int64s(state_table(context, state, T_MESSAGE_AT, ranks)), at, mask=inside)
+    tl.store(int64s(state_table(context, state, T_MESSAGE_FROM, ranks)), source, mask=inside)
+    tl.store(int64s(state_table(context, state, T_MESSAGE_TO, ranks)), zero + target, mask=inside)
+    tl.store(int64s(state_table(context, state, T_MESSAGE_BYTES, ranks)), nbytes, mask=inside)
+
+
+@triton.jit
+def _place_dispatches(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    row_bytes: tl.tensor,
+    REDUCED: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> None:
+    ranks = tl.arange(0, RANKS).to(tl.int64)
+    group, number = rank_count(context), peek(state + S_DISPATCH_NUMBER)
+    inside = ranks < group
+    counts = tl.load(int64s(route_table(context, route, R_COUNTS, ranks)), mask=inside, other=0)
+    pairs = tl.load(int64s(route_table(context, route, R_PAIRS, ranks)), mask=inside, other=0)
+    # the experts' output may have another dtype than the tokens: space for the widest that was planned
+    if REDUCED:
+        back = counts * peek(state + S_ROW) + HEADER
+    else:
+        back = pairs * peek(state + S_ROW) + HEADER
+    back = tl.where(inside, ((back + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT, 0)
+    base = tl.cumsum(back, axis=0) - back
+    tl.store(int64s(route_table(context, route, R_RETURN_BASE, ranks)), base, mask=inside)
+    parity = number & 1
+    staging = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
+    target = peek(state + S_DISPATCH_RECV) + (parity * group + own_rank(context)) * peek(state + S_DISPATCH_SLOT)
+    nbytes = counts * (peek(state + S_META) + row_bytes) + HEADER
+    place_messages(context, state, ranks, inside, nbytes, staging, target)
+    poke(route, number)
+
+
+# any number of tokens with the same compiled code
+@triton.jit(do_not_specialize=["tokens"])
+def route(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    topk_idx: tl.int64,
+    tokens: tl.int64,
+    row_bytes: tl.int64,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Fill a route block and make the messages' space free; grid (R + 1,), one warp.
+
+    Args:
+        topk_idx: int64[tokens, TOPK]. row_bytes: of a row on the wire.
+        REDUCED: destinations return one row per token. SLOTS, RANKS: TOPK and R rounded up to powers of two.
+        BLOCK: tokens looked at together. LANES: peers waited for together.
+    """
+    tokens = tokens.to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    if has_failed(context) == 0:
+        if program == 0:
+            start = clock_ns(BACKEND)
+            _fill_absent(context, state, route, topk_idx, tokens, REDUCED, TOPK, SLOTS, BLOCK, BACKEND)
+            tell_dispatches(context, state, start, LANES, BACKEND)
+            wait_spaces(context, state, _DISPATCH, start, LANES, BACKEND)
+        else:
+            _list_tokens(context, state, route, topk_idx, tokens, program - 1, REDUCED, TOPK, SLOTS, BLOCK)
+        if arrives_last(state + S_ARRIVALS, rank_count(context) + 1, BACKEND):
+            _place_dispatches(context, state, route, row_bytes, REDUCED, RANKS)

@@ -1,0 +1,217 @@
+"""Bounded waits inside kernels of one warp, and how a kernel fails.
+
+A wait ends when what it waits for is there, when the time limit of the kernel context is over, or when the sticky error
+is set (a proxy died, the host saw a peer's connection close). However it fails, the verdict in device memory is set:
+later kernels write and publish nothing, and leave zero counts and rows. The first failure is reported in host memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol import context as ctx
+from ...protocol.streams import MAX_CHANNELS
+from .block_access import (
+    S_SINK,
+    arrived_address,
+    channel_count,
+    completed_address,
+    peer_window,
+    report_address,
+    sticky_code,
+    stream_of,
+    verdict_address,
+    wait_limit,
+)
+from .words import acquire_each, clock_ns, int64s, poke, release_each, settle, uniform
+
+__all__ = ["fail", "fail_at", "first_of", "messages_arrived", "messages_completed", "turn_over", "wait_messages"]
+
+FAILURE_PEER_TIMEOUT = tl.constexpr(ctx.FAILURE_PEER_TIMEOUT)
+FAILURE_PROTOCOL = tl.constexpr(ctx.FAILURE_PROTOCOL)
+FAILURE_EXPERT_ID = tl.constexpr(ctx.FAILURE_EXPERT_ID)
+FAILURE_RING_FULL = tl.constexpr(ctx.FAILURE_RING_FULL)
+ERROR_CODE, ERROR_PEER = tl.constexpr(8 * ctx.ERROR_CODE), tl.constexpr(8 * ctx.ERROR_PEER)
+ERROR_STREAM = tl.constexpr(8 * ctx.ERROR_STREAM)
+ERROR_ARRIVED, ERROR_EXPECTED = tl.constexpr(8 * ctx.ERROR_ARRIVED), tl.constexpr(8 * ctx.ERROR_EXPECTED)
+#: How a turn of a waiting loop ends: go on; the time is over; released by the sticky error.
+GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_CHANNELS = tl.constexpr(MAX_CHANNELS)
+_NOBODY = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def fail(
+    context: tl.tensor,
+    state: tl.tensor,
+    code: tl.tensor,
+    peer: tl.tensor,
+    stream: tl.tensor,
+    arrived: tl.tensor,
+    expected: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Set the verdict; the first to do so reports. ``code`` 0: released by a failure that the host knows already."""
+    before = tl.atomic_xchg(int64s(verdict_address(context)), 1, sem="acq_rel", scope="gpu")
+    if before == 0:
+        if code != 0:
+            report = report_address(context)
+            poke(report + ERROR_PEER, peer)
+            poke(report + ERROR_STREAM, stream)
+            poke(report + ERROR_ARRIVED, arrived)
+            poke(report + ERROR_EXPECTED, expected)
+            settle(BACKEND)
+            lane = tl.arange(0, 2)
+            words = tl.zeros([2], tl.int64)
+            release_each(words + report + ERROR_CODE, words + code, lane == 0, state + S_SINK, BACKEND)
+
+
+@triton.jit
+def first_of(peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """Smallest of the ``chosen`` peers."""
+    return tl.min(tl.where(chosen, peers, _NOBODY), axis=0)
+
+
+@triton.jit
+def fail_at(
+    context: tl.tensor,
+    state: tl.tensor,
+    code: tl.tensor,
+    peers: tl.tensor,
+    bad: tl.tensor,
+    stream: tl.tensor,
+    arrived: tl.tensor,
+    expected: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> None:
+    """:func:`fail` with the smallest of the ``bad`` peers, which must not be empty. The rest are tensors like it."""
+    peer = first_of(peers, bad)
+    mine = peers == peer
+    zero = tl.zeros_like(peers)
+    fail(
+        context,
+        state,
+        code,
+        peer,
+        tl.sum(tl.where(mine, zero + stream, 0), axis=0),
+        tl.sum(tl.where(mine, zero + arrived, 0), axis=0),
+        tl.sum(tl.where(mine, zero + expected, 0), axis=0),
+        BACKEND,
+    )
+
+
+@triton.jit
+def turn_over(context: tl.tensor, start: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """End a turn of a waiting loop that began at ``start``: GO_ON, TOO_LATE or RELEASED, int32, the same everywhere."""
+    late = clock_ns(BACKEND) - start > wait_limit(context)
+    verdict = tl.where(sticky_code(context, BACKEND) != 0, RELEASED, tl.where(late, TOO_LATE, GO_ON))
+    return uniform(verdict.to(tl.int32), BACKEND)
+
+
+@triton.jit
+def messages_arrived(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    phase: tl.tensor,
+    number: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """(least count over channels, its stream) of message ``number``'s streams from each of the ``live`` peers."""
+    first = stream_of(phase, number)
+    least = tl.full(peers.shape, 1 << 60, tl.int64)
+    stream = tl.zeros(peers.shape, tl.int64) + first
+    inside = tl.where(live, peers, 0)
+    for channel in range(channel_count(context)):
+        address = arrived_address(context, inside, first + channel)
+        count = acquire_each(tl.where(live, address, state + S_SINK), BACKEND)
+        stream = tl.where(count < least, first + channel, stream)
+        least = tl.minimum(least, count)
+    return least, stream
+
+
+@triton.jit
+def messages_completed(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    phase: tl.tensor,
+    number: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """The same for own messages that completed locally; mapped peers count as complete."""
+    first = stream_of(phase, number)
+    least = tl.full(peers.shape, 1 << 60, tl.int64)
+    stream = tl.zeros(peers.shape, tl.int64) + first
+    inside = tl.where(live, peers, 0)
+    proxied = live & (peer_window(context, inside) == 0)
+    for channel in range(channel_count(context)):
+        address = completed_address(context, inside, first + channel)
+        count = acquire_each(tl.where(proxied, address, state + S_SINK), BACKEND)
+        stream = tl.where(proxied & (count < least), first + channel, stream)
+        least = tl.where(proxied, tl.minimum(least, count), least)
+    return least, stream
+
+
+@triton.jit
+def wait_messages(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    phase: tl.tensor,
+    number: tl.tensor,
+    waited: tl.tensor,
+    start: tl.tensor,
+    ARRIVAL: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally.
+
+    Args:
+        peers: int64 tensor of peers, one per lane.
+        waited: address of int64[ranks] to which each peer's nanoseconds are added, or 0.
+        start: clock at which the kernel's time began.
+
+    Returns:
+        True; False after :func:`fail`.
+    """
+    expected = number // 2 + 1
+    ending = tl.full((), 0, tl.int32)
+    present = tl.full((), 0, tl.int32)
+    seen = start
+    if waited != 0:
+        seen = clock_ns(BACKEND)
+    # only scalars live from turn to turn: the layout passes of Triton 3.6 and 3.8 fail on tensors
+    while (present == 0) & (ending == GO_ON):
+        if ARRIVAL:
+            count, _ = messages_arrived(context, state, peers, live, phase, number, BACKEND)
+        else:
+            count, _ = messages_completed(context, state, peers, live, phase, number, BACKEND)
+        here = (count >= expected) | (live == 0)
+        present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
+        if present == 0:
+            ending = turn_over(context, start, BACKEND)
+        if waited != 0:
+            now = clock_ns(BACKEND)
+            slot = int64s(waited + 8 * tl.where(live, peers, 0))
+            tl.store(slot, tl.load(slot, mask=live, other=0) + (now - seen), mask=here == 0)
+            seen = now
+    # the lanes acquired for themselves: now for each other
+    settle(BACKEND)
+    if ending != GO_ON:
+        if ARRIVAL:
+            late, stream = messages_arrived(context, state, peers, live, phase, number, BACKEND)
+        else:
+            late, stream = messages_completed(context, state, peers, live, phase, number, BACKEND)
+        # whoever has come since the last look is not to blame, unless everybody has
+        missing = live & (late < expected)
+        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
+        if uniform(tl.max(missing.to(tl.int32), axis=0), BACKEND) == 0:
+            missing = live
+        fail_at(context, state, code, peers, missing, stream, late, expected, BACKEND)
+    return ending == GO_ON

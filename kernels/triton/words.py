@@ -1,0 +1,243 @@
+"""Single words of memory told by address: plain, acquire and release accesses, and the last program to arrive.
+
+Plain accesses are ordered by kernel boundaries. ``addresses`` may be a scalar or a tensor of int64.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "CUDA",
+    "HIP",
+    "INTERPRETER",
+    "acquire",
+    "acquire_each",
+    "aligned",
+    "arrives_last",
+    "clock_ns",
+    "floats",
+    "int32s",
+    "int64s",
+    "peek",
+    "poke",
+    "release_each",
+    "settle",
+    "shorts",
+    "uint8s",
+    "uniform",
+]
+
+INTERPRETER = tl.constexpr(0)
+CUDA = tl.constexpr(1)
+HIP = tl.constexpr(2)
+
+
+def _interpreter_clock() -> int:
+    """CLOCK_MONOTONIC in ns. Only waiting loops ask for it, so it also leaves the core to those waited for."""
+    time.sleep(20e-6)
+    return time.monotonic_ns()
+
+
+# Triton refuses plain Python functions in a kernel; this one is in a branch that only the interpreter takes
+_interpreter_clock.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def int64s(addresses: tl.tensor) -> tl.tensor:
+    """Pointers to int64."""
+    return addresses.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def int32s(addresses: tl.tensor) -> tl.tensor:
+    """Pointers to int32."""
+    return addresses.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def shorts(addresses: tl.tensor) -> tl.tensor:
+    """Pointers to int16."""
+    return addresses.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def uint8s(addresses: tl.tensor) -> tl.tensor:
+    """Pointers to uint8."""
+    return addresses.to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def floats(addresses: tl.tensor) -> tl.tensor:
+    """Pointers to float32."""
+    return addresses.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def aligned(addresses: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
+    """Pointers to TYPE at ``addresses`` [rows], multiples of 16: accesses from there on may be 16 bytes wide.
+
+    The compiler forgets what it knows of an address when that becomes a pointer, and a hint only holds in the function
+    that made the value: hence both here.
+    """
+    return tl.multiple_of(addresses.to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def peek(address: tl.tensor) -> tl.tensor:
+    """int64 at ``address``."""
+    return tl.load(int64s(address))
+
+
+@triton.jit
+def poke(address: tl.tensor, value: tl.tensor) -> None:
+    """Store int64."""
+    tl.store(int64s(address), value)
+
+
+@triton.jit
+def clock_ns(BACKEND: tl.constexpr) -> tl.tensor:
+    """A clock in nanoseconds that all programs share. Its steps are up to a microsecond on CUDA, 10 ns on ROCm."""
+    if BACKEND == INTERPRETER:
+        return _interpreter_clock()
+    elif BACKEND == CUDA:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1)
+    else:
+        # a constant 100 MHz
+        ticks = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], tl.int64, is_pure=False, pack=1
+        )
+        return ticks * 10
+
+
+@triton.jit
+def uniform(value: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """The int32 ``value`` of the first lane, in every lane. For kernels of one warp."""
+    if BACKEND == CUDA:
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [value], tl.int32, is_pure=False, pack=1
+        )
+    elif BACKEND == HIP:
+        return tl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, is_pure=False, pack=1)
+    else:
+        return value
+
+
+@triton.jit
+def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """int64 at one ``address``, acquire at system scope, the same in every lane. For kernels of one warp."""
+    if BACKEND == CUDA:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 lane, low, high;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            mov.b64 $0, 0;
+            @first ld.acquire.sys.global.b64 $0, [$1];
+            bar.warp.sync 0xffffffff;
+            mov.b64 {low, high}, $0;
+            shfl.sync.idx.b32 low, low, 0, 31, 0xffffffff;
+            shfl.sync.idx.b32 high, high, 0, 31, 0xffffffff;
+            mov.b64 $0, {low, high};
+            }""",
+            "=&l,l,~{memory}",
+            [address],
+            tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    elif BACKEND == HIP:
+        value = acquire_each(address, BACKEND)
+        low = uniform(value.to(tl.int32), BACKEND)
+        high = uniform((value >> 32).to(tl.int32), BACKEND)
+        return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    else:
+        return tl.load(int64s(address))
+
+
+@triton.jit
+def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """int64 at each of ``addresses``, acquire at system scope. Copies of an element in several lanes may differ."""
+    if BACKEND == CUDA:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b64 $0, [$1];",
+            "=l,l,~{memory}",
+            [addresses],
+            tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    elif BACKEND == HIP:
+        # assembly, because the compiler hoists volatile loads out of the loop
+        return tl.inline_asm_elementwise(
+            "global_load_dwordx2 $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv sc0 sc1",
+            "=&v,v,~{memory}",
+            [addresses],
+            tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.load(int64s(addresses))
+
+
+@triton.jit
+def release_each(
+    addresses: tl.tensor, values: tl.tensor, chosen: tl.tensor, sink: tl.tensor, BACKEND: tl.constexpr
+) -> None:
+    """Store int64 where ``chosen``, release at system scope; :func:`settle` comes before it.
+
+    ``sink``: address of a word that takes what is not chosen, where stores cannot be predicated.
+    """
+    if BACKEND == CUDA:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred take;
+            setp.ne.b32 take, $3, 0;
+            @take st.release.sys.global.b64 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,l,r,~{memory}",
+            [addresses, values, chosen.to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif BACKEND == HIP:
+        tl.inline_asm_elementwise(
+            "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nglobal_store_dwordx2 $1, $2, off sc0 sc1\nv_mov_b32 $0, 0",
+            "=&v,v,v,~{memory}",
+            [tl.where(chosen, addresses, sink), values],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(int64s(addresses), values, mask=chosen, sem="release", scope="sys")
+
+
+@triton.jit
+def settle(BACKEND: tl.constexpr) -> None:
+    """All threads of the program have reached this point, and their stores are performed on the device."""
+    if BACKEND == HIP:
+        # a barrier of AMD's does not wait for stores
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v,~{memory}", [], tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def arrives_last(counter: tl.tensor, programs: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """True in the last of ``programs`` programs, which then sees what the others stored; it resets ``counter``."""
+    # without the barrier the atomic releases the stores of its own thread only
+    settle(BACKEND)
+    before = tl.atomic_add(int64s(counter), 1, sem="acq_rel", scope="gpu")
+    last = before == programs - 1
+    if last:
+        poke(counter, 0)
+    return last
