@@ -21,6 +21,7 @@ from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import low_latency_kernels, normal_kernels
 from .low_latency import LowLatency
+from .low_latency_device import DeviceLowLatency
 from .normal import Normal
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
@@ -139,12 +140,16 @@ class Buffer:
             settings = settings or Settings.from_environment()
             # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
             # while another waits for it would eat into the deadline.
-            low_latency_kernels("cpu")
+            if settings.device in ("auto", "cpu"):
+                low_latency_kernels("cpu")
             normal_kernels("cpu")
             warm_proxies(settings.transport)
         heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         self.runtime = Runtime(exchange, settings, heap)
-        self._low_latency = LowLatency(self.runtime)
+        self._device = settings.device
+        self._low_latency: LowLatency | DeviceLowLatency = LowLatency(self.runtime)
+        if settings.device in ("cuda", "interpreter"):
+            self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
         self._normal = Normal(self.runtime)
         self._finalizer = weakref.finalize(self, self.runtime.close, 1.0)
 
@@ -177,7 +182,11 @@ class Buffer:
     @staticmethod
     def capture() -> EventOverlap:
         """An event for what the current stream has been given so far."""
-        return EventOverlap()
+        if not torch.cuda.is_initialized():
+            return EventOverlap()
+        event = torch.cuda.Event()
+        event.record()
+        return EventOverlap(event)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -204,7 +213,9 @@ class Buffer:
 
     def get_comm_stream(self) -> Any:
         """The stream that communication kernels run on. CPU tensors have none: None."""
-        return None
+        if self._device == "auto" and torch.cuda.is_available():
+            self._serve(torch.device("cuda"))
+        return self._low_latency.comm_stream if isinstance(self._low_latency, DeviceLowLatency) else None
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -236,6 +247,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Where tokens go. See :meth:`Normal.get_dispatch_layout`."""
+        self._check_normal()
         return self._normal.get_dispatch_layout(
             topk_idx,
             num_experts,
@@ -262,6 +274,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         """Send every token to the ranks of its experts, normal mode. See :meth:`Normal.dispatch`."""
+        self._check_normal()
         _check_config(config)
         return self._normal.dispatch(
             x,
@@ -292,6 +305,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Bring rows back and sum them, normal mode. See :meth:`Normal.combine`."""
+        self._check_normal()
         _check_config(config)
         return self._normal.combine(
             x,
@@ -303,6 +317,20 @@ class Buffer:
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
+
+    def _check_normal(self) -> None:
+        if isinstance(self._low_latency, DeviceLowLatency):
+            raise ConfigError(
+                "normal mode has no kernels for a GPU in this version, and kernels of both kinds cannot share a "
+                "Buffer: this one serves low latency on a device"
+            )
+
+    def _serve(self, device: torch.device) -> None:
+        """Decide what kind of tensors this Buffer serves in low-latency mode, once."""
+        interpreted = self._device == "interpreter"
+        self._device = "cpu" if device.type == "cpu" else "cuda"
+        if interpreted or device.type != "cpu":
+            self._low_latency = DeviceLowLatency(self.runtime, device)
 
     # -- low latency --------------------------------------------------------------------------------------------
 
@@ -335,6 +363,8 @@ class Buffer:
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
+        if self._device == "auto" and isinstance(x, torch.Tensor):
+            self._serve(x.device)
         return self._low_latency.dispatch(
             x,
             topk_idx,

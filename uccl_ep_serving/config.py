@@ -125,6 +125,8 @@ class Settings:
 
     transport: str = "auto"
     direct: bool = True
+    device: str = "auto"
+    window: str = "auto"
     proxies: int = 1
     channels: int = 1
     timeout: float = 100.0
@@ -201,6 +203,21 @@ SETTINGS: tuple[Variable, ...] = (
         _flag,
         True,
         "1 = kernels write the windows of peers on the same host themselves, 0 = every peer goes through proxies",
+    ),
+    Variable(
+        "device",
+        _choice("auto", "cpu", "cuda", "interpreter"),
+        True,
+        "tensors that a Buffer serves in low-latency mode; auto = those of its first dispatch; cuda means ROCm as "
+        "well; interpreter = the GPU's kernels on CPU tensors in Triton's interpreter, for debugging (needs "
+        "TRITON_INTERPRET=1)",
+    ),
+    Variable(
+        "window",
+        _choice("auto", "host", "device"),
+        True,
+        "where windows of a GPU Buffer lie: host = pinned memory, which every transport reaches; device = GPU memory "
+        "that peers on this host map (CUDA IPC), needs all ranks on one host; auto = device where that is so",
     ),
     Variable("proxies", _integer(1, 16), True, "proxy threads per Buffer"),
     Variable("channels", _integer(1, 16), True, "channels a message is striped over; raised to the number of proxies"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class DataPlane:
         segments: this rank's window and mailbox, then what was mapped of peers.
         endpoints: by proxy, one of each kind of transport in use.
         choices: the way to each peer.
+        releases: called before the memory goes, by who has mapped it into a device.
     """
 
     layout: WindowLayout
@@ -51,6 +52,7 @@ class DataPlane:
     choices: dict[int, Choice] = field(default_factory=dict)
     space: KernelSpace | None = None
     service: ProxyService | None = None
+    releases: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def routes(self) -> dict[int, str]:
@@ -163,6 +165,8 @@ class DataPlane:
                 return
         if self in _abandoned:
             return
+        while self.releases:
+            self.releases.pop()()
         for endpoint in (one for row in self.endpoints for one in row):
             endpoint.close()
         for segment in self.segments:

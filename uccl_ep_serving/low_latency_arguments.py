@@ -30,6 +30,7 @@ __all__ = [
     "check_ring",
     "check_stats",
     "combine_coding",
+    "covers",
     "dispatch_coding",
 ]
 
@@ -129,6 +130,12 @@ def check_dispatch(
         return LowLatencyPlan(ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
+    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
+    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
+    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
 
 
 def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from .config import Settings
 from .errors import ConfigError, UcclEpError
 from .handles import LowLatencyHandle
 from .kernels.low_latency_state import StateBlock
-from .low_latency_arguments import check_ring
+from .low_latency_arguments import check_ring, covers
 from .protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["Receipt", "Session", "Space"]
@@ -88,7 +88,7 @@ class Session:
         """State for ``plan``, laid out anew on all ranks when the window has no room for it."""
         runtime = self._runtime
         laid_out = None if runtime.stale else runtime.layout.low_latency
-        if laid_out is None or not _covers(laid_out, plan) or runtime.grow_asked:
+        if laid_out is None or not covers(laid_out, plan) or runtime.grow_asked:
             # what is wrong on this rank alone is told to the others, who would wait for it
             objection = ""
             try:
@@ -169,9 +169,3 @@ class Receipt:
         session.receive(phase, generation, step)
         done(time.monotonic_ns() - started)
         self._pending = None
-
-
-def _covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
-    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
-    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
-    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element

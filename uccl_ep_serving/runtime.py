@@ -182,6 +182,22 @@ class Runtime:
         """See :meth:`KernelSpace.wait`."""
         self.space.wait(phase, step)
 
+    @property
+    def all_on_this_host(self) -> bool:
+        """True when every rank that is not masked shares its memory with this one."""
+        others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
+        return others <= self._mesh.local_peers
+
+    def exchange(self, step: str, payload: bytes) -> list[bytes]:
+        """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
+        return [payload for payload, _ in self._mesh.gather(step, payload, without=self._members.masked)]
+
+    def before_unmapping(self, release: Callable[[], None]) -> None:
+        """Call ``release`` when the memory of the present generation goes, once its proxies have stopped."""
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        self._plane.releases.append(release)
+
     def begin_operation(self) -> None:
         """Count a collective operation, before anything of it is sent."""
         self._begun += 1

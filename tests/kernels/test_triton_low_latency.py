@@ -1,0 +1,160 @@
+"""The Triton kernels of low-latency mode in Triton's interpreter: ranks as processes, real proxies, the same oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ll_cases import Case
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+# after the path: rank processes inherit it and import the bodies
+import triton_bodies
+from ranks import Ranks
+from triton_bodies import PATHS
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+FORMATS: list[Case] = [
+    Case(topk=3, counts=(8, 5)),
+    Case(topk=3, reduced=False, routing="holes"),
+    Case(fp8=True, hidden=256, topk=2, reduced=False),
+    Case(fp8=True, hidden=512, round_scale=True, ue8m0=True, counts=(0, 7)),
+]
+#: Few programs, because the interpreter takes milliseconds for each.
+QUICK: list[Case] = [
+    Case(tokens=4, experts=4, topk=2, counts=(4, 3)),
+    Case(tokens=4, experts=4, topk=2, reduced=False, fp8=True, counts=(4, 3)),
+    Case(tokens=4, experts=4, topk=2, fp8=True, hidden=512, round_scale=True, ue8m0=True, counts=(0, 4)),
+]
+MORE: list[Case] = [
+    Case(dtype=torch.float16),
+    Case(dtype=torch.float32, reduced=False),
+    Case(fp8=True, dtype=torch.float32, hidden=384),
+    Case(fp8=True, round_scale=True),
+    Case(routing="none"),
+    Case(routing="one", reduced=False),
+    Case(routing="twice"),
+    Case(routing="twice", reduced=False),
+    Case(routing="far", hidden=136),
+    Case(tokens=1, counts=(1,)),
+    Case(counts=(0,)),
+    Case(tokens=40, counts=(40, 17), topk=6, experts=24),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """Rank processes whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def of_ranks(cases: list[Case], ranks: int) -> list[Case]:
+    """The same cases for another number of ranks."""
+    return [Case(**{**case.__dict__, "ranks": ranks, "experts": case.experts * ranks // 2}) for case in cases]
+
+
+def test_formats_over_mapped_windows(interpreted: Ranks) -> None:
+    assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS["mapped"], QUICK, timeout=300) == [3, 3]
+
+
+def test_through_the_proxies(interpreted: Ranks) -> None:
+    assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS["shm"], QUICK[:1], timeout=300) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["shm", "tcp", "ipc"])
+def test_every_path(interpreted: Ranks, path: str) -> None:
+    """Twice each: the second message of a parity, and counts that headers carried."""
+    cases = [FORMATS[0], FORMATS[0], FORMATS[0]]
+    assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=300) == [3, 3]
+
+
+@pytest.mark.slow
+def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
+    """Rank 0 runs Numba's kernels, rank 1 Triton's: every byte of the formats must agree."""
+    cases = [FORMATS[0], FORMATS[1]]
+    assert interpreted.run(2, triton_bodies.beside_the_cpu_kernels, PATHS["shm"], cases, timeout=300) == [2, 2]
+
+
+@pytest.mark.slow
+def test_overlapped_micro_batches(interpreted: Ranks) -> None:
+    interpreted.run(2, triton_bodies.overlapped, PATHS["shm"], timeout=300)
+
+
+@pytest.mark.slow
+def test_smallest_ring(interpreted: Ranks) -> None:
+    """A ring that holds exactly one operation: every lap of it, and waits for room."""
+    tight = {**PATHS["shm"], "proxies": 1, "channels": 1, "ring_slots": 2}
+    assert interpreted.run(2, triton_bodies.against_the_oracle, tight, [FORMATS[0]] * 3, timeout=300) == [3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["mapped", "shm"])
+def test_a_silent_peer_is_named(interpreted: Ranks, path: str) -> None:
+    found: dict[str, Any] = interpreted.run(2, triton_bodies.silent_peer, PATHS[path], timeout=300)[0]
+    assert (found["kind"], found["peer"]) == ("PeerTimeout", 1)
+    assert "rank 1 is silent" in found["text"]
+    assert "low-latency dispatch, parity 1" in found["text"]
+    assert found["seconds"] >= 3.0
+    # the error is sticky, and nothing is sent as if it were valid
+    assert found["again"] == "PeerTimeout"
+    assert found["published"] == 0
+
+
+def test_a_bad_expert_id_is_refused(interpreted: Ranks) -> None:
+    texts = interpreted.run(2, triton_bodies.bad_id, PATHS["mapped"], timeout=300)
+    assert texts[0].startswith("ConfigError")
+    assert "position 7 of topk_idx is outside -1 .. 7" in texts[0]
+    assert "PeerTimeout" in texts[1]
+
+
+@pytest.mark.slow
+def test_statistics(interpreted: Ranks) -> None:
+    for rank, (total, added, waited) in enumerate(
+        interpreted.run(2, triton_bodies.stats_of, PATHS["mapped"], timeout=300)
+    ):
+        assert total == added
+        if rank == 0:
+            assert waited[1] > 0.5e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+def test_more_formats(interpreted: Ranks, path: str) -> None:
+    cases = FORMATS + MORE
+    assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=580)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["shm", "ipc"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
+    cases = of_ranks(FORMATS, ranks)
+    assert interpreted.run(ranks, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=580)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_one_wire_with_the_cpu_kernels_many_ranks(interpreted: Ranks, ranks: int) -> None:
+    cases = of_ranks(FORMATS, ranks)
+    assert interpreted.run(ranks, triton_bodies.beside_the_cpu_kernels, PATHS["tcp"], cases, timeout=580)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_deepseek_sizes(interpreted: Ranks, fp8: bool) -> None:
+    case = Case(tokens=128, counts=(128, 100), hidden=7168, experts=16, topk=8, fp8=fp8)
+    assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS["shm"], [case, case], timeout=580)

@@ -1,0 +1,208 @@
+"""What rank processes run in the tests of the Triton kernels, in Triton's interpreter.
+
+The environment variable must be there before anything imports Triton, so these processes serve no other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import bodies
+import ll_cases
+import pytest
+import torch
+
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.errors import ConfigError, UcclEpError
+
+#: What kernels of two ranks can go through.
+PATHS: dict[str, dict[str, Any]] = {
+    "mapped": {"window": "host"},
+    "shm": {"window": "host", "direct": False, "transport": "shm", "proxies": 2, "channels": 3},
+    "tcp": {"window": "host", "direct": False, "transport": "tcp"},
+    "ipc": {"window": "device"},
+}
+
+
+def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
+    """A Buffer whose kernels are Triton's, interpreted."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    return bodies.opened(exchange, {"device": "interpreter", "timeout": 60.0, "connect_timeout": 60.0, **overrides})
+
+
+def modes(buffer: Buffer) -> Any:
+    """The facade under the names that ``ll_cases.run_rank`` calls."""
+    return SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
+
+
+def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
+    """Dispatch bit-exact, combine bit-exact and within DeepEP's tolerances, for every case on one Buffer."""
+    buffer = opened(exchange, overrides)
+    for case in cases:
+        inputs = case.inputs()
+        combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
+        ll_cases.check_combined(case, inputs, exchange.rank, combined)
+    buffer.destroy()
+    return len(cases)
+
+
+def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
+    """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+
+    buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
+    if exchange.rank % 2:
+        buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"))
+    for case in cases:
+        inputs = case.inputs()
+        combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
+        ll_cases.check_combined(case, inputs, exchange.rank, combined)
+    buffer.destroy()
+    return len(cases)
+
+
+def overlapped(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Two micro-batches in flight, hooks in either order, a dispatch that is never combined, one combined twice."""
+    buffer = opened(exchange, overrides)
+    rank = exchange.rank
+    for turn in range(3):
+        cases = [
+            ll_cases.Case(seed=10 * turn + half, reduced=half == 0, counts=(8, 5) if half else (3, 8), topk=2)
+            for half in range(2)
+        ]
+        given = [case.inputs() for case in cases]
+        sent = [
+            buffer.low_latency_dispatch(
+                one[rank].x,
+                one[rank].topk_idx,
+                case.tokens,
+                case.experts,
+                use_fp8=False,
+                topk_weights=ll_cases.weights_at_dispatch(case, one[rank]),
+                return_recv_hook=True,
+            )
+            for case, one in zip(cases, given, strict=True)
+        ]
+        with pytest.raises(ConfigError, match="at most two at a time"):
+            dispatch(buffer, cases[0], given[0][rank])
+        order = (1, 0) if turn % 2 else (0, 1)
+        for half in order:
+            hook = sent[half][4]
+            assert hook is not None
+            hook()
+            hook()
+        results: dict[int, torch.Tensor] = {}
+        hooks = []
+        for half in order:
+            rows, count, handle, _, _ = sent[half]
+            want = ll_cases.low_latency_dispatch(given[half], rank, cases[half].tokens, cases[half].experts)
+            ll_cases.check_received(cases[half], rows, count, handle, want)
+            y = ll_cases.expert_output(ll_cases.received_values(cases[half], rows, count), rank)
+            mine = given[half][rank]
+            out, _, hook = buffer.low_latency_combine(
+                y, mine.topk_idx, mine.topk_weights, handle, return_recv_hook=True
+            )
+            results[half] = out
+            hooks.append(hook)
+        for hook in hooks if turn != 1 else hooks[::-1]:
+            assert hook is not None
+            hook()
+        for half in order:
+            ll_cases.check_combined(cases[half], given[half], rank, results[half])
+    # dispatches that nobody combines: only notices tell that their slots are free again
+    case = ll_cases.Case(seed=99, topk=2)
+    inputs = case.inputs()
+    for _ in range(4):
+        rows, count, handle = dispatch(buffer, case, inputs[rank])
+    y = ll_cases.expert_output(ll_cases.received_values(case, rows, count), rank)
+    # and combines with no dispatch between them
+    for _ in range(4):
+        out, _, _ = buffer.low_latency_combine(y, inputs[rank].topk_idx, inputs[rank].topk_weights, handle)
+        ll_cases.check_combined(case, inputs, rank, out)
+    buffer.destroy()
+
+
+def dispatch(buffer: Buffer, case: ll_cases.Case, given: ll_cases.LowLatencyInput) -> tuple[Any, torch.Tensor, Any]:
+    """(rows, counts, handle) of one dispatch."""
+    rows, count, handle, _, _ = buffer.low_latency_dispatch(
+        given.x,
+        given.topk_idx,
+        case.tokens,
+        case.experts,
+        use_fp8=False,
+        topk_weights=ll_cases.weights_at_dispatch(case, given),
+    )
+    return rows, count, handle
+
+
+def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 does not make the second dispatch; the others are told whom they wait for, and leave nothing behind."""
+    buffer = opened(exchange, {**overrides, "timeout": 3.0})
+    case = ll_cases.Case(ranks=exchange.size, topk=2)
+    given = case.inputs()[exchange.rank]
+    dispatch(buffer, case, given)
+    if exchange.rank == 1:
+        time.sleep(8)
+        buffer.runtime.close(0.1)
+        return {}
+    started = time.monotonic()
+    found: dict[str, Any] = {}
+    try:
+        dispatch(buffer, case, given)
+    except UcclEpError as error:
+        found = {"kind": type(error).__name__, "peer": getattr(error, "peer", None), "text": str(error)}
+    found["seconds"] = time.monotonic() - started
+    before = buffer.stats().get("commands", 0)
+    try:
+        dispatch(buffer, case, given)
+    except UcclEpError as error:
+        found["again"] = type(error).__name__
+    found["published"] = buffer.stats().get("commands", 0) - before
+    buffer.destroy()
+    return found
+
+
+def bad_id(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 0 has an expert id that does not exist."""
+    buffer = opened(exchange, {**overrides, "timeout": 3.0})
+    case = ll_cases.Case(ranks=exchange.size, topk=2)
+    given = case.inputs()[exchange.rank]
+    if exchange.rank == 0:
+        given.topk_idx[3, 1] = case.experts
+    text = ""
+    try:
+        dispatch(buffer, case, given)
+    except UcclEpError as error:
+        text = f"{type(error).__name__}: {error}"
+    buffer.destroy()
+    return text
+
+
+def stats_of(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """(expert counts, added counts, nanoseconds waited) of two dispatches; one rank comes late."""
+    buffer = opened(exchange, overrides)
+    case = ll_cases.Case(ranks=exchange.size, topk=2)
+    given = case.inputs()[exchange.rank]
+    added = torch.zeros(case.experts // exchange.size, dtype=torch.int32)
+    waited = torch.zeros(exchange.size, dtype=torch.int64)
+    total = torch.zeros_like(added)
+    for turn in range(2):
+        if turn and exchange.rank == 1:
+            time.sleep(1.0)
+        _, count, _, _, _ = buffer.low_latency_dispatch(
+            given.x,
+            given.topk_idx,
+            case.tokens,
+            case.experts,
+            use_fp8=False,
+            cumulative_local_expert_recv_stats=added,
+            dispatch_wait_recv_cost_stats=waited,
+        )
+        total += count
+    buffer.destroy()
+    return total.tolist(), added.tolist(), waited.tolist()

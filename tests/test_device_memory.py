@@ -1,0 +1,190 @@
+"""Memory of devices that are not there: the drivers are called as their manuals say, and the pages are right."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from uccl_ep_serving import device_memory
+from uccl_ep_serving.device_memory import CudaMemory, HipMemory, InterpretedMemory
+from uccl_ep_serving.device_space import _HostPages, _merged
+from uccl_ep_serving.errors import ConfigError, TransportError
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch without CUDA does not let a device be chosen."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+class Handle:
+    """``cudaIpcMemHandle_t``."""
+
+    reserved = b""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A ``cuda.bindings.runtime`` that notes its calls."""
+    calls: list[tuple[Any, ...]] = []
+    runtime: Any = types.ModuleType("cuda.bindings.runtime")
+    opened = Handle()
+    opened.reserved = b"h" * 64
+
+    def function(name: str, *results: Any) -> None:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            calls.append((name, *arguments))
+            return (0, *results)
+
+        setattr(runtime, name, call)
+
+    function("cudaHostRegister")
+    function("cudaHostGetDevicePointer", 0x7000)
+    function("cudaHostUnregister")
+    function("cudaMalloc", 0x9000)
+    function("cudaMemset")
+    function("cudaFree")
+    function("cudaIpcGetMemHandle", opened)
+    function("cudaIpcOpenMemHandle", 0xA000)
+    function("cudaIpcCloseMemHandle")
+    runtime.cudaIpcMemHandle_t = Handle
+    runtime.cudaGetErrorString = lambda code: (0, b"out of memory")
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", runtime)
+    return calls
+
+
+def test_cuda_calls(cuda: list[tuple[Any, ...]]) -> None:
+    memory = CudaMemory(GPU)
+    assert memory.map_host(4096, 8192) == 0x7000
+    assert memory.allocate(100) == 0x9000
+    assert memory.export(0x9000) == b"h" * 64
+    assert memory.open(b"x" * 64) == 0xA000
+    memory.close(0xA000)
+    memory.free(0x9000)
+    memory.unmap_host(4096)
+    assert [call[0] for call in cuda] == [
+        "cudaHostRegister",
+        "cudaHostGetDevicePointer",
+        "cudaMalloc",
+        "cudaMemset",
+        "cudaIpcGetMemHandle",
+        "cudaIpcOpenMemHandle",
+        "cudaIpcCloseMemHandle",
+        "cudaFree",
+        "cudaHostUnregister",
+    ]
+    # portable and mapped
+    assert cuda[0][1:] == (4096, 8192, 3)
+    assert cuda[5][1].reserved == b"x" * 64
+
+
+def test_a_cuda_error_is_named(cuda: list[tuple[Any, ...]]) -> None:
+    sys.modules["cuda.bindings.runtime"].cudaMalloc = lambda nbytes: (2, 0)  # type: ignore[attr-defined]
+    with pytest.raises(TransportError, match=r"cudaMalloc failed on cuda:0: out of memory \(2\).*UCCL_EP_WINDOW=host"):
+        CudaMemory(GPU).allocate(10)
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    with pytest.raises(ConfigError, match="cuda-bindings"):
+        CudaMemory(GPU)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
+    with pytest.raises(ConfigError, match=r"libamdhip64\.so"):
+        HipMemory(GPU)
+
+
+class Hip:
+    """``libamdhip64`` as ctypes presents it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, *arguments))
+            if name in ("hipHostGetDevicePointer", "hipExtMallocWithFlags", "hipIpcOpenMemHandle"):
+                arguments[0]._obj.value = 0xB000
+            if name == "hipIpcGetMemHandle":
+                ctypes.memmove(arguments[0], b"\0h" * 32, 64)
+            return 0
+
+        return call
+
+
+def test_hip_calls() -> None:
+    library = Hip()
+    memory = HipMemory(GPU, library)
+    assert memory.map_host(4096, 8192) == 0xB000
+    assert memory.allocate(1 << 33) == 0xB000
+    # a handle may hold zero bytes
+    assert memory.export(0xB000) == b"\0h" * 32
+    assert memory.open(b"\0x" * 32) == 0xB000
+    names = [call[0] for call in library.calls]
+    assert names == [
+        "hipHostRegister",
+        "hipHostGetDevicePointer",
+        "hipExtMallocWithFlags",
+        "hipMemset",
+        "hipIpcGetMemHandle",
+        "hipIpcOpenMemHandle",
+    ]
+    _, size, flags = library.calls[2][1:]
+    assert (size.value, flags.value) == (1 << 33, 3)
+    assert isinstance(library.calls[0][1], ctypes.c_size_t)
+    assert bytes(memoryview(library.calls[5][2]).cast("B")) == b"\0x" * 32
+
+
+def test_pages_are_mapped_once() -> None:
+    page = mmap.PAGESIZE
+    assert _merged([(page + 8, 8), (page + 16, 8), (3 * page - 4, 8)]) == [(page, 2 * page), (2 * page, 4 * page)]
+    assert _merged([(0, 2 * page), (page, 2 * page)]) == [(0, 3 * page)]
+
+
+def test_addresses_are_translated(cuda: list[tuple[Any, ...]]) -> None:
+    page = mmap.PAGESIZE
+    pages = _HostPages(CudaMemory(GPU))
+    pages.map([(5 * page + 24, 8)])
+    assert pages(5 * page + 24) == 0x7000 + 24
+    assert pages(0) == 0
+    with pytest.raises(AssertionError, match="not mapped"):
+        pages(page)
+    pages.unmap()
+    assert cuda[-1] == ("cudaHostUnregister", 5 * page)
+
+
+@pytest.fixture
+def interpreted() -> Iterator[InterpretedMemory]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield InterpretedMemory()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_interpreted_memory_is_shared(interpreted: InterpretedMemory) -> None:
+    own = interpreted.allocate(8192)
+    other = interpreted.open(interpreted.export(own))
+    assert other != own
+    np.frombuffer((ctypes.c_uint8 * 8192).from_address(own), dtype=np.uint8)[100] = 7
+    assert (ctypes.c_uint8 * 8192).from_address(other)[100] == 7
+    interpreted.close(other)
+    interpreted.free(own)
+    with pytest.raises(TransportError, match="cannot open"):
+        interpreted.open(b"/proc/self/fd/9999".ljust(64))
+
+
+def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(device_memory.memory_of(torch.device("cpu"), True), InterpretedMemory)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", types.ModuleType("cuda.bindings.runtime"))
+    assert isinstance(device_memory.memory_of(GPU, False), CudaMemory)

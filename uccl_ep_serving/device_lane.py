@@ -1,0 +1,98 @@
+"""In which order kernels of one Buffer run, and on which streams: DeepEP's rules.
+
+Without a hook an operation runs on the Buffer's own communication stream, after what the current stream has been given;
+the current stream then waits for it, or the caller does (``async_finish``). With a hook both halves run on the stream
+that is current when they are launched. Kernels of one Buffer never overlap each other, whatever streams they are on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from .handles import EventOverlap
+
+__all__ = ["DeviceLane", "HostLane", "StreamLane"]
+
+
+class DeviceLane(Protocol):
+    """Runs launches in order."""
+
+    @property
+    def capturing(self) -> bool:
+        """True while the current stream captures a graph."""
+
+    @property
+    def stream(self) -> Any:
+        """The communication stream, None where there are no streams."""
+
+    def run(
+        self, launch: Callable[[], None], tensors: Iterable[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """Run ``launch``, which launches kernels that use ``tensors``.
+
+        Args:
+            own_stream: on the communication stream, after the current one; else on the current stream.
+            finish: make the current stream wait for it; else the caller waits for the event.
+        """
+
+
+class HostLane:
+    """In Triton's interpreter a kernel is over when its launch returns."""
+
+    capturing = False
+    stream = None
+
+    def run(
+        self, launch: Callable[[], None], tensors: Iterable[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """See :class:`DeviceLane`."""
+        launch()
+        return EventOverlap()
+
+
+class StreamLane:
+    """Streams of a CUDA or ROCm device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
+        self._last_captured = False
+
+    @property
+    def capturing(self) -> bool:
+        """See :class:`DeviceLane`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def stream(self) -> Any:
+        """See :class:`DeviceLane`."""
+        return self._own
+
+    def run(
+        self, launch: Callable[[], None], tensors: Iterable[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """See :class:`DeviceLane`."""
+        current = torch.cuda.current_stream(self._device)
+        stream = self._own if own_stream else current
+        captured = self.capturing
+        if stream is not current:
+            stream.wait_stream(current)
+        # An event of another graph, or of none, cannot be waited for inside a capture, nor the other way round; a
+        # capture starts and a replay runs after what was launched before it.
+        if self._last is not None and captured == self._last_captured:
+            stream.wait_event(self._last)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            launch()
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._last, self._last_captured = event, captured
+        if stream is not current:
+            for tensor in tensors:
+                tensor.record_stream(stream)
+            if finish:
+                current.wait_event(event)
+        return EventOverlap(event, tuple(tensors) if not finish else None)

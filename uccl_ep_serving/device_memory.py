@@ -1,0 +1,264 @@
+"""Memory that kernels on a device reach: pinned host memory, device memory, and device memory of peers on this host.
+
+Nothing here is imported before a Buffer serves tensors of a device. CUDA is driven through ``cuda-bindings`` (which
+every CUDA build of torch brings), ROCm through its C library. In Triton's interpreter kernels are Python over host
+memory, and device memory is a memfd that peers open through /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import mmap
+import os
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .errors import ConfigError, TransportError
+
+__all__ = ["CudaMemory", "DeviceMemory", "HipMemory", "InterpretedMemory", "memory_of"]
+
+_HANDLE_BYTES = 64
+_REGISTER_PORTABLE, _REGISTER_MAPPED = 1, 2
+_IPC_LAZY_PEER_ACCESS = 1
+
+
+class DeviceMemory(Protocol):
+    """Every address is as the kernels see it, except for ``map_host``'s argument.
+
+    Attributes:
+        device: of the tensors that kernels work on.
+    """
+
+    device: torch.device
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        """Pin host memory (whole pages) and map it into the device: the device's address of it."""
+
+    def unmap_host(self, address: int) -> None:
+        """Undo :meth:`map_host`, told the host's address."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Zeroed device memory that peers may open."""
+
+    def free(self, address: int) -> None:
+        """Undo :meth:`allocate`; no peer has it open any more."""
+
+    def export(self, address: int) -> bytes:
+        """What a peer on this host opens an allocation with."""
+
+    def open(self, handle: bytes) -> int:
+        """Map a peer's allocation."""
+
+    def close(self, address: int) -> None:
+        """Undo :meth:`open`."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what it was given."""
+
+
+class _Driver:
+    """What CUDA and ROCm have in common: functions of the same meaning whose first result is an error code."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def _failed(self, name: str, code: int, text: str) -> TransportError:
+        return TransportError(
+            f"{name} failed on {self.device}: {text} ({code}). Likely cause: no permission to pin memory (ulimit -l), "
+            "or a container that hides the peer's GPU or process (--ipc=host). Next step: UCCL_EP_WINDOW=host",
+            device=str(self.device),
+            status=code,
+        )
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        """See :class:`DeviceMemory`."""
+        with torch.cuda.device(self.device):
+            self._call("HostRegister", address, nbytes, _REGISTER_PORTABLE | _REGISTER_MAPPED)
+            return int(self._call("HostGetDevicePointer", address, 0))
+
+    def unmap_host(self, address: int) -> None:
+        """See :class:`DeviceMemory`."""
+        with torch.cuda.device(self.device):
+            self._call("HostUnregister", address)
+
+    def allocate(self, nbytes: int) -> int:
+        """See :class:`DeviceMemory`."""
+        with torch.cuda.device(self.device):
+            address = int(self._allocate(nbytes))
+            self._call("Memset", address, 0, nbytes)
+            torch.cuda.synchronize(self.device)
+        return address
+
+    def _allocate(self, nbytes: int) -> int:
+        return int(self._call("Malloc", nbytes))
+
+    def free(self, address: int) -> None:
+        """See :class:`DeviceMemory`."""
+        self._call("Free", address)
+
+    def close(self, address: int) -> None:
+        """See :class:`DeviceMemory`."""
+        with torch.cuda.device(self.device):
+            self._call("IpcCloseMemHandle", address)
+
+    def synchronize(self) -> None:
+        """See :class:`DeviceMemory`."""
+        torch.cuda.synchronize(self.device)
+
+
+class CudaMemory(_Driver):
+    """NVIDIA GPUs, through ``cuda.bindings.runtime``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        try:
+            self._runtime: Any = importlib.import_module("cuda.bindings.runtime")
+        except ImportError as error:
+            raise ConfigError(
+                f"tensors on {device} need the package cuda-bindings: {error}. Next step: pip install cuda-bindings"
+            ) from error
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        code, *results = getattr(self._runtime, f"cuda{name}")(*arguments)
+        if int(code) != 0:
+            _, text = self._runtime.cudaGetErrorString(code)
+            raise self._failed(f"cuda{name}", int(code), text.decode() if isinstance(text, bytes) else str(text))
+        return results[0] if results else None
+
+    def export(self, address: int) -> bytes:
+        """See :class:`DeviceMemory`."""
+        return bytes(self._call("IpcGetMemHandle", address).reserved)
+
+    def open(self, handle: bytes) -> int:
+        """See :class:`DeviceMemory`."""
+        opaque = self._runtime.cudaIpcMemHandle_t()
+        opaque.reserved = handle
+        with torch.cuda.device(self.device):
+            return int(self._call("IpcOpenMemHandle", opaque, _IPC_LAZY_PEER_ACCESS))
+
+
+class _HipHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class HipMemory(_Driver):
+    """AMD GPUs, through the C interface of ``libamdhip64``, which torch has loaded.
+
+    Device memory is allocated uncached (``hipDeviceMallocUncached``): a peer's or a NIC's writes are seen by a kernel
+    that runs already, and its own are seen by them.
+    """
+
+    _UNCACHED = 3
+    #: Functions that hand a pointer back, and how many arguments precede nothing but it.
+    _RESULTS = frozenset({"HostGetDevicePointer", "ExtMallocWithFlags"})
+
+    def __init__(self, device: torch.device, library: Any = None) -> None:
+        super().__init__(device)
+        try:
+            self._library = library or ctypes.CDLL("libamdhip64.so")
+        except OSError as error:
+            raise ConfigError(f"tensors on {device} need ROCm's libamdhip64.so: {error}") from error
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        plain = [
+            argument if not isinstance(argument, int) else _c_argument(name, place, argument)
+            for place, argument in enumerate(arguments)
+        ]
+        result = ctypes.c_void_p()
+        if name in self._RESULTS:
+            plain.insert(0, ctypes.byref(result))
+        code = int(getattr(self._library, f"hip{name}")(*plain))
+        if code != 0:
+            describe = self._library.hipGetErrorString
+            describe.restype = ctypes.c_char_p
+            text = describe(code)
+            raise self._failed(f"hip{name}", code, text.decode() if isinstance(text, bytes) else str(text))
+        return result.value or 0
+
+    def _allocate(self, nbytes: int) -> int:
+        return int(self._call("ExtMallocWithFlags", nbytes, self._UNCACHED))
+
+    def export(self, address: int) -> bytes:
+        """See :class:`DeviceMemory`."""
+        handle = _HipHandle()
+        self._call("IpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(memoryview(handle).cast("B"))
+
+    def open(self, handle: bytes) -> int:
+        """See :class:`DeviceMemory`."""
+        result = ctypes.c_void_p()
+        opaque = _HipHandle.from_buffer_copy(handle)
+        with torch.cuda.device(self.device):
+            self._call("IpcOpenMemHandle", ctypes.byref(result), opaque, _IPC_LAZY_PEER_ACCESS)
+        return int(result.value or 0)
+
+
+def _c_argument(name: str, place: int, value: int) -> Any:
+    """The C type of an integer argument: flags are unsigned, everything else a pointer or a size."""
+    flags = {"HostRegister": 2, "HostGetDevicePointer": 1, "ExtMallocWithFlags": 1, "IpcOpenMemHandle": 2, "Memset": 1}
+    return ctypes.c_uint(value) if flags.get(name) == place else ctypes.c_size_t(value)
+
+
+class InterpretedMemory:
+    """For Triton's interpreter: a kernel reaches all of this process's memory."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._owned: dict[int, tuple[int, Any]] = {}
+        self._opened: dict[int, Any] = {}
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        """See :class:`DeviceMemory`."""
+        return address
+
+    def unmap_host(self, address: int) -> None:
+        """See :class:`DeviceMemory`."""
+
+    def allocate(self, nbytes: int) -> int:
+        """See :class:`DeviceMemory`."""
+        descriptor = os.memfd_create("uccl_ep device memory", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        pages = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+        self._owned[pages.ctypes.data] = (descriptor, pages)
+        return int(pages.ctypes.data)
+
+    def free(self, address: int) -> None:
+        """See :class:`DeviceMemory`."""
+        os.close(self._owned.pop(address)[0])
+
+    def export(self, address: int) -> bytes:
+        """See :class:`DeviceMemory`."""
+        return f"/proc/{os.getpid()}/fd/{self._owned[address][0]}".encode().ljust(_HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        """See :class:`DeviceMemory`."""
+        path = handle.decode().strip()
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"cannot open {path}: {error}", device="memfd", errno=error.errno or 0) from error
+        with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
+            pages = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
+        self._opened[pages.ctypes.data] = pages
+        return int(pages.ctypes.data)
+
+    def close(self, address: int) -> None:
+        """See :class:`DeviceMemory`."""
+        del self._opened[address]
+
+    def synchronize(self) -> None:
+        """See :class:`DeviceMemory`."""
+
+
+def memory_of(device: torch.device, interpreted: bool) -> DeviceMemory:
+    """The implementation for ``device``. Raises ConfigError where its libraries are missing."""
+    if interpreted:
+        return InterpretedMemory()
+    return HipMemory(device) if torch.version.hip else CudaMemory(device)

@@ -1,0 +1,229 @@
+"""The kernel space as kernels on a device see it: a copy of its tables in device memory, with the device's addresses.
+
+Two kinds of window. ``host``: the window of :class:`KernelSpace`, pinned and mapped into the GPU, so that every
+transport reaches it. ``device``: a twin of it in GPU memory with the same layout, which peers on this host map (CUDA
+IPC) and write directly, with the flags in GPU memory as well; it needs every peer to be one of those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .device_memory import DeviceMemory
+from .kernel_space import KernelSpace
+from .protocol import context as ctx
+from .protocol.layout import WindowLayout
+from .protocol.ring import CAPACITY, TAIL, ring_bytes
+from .protocol.streams import CREDIT, STREAMS
+
+__all__ = ["DeviceSpace", "DeviceWindow"]
+
+_I64 = npt.NDArray[np.int64]
+_PAGE = mmap.PAGESIZE
+
+
+def _words(address: int, count: int) -> _I64:
+    """int64 view of memory that the caller keeps alive."""
+    return np.frombuffer(memoryview((ctypes.c_int64 * count).from_address(address)).cast("B"), dtype=np.int64)
+
+
+class _HostPages:
+    """Host memory mapped into the device, page by page, each page once."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._ranges: list[tuple[int, int, int]] = []
+
+    def map(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """Map the pages of (address, bytes) pieces; what shares a page becomes one range."""
+        for start, end in _merged(pieces):
+            self._ranges.append((start, end, self._memory.map_host(start, end - start)))
+
+    def __call__(self, address: int) -> int:
+        """The device's address of a mapped host address; 0 stays 0."""
+        if address == 0:
+            return 0
+        for start, end, mapped in self._ranges:
+            if start <= address < end:
+                return mapped + address - start
+        raise AssertionError(f"{address:#x} is not mapped into the device")
+
+    def unmap(self) -> None:
+        """Undo all of :meth:`map`."""
+        while self._ranges:
+            self._memory.unmap_host(self._ranges.pop()[0])
+
+
+def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Page-aligned, disjoint [start, end) ranges that cover the pieces."""
+    pages = sorted((address // _PAGE * _PAGE, -(-(address + nbytes) // _PAGE) * _PAGE) for address, nbytes in pieces)
+    ranges: list[tuple[int, int]] = []
+    for start, end in pages:
+        if ranges and start < ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+        else:
+            ranges.append((start, end))
+    return ranges
+
+
+class DeviceWindow:
+    """This rank's window in device memory and those of all peers, opened.
+
+    Args:
+        memory: of this rank's device.
+        layout: of the windows.
+        rank: of this process.
+        exchange: all-gather of bytes among the ranks; each must be on this host.
+
+    Attributes:
+        addresses: of the windows by rank.
+    """
+
+    def __init__(
+        self, memory: DeviceMemory, layout: WindowLayout, rank: int, exchange: Callable[[bytes], list[bytes]]
+    ) -> None:
+        self._memory = memory
+        self._rank = rank
+        # what normal mode needs lies at the end and stays in host memory
+        self.own = memory.allocate(layout.normal_send)
+        self.addresses = [0] * layout.ranks
+        self.addresses[rank] = self.own
+        try:
+            for peer, handle in enumerate(exchange(memory.export(self.own))):
+                if peer != rank and handle:
+                    self.addresses[peer] = memory.open(handle)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close what was opened, free the own window. The ranks have agreed that nobody uses it any more."""
+        for peer, address in enumerate(self.addresses):
+            if address and peer != self._rank:
+                self._memory.close(address)
+        self.addresses = []
+        if self.own:
+            self._memory.free(self.own)
+            self.own = 0
+
+
+class DeviceSpace:
+    """Tables, counters and windows of one generation, for kernels on a device.
+
+    Args:
+        space: the host's; its memory stays where it is until :meth:`close` has returned.
+        memory: of the device.
+        window: the device windows, or None for windows in host memory.
+
+    Attributes:
+        context: address of the context block in device memory.
+    """
+
+    def __init__(self, space: KernelSpace, memory: DeviceMemory, window: DeviceWindow | None) -> None:
+        self._space = space
+        self._memory = memory
+        self._window = window
+        self._pages = _HostPages(memory)
+        self._tensors: list[torch.Tensor] = []
+        self._report_pages = mmap.mmap(-1, _PAGE)
+        self._report: _I64 = np.frombuffer(self._report_pages, dtype=np.int64)[: ctx.ERROR_WORDS]
+        try:
+            self.context = self._build()
+        except BaseException:
+            self._pages.unmap()
+            raise
+
+    def _on_device(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
+        """Address of a copy in device memory, kept as long as this object."""
+        tensor = torch.from_numpy(np.array(values)).to(self._memory.device)
+        if self._memory.device.type == "cpu":
+            tensor = tensor.clone()
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def _build(self) -> int:
+        space, layout, ranks = self._space, self._space.layout, self._space.ranks
+        words = _words(space.context, ctx.CONTEXT_WORDS)
+        arrived, completed, flag = (
+            _words(int(words[word]), ranks * STREAMS).copy() for word in (ctx.ARRIVED, ctx.COMPLETED, ctx.FLAG)
+        )
+        windows = _words(int(words[ctx.PEER_WINDOW]), ranks).copy()
+        rings = _words(int(words[ctx.RING]), STREAMS).copy()
+        mask = np.array(space.mask)
+        counts = np.unique(np.concatenate([arrived, completed]))
+        pieces = [(int(address), 8) for address in counts if address]
+        pieces += [
+            (int(ring), ring_bytes(int(_words(int(ring) + CAPACITY, 1)[0]))) for ring in np.unique(rings) if ring
+        ]
+        pieces += [(space.error, 8 * ctx.ERROR_WORDS), (self._report.ctypes.data, 8 * ctx.ERROR_WORDS)]
+        if self._window is None:
+            # what normal mode needs lies at the end
+            pieces += [(int(address), layout.normal_send) for address in windows if address]
+        self._pages.map(pieces)
+
+        def device(table: _I64) -> _I64:
+            return np.array([self._pages(int(address)) for address in table], dtype=np.int64)
+
+        if self._window is None:
+            arrived, completed, flag, windows = (device(table) for table in (arrived, completed, flag, windows))
+            own = self._pages(space.window)
+        else:
+            own = self._window.own
+            windows = np.array(self._window.addresses, dtype=np.int64)
+            streams, peers = np.arange(STREAMS), np.arange(ranks)[:, None]
+            arrived = (own + layout.direct_flags + 8 * (peers * STREAMS + streams)).astype(np.int64).ravel()
+            flag = windows[:, None] + layout.direct_flags + 8 * (space.rank * STREAMS + streams)
+            flag = np.where(windows[:, None] != 0, flag, 0).astype(np.int64).ravel()
+            completed = np.zeros(ranks * STREAMS, dtype=np.int64)
+        context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
+        for word, value in {
+            ctx.RANK: space.rank,
+            ctx.RANKS: ranks,
+            ctx.CHANNELS: int(words[ctx.CHANNELS]),
+            ctx.WINDOW: own,
+            ctx.WINDOW_BYTES: layout.nbytes,
+            ctx.ARRIVED: self._on_device(arrived),
+            ctx.COMPLETED: self._on_device(completed),
+            ctx.PEER_WINDOW: self._on_device(windows),
+            ctx.FLAG: self._on_device(flag),
+            ctx.RING: self._on_device(device(rings)),
+            # constant: masking a rank begins a new generation
+            ctx.MASK: self._on_device(mask),
+            ctx.ERROR: self._pages(space.error),
+            ctx.VERDICT: self._on_device(np.zeros(1, dtype=np.int64)),
+            ctx.REPORT: self._pages(self._report.ctypes.data),
+            ctx.HEADS: self._on_device(self._heads(rings)),
+            ctx.LIMIT: int(space.timeout * 1e9),
+        }.items():
+            context[word] = value
+        return self._on_device(context)
+
+    def _heads(self, rings: _I64) -> _I64:
+        """By stream: address of its ring's head and tail in device memory; streams that share a ring share them."""
+        heads = np.zeros(STREAMS, dtype=np.int64)
+        for ring in np.unique(rings[:CREDIT]):
+            if ring:
+                tail = int(_words(int(ring) + TAIL, 1)[0])
+                heads[rings == ring] = self._on_device(np.array([tail, tail], dtype=np.int64))
+        return heads
+
+    def take_report(self) -> None:
+        """Make a failure that a kernel has reported this rank's sticky error."""
+        code = int(self._report[ctx.ERROR_CODE])
+        if code:
+            words = self._report[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1]
+            self._space.fail(code, *(int(word) for word in words))
+
+    def close(self) -> None:
+        """Let go of all memory once the device has finished; the sticky error has released waiting kernels."""
+        self._memory.synchronize()
+        self._pages.unmap()
+        if self._window is not None:
+            self._window.close()
+        self._tensors.clear()
