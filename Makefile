@@ -13,7 +13,7 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo demo-vllm test test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-gpu test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -54,6 +54,10 @@ test-vllm: env-vllm
 test-engine: env-sglang env-vllm
 	@$(BIN)/pytest -m engine $(ARGS)
 	@$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS)
+
+# on a machine with a GPU: correctness of the kernels on it
+test-gpu: env
+	@$(BIN)/pytest -m gpu $(ARGS)
 
 test-all: env-sglang env-vllm
 	@$(BIN)/pytest $(ARGS)
