@@ -91,6 +91,8 @@ class ProxyService:
         error: address of the sticky error (:mod:`uccl_ep_serving.protocol.context`).
         endpoints: ``[proxy][k]``, connected. They must outlive :meth:`stop`.
         route: per peer, the index k of the endpoint that reaches it, -1 = not through a proxy.
+        near_cpus: per proxy, cores near the NICs it drives: where it runs unless ``settings.proxy_cpus`` says
+            otherwise; () or an empty set = anywhere.
 
     Raises:
         ConfigError: the arguments contradict each other or the capacity of the formats.
@@ -109,6 +111,7 @@ class ProxyService:
         error: int,
         endpoints: Sequence[Sequence[Endpoint]],
         route: Sequence[int],
+        near_cpus: Sequence[frozenset[int]] = (),
     ) -> None:
         if len(endpoints) != settings.proxies:
             raise ConfigError(f"{len(endpoints)} lists of endpoints for {settings.proxies} proxies")
@@ -121,6 +124,7 @@ class ProxyService:
         self._rank, self._ranks = rank, ranks
         self._proxies = settings.proxies
         self._cpus = settings.proxy_cpus
+        self._near_cpus = list(near_cpus)
         self._error = error
         self._endpoints = [list(row) for row in endpoints]
         self._route = list(route)
@@ -284,6 +288,10 @@ class ProxyService:
                     f"UCCL_EP_PROXY_CPUS: the proxy may not run on core {cpu} ({error.strerror}); "
                     "name cores of this process's cpuset"
                 ) from error
+        elif self._near_cpus and self._near_cpus[proxy]:
+            # A preference only: a cpuset that changed meanwhile is no reason not to start.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self._near_cpus[proxy])
 
     # --- failures --------------------------------------------------------------------------------------------------
 

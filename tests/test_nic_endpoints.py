@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from uccl_ep_serving import nic_endpoints
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.nic_endpoints import HostNics
+from uccl_ep_serving.proxy.transport import roce
+from uccl_ep_serving.proxy.transport.select import Offer
 from uccl_ep_serving.topology import Nic, Topology
 
 
@@ -28,22 +27,15 @@ def asked(monkeypatch: pytest.MonkeyPatch):
     """asked(nics, local ranks, proxies, **settings) -> {(rank, proxy): (device, port, sharers)}."""
 
     def ask(present: list[Nic], ranks: int, proxies: int, **settings: object) -> dict[tuple[int, int], tuple]:
-        topology = Topology(gpus=(), nics=tuple(present))
-        monkeypatch.setattr(nic_endpoints, "RoceEndpoint", Recorded)
-        monkeypatch.setattr(nic_endpoints.Topology, "read", classmethod(lambda cls, sysfs=Path(): topology))
+        monkeypatch.setattr(roce, "RoceEndpoint", Recorded)
+        in_force = Settings(proxies=proxies, channels=proxies, **settings)
+        topology = Topology(nics=tuple(present))
+        hosts = [HostNics(in_force, place=rank, local_ranks=ranks, topology=topology) for rank in range(ranks)]
+        offers = [Offer(tuple(nic.name for nic in host.rails["roce"].nics)) for host in hosts]
         found = {}
-        for rank in range(ranks):
+        for rank, host in enumerate(hosts):
             for proxy in range(proxies):
-                one = nic_endpoints.roce_endpoint(
-                    rank,
-                    list(range(ranks)),
-                    proxy,
-                    ranks=ranks,
-                    window=0,
-                    window_bytes=0,
-                    peers=[],
-                    settings=Settings(proxies=proxies, channels=proxies, **settings),
-                )
+                one = host.endpoint("roce", rank, ranks, proxy, window=0, window_bytes=0, peers=[], local_offers=offers)
                 found[rank, proxy] = tuple(one.options[name] for name in ("device", "port", "sharers"))
         return found
 
@@ -63,8 +55,9 @@ def test_proxies_of_a_rank_drive_different_nics(asked) -> None:
     assert asked([nic("a"), nic("b")], 1, 2) == {(0, 0): ("a", 1, 1), (0, 1): ("b", 1, 1)}
 
 
-def test_without_a_nic_every_device_is_named_with_its_reason(asked) -> None:
-    with pytest.raises(ConfigError, match=r"no NIC of this host can be used \(a: no active port; b: UCCL_EP_NICS=a"):
-        asked([nic("a", active=False), nic("b")], 1, 1, nics="a")
-    with pytest.raises(ConfigError, match="there is none"):
-        asked([], 1, 1)
+def test_without_a_nic_every_device_is_named_with_its_reason() -> None:
+    present = Topology(nics=(nic("a", active=False), nic("b")))
+    assert HostNics(Settings(nics="a"), topology=present).offers["roce"].reason == (
+        "a: no active port; b: UCCL_EP_NICS=a leaves it out"
+    )
+    assert HostNics(Settings(), topology=Topology()).offers["roce"] == Offer()

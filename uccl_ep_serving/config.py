@@ -194,9 +194,10 @@ class Settings:
 SETTINGS: tuple[Variable, ...] = (
     Variable(
         "transport",
-        _choice("auto", "shm", "tcp", "roce"),
+        _choice("auto", "shm", "tcp", "efa", "roce"),
         True,
-        "transport for peers that are not written directly; auto = shm on one host, else tcp",
+        "transport for peers that are not written directly; auto = shm on one host, else efa or roce "
+        "where both ranks have such NICs, else tcp",
     ),
     Variable(
         "direct",
@@ -303,7 +304,8 @@ SETTINGS: tuple[Variable, ...] = (
         "proxy_cpus",
         _cpus,
         False,
-        "cores for the proxy threads of all ranks of a host, dealt in rank order, as 4,5 or 4-7; default: not pinned",
+        "cores for the proxy threads of all ranks of a host, dealt in rank order, as 4,5 or 4-7; default: those "
+        "near the NIC that a proxy drives, without one any",
     ),
     Variable(
         "fault_proxy_after",

@@ -1,72 +1,171 @@
-"""Endpoints on the NICs of this host: which device a proxy drives, and who else drives it."""
+"""The NICs of this host as one rank uses them: which ones, what they offer, and the endpoints on them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
 
 from .config import Settings
-from .errors import ConfigError
-from .proxy.transport.roce import RoceEndpoint
+from .errors import ConfigError, TransportError
+from .proxy.transport import efa, roce
+from .proxy.transport.base import Endpoint
+from .proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
+from .proxy.transport.verbs_library import VerbsLibrary
 from .rails import HcaFilter, Rails, choose_rails
-from .topology import Topology
+from .topology import Nic, Topology
 
-__all__ = ["roce_endpoint"]
+__all__ = ["HostNics", "gpu_address"]
 
-
-def _rails_of_ranks(settings: Settings, transport: str, local_ranks: int) -> list[Rails]:
-    """The NICs of every rank of this host. Raises ConfigError when there is none, saying why of each device."""
-    topology, wanted = Topology.read(), HcaFilter.of(settings)
-    found = [
-        choose_rails(topology, transport, local_rank=place, local_ranks=local_ranks, wanted=wanted)
-        for place in range(local_ranks)
-    ]
-    if not found[0].nics:
-        verdicts = "; ".join(f"{verdict.nic.name}: {verdict.reason}" for verdict in found[0].verdicts)
-        raise ConfigError(
-            f"UCCL_EP_TRANSPORT={transport}: no NIC of this host can be used ({verdicts or 'there is none'}). "
-            "uccl-ep doctor says more"
-        )
-    return found
+#: By transport, what gives its C functions; a transport that is missing loads those of this machine.
+Libraries = Mapping[str, Callable[[], VerbsLibrary]]
+_LIBRARIES: Libraries = {}
 
 
-def roce_endpoint(
-    rank: int,
-    local_ranks: Sequence[int],
-    proxy: int,
-    *,
-    ranks: int,
-    window: int,
-    window_bytes: int,
-    peers: Collection[int],
-    settings: Settings,
-) -> RoceEndpoint:
-    """The endpoint of ``proxy`` on its NIC; what that NIC may have in flight is shared with the others on it.
+def gpu_address() -> str:
+    """PCI address of the GPU that this process uses, "" when it uses none (or torch cannot tell)."""
+    if not torch.cuda.is_initialized():
+        return ""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in parts:
+        return ""
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+class HostNics:
+    """The NICs of this host as one rank uses them.
 
     Args:
-        rank, ranks: of this process and in all.
-        local_ranks: ranks of this host, this one among them.
-        window, window_bytes, peers: see :class:`~uccl_ep_serving.proxy.transport.roce.RoceEndpoint`.
-
-    Raises:
-        ConfigError, TransportError: no NIC can be used, or the one chosen refused something.
+        settings: of this rank.
+        place, local_ranks: index of this rank among those of its host, and how many they are.
+        gpu: PCI address of its GPU, "" without one.
+        topology: of this machine; None = read now.
+        libraries: where the C functions come from, by transport; None = this machine's.
     """
-    rails = _rails_of_ranks(settings, "roce", len(local_ranks))
-    (nic,) = rails[local_ranks.index(rank)].of_proxy(proxy, settings.proxies)[:1]
-    in_use = [
-        other.name
-        for of_rank in rails
-        for each in range(settings.proxies)
-        for other in of_rank.of_proxy(each, settings.proxies)[:1]
-    ]
-    return RoceEndpoint(
-        rank,
-        ranks,
-        proxy,
-        window=window,
-        window_bytes=window_bytes,
-        peers=peers,
-        settings=settings,
-        device=nic.name,
-        port=HcaFilter.of(settings).port(nic) or min(nic.ports),
-        sharers=in_use.count(nic.name),
-    )
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        place: int = 0,
+        local_ranks: int = 1,
+        gpu: str = "",
+        topology: Topology | None = None,
+        libraries: Libraries | None = None,
+    ) -> None:
+        self._settings, self._place, self._local_ranks, self._gpu = settings, place, local_ranks, gpu
+        self._topology = topology or Topology.read()
+        self._libraries = libraries or _LIBRARIES
+        self._wanted = HcaFilter.of(settings)
+
+    @functools.cached_property
+    def rails(self) -> dict[str, Rails]:
+        """This rank's NICs by transport."""
+        return {
+            transport: choose_rails(
+                self._topology,
+                transport,
+                gpu=self._gpu,
+                local_rank=self._place,
+                local_ranks=self._local_ranks,
+                wanted=self._wanted,
+            )
+            for transport in NIC_TRANSPORTS
+        }
+
+    @functools.cached_property
+    def offers(self) -> Offers:
+        """What this rank offers over NICs. Opens each of its NICs for a moment; never raises."""
+        return {transport: self._offer(transport) for transport in NIC_TRANSPORTS}
+
+    def _offer(self, transport: str) -> Offer:
+        rails = self.rails[transport]
+        devices = [nic for nic in self._topology.nics if nic.transport == transport]
+        if not devices:
+            return Offer()
+        if not rails.nics:
+            reasons = [f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices]
+            return Offer(reason="; ".join(reasons), present=True)
+        try:
+            words = {self._probe(transport, nic) for nic in rails.nics}
+        except (ConfigError, TransportError) as error:
+            return Offer(reason=str(error), present=True)
+        fabric = "EFA" if transport == EFA else rails.nics[0].link
+        return Offer(tuple(nic.name for nic in rails.nics), fabric, "; ".join(sorted(words)), present=True)
+
+    def _probe(self, transport: str, nic: Nic) -> str:
+        """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""
+        usable = efa.usable if transport == EFA else roce.usable
+        return usable(nic.name, self._library(transport))
+
+    def _library(self, transport: str) -> VerbsLibrary | None:
+        return self._libraries[transport]() if transport in self._libraries else None
+
+    def of_proxy(self, transport: str, proxy: int) -> Sequence[Nic]:
+        """The NICs that ``proxy`` drives."""
+        return self.rails[transport].of_proxy(proxy, self._settings.proxies)
+
+    def near_cpus(self, transports: Collection[str], proxy: int) -> frozenset[int]:
+        """Cores near the NICs that ``proxy`` drives for ``transports``; empty without any, or where that is unknown."""
+        kinds = [transport for transport in transports if transport in NIC_TRANSPORTS]
+        nics = [nic for transport in kinds for nic in self.of_proxy(transport, proxy)]
+        return frozenset(cpu for nic in nics for cpu in self._topology.near_cpus(nic))
+
+    def endpoint(
+        self,
+        transport: str,
+        rank: int,
+        ranks: int,
+        proxy: int,
+        *,
+        window: int,
+        window_bytes: int,
+        peers: Collection[int],
+        local_offers: Sequence[Offer],
+    ) -> Endpoint:
+        """An endpoint of ``transport`` for ``proxy``, not connected.
+
+        Args:
+            rank, ranks, proxy, window, window_bytes, peers: see the endpoints.
+            local_offers: of all ranks of this host, this one included: NICs that several use are shared evenly.
+
+        Raises:
+            ConfigError, TransportError: a NIC refused something; nothing is left open.
+        """
+        nics, settings = self.of_proxy(transport, proxy), self._settings
+        library = self._library(transport)
+        if transport == EFA:
+            return efa.EfaEndpoint(
+                rank,
+                ranks,
+                proxy,
+                window=window,
+                window_bytes=window_bytes,
+                devices=[nic.name for nic in nics],
+                settings=settings,
+                library=library,
+            )
+        # A reliable connection stays on one NIC: with fewer proxies than rails, the others are idle.
+        nic = nics[0]
+        users = [
+            offer.nics[each % len(offer.nics)]
+            for offer in local_offers
+            if offer.nics
+            for each in range(settings.proxies)
+        ]
+        return roce.RoceEndpoint(
+            rank,
+            ranks,
+            proxy,
+            window=window,
+            window_bytes=window_bytes,
+            peers=peers,
+            settings=settings,
+            device=nic.name,
+            port=self._wanted.port(nic) or min(nic.ports, default=1),
+            sharers=max(users.count(nic.name), 1),
+            library=library,
+        )

@@ -7,6 +7,7 @@ named at once, in each of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,13 +22,13 @@ from .errors import BootstrapError, ConfigError, ProtocolError, TransportError
 from .kernel_space import KernelSpace
 from .membership import Membership
 from .memory import Segment
-from .nic_endpoints import roce_endpoint
+from .nic_endpoints import HostNics, gpu_address
 from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
 from .protocol.message import round_up
 from .protocol.streams import CREDIT
 from .proxy.service import ProxyService
 from .proxy.transport.base import Watchful
-from .proxy.transport.select import DIRECT, ROCE, choose
+from .proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, choose
 from .proxy.transport.shm import ShmEndpoint, mailbox_bytes
 from .proxy.transport.tcp import TcpEndpoint
 
@@ -90,6 +91,8 @@ class PlaneBuilder:
         self._normal = normal
         self._members = members
         self._rank, self._ranks = mesh.rank, mesh.ranks
+        #: What each rank offers over NICs; exchanged by the first build.
+        self._offers: list[dict[str, Offer]] = []
 
     def build(self, plan: LowLatencyPlan | None, generation: int, watch: Callable[[], None]) -> DataPlane:
         """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
@@ -131,10 +134,17 @@ class PlaneBuilder:
                 )
             window.close_descriptor()
             mailbox.close_descriptor()
+            self._exchange_offers()
             for peer in range(self._ranks):
                 if peer != rank and not self._members.mask[peer]:
                     same_host = self._cards[peer].host == self._cards[rank].host
-                    plane.choices[peer] = choose(settings, mapped=bool(windows[peer]), same_host=same_host)
+                    plane.choices[peer] = choose(
+                        settings,
+                        mapped=bool(windows[peer]),
+                        same_host=same_host,
+                        mine=self._offers[rank],
+                        theirs=self._offers[peer],
+                    )
             self._offer_endpoints(plane, generation, windows, mailboxes)
             self._connect_endpoints(plane, deadline)
             self._give_to_kernels(plane, windows, watch)
@@ -148,6 +158,26 @@ class PlaneBuilder:
             plane.close(time.monotonic() + 1.0)
             raise
         return plane
+
+    @functools.cached_property
+    def _nics(self) -> HostNics:
+        local = self._local_ranks()
+        return HostNics(self._settings, place=local.index(self._rank), local_ranks=len(local), gpu=gpu_address())
+
+    def _exchange_offers(self) -> None:
+        """Tell the others what this rank offers over NICs, and learn the same of them. Later builds know it."""
+        if self._offers:
+            return
+        if self._settings.transport not in ("auto", *NIC_TRANSPORTS):
+            self._offers = [{} for _ in range(self._ranks)]
+            return
+        answers = self._mesh.gather(
+            "exchanging NICs", msgspec.msgpack.encode(self._nics.offers), without=self._masked()
+        )
+        self._offers = [
+            msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
+        ]
+        self._offers[self._rank] = dict(self._nics.offers)
 
     def _offer_endpoints(self, plane: DataPlane, generation: int, windows: list[int], mailboxes: list[int]) -> None:
         """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""
@@ -168,17 +198,17 @@ class PlaneBuilder:
                             window_bytes=nbytes,
                         )
                     )
-                elif kind == ROCE:
+                elif kind in NIC_TRANSPORTS:
                     row.append(
-                        roce_endpoint(
+                        self._nics.endpoint(
+                            kind,
                             rank,
-                            self._local_ranks(),
+                            ranks,
                             proxy,
-                            ranks=ranks,
                             window=windows[rank],
                             window_bytes=nbytes,
                             peers=[peer for peer, way in plane.routes.items() if way == kind],
-                            settings=self._settings,
+                            local_offers=[self._offers[local].get(kind, Offer()) for local in self._local_ranks()],
                         )
                     )
                 else:
@@ -246,6 +276,9 @@ class PlaneBuilder:
             error=space.error,
             endpoints=plane.endpoints,
             route=[kinds.index(routes[peer]) if routes.get(peer) in kinds else -1 for peer in range(ranks)],
+            near_cpus=[self._nics.near_cpus(kinds, proxy) for proxy in range(settings.proxies)]
+            if set(kinds) & set(NIC_TRANSPORTS)
+            else (),
         )
         for stream in range(CREDIT):
             space.set_ring(stream, service.ring(stream))

@@ -102,7 +102,6 @@ class Capabilities:
             network hold; 0 = as many as the settings allow.
         notices_silent_death: DOWN is reported for a peer that vanished while nothing was under way to it. Where not,
             the next write to it fails with DOWN; until then the control connections notice.
-        cpus: cores near the device, where the proxy thread should run; empty = no preference.
         in_sequence: each stream's writes arrive in order and once (one connection carries it): anything else is a
             fault of the peer. Transports that reorder or repeat say False.
         tells_drop: a peer that was dropped and lives sees DOWN, so that it ends by name and not at its deadline.
@@ -116,7 +115,6 @@ class Capabilities:
     max_write: int
     bytes_in_flight: int = 0
     notices_silent_death: bool = True
-    cpus: frozenset[int] = frozenset()
     in_sequence: bool = False
     tells_drop: bool = False
 

@@ -120,7 +120,6 @@ class EfaEndpoint:
         window_bytes: its length, equal on all ranks.
         devices: EFA devices, in rail order.
         settings: ``proxies`` is used.
-        cpus: cores near the devices; handed on in the capabilities.
         kind: kind of the window: "shared", "host" or "device".
         export: makes a dma-buf of a range of device memory, see :func:`.verbs_memory.register_window`.
         library: libibverbs with libefa; for tests.
@@ -140,7 +139,6 @@ class EfaEndpoint:
         window_bytes: int,
         devices: Sequence[str],
         settings: Settings,
-        cpus: frozenset[int] = frozenset(),
         kind: str = "shared",
         export: Callable[[int, int], DmaBuf] | None = None,
         library: VerbsLibrary | None = None,
@@ -149,7 +147,6 @@ class EfaEndpoint:
             raise ConfigError(f"rank {rank}: no EFA device to use; uccl-ep doctor says why")
         self._rank, self._ranks, self._proxy = rank, ranks, proxy
         self._window, self._window_bytes = window, window_bytes
-        self._cpus = cpus
         self._how = ["not connected"] * ranks
         self._handles: dict[tuple[int, bytes], AddressHandle] = {}
         self._rails: list[_Rail] = []
@@ -202,7 +199,6 @@ class EfaEndpoint:
             immediate_bits=IMM.bits,
             max_write=self._max_write,
             notices_silent_death=False,
-            cpus=self._cpus,
         )
 
     def address(self) -> bytes:

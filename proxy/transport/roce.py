@@ -33,7 +33,7 @@ from .verbs_library import VerbsLibrary, load_libibverbs
 from .verbs_memory import DmaBuf, register_window
 from .verbs_qp import Path, QueuePair
 
-__all__ = ["RoceEndpoint", "warm"]
+__all__ = ["RoceEndpoint", "usable", "warm"]
 
 _MAGIC = b"UER1"
 #: magic, rank, ranks, proxy, links, chunk shift, chunks, MTU, LID, receives, window address, window bytes, address and
@@ -355,3 +355,16 @@ class RoceEndpoint:
 @compiled
 def _post_receives(function: int, qp: int, chain: int, bad: int) -> int:
     return call3_int(function, qp, chain, bad)
+
+
+def usable(device: str, library: VerbsLibrary | None = None) -> str:
+    """Open ``device`` for a moment and say what it is, in words.
+
+    Raises:
+        ConfigError: there is no such device.
+        TransportError: it cannot be used; says why.
+    """
+    with open_device(library or load_libibverbs(), device) as context:
+        limits = context.limits
+        firmware = f", firmware {limits.firmware}" if limits.firmware else ""
+        return f"{family_of(limits.vendor).name} ({limits.vendor:#06x}:{limits.part}){firmware}"

@@ -8,7 +8,7 @@ import pytest
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.proxy.transport.select import DIRECT, SHM, TCP, choose, preview
+from uccl_ep_serving.proxy.transport.select import DIRECT, EFA, ROCE, SHM, TCP, Offer, choose, preview
 
 MAPPED = {"mapped": True, "same_host": True}
 UNMAPPED = {"mapped": False, "same_host": True, "why_not": "memfd of another user namespace"}
@@ -50,3 +50,62 @@ def test_preview_says_what_choose_says() -> None:
     forced = list(preview(Settings(transport="shm", direct=False)))
     assert [answer.split()[0] for _, answer in forced] == ["shm", "impossible:", "impossible:"]
     assert "another host" in forced[2][1]
+
+
+EFA_NICS = {"efa": Offer(("rdmap79s0",), "EFA", "", True)}
+ETHERNET = {"roce": Offer(("bnxt_re0",), "Ethernet", "", True)}
+INFINIBAND = {"roce": Offer(("mlx5_0",), "InfiniBand", "", True)}
+OLD_EFA = {"efa": Offer((), "", "rdmap79s0 offers no RDMA write", True)}
+
+
+@pytest.mark.parametrize(
+    ("transport", "mine", "theirs", "taken", "words"),
+    [
+        ("auto", EFA_NICS, EFA_NICS, EFA, "another host, and both ranks have EFA NICs"),
+        ("auto", ETHERNET, ETHERNET, ROCE, "both ranks have Ethernet NICs"),
+        ("auto", EFA_NICS | ETHERNET, ETHERNET | EFA_NICS, EFA, "EFA NICs"),
+        ("auto", EFA_NICS | ETHERNET, ETHERNET, ROCE, "Ethernet NICs"),
+        ("auto", EFA_NICS, ETHERNET, TCP, "not efa: the peer: no device; not roce: this rank: no device"),
+        ("auto", ETHERNET, INFINIBAND, TCP, "this rank's NICs are on Ethernet, the peer's on InfiniBand"),
+        ("auto", OLD_EFA, EFA_NICS, TCP, "not efa: this rank: rdmap79s0 offers no RDMA write"),
+        ("auto", EFA_NICS, OLD_EFA, TCP, "not efa: the peer: rdmap79s0 offers no RDMA write"),
+        ("auto", {}, {}, TCP, "(it is on another host)"),
+        ("tcp", EFA_NICS, EFA_NICS, TCP, "UCCL_EP_TRANSPORT=tcp"),
+        ("efa", EFA_NICS, EFA_NICS, EFA, "UCCL_EP_TRANSPORT=efa"),
+        ("roce", ETHERNET, ETHERNET, ROCE, "UCCL_EP_TRANSPORT=roce"),
+    ],
+)
+def test_choice_with_nics(
+    transport: str, mine: dict[str, Offer], theirs: dict[str, Offer], taken: str, words: str
+) -> None:
+    settings = Settings(transport=transport)
+    choice = choose(settings, mapped=False, same_host=False, mine=mine, theirs=theirs)
+    assert (choice.transport, choice.reason.split()[0]) == (taken, taken)
+    assert words in choice.reason
+    # The peer chooses the same: the facts are symmetric.
+    assert choose(settings, mapped=False, same_host=False, mine=theirs, theirs=mine).transport == taken
+
+
+@pytest.mark.parametrize(
+    ("transport", "mine", "theirs", "words"),
+    [
+        ("efa", {}, EFA_NICS, "this rank: no device"),
+        ("efa", EFA_NICS, {}, "the peer: no device"),
+        ("efa", OLD_EFA, EFA_NICS, "this rank: rdmap79s0 offers no RDMA write"),
+        ("roce", ETHERNET, INFINIBAND, "Ethernet, the peer's on InfiniBand"),
+    ],
+)
+def test_nics_that_cannot_be_had(transport: str, mine: dict[str, Offer], theirs: dict[str, Offer], words: str) -> None:
+    for mapped in (False, True):
+        with pytest.raises(ConfigError, match=rf"{transport} cannot reach a peer: .*{words}.*UCCL_EP_TRANSPORT=auto"):
+            choose(Settings(transport=transport, direct=False), mapped=mapped, mine=mine, theirs=theirs)
+
+
+def test_a_mapped_peer_needs_no_nic() -> None:
+    for settings, taken in ((Settings(), DIRECT), (Settings(direct=False), SHM), (Settings(transport="efa"), DIRECT)):
+        assert choose(settings, mapped=True, mine=EFA_NICS, theirs=EFA_NICS).transport == taken
+
+
+def test_preview_with_nics() -> None:
+    answers = [answer.split()[0] for _, answer in preview(Settings(), EFA_NICS)]
+    assert answers == ["direct", "efa", "efa"]

@@ -5,4 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent / "provider"), str(Path(__file__).parents[1] / "proxy")]
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS / name) for name in ("rdma/provider", "proxy", "kernels", "topology")]

@@ -224,6 +224,24 @@ class TestStrangers:
 
 
 class TestFailures:
+    def test_nothing_is_heard_of_a_dropped_peer_that_is_alive(self) -> None:
+        """Its writes go on arriving and ours go on completing: neither is told, and the slots come back."""
+        network = SrdNetwork(3, seed=4)
+        network.efa.sends = 8
+        with open_network(network, 1 << 16) as group:
+            traffic = some_writes(group, 4)
+            traffic.add(1, 0, source=0, target=8192, nbytes=64)
+            for number in range(5):
+                assert traffic.try_post(number)
+            for port in traffic.ports:
+                port.flush()
+            traffic.ports[0].drop(1)
+            assert [event for _ in range(200) for event in traffic.ports[0].poll()] == []
+            assert network.in_flight == 0
+            while traffic.ports[1].poll():
+                pass
+            some_writes(group, 40, peer=2).run()
+
     @pytest.mark.parametrize(
         ("vendor", "number", "words"),
         [
@@ -262,6 +280,13 @@ class TestFailures:
         for endpoint in endpoints:
             endpoint.close()
         assert not +network.objects
+
+    def test_a_write_without_payload_at_the_very_end_of_the_window(self) -> None:
+        """The end is no address that a key covers: the NIC would refuse it."""
+        with open_network(SrdNetwork(2), 4096) as group:
+            port, peer = Port(group, 0), Port(group, 1)
+            assert port.post(1, 4096, 4096, 0, 0, 1) == ACCEPTED
+            assert {event.kind for _ in range(50) for event in (*port.poll(), *peer.poll())} == {ARRIVED, SENT}
 
     def test_impossible_writes_are_refused_before_anything_moves(self) -> None:
         network = SrdNetwork(2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from uccl_ep_serving.native.atomics import copy, peek, peek32, poke, poke32
+from uccl_ep_serving.native.atomics import compare_exchange, copy, pause, peek, peek32, poke, poke32, store64
 from uccl_ep_serving.native.jit import c_function, compiled
 from uccl_ep_serving.proxy.transport.verbs_abi import CQ, QP_EX, RECV_WR, WC
 from uccl_ep_serving.proxy.transport.verbs_codes import (
@@ -43,6 +43,7 @@ FAIL_VENDOR = 7  # with this code
 WRITES = 8  # posted on all QPs
 WRITE_BYTES = 9
 RETRIES = 10  # deliveries put off because no receive was posted
+LOCK = 11  # 1 while a function works on what QPs share: ranks may be threads
 FABRIC_WORDS = 16
 
 VIOLATION_DEADLOCK, VIOLATION_OVERFLOW, VIOLATION_RECEIVES, VIOLATION_NO_SESSION = 1, 2, 3, 4
@@ -139,6 +140,18 @@ def chance(fabric: int, limit: int) -> int:
     x ^= (x << 17) & 0x7FFFFFFFFFFFFFFF
     poke(fabric + 8 * RANDOM, x)
     return (x >> 11) % limit
+
+
+@compiled
+def lock(fabric: int) -> None:
+    """The holders' work is short and bounded."""
+    while not compare_exchange(fabric + 8 * LOCK, 0, 1):
+        pause()
+
+
+@compiled
+def unlock(fabric: int) -> None:
+    store64(fabric + 8 * LOCK, 0)
 
 
 @compiled
@@ -366,6 +379,7 @@ def _wr_complete(qp_ex: int) -> int:
     if error:
         return error  # and all of the session's writes are taken back
     count = peek(qp + 8 * Q_COUNT)
+    lock(fabric)
     for index in range(count):
         write = peek(qp + 8 * Q_PENDING) + index * 8 * FLIGHT_WORDS
         after = peek(fabric + 8 * FAIL_AFTER)
@@ -379,26 +393,32 @@ def _wr_complete(qp_ex: int) -> int:
         poke(fabric + 8 * WRITE_BYTES, peek(fabric + 8 * WRITE_BYTES) + peek(write + 8 * F_LENGTH))
     poke(fabric + 8 * WRITES, peek(fabric + 8 * WRITES) + count)
     poke(qp + 8 * Q_USED, peek(qp + 8 * Q_USED) + count)
+    unlock(fabric)
     return 0
 
 
 def _post_recv(ibv_qp: int, request: int, bad: int) -> int:
     qp = peek(ibv_qp + QP_PRIVATE)
+    fabric = peek(peek(qp + 8 * Q_DEVICE) + 8 * D_FABRIC)
+    lock(fabric)
     while request:
         posted = peek(qp + 8 * Q_RECEIVES)
         if posted >= peek(qp + 8 * Q_RECEIVE_DEPTH) or peek(qp + 8 * Q_UNSOLICITED):
-            violate(peek(peek(qp + 8 * Q_DEVICE) + 8 * D_FABRIC), VIOLATION_RECEIVES)
+            violate(fabric, VIOLATION_RECEIVES)
             poke(bad, request)
+            unlock(fabric)
             return _ENOMEM
         poke(peek(qp + 8 * Q_RECEIVE_IDS) + 8 * posted, peek(request + _R_ID))
         poke(qp + 8 * Q_RECEIVES, posted + 1)
         request = peek(request + _R_NEXT)
+    unlock(fabric)
     return 0
 
 
 def _poll_cq(ibv_cq: int, limit: int, completions: int) -> int:
     cq = peek(ibv_cq + CQ_PRIVATE)
     fabric = peek(cq + 8 * C_FABRIC)
+    lock(fabric)
     for _ in range(peek(fabric + 8 * PACE)):
         if peek(fabric + 8 * FLIGHT_COUNT) == 0:
             break
@@ -415,6 +435,7 @@ def _poll_cq(ibv_cq: int, limit: int, completions: int) -> int:
             if peek(qp + 8 * Q_LOCKED):
                 violate(fabric, VIOLATION_DEADLOCK)
             poke(qp + 8 * Q_USED, peek(qp + 8 * Q_USED) - 1)
+    unlock(fabric)
     return found
 
 

@@ -1,0 +1,73 @@
+"""Ranks as threads whose Runtimes reach each other through EFA devices in memory: only the NIC is not production's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from provider_srd_library import SrdNetwork
+
+from uccl_ep_serving import nic_endpoints
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.runtime import Runtime
+from uccl_ep_serving.topology import Nic, Topology
+
+__all__ = ["efa_nics", "install", "run_ranks"]
+
+
+def efa_nics(rails: int, numa: int = 0) -> Topology:
+    """A host with ``rails`` EFA devices, each behind a bridge of its own."""
+    nics = []
+    for rail in range(rails):
+        path = (f"pci0000:{rail:02x}", f"0000:{rail:02x}:00.0")
+        nics.append(Nic(f"efa{rail}", "efa", "Unknown", True, 100.0, numa, path[-1], path, (1,)))
+    return Topology(nics=tuple(nics))
+
+
+@contextlib.contextmanager
+def install(network: SrdNetwork, monkeypatch: pytest.MonkeyPatch, topology: Topology) -> Iterator[threading.local]:
+    """Let each rank's thread find the devices of its host; the thread says which rank it is in ``.rank``."""
+    here = threading.local()
+    with monkeypatch.context() as patch:
+        patch.setattr(nic_endpoints, "_LIBRARIES", {"efa": lambda: network.library(here.rank)})
+        patch.setattr(Topology, "read", lambda: topology)
+        yield here
+
+
+def run_ranks(
+    network: SrdNetwork, here: threading.local, settings: Settings, body: Callable[[Runtime], Any]
+) -> list[Any]:
+    """``body`` with a Runtime per rank, each in a thread; results by rank, or the first failure raised."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+    results: list[Any] = [None] * network.ranks
+    failures: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        here.rank = rank
+        try:
+            runtime = Runtime(StoreExchange(store, rank, network.ranks), settings)
+            try:
+                results[rank] = body(runtime)
+            finally:
+                runtime.close()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(network.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    assert network.violation == 0
+    assert not +network.objects, "a rank left C objects behind"
+    return results

@@ -1,0 +1,80 @@
+"""Whole ranks over EFA devices in memory: selection, rails, both modes with data checked, what is said without NICs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import ll_cases
+import normal_cases
+import pytest
+from nic_ranks import efa_nics, install, run_ranks
+from provider_srd_library import SrdNetwork
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.proxy.transport import verbs_codes as codes
+from uccl_ep_serving.topology import Topology
+
+FORCED = Settings(transport="efa", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(("ranks", "rails", "proxies"), [(2, 1, 1), (3, 4, 1), (3, 4, 2), (2, 1, 3)])
+def test_low_latency(ranks: int, rails: int, proxies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = SrdNetwork(ranks, rails, seed=ranks, repeat=0.3, pace=8)
+    settings = replace(FORCED, proxies=proxies, channels=4)
+    cases = [ll_cases.Case(ranks=ranks, experts=12, counts=(8, 3, 0), seed=seed) for seed in range(4)]
+    inputs = [case.inputs() for case in cases]
+
+    def body(runtime: Any) -> str:
+        low_latency = LowLatency(runtime)
+        for case, given in zip(cases, inputs, strict=True):
+            combined = ll_cases.run_rank(case, low_latency, runtime.rank, given)
+            ll_cases.check_combined(case, given, runtime.rank, combined)
+        return str(runtime.stats()["transport_by_peer"])
+
+    with install(network, monkeypatch, efa_nics(rails)) as here:
+        for ways in run_ranks(network, here, settings, body):
+            assert set(re.findall(r"': '(\w+)'", ways)) == {"efa"}
+
+
+def test_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = SrdNetwork(3, 2, seed=5, repeat=0.3, pace=32)
+    network.efa.max_write = 2048
+    case = normal_cases.Case((60, 0, 33), experts=12).inputs()
+
+    def body(runtime: Any) -> Any:
+        return normal_cases.round_trip(Normal(runtime), case, runtime.rank)
+
+    with install(network, monkeypatch, efa_nics(2)) as here:
+        normal_cases.check(case, run_ranks(network, here, replace(FORCED, channels=2), body))
+
+
+def test_without_nics_the_demand_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = SrdNetwork(2)
+    with (
+        install(network, monkeypatch, Topology()) as here,
+        pytest.raises(ConfigError, match="efa cannot reach a peer: this rank: no device"),
+    ):
+        run_ranks(network, here, FORCED, lambda runtime: None)
+
+
+def test_a_nic_that_cannot_write_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = SrdNetwork(2)
+    network.efa.capabilities = codes.EFA_CAP_RDMA_READ
+    with (
+        install(network, monkeypatch, efa_nics(1)) as here,
+        pytest.raises(ConfigError, match=r"efa cannot reach a peer: this rank: efa0 offers no RDMA write"),
+    ):
+        run_ranks(network, here, FORCED, lambda runtime: None)
+
+
+def test_neighbours_stay_direct_though_there_are_nics(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = SrdNetwork(2)
+    settings = replace(FORCED, transport="auto", direct=True)
+    with install(network, monkeypatch, efa_nics(1)) as here:
+        ways = run_ranks(network, here, settings, lambda runtime: runtime.stats()["transport_by_peer"])
+    assert ways == [{"1": "direct"}, {"0": "direct"}]
