@@ -22,13 +22,13 @@ MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/(sglang|vllm)_cpu/__ini
 # names that say nothing about what a file holds
 VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 
-# modules in which a verbs library may be named; the doctor only asks whether it is installed
+# modules in which a verbs library may be named; the doctor asks pyverbs for a second opinion
 VERBS = {
     str(path.relative_to(ROOT))
     for stem in ("verbs", "efa", "roce")
     for path in ROOT.glob(f"proxy/transport/{stem}*.py")
 }
-VERBS |= {"uccl_ep_serving/cli/doctor.py"}
+VERBS |= {"uccl_ep_serving/cli/doctor_verbs.py"}
 
 
 class TestLayout:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from sysfs_tree import machine
 
-from uccl_ep_serving.cli.doctor_nics import examine_nics
+from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.rails import HcaFilter
 
 
@@ -68,3 +69,15 @@ def test_which_variable_is_in_force(environment: dict[str, str], text: str, vari
     assert HcaFilter.of(Settings.from_environment(environment)) == HcaFilter(text, variable)
     with pytest.raises(ConfigError, match="NCCL_IB_HCA"):
         HcaFilter.of(Settings.from_environment({"NCCL_IB_HCA": "^"}))
+
+
+def test_transports_over_nics(tmp_path: Path) -> None:
+    """Demanded and absent is a problem; otherwise there is always tcp."""
+    nics = HostNics(Settings(), topology=machine("laptop", tmp_path), libraries={})
+    found = {one.name: one for one in examine_transports(nics, Settings())}
+    assert {one.status for one in found.values()} == {Status.NOTE}
+    assert found["efa"].value == "unusable: no device with the efa driver"
+    assert found["roce"].value.startswith("unusable: rxe0: a software device")
+    demanded = {one.name: one for one in examine_transports(nics, Settings(transport="efa"))}
+    assert demanded["efa"].status is Status.PROBLEM
+    assert demanded["efa"].next_step

@@ -1,12 +1,12 @@
 """``uccl-ep doctor``: what this machine can do for expert parallelism, and what to do about what it cannot.
 
 Every check yields findings; a finding that is a problem carries a next step. Nothing is changed on the
-machine, no device is opened, no engine is imported: versions come from metadata, devices from sysfs.
+machine and no engine is imported: versions come from metadata, devices from sysfs. NICs that ranks would use are opened
+for a moment, to ask what they can do.
 """
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import json
 import mmap
@@ -25,15 +25,17 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
-from uccl_ep_serving.cli.doctor_nics import examine_nics
+from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
+from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.protocol.command import MAX_RANKS
 from uccl_ep_serving.proxy.transport.select import preview
 from uccl_ep_serving.rails import HcaFilter
-from uccl_ep_serving.topology import Nic, Topology
+from uccl_ep_serving.topology import Topology
 
 # RDMA registers whole windows, which pins them: less than this cannot hold even a small one
 MEMLOCK_FLOOR = 1 << 30
@@ -163,6 +165,7 @@ def _wanted() -> HcaFilter:
 def nics() -> Iterator[Finding]:
     """RDMA devices: what they are, which GPU uses them, and why the others are not used."""
     yield from examine_nics(Topology.read(), _wanted())
+    yield from examine_with_bindings()
 
 
 def _shm() -> Finding:
@@ -199,33 +202,17 @@ def _tcp() -> Finding:
     return Finding("tcp", f"usable over {', '.join(addresses)}")
 
 
-def _rdma(transport: str, found: list[Nic], wanted: str) -> Finding:
-    if importlib.util.find_spec(f"uccl_ep_serving.proxy.transport.{transport}") is None:
-        return Finding(transport, "unusable: not part of this version", Status.NOTE)
-    if not found:
-        return Finding(transport, f"unusable: {wanted}", Status.NOTE)
-    if ctypes.util.find_library("ibverbs") is None:
-        step = "apt-get install libibverbs1 ibverbs-providers"
-        return Finding(transport, "unusable: libibverbs is not installed", Status.PROBLEM, step)
-    active = [nic.name for nic in found if nic.active]
-    if not active:
-        names = ", ".join(nic.name for nic in found)
-        return Finding(transport, f"unusable: no active port on {names}", Status.PROBLEM, "bring the link up")
-    return Finding(transport, f"usable over {', '.join(active)}")
-
-
 def transports() -> Iterator[Finding]:
     """Each transport with the reason it is or is not usable, then the way to each kind of peer."""
     yield _shm()
     yield _tcp()
-    found = Topology.read().nics
-    yield _rdma("efa", [nic for nic in found if nic.is_efa], "no device with the efa driver")
-    yield _rdma("roce", [nic for nic in found if not nic.is_efa], "no RDMA device other than EFA")
     try:
         in_force = Settings.from_environment()
+        nics = HostNics(in_force)
     except ConfigError:
         return  # reported under settings
-    for situation, answer in preview(in_force):
+    yield from examine_transports(nics, in_force)
+    for situation, answer in preview(in_force, nics.offers):
         yield Finding("peer", f"{situation}: {answer}")
 
 

@@ -1,14 +1,19 @@
-"""RDMA devices for ``uccl-ep doctor``: each one with what it is and who uses it, then the NICs of each GPU."""
+"""NICs for ``uccl-ep doctor``: each device with what it is and who uses it, the NICs of each GPU, what they offer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.nic_endpoints import HostNics
+from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE
 from uccl_ep_serving.rails import HcaFilter, Rails, choose_rails
 from uccl_ep_serving.topology import Nic, Topology
 
-__all__ = ["examine_nics"]
+__all__ = ["examine_nics", "examine_transports"]
+
+_ABSENT = {EFA: "no device with the efa driver", ROCE: "no RDMA device other than EFA"}
 
 
 def examine_nics(topology: Topology, wanted: HcaFilter) -> Iterator[Finding]:
@@ -64,3 +69,22 @@ def _examine_rails(topology: Topology, address: str, rails: Rails) -> Finding:
     cores = topology.near_cpus(rails.nics[0])
     where = f", proxies on {len(cores)} cores of NUMA {rails.nics[0].numa}" if cores else ""
     return Finding(name, f"{rails.transport}: {names}: {speed:g} Gb/s{near}{where}")
+
+
+def examine_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
+    """Each transport over NICs: over which ones it is usable here, or why not and what to do.
+
+    A transport that cannot be used is a problem only where ``settings`` demand it: there is always ``tcp``.
+    """
+    for transport in NIC_TRANSPORTS:
+        offer = nics.offers[transport]
+        if offer.nics:
+            yield Finding(transport, f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}")
+            continue
+        status = Status.PROBLEM if settings.transport == transport else Status.NOTE
+        if offer.present:
+            step = "see the devices under nics; correct what is named, or UCCL_EP_TRANSPORT=tcp"
+            yield Finding(transport, f"unusable: {offer.reason}", status, step)
+        else:
+            step = "unset UCCL_EP_TRANSPORT, or install the NIC and its driver"
+            yield Finding(transport, f"unusable: {_ABSENT[transport]}", status, step)
