@@ -1,0 +1,245 @@
+"""What a write costs to post over ``efa``: nanoseconds, beside a C++ twin that posts the same list.
+
+    python benchmarks/nic_posting.py [--json FILE] [--rounds N]
+
+Both post through the function pointers of the same ``ibv_qp_ex``, a queue in memory that builds a 64-byte work request
+per write: the cost of that is in both figures, a NIC's doorbell in neither. The twin is compiled with g++ -O3 where
+there is one. What was posted is compared byte by byte after every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from memory_queue import DEPTH, MemoryQueue
+
+from uccl_ep_serving.cli.bench_machine import describe
+from uccl_ep_serving.cli.bench_statistics import ratios, summary
+from uccl_ep_serving.native.atomics import peek
+from uccl_ep_serving.native.calls import call1, call3, call8
+from uccl_ep_serving.native.jit import compiled
+from uccl_ep_serving.proxy.transport import efa_state as words
+from uccl_ep_serving.proxy.transport.efa_data import warm
+
+__all__ = ["measure"]
+
+PEERS = 24  # the other hosts' ranks at EP32 with 8 GPUs a host
+COUNT = 2048
+BATCH = 24  # writes of one dispatch: one per peer
+WINDOW_BYTES = 1 << 30
+TWIN = Path(__file__).with_name("nic_posting_twin.cpp")
+#: peer, stream, local, target, nbytes, imm, wr_id
+WRITE_WORDS = 7
+
+
+@compiled
+def _post_list(post: int, flush: int, context: int, writes: int, count: int, batch: int) -> int:
+    """Post a list as the proxy loop does, through the pointers of a data path."""
+    for i in range(count):
+        w = writes + i * 56
+        status = call8(
+            post, context, peek(w), peek(w + 8), peek(w + 16), peek(w + 24), peek(w + 32), peek(w + 40), peek(w + 48)
+        )
+        if status != 0:
+            return status
+        if (i + 1) % batch == 0 or i + 1 == count:
+            status = call1(flush, context)
+            if status != 0:
+                return status
+    return 0
+
+
+@compiled
+def _drain(poll: int, context: int, events: int, count: int) -> int:
+    """Poll until ``count`` completions came; returns how many."""
+    seen = 0
+    while seen < count:
+        found = call3(poll, context, events, 64)
+        if found <= 0:
+            break
+        seen += found
+    return seen
+
+
+def _writes(window: int) -> np.ndarray:
+    """The list: messages of 4 to 64 tokens of DeepSeek-V3 in FP8 to all peers in turn."""
+    rng = np.random.default_rng(1)
+    writes = np.zeros((COUNT, WRITE_WORDS), np.int64)
+    writes[:, 0] = 1 + np.arange(COUNT) % PEERS
+    writes[:, 1] = 8
+    writes[:, 4] = rng.integers(4, 65, COUNT) * 7424
+    writes[:, 3] = rng.integers(0, (WINDOW_BYTES >> 4) - (1 << 16), COUNT) << 4
+    writes[:, 2] = window + (rng.integers(0, (WINDOW_BYTES >> 4) - (1 << 16), COUNT) << 4)
+    writes[:, 5] = (8 << 12) | (1 << 11) | (np.arange(COUNT) % 2048)
+    writes[:, 6] = np.arange(COUNT)
+    return writes
+
+
+class Numba:
+    """The data path of ``efa`` on a queue in memory."""
+
+    def __init__(self, window: int) -> None:
+        self.queue = MemoryQueue()
+        self.state = state = words.State(
+            rank=0,
+            ranks=1 + PEERS,
+            proxies=1,
+            window=window,
+            window_bytes=WINDOW_BYTES,
+            max_write=1 << 30,
+            shift=62,
+            chunks=1,
+            depths=[DEPTH],
+            receives=[0],
+        )
+        record, address = state.rails[0], self.queue.address
+        record[words.QP] = record[words.QP_EX] = record[words.CQ] = address
+        places = (words.WR_START, words.WR_WRITE_IMM, words.WR_SET_ADDRESS, words.WR_SET_SGE, words.WR_COMPLETE)
+        for place, operation in zip(places, self.queue.operations, strict=True):
+            record[place] = operation.address
+        record[words.POLL_CQ] = self.queue.poll_cq
+        state.local_keys[0, 0] = 77
+        for peer in range(1, 1 + PEERS):
+            state.peers[peer, [words.STATE, words.LINK_COUNT, words.REMOTE_WINDOW]] = words.UP, 1, peer << 40
+            state.links[peer, 0, [words.AH, words.QPN, words.QKEY]] = 4096 + peer, 100 + peer, 200 + peer
+            state.remote_keys[peer, 0, 0] = 300 + peer
+        self._post, self._flush, self._poll, _ = warm()
+        self._events = np.zeros(64 * 4, np.int64)
+
+    def post(self, writes: np.ndarray) -> None:
+        """The timed part."""
+        context = self.state.address
+        assert _post_list(self._post, self._flush, context, writes.ctypes.data, len(writes), BATCH) == 0
+
+    def complete(self) -> None:
+        """Take the completions."""
+        assert _drain(self._poll, self.state.address, self._events.ctypes.data, COUNT) == COUNT
+
+
+class _TwinPeer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("up", "window", "ah", "qpn", "qkey", "rkey")]
+
+
+class _Twin(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "qp",
+            "window",
+            "window_bytes",
+            "max_write",
+            "lkey",
+            "open",
+            "free",
+            "peers",
+            "slots",
+            "free_slots",
+        )
+    ]
+
+
+class Cpp:
+    """The twin on a queue of its own."""
+
+    def __init__(self, window: int, library: Path) -> None:
+        self.queue = MemoryQueue()
+        self._peers = (_TwinPeer * (1 + PEERS))()
+        for peer in range(1, 1 + PEERS):
+            self._peers[peer] = _TwinPeer(1, peer << 40, 4096 + peer, 100 + peer, 200 + peer, 300 + peer)
+        self._slots, self._free = np.zeros(2 * DEPTH, np.int64), np.arange(DEPTH, dtype=np.int64)
+        self._twin = _Twin(
+            self.queue.address,
+            window,
+            WINDOW_BYTES,
+            1 << 30,
+            77,
+            0,
+            DEPTH,
+            ctypes.addressof(self._peers),
+            self._slots.ctypes.data,
+            self._free.ctypes.data,
+        )
+        loaded = ctypes.CDLL(str(library))
+        self._post_list, self._complete = loaded.twin_post_list, loaded.twin_complete
+        self._post_list.restype = ctypes.c_int64
+        self._post_list.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self._complete.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+
+    def post(self, writes: np.ndarray) -> None:
+        """The timed part."""
+        assert self._post_list(ctypes.addressof(self._twin), writes.ctypes.data, len(writes), BATCH) == 0
+
+    def complete(self) -> None:
+        """Give the slots back, in the order in which the other one gets its own."""
+        self._complete(ctypes.addressof(self._twin), COUNT)
+        self._free[:] = np.arange(DEPTH)
+
+
+def _compile(directory: str) -> Path | None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return None
+    library = Path(directory) / "nic_posting_twin.so"
+    command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(TWIN)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return library
+
+
+def _nanoseconds(post: Callable[[np.ndarray], None], writes: np.ndarray) -> float:
+    start = time.perf_counter_ns()
+    post(writes)
+    return (time.perf_counter_ns() - start) / len(writes)
+
+
+def _same(one: MemoryQueue, other: MemoryQueue) -> bool:
+    """Whether both built the same requests, but for the slots' numbers."""
+    return one.posted == other.posted and bool(np.array_equal(one.requests[:, 8:56], other.requests[:, 8:56]))
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Nanoseconds per write of each, by name; the twin is absent without a compiler."""
+    window = 1 << 45  # nothing reads it
+    writes = _writes(window)
+    with tempfile.TemporaryDirectory() as directory:
+        library = _compile(directory)
+        subjects: dict[str, Any] = {"numba": Numba(window)}
+        if library is not None:
+            subjects["c++ twin"] = Cpp(window, library)
+        times: dict[str, list[float]] = {name: [] for name in subjects}
+        for number in range(rounds + 3):
+            for name, subject in subjects.items():
+                taken = _nanoseconds(subject.post, writes)
+                subject.complete()
+                if number >= 3:
+                    times[name].append(taken)
+            if library is not None and not _same(subjects["numba"].queue, subjects["c++ twin"].queue):
+                raise SystemExit("the two posted different work requests")
+    return {name: {"ns_per_write": summary(values), "all": values} for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=200)
+    arguments = parser.parse_args()
+    found = measure(arguments.rounds)
+    for name, figures in found.items():
+        print(f"{name:10} {figures['ns_per_write']}")
+    if len(found) == 2:
+        print("numba / twin", ratios(found["numba"]["all"], found["c++ twin"]["all"]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": describe(), "efa posting": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""How many writes and immediates a low-latency dispatch of DeepSeek-V3 makes, counted by EFA devices in memory.
+
+    python benchmarks/nic_writes.py [--json FILE]
+
+128 tokens a rank, hidden 7168, FP8 with scales, top-8 of 256 experts chosen at random. Production's kernels, proxies
+and EFA data path run; the devices count what is posted to them. Beside it stands one write per (token, expert), which
+is what UCCL-EP's low-latency dispatch issues, over the same routing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(_TESTS / name) for name in ("rdma/provider", "rdma", "proxy", "kernels")]
+
+import provider_srd as nic  # noqa: E402
+from efa_group import EfaGroup  # noqa: E402
+
+from uccl_ep_serving.config import Settings  # noqa: E402
+from uccl_ep_serving.low_latency import LowLatency  # noqa: E402
+from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
+
+__all__ = ["count"]
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 128, 7168, 256, 8
+#: Ranks, and ranks of one host: those reach each other without a NIC.
+GROUPS = ((8, 1), (16, 8), (32, 8), (64, 8))
+
+
+def count(ranks: int, per_host: int) -> dict[str, Any]:
+    """Figures per rank of one dispatch, means over all ranks."""
+    generator = torch.Generator().manual_seed(ranks)
+    scores = torch.rand(ranks, TOKENS, EXPERTS, generator=generator)
+    chosen = scores.topk(TOPK, dim=2).indices
+    experts_per_rank = EXPERTS // ranks
+    hosts = torch.arange(ranks) // per_host
+    remote = hosts[chosen // experts_per_rank] != hosts[:, None, None]
+    settings = Settings(timeout=300.0, quantum=16 << 20)
+    plan = NormalPlan(ranks, heap=0, rounds=2 * ranks * (64 << 10), chunk=32 << 10)
+    group = EfaGroup(
+        ranks, normal=plan, settings=settings, mapped=lambda rank, peer: rank // per_host == peer // per_host
+    )
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+
+    def body(runtime: Any) -> None:
+        runtime.group.barrier.wait(300)
+        low_latency = LowLatency(runtime)
+        *_, hook = low_latency.dispatch(
+            x,
+            chosen[runtime.rank],
+            TOKENS,
+            EXPERTS,
+            topk_weights=torch.full((TOKENS, TOPK), 0.125),
+            use_fp8=True,
+            return_recv_hook=True,
+        )
+        del hook  # the receiving half is not what is counted
+
+    with group:
+        group.run(body)
+        deadline = time.monotonic() + 300
+        while any(not service.drain(time.monotonic() + 1) for service in group.services):
+            assert time.monotonic() < deadline
+        fabric = group.network.fabric
+        writes, nbytes = int(fabric[nic.WRITES]), int(fabric[nic.WRITE_BYTES])
+        assert group.network.violation == 0
+    per_expert = int(remote.sum())
+    return {
+        "ranks": ranks,
+        "ranks a host": per_host,
+        "writes": writes / ranks,
+        "immediates": writes / ranks,  # every write carries its own
+        "KiB a write": nbytes / max(writes, 1) / 1024,
+        "one per (token, expert)": per_expert / ranks,
+        "fewer by": per_expert / max(writes, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[ranks for ranks, _ in GROUPS])
+    arguments = parser.parse_args()
+    found = []
+    for ranks, per_host in GROUPS:
+        if ranks in arguments.ranks:
+            found.append(count(ranks, per_host))
+            print({name: round(value, 1) for name, value in found[-1].items()}, flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
