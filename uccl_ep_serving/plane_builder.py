@@ -172,7 +172,7 @@ class PlaneBuilder:
             self._offers = [{} for _ in range(self._ranks)]
             return
         answers = self._mesh.gather(
-            "exchanging NICs", msgspec.msgpack.encode(self._nics.offers), without=self._masked()
+            "exchanging NICs", msgspec.msgpack.encode(self._nics.offers), without=self._members.masked
         )
         self._offers = [
             msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
