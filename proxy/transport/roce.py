@@ -12,14 +12,13 @@ A peer can write the window and one credit word per link, nothing else; once it 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ...config import Settings
 from ...errors import BootstrapError, ConfigError, TransportError
-from ...native.calls import call3_int
-from ...native.jit import compiled
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.imm import IMM
 from . import roce_state as words
@@ -41,6 +40,7 @@ _MAGIC = b"UER1"
 _ADDRESS = struct.Struct("<4sHHHHHHHHIQQQI16s")
 _KEY = struct.Struct("<I")
 _NUMBER = struct.Struct("<HI")
+_POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 #: An InfiniBand or Ethernet path MTU of 4096, as verbs counts them.
 _LARGEST_MTU = 5
 
@@ -211,8 +211,9 @@ class RoceEndpoint:
         index = peer * self._qps + place
         chain = self._state.add_link(index, peer, link.address)
         bad = int(self._state.context[words.BAD])
+        post_recv = _POST_RECV(int(self._state.context[words.POST_RECV]))
         for _ in range(receives // words.RECEIVE_BATCH):
-            status = _post_receives(int(self._state.context[words.POST_RECV]), link.address, chain, bad)
+            status = post_recv(link.address, chain, bad)
             if status:
                 raise self._library.refused("post_recv", abs(status), self._context.device, "posting receives")
         self._state.links[index, words.POSTED_RECEIVES] = self._state.links[index, words.GRANTED] = receives
@@ -350,11 +351,6 @@ class RoceEndpoint:
         self._state.detach()
         with contextlib.suppress(AttributeError):
             self._context.close()
-
-
-@compiled
-def _post_receives(function: int, qp: int, chain: int, bad: int) -> int:
-    return call3_int(function, qp, chain, bad)
 
 
 def usable(device: str, library: VerbsLibrary | None = None) -> str:
