@@ -110,7 +110,7 @@ class MemoryNetwork:
         linger: float = 0.0,
         half: float = 0.0,
         repeat: float = 0.0,
-        retry_ms: float = 100.0,
+        retry_ms: float = 40.0,
         functions: DataFunctions | None = None,
     ) -> None:
         self.functions = functions or reliable_connection()
