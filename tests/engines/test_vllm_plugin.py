@@ -423,7 +423,7 @@ def test_sms_for_communication_are_even_and_bounded(in_engine: InEngine) -> None
 def test_a_device_without_kernels_is_refused_at_launch(in_engine: InEngine) -> None:
     refused = in_engine(engine_on_another_device)
     assert "--all2all-backend uccl_ep: " in refused
-    assert "no kernels for tpu" in refused
+    assert "no kernels for tpu tensors" in refused
 
 
 def test_a_bad_setting_is_refused_at_launch() -> None:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up, supported
 from uccl_ep_serving.errors import ConfigError
 
@@ -155,7 +156,7 @@ def _before_resolve_once(server_args: Any) -> None:
         overrides.declare_resolution(server_args, BACKEND, **dict.fromkeys(requested, _RESOLVED))
         server_args._uccl_ep_guard = _WorkerGuard()  # rides along when the record is pickled to workers
     else:
-        _check_device(str(server_args.resolved_dict()["device"]))
+        check_device(str(server_args.resolved_dict()["device"]), f"--moe-a2a-backend {BACKEND}", "uccl-ep demo")
     activate()
 
 
@@ -217,9 +218,6 @@ def _verify_hooks() -> None:
 
 # --- what would otherwise end a scheduler at its first request, after the weights were loaded ------------------------
 
-_DEVICES = ("cpu",)
-"""Devices whose tensors this version has kernels for."""
-
 _MOST_DISPATCH_TOKENS = 1024
 """SGLang's own limit, which its dispatcher asserts without a word (``_DeepEPDispatcherImplBase``)."""
 
@@ -265,14 +263,6 @@ def _check_deepep_config(given: str) -> None:
             raise ConfigError(f"{what}, {part}: num_sms is missing")
     if configs[0].num_sms != configs[1].num_sms:
         raise ConfigError(f"{what}: num_sms of normal_dispatch and of normal_combine differ; SGLang wants them equal")
-
-
-def _check_device(device: str) -> None:
-    if device.partition(":")[0] not in _DEVICES:
-        raise ConfigError(
-            f"--moe-a2a-backend {BACKEND}: this version of uccl_ep_serving has no kernels for {device} tensors, only "
-            f"for {', '.join(_DEVICES)}. Start with another --moe-a2a-backend, or see `uccl-ep demo` for a run on CPU."
-        )
 
 
 # --- activation: only when uccl_ep was asked for ---------------------------------------------------------------------

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
+from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import Standing
 from uccl_ep_serving.engines.vllm.targets import (
     BACKENDS,
@@ -21,7 +22,6 @@ from uccl_ep_serving.engines.vllm.targets import (
     verify,
     vllm_version,
 )
-from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["SeenAsDeepEp", "accept_names", "activate", "asked_for", "hooked", "mark"]
 
@@ -140,17 +140,10 @@ def _hook_worker() -> _Guard:
 def _check_request(parallel_config: Any) -> None:
     """Refuse, before a weight is loaded, what the first dispatch would stumble over."""
     from uccl_ep_serving import Settings
-    from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
 
     Settings.from_environment()
     device = find(Target("vllm.platforms", "current_platform", None, ""))[2].device_type
-    if device == "cpu":  # always served; asking would compile, here in the launcher
-        return
-    try:
-        low_latency_kernels(device)
-        normal_kernels(device)
-    except ConfigError as error:
-        raise ConfigError(f"--all2all-backend {parallel_config.all2all_backend}: {error}") from error
+    check_device(device, f"--all2all-backend {parallel_config.all2all_backend}", "uccl-ep demo-vllm")
 
 
 # --- what follows from the names -------------------------------------------------------------------------------------
