@@ -125,6 +125,8 @@ class Layer:
         scores = torch.randn(tokens, EXPERTS, generator=generator).softmax(-1)
         weights, ids = scores.topk(case.topk)
         weights = weights / weights.sum(1, keepdim=True)
+        if case.weight_input:  # of one expert each, so they would all be 1
+            weights = weights * (0.5 + torch.rand(weights.shape, generator=generator))
         if case.padding:
             ids[::3] = -1
         return Step(a1, weights, ids, self._reference(a1, weights, ids))
@@ -291,6 +293,8 @@ def engine_two_steps_in_flight(rank: int, ranks: int, rendezvous: str, low_laten
                 hook, receiver = prepared[number]
                 hook()
                 rows, _, meta, ids, weights = receiver()
+                if ids is not None and not ((ids >= 0) & (ids < EXPERTS)).all():
+                    problems.append("an id that is no global expert reached the experts")
                 ids = step.ids if ids is None else ids
                 weights = step.weights if weights is None else weights
                 out = torch.zeros(rows.shape, dtype=torch.bfloat16)
