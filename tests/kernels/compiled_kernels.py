@@ -83,8 +83,9 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
             faults.append("no arrival is counted")
         elif "bar.sync" not in ptx[: min(counted)] and "barrier.sync" not in ptx[: min(counted)]:
             faults.append("stores of other threads are not ordered before the arrival")
-        first = ptx.index("st.release.sys.global.v2.b64") if "st.release.sys.global.v2.b64" in ptx else 0
-        if "bar.sync" not in ptx[max(counted, default=0) : first]:
+        first = ptx.find("st.release")
+        last = ptx.rfind("st.global", 0, first)
+        if "bar.sync" not in ptx[last:first]:
             faults.append("no barrier between the headers and the command")
     if name in WAITING:
         polls = _loops(ptx, r"^\$(L__BB\w+):", r"bra(?:\.uni)?\s+\$(L__BB\w+);")
