@@ -1,6 +1,6 @@
 """What serving costs with each all-to-all of vLLM, on CPU ranks: the same server and requests for each.
 
-    .venv-vllm/bin/python benchmarks/vllm_serving.py [--rounds N] [--json FILE]
+    .venv-vllm/bin/python benchmarks/vllm_serving.py [--rounds N] [--only TEXT] [--json FILE]
 
 Each round starts one server after another (two data-parallel ranks with expert parallelism, a tiny Qwen3-MoE, float32),
 sends the same streaming requests to each, and takes
@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,20 @@ def main() -> None:
     """Measure, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="only the baseline and the subjects whose name holds this text")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    subjects = [name for name in SUBJECTS if name == BASELINE or options.only in name]
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="uccl-ep-serving-") as scratch:
         directory = Path(scratch)
         write_checkpoint(directory / MODEL, model=MODELS[MODEL].shape)
         for round_ in range(options.rounds):
             # the order turns, so that a drift of the machine meets everybody
-            names = list(SUBJECTS)[round_ % len(SUBJECTS) :] + list(SUBJECTS)[: round_ % len(SUBJECTS)]
-            rounds.append({name: measure(name, replace(SUBJECTS[name]), directory, round_) for name in names})
-            for name in SUBJECTS:
+            first = round_ % len(subjects)
+            names = subjects[first:] + subjects[:first]
+            rounds.append({name: measure(name, SUBJECTS[name], directory, round_) for name in names})
+            for name in subjects:
                 one, base = rounds[-1][name], rounds[-1][BASELINE]
                 print(
                     f"round {round_}  {name:34} {one['tokens_per_second']:7.1f} tokens/s "

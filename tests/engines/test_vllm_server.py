@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, complaint: str) ->
 
 def test_a_layer_that_cannot_run_is_refused_by_name(directory: Path) -> None:
     """More tokens a step than low latency takes: the server says so while it starts, and ends."""
-    launch = replace(VllmLaunch(QWEN, LOW_LATENCY), max_tokens=8200, arguments=("--max-model-len", "8200"))
+    launch = VllmLaunch(QWEN, LOW_LATENCY, max_tokens=8200)
     with DemoServer(launch, directory, "refused") as server, pytest.raises(ServerFailed):
         server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
     log = server.log.read_text(errors="replace")
