@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from .bootstrap import Introduction
 from .config import Settings
@@ -225,16 +225,15 @@ class ControlMesh:
             with self._changed:
                 received = self._inbox.setdefault(sequence, received)
                 self._changed.wait_for(
-                    lambda: (
-                        self._closing or expected <= received.keys() or (expected - received.keys()) & self._absent()
-                    ),
+                    lambda: self._closing or expected <= received.keys() or self._hindrances(expected, received.keys()),
                     seconds,
                 )
                 missing = sorted(expected - received.keys())
+                hindrances = self._hindrances(expected, received.keys())
             if missing:
                 if self._closing:
                     raise UcclEpError(f"{name}, rank {self.rank}: this Buffer was closed meanwhile")
-                self.raise_absent(name, without, among=frozenset(missing))
+                self.raise_absent(name, without, among=hindrances)
                 raise PeerTimeout(
                     f"{name}, rank {self.rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
                     f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck",
@@ -307,10 +306,23 @@ class ControlMesh:
 
     # -- masking ------------------------------------------------------------------------------------------------
 
+    def _broken_off(self) -> frozenset[int]:
+        """Peers that are lost, that others have masked, or that have masked this rank."""
+        accused = {peer for peer, judges in self.accused.items() if not self._masked.issuperset(judges)}
+        return frozenset({*self.lost, *accused, *self.accused.get(self.rank, ())} - {self.rank})
+
     def _absent(self) -> frozenset[int]:
         """Peers that take part in no step any more."""
-        accused = {peer for peer, judges in self.accused.items() if not self._masked.issuperset(judges)}
-        return frozenset({*self.lost, *self.departed, *accused, *self.accused.get(self.rank, ())} - {self.rank})
+        return self._broken_off() | self.departed.keys()
+
+    def _hindrances(self, expected: Set[int], received: Set[int]) -> frozenset[int]:
+        """Peers because of which a step with ``expected`` may never end; none when all of them have been received."""
+        missing = expected - received
+        if not missing:
+            return frozenset()
+        # A peer that was lost after its own part keeps the others away all the same: they may have noticed before they
+        # came here. One that said goodbye has seen the step to its end.
+        return frozenset(missing & self._absent() | expected & self._broken_off())
 
     def restart(self, masked: frozenset[int]) -> None:
         """Ranks ``masked`` are masked: the numbers of steps start anew, above all that were used with fewer masked."""

@@ -46,9 +46,11 @@ def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: P
     for rank in (0, 2):
         succeeded, found = results[rank]
         assert succeeded, found
-        assert found["kind"] == "PeerTimeout"
-    assert 1 in {results[rank][1]["peer"] for rank in (0, 2)}
-    assert "arrived" in results[0][1]["text"]
+    # the first to give up closes its Buffer, which on a loaded machine the other may see before its own deadline
+    silent = [results[rank][1] for rank in (0, 2) if results[rank][1]["kind"] == "PeerTimeout"]
+    assert 1 in {found["peer"] for found in silent}
+    assert all("arrived" in found["text"] for found in silent)
+    assert {results[rank][1]["kind"] for rank in (0, 2)} <= {"PeerTimeout", "PeerLost"}
 
 
 def test_bad_input_is_refused_by_name_and_the_group_goes_on(ranks: Ranks) -> None:
