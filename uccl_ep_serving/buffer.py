@@ -450,8 +450,7 @@ class Buffer:
         if not mask:
             raise ConfigError(
                 f"rank {rank_to_mask} cannot be un-masked in place: a rank comes back with new connections, so all "
-                f"ranks "
-                "close this Buffer and build a new one"
+                "ranks close this Buffer and build a new one"
             )
         self.runtime.mask_peer(rank_to_mask)
 

@@ -316,10 +316,9 @@ SETTINGS: tuple[Variable, ...] = (
 )
 
 
-#: Read before any Settings exists, by the compiled-code cache and the loader.
+#: Read before any Settings exists, by the compiled-code cache.
 _EARLY = {
     _PREFIX + "CACHE_DIR": "directory for compiled code; default: the user's cache directory",
-    _PREFIX + "SGLANG_CPU": "set by the demo for the servers it starts: loads what SGLang lacks on a CPU",
 }
 
 

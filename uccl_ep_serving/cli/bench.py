@@ -87,7 +87,7 @@ def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout
 def bench(
     ranks: Annotated[int, typer.Option(help="Ranks to start; under torchrun: must be its number.")] = 0,
     mode: Annotated[str, typer.Option(help="low-latency or normal.")] = "normal",
-    path: Annotated[str, typer.Option(help="How ranks reach each other: direct, shm, tcp, or several by commas.")] = (
+    path: Annotated[str, typer.Option(help="How ranks reach each other: direct, shm, tcp, roce, or several by commas.")] = (
         "direct"
     ),
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 128,

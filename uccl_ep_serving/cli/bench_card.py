@@ -19,6 +19,7 @@ PATHS: Mapping[str, Mapping[str, Any]] = {
     "direct": {"direct": True, "transport": "auto"},
     "shm": {"direct": False, "transport": "shm"},
     "tcp": {"direct": False, "transport": "tcp"},
+    "roce": {"direct": False, "transport": "roce"},
 }
 PEERS = ("gloo", "mpi", "nccl", "deepep")
 #: Names of torch dtypes; "fp8" is e4m3 with a float32 scale per 128 values.

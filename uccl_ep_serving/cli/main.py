@@ -12,7 +12,7 @@ import typer
 
 app = typer.Typer(
     name="uccl-ep",
-    help="MoE all-to-all for serving: run the demo, look at this machine.",
+    help="MoE all-to-all for SGLang and vLLM: run a demo of either, measure, look at this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -25,6 +25,7 @@ otherwise run the real ``deep_ep`` under the resolved name without a word; unpic
 from __future__ import annotations
 
 import argparse
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -193,10 +194,12 @@ def _import(module: str, *names: str) -> Any:
 
 def _is_hooked(function: Any, hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` is in the chain of wrappers that SGLang's registry put around ``function``."""
+    # the registry's own record says what it applied, not whether another plugin has replaced the function since
     while function is not None:
-        cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is hook for cell in cells):
-            return True
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                if cell.cell_contents is hook:
+                    return True
         function = getattr(function, "__wrapped__", None)
     return False
 
