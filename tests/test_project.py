@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from source_tree import PACKAGE, PYPROJECT, ROOT, python_sources, run_python, source_files, through_symlink
 
 # Commands may end their own process. The CPU shims run only in servers that the demo or a test starts: SGLang logs a
@@ -23,11 +24,8 @@ MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/(sglang|vllm)_cpu/__ini
 VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 
 # modules in which a verbs library may be named; the doctor asks pyverbs for a second opinion
-VERBS = {
-    str(path.relative_to(ROOT))
-    for stem in ("verbs", "efa", "roce")
-    for path in ROOT.glob(f"proxy/transport/{stem}*.py")
-}
+NICS = ("verbs", "efa", "roce")
+VERBS = {str(path.relative_to(ROOT)) for stem in NICS for path in ROOT.glob(f"proxy/transport/{stem}*.py")}
 VERBS |= {"uccl_ep_serving/cli/doctor_verbs.py"}
 
 
@@ -76,6 +74,22 @@ class TestLayout:
         pattern = re.compile(r"pyverbs|libibverbs|libefa")
         named = {str(path.relative_to(ROOT)) for path in python_sources() if pattern.search(path.read_text())}
         assert named <= VERBS
+
+    def test_the_contract_of_verbs_is_complete(self) -> None:
+        (contract,) = [one for one in PYPROJECT["tool"]["importlinter"]["contracts"] if one["id"] == "verbs"]
+        place = "uccl_ep_serving.proxy.transport."
+        present = {stem: {place + path.stem for path in ROOT.glob(f"proxy/transport/{stem}*.py")} for stem in NICS}
+        assert set(contract["protected_modules"]) == present["verbs"]
+        assert set(contract["allowed_importers"]) == {"uccl_ep_serving.nic_endpoints"}.union(*present.values())
+
+
+class TestRequirements:
+    @pytest.mark.parametrize("version", ["0.65.0", "0.65.1"])
+    def test_the_numba_that_each_engine_pins_is_accepted(self, version: str) -> None:
+        # vLLM and SGLang, in this order
+        for texts in (metadata.requires("uccl_ep_serving") or [], PYPROJECT["project"]["dependencies"]):
+            (numba,) = [one for one in map(Requirement, texts) if one.name == "numba"]
+            assert numba.specifier.contains(version)
 
 
 class TestImports:
