@@ -190,9 +190,9 @@ def _show_layers(found: dict[str, Any]) -> None:
             str(rank),
             f"{one['bytes_sent'] / 2**30:.2f}",
             f"{one['messages_sent']:,}",
-            f"{held['rss_mib_first']:.0f}",
-            f"{held['rss_mib_last']:.0f}",
-            str(held["rss_mib_growth"]),
+            f"{held['rss_mib_first_sample']:.0f}",
+            f"{held['rss_mib_last_sample']:.0f}",
+            str(held["rss_mib_median_of_last_quarter_less_that_of_second"]),
             str(held["threads"]),
             str(held["descriptors"]),
         )

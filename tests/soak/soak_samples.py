@@ -11,6 +11,12 @@ from typing import Any
 
 __all__ = ["Sample", "growth", "not_flat", "sample", "summary"]
 
+#: Beside the figures, for whoever reads only them.
+WORDS = (
+    "rss must not grow from the second quarter of the samples to the last (medians, all samples); the first quarter "
+    "fills caches and touches pages, and a single sample holds what its case happens to hold"
+)
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -63,12 +69,19 @@ def not_flat(samples: Sequence[Sample], rss_limit: int) -> list[str]:
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """First, last and growth, and every sample thinned to at most 50, for the record."""
+    """For the record: what was held, what growth is, and the samples, thinned to at most 50.
+
+    The first and last sample are single looks, which scatter by tens of MiB; what may not grow is the difference of
+    medians that :func:`growth` takes.
+    """
     thinned = samples[:: max(1, -(-len(samples) // 50))]
     return {
-        "rss_mib_first": round(samples[0].rss / 2**20, 1),
-        "rss_mib_last": round(samples[-1].rss / 2**20, 1),
-        "rss_mib_growth": round(growth(samples) / 2**20, 2) if len(samples) >= 8 else None,
+        "rss_mib_first_sample": round(samples[0].rss / 2**20, 1),
+        "rss_mib_last_sample": round(samples[-1].rss / 2**20, 1),
+        "rss_mib_median_of_last_quarter_less_that_of_second": (
+            round(growth(samples) / 2**20, 2) if len(samples) >= 8 else None
+        ),
+        "words": WORDS,
         "threads": sorted({one.threads for one in samples[len(samples) // 4 :]}),
         "descriptors": sorted({one.descriptors for one in samples[len(samples) // 4 :]}),
         "samples": [asdict(one) for one in thinned],
