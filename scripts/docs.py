@@ -7,7 +7,10 @@ file differs from what would be written.
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,10 +60,30 @@ def vllm_hooks_table() -> str:
     return "\n".join(rows)
 
 
+def _first_line(module: str) -> str:
+    """First sentence of the docstring of a module (or package) of ``uccl_ep_serving``."""
+    place = ROOT / "uccl_ep_serving" / module
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+
+
+def layers_table() -> str:
+    """One row per module, a blank number where it stands beside the one above; from import-linter's contract."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "layers"]
+    rows = ["| layer | module | what it holds |", "|---:|---|---|"]
+    for number, layer in enumerate(layers, 1):
+        for index, module in enumerate(re.findall(r"\w+", layer)):
+            rows.append(f"| {'' if index else number} | `{module}` | {_first_line(module)} |")
+    return "\n".join(rows)
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "settings"): settings_table,
     ("examples/06_vllm/README.md", "vllm versions"): vllm_versions_table,
     ("examples/06_vllm/README.md", "vllm hooks"): vllm_hooks_table,
+    ("uccl_ep_serving/ARCHITECTURE.md", "layers"): layers_table,
     **{("uccl_ep_serving/ARCHITECTURE.md", name): make for name, make in tables.TABLES.items()},
 }
 

@@ -49,6 +49,16 @@ def test_contradictions_are_refused() -> None:
         Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": "1M"})
 
 
+def test_every_transport_is_named_where_the_setting_is_explained() -> None:
+    (variable,) = [variable for variable in SETTINGS if variable.field == "transport"]
+    for name in ("auto", "shm", "tcp", "efa", "roce"):
+        assert variable.parse(name) == name
+        assert name in variable.meaning
+    # fake exists in tests only
+    with pytest.raises(ValueError, match="auto, shm, tcp, efa, roce"):
+        variable.parse("fake")
+
+
 def test_unknown_variables_come_with_the_closest_name() -> None:
     assert unknown_variables({"UCCL_EP_PROXYS": "2", "UCCL_EP_PROXIES": "2", "HOME": "/"}) == {
         "UCCL_EP_PROXYS": "UCCL_EP_PROXIES"

@@ -57,6 +57,37 @@ class TestDoctor:
         (found,) = [found for found in doctor.settings() if found.name == "UCCL_EP_PROXYS"]
         assert found.next_step == "did you mean UCCL_EP_PROXIES?"
 
+    def test_a_value_from_nccls_variable_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        def shown() -> str:
+            return next(found.value for found in doctor.settings() if found.name == "UCCL_EP_NIC_GID_INDEX")
+
+        assert shown() == "-1 (default)"
+        monkeypatch.setenv("NCCL_IB_GID_INDEX", "3")
+        assert shown() == "3 (NCCL_IB_GID_INDEX)"
+        monkeypatch.setenv("UCCL_EP_NIC_GID_INDEX", "5")
+        assert shown() == "5 (environment)"
+
+    def test_a_gpu_that_engines_are_refused_on_is_not_called_ok(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        from uccl_ep_serving.cli import doctor
+
+        class Device:
+            name, total_memory, major, minor, gcnArchName = "H100", 80 << 30, 9, 0, "gfx942"
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device)
+        (found,) = doctor.gpus()
+        assert (found.name, found.status) == ("cuda:0", "note")
+        assert "refused at launch" in found.value
+        assert "cpu ranks" in found.next_step
+        monkeypatch.setattr(doctor, "SERVED", ("cpu", "cuda"))
+        (found,) = doctor.gpus()
+        assert found.status == "ok"
+
 
 class TestOpenFiles:
     def test_a_rank_needs_what_its_group_takes(self) -> None:

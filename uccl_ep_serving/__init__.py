@@ -1,7 +1,7 @@
 """uccl_ep_serving: a portable all-to-all for serving Mixture-of-Experts models.
 
-``Buffer`` follows DeepEP's contract; engines reach it through their plugins (``uccl_ep_serving.engines``). Importing this
-package has no side effect: names are resolved on first use, and nothing is compiled before a Buffer is built.
+``Buffer`` follows DeepEP's contract; engines reach it through their plugins (``uccl_ep_serving.engines``). Importing
+this package has no side effect: names are resolved on first use, and nothing is compiled before a Buffer is built.
 """
 
 from __future__ import annotations

@@ -356,8 +356,7 @@ def introduce(
     except msgspec.DecodeError as error:
         raise BootstrapError(
             f"rank {exchange.rank}: a rank answered with something that is not a card ({error}). Likely cause: ranks "
-            f"run "
-            "different versions of uccl_ep_serving, or another collective runs on the same group at the same time"
+            "run different versions of uccl_ep_serving, or another collective runs on the same group at the same time"
         ) from error
     if len(cards) != exchange.size or [card.rank for card in cards] != list(range(exchange.size)):
         raise BootstrapError(

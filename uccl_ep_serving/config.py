@@ -196,8 +196,8 @@ SETTINGS: tuple[Variable, ...] = (
         "transport",
         _choice("auto", "shm", "tcp", "efa", "roce"),
         True,
-        "transport for peers that are not written directly; auto = shm on one host, else efa or roce "
-        "where both ranks have such NICs, else tcp",
+        "transport for peers that are not written directly: auto, shm, tcp, efa or roce; auto = shm on one host, else "
+        "efa or roce where both ranks have such NICs, else tcp",
     ),
     Variable(
         "direct",

@@ -265,8 +265,7 @@ class ControlMesh:
                 raise ProtocolError(
                     f"rank {self.rank} is in step {label.decode()!r}, rank {peer} in "
                     f"{data[2:end].decode(errors='replace')!r}: "
-                    f"the "
-                    "ranks have not made the same calls"
+                    "the ranks have not made the same calls"
                 )
             result[peer] = (data[end:], taken)
         return result

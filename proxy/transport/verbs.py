@@ -6,7 +6,7 @@ it first, so nothing leaks however a caller fails; all of them are context manag
 in :mod:`.verbs_qp`.
 
 pyverbs is not used here: it exposes no raw pointer, which the compiled data path needs, and has to match the installed
-rdma-core. ``uccl-ep doctor`` uses it where it is installed, and the tests use it as an independent peer.
+rdma-core. Where it is installed, ``uccl-ep doctor`` adds what it reports of the devices.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from uccl_ep_serving.cli.bench_card import Card
+from uccl_ep_serving.cli.bench_card import PATHS, Card
 from uccl_ep_serving.cli.bench_launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
 from uccl_ep_serving.cli.bench_report import plot, require_matplotlib, tables
 from uccl_ep_serving.errors import ConfigError, UcclEpError
@@ -87,9 +87,9 @@ def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout
 def bench(
     ranks: Annotated[int, typer.Option(help="Ranks to start; under torchrun: must be its number.")] = 0,
     mode: Annotated[str, typer.Option(help="low-latency or normal.")] = "normal",
-    path: Annotated[str, typer.Option(help="How ranks reach each other: direct, shm, tcp, roce, or several by commas.")] = (
-        "direct"
-    ),
+    path: Annotated[
+        str, typer.Option(help=f"How ranks reach each other, one or several by commas: {', '.join(PATHS)}.")
+    ] = "direct",
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 128,
     hidden: Annotated[int, typer.Option(help="Values per token.")] = 7168,
     experts: Annotated[int, typer.Option(help="Experts, a multiple of the ranks.")] = 64,

@@ -19,6 +19,7 @@ PATHS: Mapping[str, Mapping[str, Any]] = {
     "direct": {"direct": True, "transport": "auto"},
     "shm": {"direct": False, "transport": "shm"},
     "tcp": {"direct": False, "transport": "tcp"},
+    "efa": {"direct": False, "transport": "efa"},
     "roce": {"direct": False, "transport": "roce"},
 }
 PEERS = ("gloo", "mpi", "nccl", "deepep")

@@ -29,6 +29,7 @@ from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
 from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.engines.devices import SERVED
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.nic_endpoints import HostNics
@@ -150,8 +151,15 @@ def gpus() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        value = f"{found.name}, {_size(found.total_memory)}, sm_{found.major}{found.minor}"
-        yield Finding(f"cuda:{index}", value)
+        # torch says "cuda" of AMD's devices too; they have no compute capability
+        kind = f"sm_{found.major}{found.minor}" if torch.version.hip is None else found.gcnArchName
+        value = f"{found.name}, {_size(found.total_memory)}, {kind}"
+        if "cuda" in SERVED:
+            yield Finding(f"cuda:{index}", value)
+            continue
+        step = f"serve with uccl_ep on {', '.join(SERVED)} ranks, or with another all-to-all backend on this device"
+        value += ": engines are refused at launch: normal mode has no kernels for it in this version"
+        yield Finding(f"cuda:{index}", value, Status.NOTE, step)
 
 
 def _wanted() -> HcaFilter:
@@ -282,7 +290,8 @@ def settings() -> Iterator[Finding]:
         yield Finding("environment", str(error), Status.PROBLEM, "correct or unset the variable")
         return
     for variable in SETTINGS:
-        source = "environment" if os.environ.get(variable.name) else "default"
+        source = next((name for name in (variable.name, variable.fallback) if os.environ.get(name)), "default")
+        source = "environment" if source == variable.name else source
         yield Finding(variable.name, f"{getattr(in_force, variable.field)!r} ({source})")
     for name, closest in unknown_variables().items():
         step = f"did you mean {closest}?" if closest else "unset it"
