@@ -60,6 +60,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+#: Directories whose tests run compiled code, many of them in processes that have deadlines.
+_COMPILED = ("engines", "kernels", "proxy", "rdma", "soak", "system")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Compile what ranks run, or load it from the cache, before a test's clock runs: the first time takes a minute."""
+    here = Path(__file__).parent
+    if session.config.option.collectonly:
+        return
+    if any(item.path.relative_to(here).parts[0] in _COMPILED for item in session.items):
+        from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+        from uccl_ep_serving.proxy.warm import warm
+
+        low_latency_kernels("cpu")
+        normal_kernels("cpu")
+        warm("auto")
+
+
 def _describe(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
