@@ -8,9 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from test_control import ThreadExchange, in_threads
@@ -18,7 +20,8 @@ from test_control import ThreadExchange, in_threads
 from uccl_ep_serving import bootstrap
 from uccl_ep_serving.bootstrap import StoreExchange, introduce, local_host
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import BootstrapError
+from uccl_ep_serving.errors import BootstrapError, ConfigError
+from uccl_ep_serving.protocol.message import FORMAT_VERSION
 
 
 @pytest.fixture
@@ -89,3 +92,46 @@ def test_a_sandbox_that_hides_the_boot_id_makes_every_rank_a_host(monkeypatch: p
     assert bootstrap._host_identity() == bootstrap._host_identity()
     monkeypatch.setattr(bootstrap.Path, "read_text", hidden)
     assert bootstrap._host_identity() != bootstrap._host_identity()
+
+
+@pytest.mark.parametrize(
+    ("field", "words"), [("version", "package version: rank 0 has"), ("formats", "wire formats: rank 0 has")]
+)
+def test_ranks_of_another_version_are_refused_on_every_rank(field: str, words: str) -> None:
+    """Rank 1's card is what another version of the package would send."""
+
+    def body(exchange: ThreadExchange) -> None:
+        if exchange.rank == 1:
+            exchange = Altered(exchange, field)
+        introduce(exchange, Settings(), socket_name="s", address="127.0.0.1", port=1, sizes={})
+
+    for error in in_threads(3, body):
+        assert isinstance(error, ConfigError), error
+        assert words in str(error)
+        assert repr({"version": metadata.version("uccl_ep_serving"), "formats": FORMAT_VERSION}[field]) in str(error)
+        assert "rank 1 on" in str(error)
+        assert "has 'another'" in str(error) or "has -1" in str(error)
+
+
+def test_a_card_that_cannot_be_read_is_taken_for_another_version() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        if exchange.rank == 1:
+            exchange = Altered(exchange, "pid")
+        introduce(exchange, Settings(), socket_name="s", address="127.0.0.1", port=1, sizes={})
+
+    for error in in_threads(2, body):
+        assert isinstance(error, BootstrapError), error
+        assert "different versions of uccl_ep_serving" in str(error)
+
+
+class Altered(ThreadExchange):
+    """Sends its rank's card with one field changed."""
+
+    def __init__(self, exchange: ThreadExchange, field: str) -> None:
+        super().__init__(exchange.rank, exchange._barrier, exchange._board)
+        self._field = field
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        card = msgspec.msgpack.decode(payload)
+        card[self._field] = -1 if self._field == "formats" else "another"
+        return super().all_gather(msgspec.msgpack.encode(card))

@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import CellType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -374,6 +374,26 @@ def test_a_lost_hook_is_an_argument_error_that_says_so(in_engine: InEngine) -> N
     assert said.startswith("refused: argument --moe-a2a-backend")
     assert "the hook on sglang.srt.server_args.ServerArgs.resolve_once was not applied" in said
     assert in_engine(engine_parse_without_hook, ["--moe-a2a-backend", "none"]).startswith("none")
+
+
+def test_hook_is_found_below_a_wrapper_with_an_empty_cell() -> None:
+    """Another plugin's wrapper may refer to a name that is not bound yet, or not any more."""
+
+    def hook() -> None: ...
+
+    def hooked() -> None:
+        hook()
+
+    def wrapper() -> Any:
+        return later
+
+    assert wrapper.__closure__ is not None
+    assert wrapper.__closure__[0] == CellType()
+    setattr(wrapper, "__wrapped__", hooked)  # noqa: B010 - mypy does not know the attribute
+    assert plugin._is_hooked(wrapper, hook)
+    setattr(wrapper, "__wrapped__", test_version_table_is_in_order_and_has_one_supported_version)  # noqa: B010
+    assert not plugin._is_hooked(wrapper, hook)
+    later = None
 
 
 @pytest.mark.parametrize(("version", "reason"), [("0.5.9", "has no plugins"), ("0.5.15.post1", "resolve_once")])
