@@ -62,6 +62,33 @@ def engine_config(backend: str) -> str:
         return f"refused: {error}"
 
 
+def engine_logged(backend: str, configured: bool = False) -> tuple[list[str], bool]:
+    """Lines of ours that vLLM's own handlers and formatter write, and whether the root logger saw one as well."""
+    import io
+    import logging
+
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+
+    if configured:
+        logging.getLogger("uccl_ep_serving").setLevel(logging.ERROR)
+    parallel_config(all2all_backend=backend)  # in the launcher: vLLM has not configured its logger yet
+    configure_logging(LoggingConfig())
+    (handler,) = logging.getLogger("vllm").handlers
+    assert isinstance(handler, logging.StreamHandler)
+    written = handler.setStream(io.StringIO())
+    root = logging.StreamHandler(io.StringIO())
+    logging.getLogger().addHandler(root)
+    assert written is not None
+    parallel_config(all2all_backend=backend)
+    logging.getLogger("uccl_ep_serving").info("of uccl_ep itself")
+    logging.getLogger("uccl_ep_serving.control").info("of a child, %d", 7)
+    logging.getLogger("vllm").setLevel(logging.WARNING)  # as --log-level does, later
+    logging.getLogger("uccl_ep_serving").info("below vLLM's level")
+    lines = handler.stream.getvalue().splitlines()
+    return [line for line in lines if "uccl_ep" in line or "child" in line], "child" in root.stream.getvalue()
+
+
 def engine_derived(backend: str) -> list[tuple[bool, bool, bool]]:
     """Derived settings for every pair of small tensor- and data-parallel sizes."""
     found = []
@@ -442,6 +469,23 @@ def test_a_bad_setting_is_refused_at_launch() -> None:
     )
     assert done.returncode == 1
     assert "UCCL_EP_PROXIES" in done.stderr.splitlines()[-1] or "UCCL_EP_PROXIES" in done.stderr
+
+
+def test_our_records_go_through_vllms_logger(in_engine: InEngine) -> None:
+    """vLLM configures only the logger ``vllm``; INFO of any other would be dropped."""
+    (own, child), twice = in_engine(engine_logged, "uccl_ep")
+    assert "INFO" in own
+    assert own.endswith("of uccl_ep itself")
+    assert child.endswith("of a child, 7")
+    assert not twice
+
+
+def test_a_logger_of_ours_that_somebody_has_configured_stays_so(in_engine: InEngine) -> None:
+    assert in_engine(engine_logged, "uccl_ep", True) == ([], False)
+
+
+def test_logging_is_not_touched_unasked(in_engine: InEngine) -> None:
+    assert in_engine(engine_logged, "naive") == ([], False)
 
 
 def test_targets_are_unique() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import Standing
+from uccl_ep_serving.engines.vllm.log_records import log_through_vllm
 from uccl_ep_serving.engines.vllm.targets import (
     BACKENDS,
     CONFIG_TARGETS,
@@ -156,6 +157,7 @@ def activate() -> None:
         ConfigError: the version is refused, a target is missing (nothing has been changed then), or a hook did not
             take.
     """
+    log_through_vllm()
     standing, reason = check_version()
     verify(CONFIG_TARGETS)
     sequence_parallel, batched_dp, post_init, communicator = CONFIG_TARGETS
