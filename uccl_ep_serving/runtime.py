@@ -102,7 +102,6 @@ class Runtime:
         except BaseException:
             self._teardown(time.monotonic() + 1.0)
             raise
-        self._log_choices()
 
     def _check_usable(self) -> None:
         """Raise UcclEpError when the Buffer is closed, forked or broken."""
@@ -278,12 +277,14 @@ class Runtime:
     def _install(self, plan: LowLatencyPlan | None) -> None:
         plane = self._builder.build(plan, self.generation, self._watch)
         with self._lock:
-            if not self._closed:
+            taken = not self._closed
+            if taken:
                 self._plane = plane
                 self._all_direct = not plane.kinds
-                return
-        plane.close(time.monotonic() + 1.0)
-        raise UcclEpError("this Buffer was closed while it was being built")
+        if not taken:
+            plane.close(time.monotonic() + 1.0)
+            raise UcclEpError("this Buffer was closed while it was being built")
+        self._log_choices(plane)
 
     # -- peers --------------------------------------------------------------------------------------------------
 
@@ -362,17 +363,27 @@ class Runtime:
                 outcome = self._agree(plane.layout.low_latency, "")
             self._refuse(outcome)
 
-    def _log_choices(self) -> None:
+    def _log_choices(self, plane: DataPlane) -> None:
+        """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
+        plan = plane.layout.low_latency
+        served = (
+            f"low latency for {plan.tokens} tokens a rank, hidden size {plan.hidden}, {plan.experts} experts"
+            if plan is not None
+            else "no low latency yet"
+        )
+        masked = ", ".join(map(str, sorted(self._members.masked)))
         _log.info(
-            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.0f MiB (heap %.0f MiB), timeout %g s",
+            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.1f MiB (heap %.1f MiB, %s), timeout %g s%s",
             self.rank,
             self.ranks,
-            self._plane.ways if self._plane else "",
+            plane.ways,
             self.settings.proxies,
             self.settings.channels,
-            self.layout.nbytes / 2**20,
+            plane.layout.nbytes / 2**20,
             self._normal.heap / 2**20,
+            served,
             self.settings.timeout,
+            f", without ranks {masked}" if masked else "",
         )
 
     # -- sight and end ------------------------------------------------------------------------------------------

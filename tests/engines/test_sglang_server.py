@@ -170,8 +170,15 @@ def test_answers_equal_those_without_us(serve: Serve, launch: Launch, expected_o
         assert rank["bytes_received"] == got.traffic[1 - rank["rank"]]["bytes_sent"]
         if through_proxies:
             assert set(rank["transport_by_peer"].values()) == {launch.environment["UCCL_EP_TRANSPORT"]}
+        assert f"uccl_ep rank {rank['rank']} of 2: " in got.log
+        assert (f"low latency for {window_of(launch)} tokens a rank" in got.log) == ("ll_dispatch" in operations(got))
     sent, returned = reduced_rows(got.traffic)
     assert sent == returned
+
+
+def window_of(launch: Launch) -> str:
+    """Low-latency tokens a rank: what the launch says, else SGLang's default."""
+    return launch.environment.get(*NARROW, "128")
 
 
 def test_rows_are_what_the_routing_implies(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

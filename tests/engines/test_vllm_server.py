@@ -124,6 +124,8 @@ def test_answers_equal_those_of_one_rank(serve: Serve, launch: VllmLaunch, trans
     for rank in got.traffic:
         assert bool(rank["bytes_sent"]) == bool(transport)
         assert set(rank["transport_by_peer"].values()) == {transport} - {""} or not transport
+        assert f"uccl_ep rank {rank['rank']} of 2: " in got.log
+        assert ("low latency for " in got.log) == (launch.backend == LOW_LATENCY)
     sent, returned = reduced_rows(got.traffic)
     assert sent == returned
     if "round_robin" in launch.arguments:

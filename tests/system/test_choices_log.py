@@ -1,0 +1,74 @@
+"""What was chosen is in the log whenever a data plane is installed: with the window that serves from then on."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import bodies
+import pytest
+from ranks import Ranks
+from test_group import PATHS
+
+from uccl_ep_serving.bootstrap import StoreExchange
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self.lines.append(record.getMessage())
+
+
+def logged(exchange: StoreExchange, overrides: dict[str, Any]) -> list[tuple[str, float, int]]:
+    """(line, MiB of the window, its low-latency tokens) after opening, a first and a second low-latency shape, and
+    after masking the last rank."""
+    kept, log = _Kept(), logging.getLogger("uccl_ep_serving")
+    level = log.level
+    log.addHandler(kept)
+    log.setLevel(logging.INFO)
+    found = []
+
+    def note() -> None:
+        layout = buffer.runtime.layout
+        (line,) = [line for line in kept.lines if line.startswith("uccl_ep rank")]
+        kept.lines.clear()
+        found.append((line, layout.nbytes / 2**20, layout.low_latency.tokens if layout.low_latency else 0))
+
+    try:
+        buffer = bodies.opened(exchange, overrides)
+        note()
+        for tokens in (8, 16):
+            for seed in range(2):
+                bodies.round_trip(buffer, seed, tokens=tokens)
+            note()
+        last = exchange.size - 1
+        if exchange.rank == last:
+            buffer.runtime.close(0.1)
+            return found
+        buffer.low_latency_update_mask_buffer(last, True)
+        bodies.normal_trip(buffer)
+        note()
+        buffer.destroy()
+    finally:
+        log.removeHandler(kept)
+        log.setLevel(level)
+    return found
+
+
+@pytest.mark.parametrize("path", ["direct", "tcp"])
+def test_every_window_is_logged_with_the_size_that_serves(ranks: Ranks, path: str) -> None:
+    results = ranks.run(3, logged, PATHS[path])
+    assert [len(found) for found in results] == [4, 4, 3]
+    for rank, found in enumerate(results):
+        for number, (line, size, tokens) in enumerate(found):
+            assert line.startswith(f"uccl_ep rank {rank} of 3: ")
+            assert f"window {size:.1f} MiB" in line
+            says = re.search(r"low latency for (\d+) tokens a rank", line)
+            assert int(says[1] if says else 0) == tokens
+            assert line.endswith("without ranks 2") == (number == 3)
+        assert [tokens for _, _, tokens in found[:3]] == [0, 8, 16]
