@@ -11,6 +11,7 @@ from types import CellType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import ray_stand_in
 
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
 from uccl_ep_serving.engines import sglang as plugin
@@ -267,36 +268,45 @@ def engine_draft(model: str, target: str) -> dict[str, Any]:
     }
 
 
-def engine_ray(record: bytes) -> tuple[bool, str]:
-    """Send a configuration to a Ray actor that publishes it as SGLang's ``SchedulerActor`` does, with real Ray."""
-    import os
+def engine_ray_launcher(model: str) -> bytes:
+    """SGLang's ``RayEngine`` creates the actor of rank 0 from a configuration that asks for us."""
+    sent = ray_stand_in.install()
+    from sglang.srt.ray.engine import _create_scheduler_actor
 
-    import ray
+    _create_scheduler_actor(
+        pg=SimpleNamespace(id=b"group"),
+        bundle_idx=0,
+        gpu_id=0,
+        server_args=resolved(model, moe_a2a_backend="uccl_ep"),
+        port_args=None,
+        tp_rank=0,
+        pp_rank=0,
+        dp_rank=0,
+        dist_init_addr="127.0.0.1:1",
+        rank0_node_ip="127.0.0.1",
+    )
+    (created,) = sent
+    return created
 
-    os.chdir("/")  # Ray puts the driver's directory on the workers' path, and a checkout must not be there
 
-    class Actor:
-        def __init__(self, server_args: Any) -> None:
-            from sglang.srt import plugins
+def engine_ray_actor(created: bytes) -> dict[str, Any]:
+    """SGLang's own ``SchedulerActor``, up to where it builds its scheduler, in a process that loads no plugins."""
+    ray_stand_in.install()
+    from sglang.srt import plugins
+    from sglang.srt.managers import scheduler
 
-            self.loaded = plugins._plugins_loaded  # arguments are unpickled before the constructor runs
-            from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+    seen: dict[str, Any] = {"loaded before": plugins._plugins_loaded}
 
-            world_rank = spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
-            publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, dp_rank=0, gpu_id=0))
+    def build(*, server_args: Any, port_args: Any) -> None:
+        from sglang.srt.runtime_context import get_server_args
 
-        def answer(self) -> tuple[bool, str]:
-            import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+        deepep = sys.modules[DEEPEP]
+        seen["ours"] = deepep.Buffer is plugin.buffer_class()
+        seen["backend"] = get_server_args().resolved_dict()["moe_a2a_backend"]
 
-            return self.loaded, deepep.Buffer.__mro__[1].__module__
-
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        actor = ray.remote(Actor).remote(server_args=pickle.loads(record))
-        answer: tuple[bool, str] = ray.get(actor.answer.remote(), timeout=80)
-        return answer
-    finally:
-        ray.shutdown()
+    scheduler.Scheduler = build
+    ray_stand_in.create(created, lambda: seen.update({"loaded with the arguments": plugins._plugins_loaded}))
+    return seen
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -412,10 +422,14 @@ def test_worker_that_never_loads_plugins_gets_ours_with_the_configuration(in_eng
     assert in_engine(engine_unpickle, record) == (True, True)
 
 
-@pytest.mark.slow
 def test_ray_actor_runs_on_our_buffer(in_engine: InEngine, model: str) -> None:
-    pytest.importorskip("ray")
-    assert in_engine(engine_ray, in_engine(engine_pickle, model)) == (True, "uccl_ep_serving.buffer")
+    """``--use-ray``: SGLang's launcher and its actor class, with a stand-in for Ray between them."""
+    assert in_engine(engine_ray_actor, in_engine(engine_ray_launcher, model)) == {
+        "loaded before": False,
+        "loaded with the arguments": True,
+        "backend": "deepep",
+        "ours": True,
+    }
 
 
 @pytest.mark.parametrize("target", ["uccl_ep", "none"])
