@@ -192,6 +192,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [f"| {name} | {100 * one['share_of_a_core']:.2f} |" for name, one in result["idle"].items()]
     lines += [
         "",
+        "Traffic is recent up to a pause of 0.1 ms; after 26 ms a proxy is long idle.",
+        "",
         "| proxies of a rank | pause before a command | pick-up us, median | p10 - p90 | max | samples |",
         "|---|---|---:|---:|---:|---:|",
     ]

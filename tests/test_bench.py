@@ -259,6 +259,8 @@ class TestMissedTargets:
     def test_a_missed_target_is_explained(self) -> None:
         assert missed_reasons([self.target()], self.RESULTS) == ["speed (3): a reason"]
         assert "not explained" in missed_reasons([self.target(missed="")], self.RESULTS)[0]
+        dated = {"one": {**self.RESULTS["one"], "machine": {"commit": "abc+"}}}
+        assert missed_reasons([self.target()], dated) == ["speed (3 at commit abc+): a reason"]
 
     def test_the_explanation_goes_with_the_miss(self) -> None:
         assert missed_reasons([self.target(at_most=3.0)], self.RESULTS) == []

@@ -82,10 +82,15 @@ def target_rows(targets: Iterable[Target], results: Mapping[str, Any]) -> tuple[
 
 
 def missed_reasons(targets: Iterable[Target], results: Mapping[str, Any]) -> list[str]:
-    """One line for every target that is measured and missed: what was measured, and why."""
+    """One line for every target that is measured and missed: what was measured, at which commit, and why.
+
+    The reasons are those of today's code, the figure may be of an older commit.
+    """
     lines = []
     for target in targets:
         measured = target.measured(results)
         if measured is not None and not target.met(measured):
-            lines.append(f"{target.words} ({measured:.3g}): {' '.join(target.missed.split()) or 'not explained yet'}")
+            commit = results[target.result].get("machine", {}).get("commit")
+            figure = f"{measured:.3g} at commit {commit}" if commit else f"{measured:.3g}"
+            lines.append(f"{target.words} ({figure}): {' '.join(target.missed.split()) or 'not explained yet'}")
     return lines
