@@ -9,6 +9,7 @@ from pathlib import Path
 import bodies
 import pytest
 from ranks import Ranks
+from remains import held, left
 from test_group import PATHS
 
 
@@ -26,6 +27,10 @@ def test_a_killed_rank_is_named_within_a_second(mortal_ranks: Ranks, tmp_path: P
     mortal_ranks.start(3, bodies.until_it_fails, PATHS[path], mode, 1, False, marker)
     _wait_for([f"{marker}.{rank}" for rank in range(3)])
     time.sleep(0.2)
+    pids = [mortal_ranks.pid(rank) for rank in range(3)]
+    working = held(pids)
+    assert len(working["sockets"]) >= 3, working  # else finding none afterwards would say nothing
+    assert len(working["memory"]) >= 3, working
     killed = time.time()
     mortal_ranks.signal(1)
     results = mortal_ranks.finish([0, 2])
@@ -34,11 +39,11 @@ def test_a_killed_rank_is_named_within_a_second(mortal_ranks: Ranks, tmp_path: P
         assert (found["kind"], found["peer"]) == ("PeerLost", 1)
         assert found["when"] - killed < 1.0
         assert found["again"] == "PeerLost"
-    assert not [name for name in os.listdir("/dev/shm") if "uccl" in name]
+    assert left(pids) == {}
 
 
 @pytest.mark.parametrize("mode", ["low_latency", "normal"])
-@pytest.mark.parametrize("path", ["direct", "tcp"])
+@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
 def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: Path, path: str, mode: str) -> None:
     marker = str(tmp_path / "ready")
     mortal_ranks.start(3, bodies.until_it_fails, {**PATHS[path], "timeout": 2.0}, mode, 1, True, marker)

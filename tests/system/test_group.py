@@ -8,6 +8,7 @@ from typing import Any
 import bodies
 import pytest
 from ranks import Ranks
+from remains import left
 
 PATHS: dict[str, dict[str, Any]] = {
     "direct": {},
@@ -29,7 +30,7 @@ def test_both_modes_on_every_path(ranks: Ranks, path: str, size: int) -> None:
         assert one["ops"]["ll_dispatch"]["count"] == 5
         if path != "direct" and size > 1:
             assert one["bytes_sent"] > 0
-    assert not [name for name in os.listdir("/dev/shm") if "uccl" in name]
+    assert left([ranks.pid(rank) for rank in range(size)]) == {}
 
 
 @pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
