@@ -3,7 +3,8 @@
 Loaded in the server's processes through a directory on ``PYTHONPATH`` (:func:`install`). ``PROBE_MODE`` chooses:
 
 ``record``
-    every rank appends, for each low-latency dispatch, a JSON line with what its routing table implies;
+    every rank appends, for each low-latency dispatch and each layout of a normal one, a JSON line with what its routing
+    table implies;
 ``drop``
     slots of experts on other ranks are dispatched as -1, so whatever remote experts would add is lost.
 """
@@ -72,18 +73,22 @@ def subclass(base: type[Any]) -> type[Any]:
                 return topk_idx
             return topk_idx.masked_fill(self._owner(topk_idx, experts) != self.rank, -1)
 
-        def low_latency_dispatch(self, x: Any, topk_idx: Any, tokens: int, experts: int, **kwargs: Any) -> Any:
-            self._experts = experts
+        def _note(self, prefix: str, topk_idx: Any, experts: int) -> None:
+            """Write down what this rank's routing table implies, names beginning with ``prefix``."""
             owner = self._owner(topk_idx, experts)
             remote = [int((owner == rank).any(dim=1).sum()) for rank in range(self.group_size) if rank != self.rank]
             line = {
                 "calls": 1,
-                "tokens": x.shape[0],
+                "tokens": topk_idx.shape[0],
                 "rows": sum(remote),
                 "expert_rows": int(((owner >= 0) & (owner != self.rank)).sum()),
             }
             with open(f"{os.environ[FILE]}.{self.rank}", "a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({prefix + name: value for name, value in line.items()}) + "\n")
+
+        def low_latency_dispatch(self, x: Any, topk_idx: Any, tokens: int, experts: int, **kwargs: Any) -> Any:
+            self._experts = experts
+            self._note("", topk_idx, experts)
             return super().low_latency_dispatch(x, self._kept(topk_idx, experts), tokens, experts, **kwargs)
 
         def low_latency_combine(self, x: Any, topk_idx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,6 +96,7 @@ def subclass(base: type[Any]) -> type[Any]:
 
         def get_dispatch_layout(self, topk_idx: Any, experts: int, **kwargs: Any) -> Any:
             self._experts = experts
+            self._note("normal_", topk_idx, experts)
             return super().get_dispatch_layout(self._kept(topk_idx, experts), experts, **kwargs)
 
         def dispatch(self, x: Any, *, topk_idx: Any, **kwargs: Any) -> Any:

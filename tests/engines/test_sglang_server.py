@@ -212,6 +212,26 @@ def test_rows_are_what_the_routing_implies(serve: Serve, tmp_path: Path, monkeyp
     assert rows < expert_rows  # else reducing at the expert side could not be told from not reducing
 
 
+def test_normal_rows_are_what_the_routing_implies(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each (token, remote rank) of the routing tables is one row out in dispatch and one row back in combine."""
+    for name, value in engine_probe.install(tmp_path, "record").items():
+        monkeypatch.setenv(name, value)
+    got = serve(replace(OURS, deepep_mode="normal", environment={**OURS.environment, "PROBE": "record"}))
+    routed = engine_probe.recorded(tmp_path)
+    assert sorted(routed) == [0, 1]
+    for rank in got.traffic:
+        implied = routed[rank["rank"]]
+        dispatch, combine = rank["ops"]["normal_dispatch"], rank["ops"]["normal_combine"]
+        assert dispatch["count"] == combine["count"] == implied["normal_calls"] > 0
+        assert dispatch["tokens"] == implied["normal_tokens"]
+        assert dispatch["rows"] == implied["normal_rows"] > 0
+        assert combine["rows"] == routed[1 - rank["rank"]]["normal_rows"]
+    rows = sum(implied["normal_rows"] for implied in routed.values())
+    assert rows < sum(implied["normal_expert_rows"] for implied in routed.values())
+
+
 def test_losing_remote_rows_changes_the_answers(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: these answers do depend on what comes from the other rank."""
     expected = serve(Launch("none"))
