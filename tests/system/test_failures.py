@@ -56,6 +56,8 @@ def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: P
     assert 1 in {found["peer"] for found in silent}
     assert all("arrived" in found["text"] for found in silent)
     assert {results[rank][1]["kind"] for rank in (0, 2)} <= {"PeerTimeout", "PeerLost"}
+    last_sign = os.stat(f"{marker}.1").st_mtime
+    assert 1.9 < min(found["when"] for found in silent) - last_sign < 3.5
 
 
 def test_bad_input_is_refused_by_name_and_the_group_goes_on(ranks: Ranks) -> None:
