@@ -247,6 +247,8 @@ def operation_hit(exchange: StoreExchange, overrides: dict[str, Any], mode: str,
     buffer = opened(exchange, overrides)
     trip = round_trip if mode == "low_latency" else normal_trip
     trip(buffer)
+    # a slower rank may still be in the operation that is not to be hit
+    exchange.all_gather(b"")
     if exchange.rank == 0 and kernel:
         # as if the kernels' idea of the window were another one than the proxies'
         buffer.runtime.space._context[WINDOW_BYTES] = 4096
