@@ -13,10 +13,11 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo demo-vllm test test-gpu test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-rdma test-gpu test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo "make test-rdma                RDMA transports on soft-RoCE devices in a small virtual machine"
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
@@ -50,6 +51,10 @@ test: env
 
 test-vllm: env-vllm
 	@$(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS) $(ARGS)
+
+# real RC verbs: soft-RoCE in a virtual machine, fetched on first use; skips with the reason where that is not possible
+test-rdma: env
+	@ARGS="$(ARGS)" scripts/test-rdma
 
 test-engine: env-sglang env-vllm
 	@$(BIN)/pytest -m engine $(ARGS)
