@@ -307,6 +307,7 @@ class RoceEndpoint:
             traffic_class=self._family.traffic_class if traffic < 0 else traffic,
             service_level=self._family.service_level if level < 0 else level,
             timeout=settings.nic_timeout,
+            retries=self._family.retries,
         )
         for place, link in enumerate(self._links[peer]):
             link.connect(path, there.numbers[place], f"connecting {self._gid} to rank {peer}")
