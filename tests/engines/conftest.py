@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-import multiprocessing.forkserver
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
+from fork_server import ensure_fork_server, stop_fork_server
 
 from uccl_ep_serving.engines import sglang_cpu, vllm_cpu
 
@@ -30,45 +29,41 @@ PRELOAD = {
 
 
 @pytest.fixture(scope="session")
-def in_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InEngine]:
-    """Call ``function(*args)`` in a fresh fork of a process that has imported the engine; returns or raises as it did.
-
-    An environment holds one engine: SGLang or vLLM.
-    """
+def engine_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], ProcessPoolExecutor]]:
+    """Pools of fresh forks of a process that has imported the engine. An environment holds one: SGLang or vLLM."""
     engine = "vllm" if importlib.util.find_spec("vllm") else "sglang"
     directory = tmp_path_factory.mktemp(engine)
     supplied = {"sglang": sglang_cpu.environment, "vllm": vllm_cpu.environment}[engine](directory)
-    changed = {**supplied, "PYTHONSAFEPATH": "1"}
-    saved = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD[engine])
-    multiprocessing.forkserver._forkserver._stop()  # one that another test started has neither imports nor variables
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
-    def call(function: Callable[..., Result], *args: Any) -> Result:
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(function, *args).result(timeout=100)
+    def processes(size: int) -> ProcessPoolExecutor:
+        ensure_fork_server(PRELOAD[engine], {**supplied, "PYTHONSAFEPATH": "1"})
+        return ProcessPoolExecutor(size, mp_context=context)
 
-    yield call
-    multiprocessing.forkserver._forkserver._stop()  # or it would live until pytest ends, and count as left behind
+    yield processes
+    stop_fork_server()  # or it would live until pytest ends, and count as left behind
 
 
 @pytest.fixture(scope="session")
-def in_engine_ranks(in_engine: InEngine, tmp_path_factory: pytest.TempPathFactory) -> InEngine:
+def in_engine(engine_processes: Callable[[int], ProcessPoolExecutor]) -> InEngine:
+    """Call ``function(*args)`` in such a process; returns or raises as it did."""
+
+    def call(function: Callable[..., Result], *args: Any) -> Result:
+        with engine_processes(1) as pool:
+            return pool.submit(function, *args).result(timeout=100)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def in_engine_ranks(
+    engine_processes: Callable[[int], ProcessPoolExecutor], tmp_path_factory: pytest.TempPathFactory
+) -> InEngine:
     """Call ``function(rank, size, rendezvous, *args)`` in ``size`` such processes at once; returns the results."""
-    context = multiprocessing.get_context("forkserver")
 
     def call(size: int, function: Callable[..., Result], *args: Any) -> list[Result]:
         rendezvous = str(tmp_path_factory.mktemp("ranks") / "store")
-        with ProcessPoolExecutor(size, mp_context=context) as pool:
+        with engine_processes(size) as pool:
             started = [pool.submit(function, rank, size, rendezvous, *args) for rank in range(size)]
             return [one.result(timeout=300) for one in started]
 

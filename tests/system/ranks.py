@@ -17,11 +17,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
+from fork_server import ensure_fork_server
 
 from uccl_ep_serving.bootstrap import StoreExchange
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "uccl_ep_serving.buffer"])
+_PRELOAD = ["torch", "torch.distributed", "uccl_ep_serving.buffer"]
 _calls = itertools.count()
 
 
@@ -60,6 +61,8 @@ class Ranks:
         self._workers: list[tuple[Any, Connection]] = []
 
     def _grow(self, size: int) -> None:
+        if len(self._workers) < size:
+            ensure_fork_server(_PRELOAD)
         while len(self._workers) < size:
             ours, theirs = _context.Pipe()
             process = _context.Process(target=_work, args=(theirs, len(self._workers), self._store.port), daemon=True)
