@@ -161,10 +161,18 @@ def _flat(whose: str, samples: list[Sample], rss_limit: int) -> None:
         raise SoakFailed(f"{whose}: {'; '.join(grew)}")
 
 
-def _record(output: Path, part: str, found: dict[str, Any]) -> None:
+def _describe() -> dict[str, Any]:
+    """The machine and the commit before a part runs: the checkout may be another one when it ends."""
+    machine = describe()
+    if not machine["commit"]:
+        print("soak: no git checkout holds this source: the figures will name no commit", flush=True)
+    return machine
+
+
+def _record(output: Path, part: str, machine: dict[str, Any], found: dict[str, Any]) -> None:
     """Put one part's figures into the file, beside those that are there."""
     known = json.loads(output.read_text()) if output.exists() else {}
-    known[part] = {"machine": describe(), **found}
+    known[part] = {"machine": {**machine, "load_after": describe()["load"]}, **found}
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_suffix(".partial")
     partial.write_text(json.dumps(known, indent=1) + "\n")
@@ -225,8 +233,9 @@ def soak(
     try:
         if cases:
             print(f"soak: seeds {seed} to {seed + cases - 1}", flush=True)
+            machine = _describe()
             found = run_cases(pool, seed, cases, repeat, rss_limit)
-            _record(output, "adversarial", found)
+            _record(output, "adversarial", machine, found)
             _show_cases(found)
             pool.close()
         if layers:
@@ -236,8 +245,9 @@ def soak(
             if transport != "direct":
                 settings |= {"direct": False, "transport": transport}
             plan = soak_layers.LayerPlan(seed, ranks, first_layer, settings)
+            machine = _describe()
             found = run_layers(pool, plan, layers, min(lives, max(1, layers // 100)), stretch, rss_limit)
-            _record(output, "layers", found)
+            _record(output, "layers", machine, found)
             _show_layers(found)
     except SoakFailed as error:
         print(f"soak: FAILED: {error}", flush=True)

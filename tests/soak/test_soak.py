@@ -16,6 +16,7 @@ from ranks import Ranks
 from soak_samples import Sample, growth, not_flat
 from typer.testing import CliRunner
 
+from uccl_ep_serving.cli.bench_machine import describe
 from uccl_ep_serving.errors import PeerLost, UcclEpError
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
@@ -34,6 +35,9 @@ def test_a_small_run_holds_and_writes_its_figures(tmp_path: Path) -> None:
     assert found["adversarial"]["ends"]["recovers: finished"] > 5
     assert found["layers"]["transports"] == ["tcp"]
     assert len(found["layers"]["by_rank"]) == 2
+    for part in ("adversarial", "layers"):
+        assert found[part]["machine"]["commit"] == describe()["commit"]
+        assert len(found[part]["machine"]["load_after"]) == 3
     for rank in found["layers"]["by_rank"]:
         assert rank["messages_sent"] > 96
         assert len(rank["held"]["threads"]) == len(rank["held"]["descriptors"]) == 1

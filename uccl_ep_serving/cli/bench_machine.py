@@ -15,6 +15,8 @@ import psutil
 
 __all__ = ["describe", "host_identity"]
 
+#: The files whose difference is marked: all, but for what benchmarks themselves write while they run.
+_SOURCES = (":(top)", ":(top,exclude)benchmarks/results", ":(top,exclude)benchmarks/RESULTS.md")
 _PACKAGES = ("uccl_ep_serving", "torch", "numba", "numpy", "mpi4py", "deep_ep")
 
 
@@ -37,12 +39,12 @@ def _git(*arguments: str) -> str:
 
 
 def _commit() -> str:
-    """Commit of the checkout, "+" appended when files of it differ; "" when installed from a wheel."""
+    """Commit of the checkout, "+" appended when sources differ from it; "" when installed from a wheel."""
     root, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--short=12", "HEAD")
     # a wheel inside some project's virtual environment is not that project's code
     if not commit or not (Path(root) / "uccl_ep_serving" / "protocol").is_dir():
         return ""
-    return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", *_SOURCES) else "")
 
 
 def _cpu() -> str:
