@@ -73,6 +73,7 @@ lint: env
 
 # writes benchmarks/results/*.json and benchmarks/RESULTS.md; some minutes, on a machine with nothing else to do
 bench: env
+	@scripts/install bench || echo "bench: without Open MPI (see above), figures beside it are left out" >&2
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 # writes benchmarks/results/soak.json; a quarter of an hour. A failure prints the command that repeats it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from uccl_ep_serving.cli.bench import run_standalone
 from uccl_ep_serving.cli.bench_card import Card, load_cards
 from uccl_ep_serving.cli.bench_launch import RankFailed, free_port, launched_by, run_ranks
 from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_peers import why_not
+from uccl_ep_serving.cli.bench_peers import mpi_launcher, why_not
 from uccl_ep_serving.cli.bench_problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData, compare
 from uccl_ep_serving.cli.bench_statistics import all_ratios, ratios, summary
 from uccl_ep_serving.cli.bench_target import Target, load_targets, missed_reasons, target_rows
@@ -190,6 +191,49 @@ class TestLaunch:
         assert why_not("deepep", one) == "deep_ep is not installed"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert why_not("nccl", one) == "no CUDA device"
+
+    def test_the_launcher_of_the_environment_goes_before_the_one_on_the_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for place in ("environment", "path"):
+            (tmp_path / place).mkdir()
+            for name in ("python", "mpirun"):
+                (tmp_path / place / name).touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "python"))
+        assert mpi_launcher() == str(tmp_path / "environment" / "mpirun")
+        (tmp_path / "environment" / "mpirun").unlink()
+        assert mpi_launcher() == str(tmp_path / "path" / "mpirun")
+        (tmp_path / "path" / "mpirun").unlink()
+        assert mpi_launcher() == ""
+
+
+class TestMachine:
+    def test_a_commit_is_marked_when_sources_differ_not_when_results_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def git(*arguments: str) -> str:
+            identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+            command = ["git", "-C", str(tmp_path), *identity, *arguments]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+        package, results = tmp_path / "uccl_ep_serving", tmp_path / "benchmarks" / "results"
+        (package / "protocol").mkdir(parents=True)
+        results.mkdir(parents=True)
+        for path in (package / "__init__.py", results / "a.json", results.parent / "RESULTS.md"):
+            path.write_text("1")
+        git("init", "--quiet")
+        git("add", "--all")
+        git("commit", "--quiet", "--message", "all")
+        spec = importlib.util.spec_from_file_location("uccl_ep_serving", package / "__init__.py")
+        monkeypatch.setattr("uccl_ep_serving.cli.bench_machine.importlib.util.find_spec", lambda name: spec)
+        commit = git("rev-parse", "--short=12", "HEAD")
+        assert describe()["commit"] == commit
+        (results / "a.json").write_text("2")
+        (results.parent / "RESULTS.md").write_text("2")
+        assert describe()["commit"] == commit
+        (package / "__init__.py").write_text("2")
+        assert describe()["commit"] == commit + "+"
 
 
 def result(**values: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,13 @@ _SUM_BYTES = 1 << 20
 
 
 def mpi_launcher() -> str:
-    """Path of mpirun or mpiexec, "" when there is none."""
-    return shutil.which("mpirun") or shutil.which("mpiexec") or ""
+    """Path of mpirun or mpiexec, "" when there is none.
+
+    One beside the interpreter goes first: mpi4py loads the MPI library of its own environment when there is one, and
+    the ranks of one library started by another's launcher would each find themselves alone.
+    """
+    places = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places) or ""
 
 
 def _gpus_missing(card: Card) -> str:
