@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 from test_control import ThreadExchange, in_threads
 
 from uccl_ep_serving import bootstrap
-from uccl_ep_serving.bootstrap import StoreExchange, introduce, local_host
+from uccl_ep_serving.bootstrap import StoreExchange, TorchExchange, introduce, local_host
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.protocol.message import FORMAT_VERSION
@@ -135,3 +136,19 @@ class Altered(ThreadExchange):
         card = msgspec.msgpack.decode(payload)
         card[self._field] = -1 if self._field == "formats" else "another"
         return super().all_gather(msgspec.msgpack.encode(card))
+
+
+def test_a_group_outside_of_torchs_world_will_do() -> None:
+    """As engines make them that change size while they serve: ``torch.distributed`` itself does not know the group."""
+    store = dist.HashStore()
+
+    def body(exchange: ThreadExchange) -> tuple[int, int, list[bytes]]:
+        gloo = dist.ProcessGroupGloo(store, exchange.rank, 2, datetime.timedelta(seconds=20))
+        group = dist.ProcessGroup(store, exchange.rank, 2)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        rode = TorchExchange(group)
+        return rode.rank, rode.size, rode.all_gather(b"x" * (1 + 9 * exchange.rank))
+
+    assert not dist.is_initialized()
+    assert in_threads(2, body) == [(rank, 2, [b"x", b"x" * 10]) for rank in range(2)]

@@ -56,7 +56,11 @@ class Exchange(Protocol):
 
 
 class TorchExchange:
-    """:class:`Exchange` over a ``torch.distributed`` process group (gloo: CPU tensors, NCCL: CUDA tensors)."""
+    """:class:`Exchange` over a ``torch.distributed`` process group (gloo: CPU tensors, NCCL: CUDA tensors).
+
+    It calls the group's own methods: the functions of ``torch.distributed`` know only groups of the world, and engines
+    that change size while they serve (vLLM's elastic expert parallelism) make theirs outside of it.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -71,11 +75,11 @@ class TorchExchange:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self._group)
+        return self._group.rank()
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self._group)
+        return self._group.size()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
@@ -97,7 +101,7 @@ class TorchExchange:
         Inside the collective neither would be: Python handles no signal there, and the default timeout is 30 minutes.
         """
         try:
-            work = dist.all_gather(outputs, mine, group=self._group, async_op=True)
+            work = self._group.allgather([outputs], [mine])
             said = time.monotonic()
             while not work.is_completed():
                 time.sleep(_POLL_SECONDS)
