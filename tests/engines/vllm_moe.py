@@ -73,10 +73,21 @@ class Layer:
     Args:
         case: shapes and formats.
         low_latency: BatchedExperts form, else Standard.
-        buffer: of the group.
+        buffer: of the group; None where ``manager`` has one.
+        placed: the expert in each physical place, as an expert load balancer leaves them; default: each in its own.
+        manager: stands in for the all-to-all manager of the expert-parallel group.
     """
 
-    def __init__(self, case: Case, low_latency: bool, buffer: Any, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        case: Case,
+        low_latency: bool,
+        buffer: Any,
+        rank: int,
+        ranks: int,
+        placed: list[int] | None = None,
+        manager: Any = None,
+    ) -> None:
         import vllm.model_executor.layers.fused_moe.modular_kernel as mk
         from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, fp8_w8a8_moe_quant_config
 
@@ -84,11 +95,13 @@ class Layer:
         from uccl_ep_serving.engines.vllm_cpu.experts import TorchBatchedExperts, TorchExperts
 
         self.case, self.rank, self.ranks = case, rank, ranks
+        self.placed = list(range(EXPERTS)) if placed is None else placed
         generator = torch.Generator().manual_seed(case.intermediate + case.hidden)
         # results of about 0.5: with vLLM's own factors they are below the tolerance, and a lost row goes unnoticed
         self.w1 = torch.randn(EXPERTS, 2 * case.intermediate, case.hidden, generator=generator) * case.hidden**-0.5
         self.w2 = torch.randn(EXPERTS, case.hidden, case.intermediate, generator=generator) * case.intermediate**-0.5
-        local = self._local_experts()
+        places = self._local_places()
+        local = [self.placed[place] for place in places]
         if case.fp8:
             w1, s1 = quantised(self.w1, BLOCK)
             w2, s2 = quantised(self.w2, BLOCK)
@@ -99,21 +112,22 @@ class Layer:
             quant = FusedMoEQuantConfig.make()
             self.w1, self.w2 = self.w1.bfloat16(), self.w2.bfloat16()
             self.local1, self.local2 = self.w1[local], self.w2[local]
-        self.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
-        self.expert_map[local] = torch.arange(len(local), dtype=torch.int32)
-        moe = moe_config(case, low_latency, rank, ranks)
+        self.expert_map = torch.full((len(self.placed),), -1, dtype=torch.int32)
+        self.expert_map[places] = torch.arange(len(places), dtype=torch.int32)
+        moe = moe_config(case, low_latency, rank, ranks, len(self.placed))
         tables = None
         if case.round_robin:
-            placed = torch.cat([torch.arange(EXPERTS)[one::ranks] for one in range(ranks)])
-            tables = (torch.argsort(placed), placed, torch.tensor(local))
-        manager = SimpleNamespace(world_size=ranks, rank=rank, get_handle=lambda _kwargs: buffer)
+            dealt = torch.cat([torch.arange(EXPERTS)[one::ranks] for one in range(ranks)])
+            tables = (torch.argsort(dealt), dealt, torch.tensor(local))
+        if manager is None:
+            manager = SimpleNamespace(world_size=ranks, rank=rank, get_handle=lambda _kwargs: buffer)
         self.prepare_finalize = make_prepare_finalize(moe, quant, tables, manager)
         experts = (TorchBatchedExperts if low_latency else TorchExperts)(*expert_arguments(moe, quant, low_latency))
         self.kernel = mk.FusedMoEKernel(self.prepare_finalize, experts)
 
-    def _local_experts(self) -> list[int]:
-        each = EXPERTS // self.ranks
-        everywhere = list(range(EXPERTS))
+    def _local_places(self) -> list[int]:
+        everywhere = list(range(len(self.placed)))
+        each = len(everywhere) // self.ranks
         return everywhere[self.rank :: self.ranks] if self.case.round_robin else everywhere[self.rank * each :][:each]
 
     def step(self, seed: int) -> Step:
@@ -156,26 +170,26 @@ class Layer:
             topk_ids=step.ids,
             topk_weights=step.weights,
             activation=MoEActivation.SILU,
-            global_num_experts=EXPERTS,
+            global_num_experts=len(self.placed),
             expert_map=self.expert_map,
             apply_router_weight_on_input=self.case.weight_input,
         )
         return output
 
 
-def moe_config(case: Case, low_latency: bool, rank: int, ranks: int) -> Any:
-    """The layer's ``FusedMoEConfig``, as the model runner would make it."""
+def moe_config(case: Case, low_latency: bool, rank: int, ranks: int, places: int) -> Any:
+    """The layer's ``FusedMoEConfig``, as the model runner would make it; ``places`` are physical experts."""
     import inspect
 
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     fields = {
-        "num_experts": EXPERTS,
+        "num_experts": places,
         "experts_per_token": case.topk,
         "hidden_dim": case.hidden,
         "intermediate_size": case.intermediate,
-        "num_local_experts": EXPERTS // ranks,
+        "num_local_experts": places // ranks,
         "num_logical_experts": EXPERTS,
         "activation": MoEActivation.SILU,
         "device": "cpu",
@@ -194,7 +208,7 @@ def moe_config(case: Case, low_latency: bool, rank: int, ranks: int) -> Any:
             sp_size=1,
             use_ep=True,
             all2all_backend="uccl_ep_low_latency" if low_latency else "uccl_ep",
-            enable_eplb=False,
+            enable_eplb=places > EXPERTS,
         ),
     }
     known = inspect.signature(FusedMoEConfig).parameters
