@@ -25,6 +25,7 @@ import proxy_idle
 import proxy_loop
 import roce_posting
 import twins
+import vllm_serving
 
 from uccl_ep_serving.cli.bench import run_standalone
 from uccl_ep_serving.cli.bench_card import Card, load_cards
@@ -76,12 +77,13 @@ class _Part(NamedTuple):
 
     Attributes:
         title: of its section in the report.
-        measure: returns its result, which has the key ``machine``.
+        measure: returns its result, which has the key ``machine``; None for what is run by itself, in the environment
+            of an engine.
         markdown: a result as a table.
     """
 
     title: str
-    measure: Callable[[], Mapping[str, Any]]
+    measure: Callable[[], Mapping[str, Any]] | None
     markdown: Callable[[Mapping[str, Any]], str]
 
 
@@ -95,11 +97,12 @@ PARTS = {
         "Writes of a low-latency dispatch, by EFA devices in memory", nic_writes.measure, nic_writes.markdown
     ),
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
+    "vllm_serving": _Part("vLLM, serving over each of its all-to-alls", None, vllm_serving.markdown),
 }
 
 
-def _part(part: _Part, target: Path) -> None:
-    target.write_text(json.dumps(part.measure(), indent=1) + "\n")
+def _part(measure: Callable[[], Mapping[str, Any]], target: Path) -> None:
+    target.write_text(json.dumps(measure(), indent=1) + "\n")
 
 
 def jobs() -> dict[str, Callable[[Path], None]]:
@@ -109,7 +112,8 @@ def jobs() -> dict[str, Callable[[Path], None]]:
         for card in load_cards(CARDS)
     }
     for name, part in PARTS.items():
-        found[name] = lambda target, part=part: _part(part, target)  # type: ignore[misc]
+        if part.measure is not None:
+            found[name] = lambda target, measure=part.measure: _part(measure, target)  # type: ignore[misc]
     return found
 
 

@@ -1,49 +1,75 @@
-"""What serving costs with each all-to-all of vLLM, on CPU ranks: the same server and requests for each.
+"""What serving costs with each all-to-all of vLLM, on CPU ranks: the same servers and requests for each.
 
     .venv-vllm/bin/python benchmarks/vllm_serving.py [--rounds N] [--only TEXT] [--json FILE]
 
-Each round starts one server after another (two data-parallel ranks with expert parallelism, a tiny Qwen3-MoE, float32),
-sends the same streaming requests to each, and takes
+All servers run at once (two data-parallel ranks with expert parallelism each, a tiny Qwen3-MoE, float32), of which one
+at a time has anything to do: in each round every server gets the same streaming requests, one server after another, so
+that a ratio compares what was measured seconds apart. Of each load it takes
 
 * output tokens per second over the whole load;
 * TPOT, the time per output token of a request after its first, as the client sees it;
-* for ours, the share of the ranks' time that passes inside dispatch and combine, waiting for the other rank included.
+* for ours, the time that a layer spends inside dispatch and combine, and the share of the ranks' time that passes
+  there, waiting for the other rank included.
 
 ``allgather_reducescatter`` is vLLM's default. Its CPU communicator lacks two collectives, which
 ``uccl_ep_serving/engines/vllm_cpu/hooks.py`` supplies over gloo, for tests only; its figure says what that costs, not
-what vLLM does on a GPU. Experts are the same torch code everywhere. Ratios are taken within a round.
+what vLLM does on a GPU. Experts are the same torch code everywhere.
+
+Five minutes on two cores, and about 16 GiB of memory. It writes ``results/vllm_serving.json`` and its part of
+``RESULTS.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from uccl_ep_serving.cli.bench_machine import describe
+from uccl_ep_serving.cli.bench_report import markdown_table
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
 from uccl_ep_serving.cli.demo_server import DemoServer
 from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
 
+HERE = Path(__file__).resolve().parent
 MODEL = "qwen3-moe"
 BASELINE = "allgather_reducescatter"
 DIRECT, PROXIED = {"UCCL_EP_DIRECT": "1"}, {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "shm"}
+#: vLLM would give each rank a GiB of KV cache, most of it never used here: 64 blocks of 128 tokens do.
+ARGUMENTS = ("--num-gpu-blocks-override", "64")
+
+
+def launched(backend: str, environment: Mapping[str, str] = MappingProxyType({})) -> VllmLaunch:
+    """The server of one subject."""
+    return VllmLaunch(MODEL, backend, arguments=ARGUMENTS, environment=environment)
+
+
 SUBJECTS = {
-    BASELINE: VllmLaunch(MODEL, BASELINE),
-    "uccl_ep_high_throughput, direct": VllmLaunch(MODEL, "uccl_ep_high_throughput", environment=DIRECT),
-    "uccl_ep_high_throughput, proxies": VllmLaunch(MODEL, "uccl_ep_high_throughput", environment=PROXIED),
-    "uccl_ep_low_latency, direct": VllmLaunch(MODEL, "uccl_ep_low_latency", environment=DIRECT),
-    "uccl_ep_low_latency, proxies": VllmLaunch(MODEL, "uccl_ep_low_latency", environment=PROXIED),
+    BASELINE: launched(BASELINE),
+    "uccl_ep_high_throughput, direct": launched("uccl_ep_high_throughput", DIRECT),
+    "uccl_ep_high_throughput, proxies": launched("uccl_ep_high_throughput", PROXIED),
+    "uccl_ep_low_latency, direct": launched("uccl_ep_low_latency", DIRECT),
+    "uccl_ep_low_latency, proxies": launched("uccl_ep_low_latency", PROXIED),
 }
 REQUESTS, AT_ONCE, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8, 64, 64
 START_SECONDS = 300.0
+SERVER_GIB = 3.2
+
+Sample = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -81,58 +107,118 @@ def ask(url: str, number: int) -> Timed:
     return Timed(began, tuple(pieces))
 
 
-def communication(traffic: list[dict[str, Any]]) -> float:
-    """Seconds that all ranks together have spent inside dispatch and combine."""
-    return sum(operation["total_us"] for rank in traffic for operation in rank["ops"].values()) / 1e6
+def communication(server: DemoServer) -> tuple[float, int]:
+    """Seconds that all ranks together have spent inside dispatch and combine, and how many layers that were."""
+    operations = [operation for rank in server.traffic() for operation in rank["ops"].items()]
+    seconds = sum(counted["total_us"] for _, counted in operations) / 1e6
+    return seconds, sum(counted["count"] for name, counted in operations if name.endswith("_dispatch"))
 
 
-def measure(name: str, launch: VllmLaunch, directory: Path, round_: int) -> dict[str, float]:
-    """Serve once: a quarter of the load to warm up, then all of it."""
-    with DemoServer(launch, directory, f"{round_}-{list(SUBJECTS).index(name)}") as server:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda number: ask(server.url, number), range(500, 500 + REQUESTS // 4)))
-            before = communication(server.settled_traffic())
-            timed = list(pool.map(lambda number: ask(server.url, number), range(REQUESTS)))
-        spent = communication(server.traffic()) - before
+def load(server: DemoServer, first: int, requests: int) -> Sample:
+    """Send ``requests`` requests, AT_ONCE at a time; their prompts begin with the numbers from ``first`` on."""
+    server.settled_traffic()
+    seconds, layers = communication(server)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        timed = list(pool.map(lambda number: ask(server.url, number), range(first, first + requests)))
     wall = max(one.pieces[-1] for one in timed) - min(one.began for one in timed)
+    seconds, layers = (now - before for now, before in zip(communication(server), (seconds, layers), strict=True))
     tokens = sum(len(one.pieces) for one in timed)
-    assert tokens == REQUESTS * OUTPUT_TOKENS, f"{tokens} pieces came for {REQUESTS * OUTPUT_TOKENS} tokens"
+    assert tokens == requests * OUTPUT_TOKENS, f"{tokens} pieces came for {requests * OUTPUT_TOKENS} tokens"
     return {
         "tokens_per_second": tokens / wall,
         "tpot_ms": 1000 * statistics.median(one.tpot for one in timed),
-        "share": spent / (wall * launch.ranks),
+        "layer_us": 1e6 * seconds / layers if layers else 0.0,
+        "share": seconds / (wall * server.launch.ranks),
     }
 
 
-def main() -> None:
-    """Measure, print a table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="only the baseline and the subjects whose name holds this text")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    subjects = [name for name in SUBJECTS if name == BASELINE or options.only in name]
-    rounds: list[dict[str, dict[str, float]]] = []
-    with tempfile.TemporaryDirectory(prefix="uccl-ep-serving-") as scratch:
-        directory = Path(scratch)
-        write_checkpoint(directory / MODEL, model=MODELS[MODEL].shape)
-        for round_ in range(options.rounds):
-            # the order turns, so that a drift of the machine meets everybody
-            first = round_ % len(subjects)
-            names = subjects[first:] + subjects[:first]
-            rounds.append({name: measure(name, SUBJECTS[name], directory, round_) for name in names})
-            for name in subjects:
-                one, base = rounds[-1][name], rounds[-1][BASELINE]
+def start(stack: contextlib.ExitStack, directory: Path, names: list[str]) -> dict[str, DemoServer]:
+    """Start the servers one after another, and warm each up."""
+    servers = {}
+    for number, name in enumerate(names):
+        place = directory / str(number)
+        place.mkdir()
+        write_checkpoint(place / MODEL, model=MODELS[MODEL].shape)
+        began = time.monotonic()
+        servers[name] = server = stack.enter_context(DemoServer(SUBJECTS[name], place, "server"))
+        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        load(server, 500, REQUESTS // 4)
+        print(f"{name} serves after {time.monotonic() - began:.0f} s", flush=True)
+    return servers
+
+
+def measure(names: list[str], rounds: int) -> list[dict[str, Sample]]:
+    """Samples by round and name."""
+    needed = SERVER_GIB * len(names)
+    if psutil.virtual_memory().available < needed * 2**30:
+        sys.exit(f"vllm_serving: {len(names)} servers need {needed:.0f} GiB of free memory; --only measures fewer")
+    results: list[dict[str, Sample]] = []
+    with tempfile.TemporaryDirectory(prefix="uccl-vllm-") as scratch, contextlib.ExitStack() as stack:
+        servers = start(stack, Path(scratch), names)
+        for round_ in range(rounds):
+            first = round_ % len(names)  # the order turns, so that a drift of the machine meets everybody
+            samples = {name: load(servers[name], 0, REQUESTS) for name in names[first:] + names[:first]}
+            results.append({name: samples[name] for name in names})
+            for name, one in results[-1].items():
+                speed = one["tokens_per_second"] / samples[BASELINE]["tokens_per_second"]
                 print(
-                    f"round {round_}  {name:34} {one['tokens_per_second']:7.1f} tokens/s "
-                    f"({one['tokens_per_second'] / base['tokens_per_second']:4.2f}x)  TPOT {one['tpot_ms']:6.2f} ms  "
-                    f"dispatch + combine {one['share']:5.1%}",
+                    f"round {round_}  {name:34} {one['tokens_per_second']:7.1f} tokens/s ({speed:4.2f}x)  "
+                    f"TPOT {one['tpot_ms']:6.2f} ms  dispatch + combine {one['layer_us']:5.0f} us a layer, "
+                    f"{one['share']:5.1%}",
                     flush=True,
                 )
-    if options.json:
-        load = {"requests": REQUESTS, "at_once": AT_ONCE, "prompt": PROMPT_TOKENS, "output": OUTPUT_TOKENS}
-        options.json.write_text(json.dumps({"machine": describe(), "load": load, "rounds": rounds}, indent=1) + "\n")
+    return results
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median, and least and most."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of a result, and what was asked of the servers."""
+    rounds, asked = result["rounds"], result["load"]
+    rows = []
+    for name in rounds[0]:
+        values = {field: [one[name][field] for one in rounds] for field in rounds[0][name]}
+        rates = [one[name]["tokens_per_second"] / one[BASELINE]["tokens_per_second"] for one in rounds]
+        ours = name != BASELINE
+        rows.append(
+            (
+                name if ours else f"{name}, over gloo",
+                "as asked" if ours else "test-only repair",
+                spread(values["tokens_per_second"], 0),
+                spread(rates, 2),
+                spread(values["tpot_ms"], 2),
+                spread(values["layer_us"], 0) if ours else "",
+                spread([100 * share for share in values["share"]], 1) if ours else "",
+            )
+        )
+    headings = ("all-to-all", "", "tokens/s", "x baseline", "TPOT ms", "us a layer", "% of the ranks' time")
+    return (
+        f"{markdown_table(headings, rows)}\n\nMedians of {len(rounds)} rounds (least - most), ratios within a round. "
+        f"{asked['requests']} requests a round, {asked['at_once']} at once, {asked['prompt']} tokens in and "
+        f"{asked['output']} out; all servers are up and one at a time is asked. The last two columns are dispatch and "
+        "combine, waiting for the other rank included. The baseline is vLLM's default with the two collectives that "
+        "its CPU communicator lacks, over gloo: what that costs, not what vLLM does on a GPU.\n"
+    )
+
+
+def main() -> None:
+    """Measure, print, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="only the baseline and the subjects whose name holds this text")
+    parser.add_argument("--json", type=Path, help="write there, and leave the report alone")
+    options = parser.parse_args()
+    names = [name for name in SUBJECTS if name == BASELINE or options.only in name]
+    machine = describe()  # before the servers are a load themselves
+    rounds = measure(names, options.rounds)
+    asked = {"requests": REQUESTS, "at_once": AT_ONCE, "prompt": PROMPT_TOKENS, "output": OUTPUT_TOKENS}
+    target = options.json or HERE / "results" / "vllm_serving.json"
+    target.write_text(json.dumps({"machine": machine, "load": asked, "rounds": rounds}, indent=1) + "\n")
+    if options.json is None:
+        subprocess.run([sys.executable, str(HERE / "run.py"), "--render"], check=True)
 
 
 if __name__ == "__main__":
