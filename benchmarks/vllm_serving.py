@@ -170,12 +170,23 @@ def measure(names: list[str], rounds: int) -> list[dict[str, Sample]]:
     return results
 
 
+def medians(rounds: list[dict[str, Sample]]) -> dict[str, Sample]:
+    """By name; ``times_baseline`` is the tokens per second over those of the baseline in the same round."""
+    found = {}
+    for name in rounds[0]:
+        found[name] = {field: statistics.median(one[name][field] for one in rounds) for field in rounds[0][name]}
+        found[name]["times_baseline"] = statistics.median(
+            one[name]["tokens_per_second"] / one[BASELINE]["tokens_per_second"] for one in rounds
+        )
+    return found
+
+
 def spread(values: Sequence[float], digits: int) -> str:
     """Median, and least and most."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Mapping[str, Any]) -> str:
     """The table of a result, and what was asked of the servers."""
     rounds, asked = result["rounds"], result["load"]
     rows = []
@@ -216,7 +227,8 @@ def main() -> None:
     rounds = measure(names, options.rounds)
     asked = {"requests": REQUESTS, "at_once": AT_ONCE, "prompt": PROMPT_TOKENS, "output": OUTPUT_TOKENS}
     target = options.json or HERE / "results" / "vllm_serving.json"
-    target.write_text(json.dumps({"machine": machine, "load": asked, "rounds": rounds}, indent=1) + "\n")
+    found = {"machine": machine, "load": asked, "medians": medians(rounds), "rounds": rounds}
+    target.write_text(json.dumps(found, indent=1) + "\n")
     if options.json is None:
         subprocess.run([sys.executable, str(HERE / "run.py"), "--render"], check=True)
 
