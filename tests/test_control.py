@@ -125,7 +125,7 @@ def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> N
             with pytest.raises(PeerLost, match="rank 2 is gone") as caught:
                 mesh.gather("next", without=frozenset({1}), timeout=20.0)
             assert caught.value.peer == 2
-            return time.monotonic() - start, list(mesh.lost)
+            return time.monotonic() - start, list(mesh.absences.lost)
         finally:
             mesh.close()
 
@@ -226,9 +226,9 @@ def test_a_forked_child_lets_go_of_the_connections() -> None:
     try:
         one.abandon()
         deadline = time.monotonic() + 1.0
-        while not zero.lost and time.monotonic() < deadline:
+        while not zero.absences.lost and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert zero.lost == [1]  # although the child still lives
+        assert zero.absences.lost == [1]  # although the child still lives
     finally:
         zero.close()
         os.kill(child, 9)

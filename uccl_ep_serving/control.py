@@ -20,13 +20,15 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
+from .absences import Absences
+from .blame import Blame
 from .bootstrap import Introduction
 from .config import Settings
-from .control_frames import GATHER, GOODBYE, MASKED, MOST_PAYLOAD, close_all, read_frames, send_frame
+from .control_frames import GATHER, GOODBYE, MASKED, MOST_PAYLOAD, Frame, close_all, read_frames, send_frame
 from .control_links import Link, Listeners, meet
-from .errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
+from .errors import ConfigError, PeerTimeout, ProtocolError, UcclEpError
 
 __all__ = ["ControlMesh"]
 
@@ -34,8 +36,6 @@ _log = logging.getLogger("uccl_ep_serving.control")
 
 #: Steps numbered between two maskings, as a shift.
 _EPOCH_SHIFT = 32
-#: A rank that says goodbye is often one that noticed the loss of another: this long the lost one is looked for.
-_ROOT_SECONDS = 0.3
 
 #: Open meshes, so that a forked child can let go of their sockets (peers must see a dead parent's connections close).
 _open_meshes: weakref.WeakSet[ControlMesh] = weakref.WeakSet()
@@ -50,10 +50,8 @@ class ControlMesh:
 
     Attributes:
         socket_name, address, port: where this rank listens; goes into its card.
-        lost: peers whose connection closed without a goodbye, in the order in which that was seen.
-        departed: peers that said goodbye, and the ``time.monotonic()`` instant.
-        accused: peers that others have masked, and who did; this rank itself may be among them.
-            Writer of all three: the reader thread; readers: any.
+        absences: who is gone or has given up.
+        blame: finds out because of whom.
         on_lost, on_goodbye: called from the reader thread with the peer's rank.
         on_masked: called from the reader thread with the rank that masked and the rank that was masked.
     """
@@ -61,20 +59,17 @@ class ControlMesh:
     def __init__(self, rank: int, ranks: int, settings: Settings) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.lost: list[int] = []
+        self.absences = Absences(rank, ranks)
+        self.blame = Blame(rank, ranks, self.absences)
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
-        self.departed: dict[int, float] = {}
-        self.accused: dict[int, list[int]] = {}
         self._settings = settings
         self._listeners = Listeners(rank, settings)
         self.socket_name = self._listeners.socket_name
         self.address, self.port = self._listeners.address, self._listeners.port
         self._links: dict[int, Link] = {}
-        #: Peers that this rank has masked: what they say of others does not count.
-        self._masked: frozenset[int] = frozenset()
-        self._changed = threading.Condition()
+        self._changed = self.absences.changed
         self._inbox: dict[int, dict[int, tuple[bytes, list[int]]]] = {}
         #: Number of the next step, and of the oldest one that somebody here may still wait for.
         self._sequence = self._oldest = 0
@@ -96,6 +91,7 @@ class ControlMesh:
             self._links = meet(self.rank, self.ranks, self._listeners, introduction, self._settings.connect_timeout)
         finally:
             self._listeners.close()
+        self.blame.links = self._links
         self._start_reader()
 
     def _start_reader(self) -> None:
@@ -133,24 +129,33 @@ class ControlMesh:
 
     def _read_link(self, link: Link) -> None:
         """Take what is there. Raises when the connection is over."""
-        for kind, sequence, payload, taken in read_frames(link):
-            if kind == GATHER:
-                with self._changed:
-                    if sequence >= self._oldest:
-                        self._inbox.setdefault(sequence, {})[link.peer] = (payload, taken)
-                        self._changed.notify_all()
-                        continue
-            elif kind == GOODBYE:
+        for frame in read_frames(link):
+            if frame.kind == GATHER:
+                if self._keep(link.peer, frame):
+                    continue
+            elif frame.kind == GOODBYE:
                 self._note_goodbye(link)
+            elif frame.kind == MASKED:
+                self._note_masked(link.peer, int.from_bytes(frame.payload, "little"))
             else:
-                self._note_masked(link.peer, int.from_bytes(payload, "little"))
+                self.blame.note(link, frame)
             # of an answer to a step that this rank has given up, or of a frame that needs none: nobody will take them
-            close_all(taken)
+            close_all(frame.descriptors)
+
+    def _keep(self, peer: int, frame: Frame) -> bool:
+        """Keep a part of a step for :meth:`gather`; False when this rank has left that step."""
+        with self._changed:
+            self.absences.verdicts.pop(peer, None)  # it takes part in steps again
+            if frame.sequence < self._oldest:
+                return False
+            self._inbox.setdefault(frame.sequence, {})[peer] = (frame.payload, frame.descriptors)
+            self._changed.notify_all()
+            return True
 
     def _note_goodbye(self, link: Link) -> None:
         link.said_goodbye = True
         with self._changed:
-            self.departed[link.peer] = time.monotonic()
+            self.absences.departed[link.peer] = time.monotonic()
             self._changed.notify_all()
         self._tell(self.on_goodbye, link.peer)
 
@@ -158,7 +163,7 @@ class ControlMesh:
         if not 0 <= peer < self.ranks:
             raise ValueError(f"rank {by} sent a malformed control frame")
         with self._changed:
-            self.accused.setdefault(peer, []).append(by)
+            self.absences.accused.setdefault(peer, []).append(by)
             self._changed.notify_all()
         self._tell(self.on_masked, by, peer)
 
@@ -166,7 +171,7 @@ class ControlMesh:
         if link.said_goodbye or self._closing:
             return
         with self._changed:
-            self.lost.append(link.peer)
+            self.absences.lost.append(link.peer)
             self._changed.notify_all()
         _log.error("rank %d lost rank %d: its control connection ended (%s)", self.rank, link.peer, error)
         self._tell(self.on_lost, link.peer)
@@ -225,15 +230,19 @@ class ControlMesh:
             with self._changed:
                 received = self._inbox.setdefault(sequence, received)
                 self._changed.wait_for(
-                    lambda: self._closing or expected <= received.keys() or self._hindrances(expected, received.keys()),
+                    lambda: (
+                        self._closing
+                        or expected <= received.keys()
+                        or self.absences.hindrances(expected, received.keys())
+                    ),
                     seconds,
                 )
                 missing = sorted(expected - received.keys())
-                hindrances = self._hindrances(expected, received.keys())
+                hindrances = self.absences.hindrances(expected, received.keys())
             if missing:
                 if self._closing:
                     raise UcclEpError(f"{name}, rank {self.rank}: this Buffer was closed meanwhile")
-                self.raise_absent(name, without, among=hindrances)
+                self.absences.raise_absent(name, without, among=hindrances)
                 raise PeerTimeout(
                     f"{name}, rank {self.rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
                     f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck",
@@ -270,63 +279,13 @@ class ControlMesh:
             result[peer] = (data[end:], taken)
         return result
 
-    def raise_absent(
-        self, phase: str, without: frozenset[int], *, among: frozenset[int] | None = None, patience: float = 0.0
-    ) -> None:
-        """Raise PeerLost when a peer is lost or has said goodbye; a lost one is named first.
-
-        Args:
-            phase: words for the message.
-            without: peers that do not count (masked ones).
-            among: only when one of these is absent; by default any.
-            patience: seconds for which an absence that is not known yet is waited for.
-        """
-        with self._changed:
-            candidates = (frozenset(range(self.ranks)) if among is None else among) - without
-            self._changed.wait_for(lambda: self._absent() & candidates, patience)
-            if not self._absent() & candidates:
-                return
-            self._changed.wait_for(lambda: {*self.lost, *self.accused} - without, _ROOT_SECONDS)
-            lost = [peer for peer in self.lost if peer not in without]
-            peer = lost[0] if lost else min(self._absent() & candidates)
-        judges = [judge for judge in self.accused.get(peer, ()) if judge not in without]
-        if peer in self.lost:
-            how = "its control connection closed without a goodbye"
-        elif peer in self.accused.get(self.rank, ()):
-            how = "it has masked this rank"
-        else:
-            how = f"rank {judges[0]} has masked it" if judges else "it closed its Buffer"
-        raise PeerLost(
-            f"{phase}, rank {self.rank}: rank {peer} is gone ({how}). Next step: read its log; then mask it on every "
-            "rank that is left, or close this Buffer on all of them and build the group again",
-            peer=peer,
-            phase=phase,
-        )
-
     # -- masking ------------------------------------------------------------------------------------------------
-
-    def _broken_off(self) -> frozenset[int]:
-        """Peers that are lost, that others have masked, or that have masked this rank."""
-        accused = {peer for peer, judges in self.accused.items() if not self._masked.issuperset(judges)}
-        return frozenset({*self.lost, *accused, *self.accused.get(self.rank, ())} - {self.rank})
-
-    def _absent(self) -> frozenset[int]:
-        """Peers that take part in no step any more."""
-        return self._broken_off() | self.departed.keys()
-
-    def _hindrances(self, expected: Set[int], received: Set[int]) -> frozenset[int]:
-        """Peers because of which a step with ``expected`` may never end; none when all of them have been received."""
-        missing = expected - received
-        if not missing:
-            return frozenset()
-        # A peer that was lost after its own part keeps the others away all the same: they may have noticed before they
-        # came here. One that said goodbye has seen the step to its end.
-        return frozenset(missing & self._absent() | expected & self._broken_off())
 
     def restart(self, masked: frozenset[int]) -> None:
         """Ranks ``masked`` are masked: the numbers of steps start anew, above all that were used with fewer masked."""
         with self._changed:
-            self._masked = masked
+            self.absences.masked = masked
+            self.absences.verdicts.pop(self.rank, None)
             self._sequence = self._oldest = len(masked) << _EPOCH_SHIFT
             stale = [self._inbox.pop(sequence) for sequence in list(self._inbox) if sequence < self._oldest]
         for received in stale:
@@ -336,7 +295,7 @@ class ControlMesh:
     def announce_mask(self, masked: int) -> None:
         """Tell every peer, the masked one too, that this rank has masked rank ``masked``."""
         for link in list(self._links.values()):
-            if link.peer not in self.lost and link.peer not in self.departed:
+            if link.peer not in self.absences.lost and link.peer not in self.absences.departed:
                 send_frame(link, MASKED, body=masked.to_bytes(4, "little"))
 
     def asked(self, name: str) -> dict[int, bytes]:

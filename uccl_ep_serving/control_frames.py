@@ -13,13 +13,27 @@ from typing import NamedTuple
 
 from .control_links import MAGIC, Link
 
-__all__ = ["GATHER", "GOODBYE", "MASKED", "MOST_PAYLOAD", "Frame", "close_all", "read_frames", "send_frame"]
+__all__ = [
+    "ANSWER",
+    "GATHER",
+    "GAVE_UP",
+    "GOODBYE",
+    "MASKED",
+    "MOST_PAYLOAD",
+    "QUESTION",
+    "Frame",
+    "close_all",
+    "read_frames",
+    "send_frame",
+]
 
-#: magic, kind, number of descriptors that come with it, sequence of the gather, payload bytes
+#: magic, kind, number of descriptors that come with it, sequence of the gather or the question, payload bytes
 _HEADER = struct.Struct("<IHHQI")
-#: Kinds: a part of a step; the sender leaves in good order; the sender has masked the rank in the payload.
-GATHER, GOODBYE, MASKED = 1, 2, 3
-_KINDS = frozenset((GATHER, GOODBYE, MASKED))
+#: Kinds: a part of a step; the sender leaves in good order; the sender has masked the rank in the payload; an operation
+#: of the sender has failed, and the payload says because of whom; for whom do you wait?; for the one in the payload,
+#: or for nobody when that is empty.
+GATHER, GOODBYE, MASKED, GAVE_UP, QUESTION, ANSWER = 1, 2, 3, 4, 5, 6
+_KINDS = frozenset((GATHER, GOODBYE, MASKED, GAVE_UP, QUESTION, ANSWER))
 MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
 

@@ -241,6 +241,12 @@ class KernelSpace:
         """Peer that the pending kernel waits for, -1 when none is pending."""
         return int(self._progress[0])
 
+    @property
+    def pending(self) -> tuple[int, int, int, int]:
+        """What the pending kernel waits for: peer (-1 when none is pending), stream, messages arrived and expected."""
+        peer, stream, arrived, expected = (int(word) for word in self._progress[:4])
+        return peer, stream, arrived, expected
+
     def busy_elsewhere(self) -> bool:
         """True while another thread is in :meth:`wait`."""
         with self._gate:
@@ -300,7 +306,6 @@ class KernelSpace:
                 raise self.failure(phase)
             self.watch()
             if time.monotonic() >= end:
-                peer, stream, arrived, expected = (int(word) for word in self._progress[:4])
-                self.fail(ctx.FAILURE_PEER_TIMEOUT, peer, stream, arrived, expected)
+                self.fail(ctx.FAILURE_PEER_TIMEOUT, *self.pending)
                 raise self.failure(phase)
         raise self.failure(phase)

@@ -35,17 +35,12 @@ class Membership:
     @property
     def lost(self) -> list[int]:
         """Peers whose connection closed without a goodbye, in the order in which that was seen."""
-        return [peer for peer in self._mesh.lost if not self.mask[peer]]
+        return [peer for peer in self._mesh.absences.lost if not self.mask[peer]]
 
     @property
     def accused(self) -> list[int]:
         """Peers that ranks which take part have masked, and this one has not."""
-        mask, own = self.mask, self._mesh.rank
-        return [
-            peer
-            for peer, judges in list(self._mesh.accused.items())
-            if peer != own and not mask[peer] and any(not mask[judge] for judge in list(judges))
-        ]
+        return self._mesh.absences.accused_by_others()
 
     def mask_out(self, peer: int) -> None:
         """Mask ``peer``, tell everybody, and number the steps of agreement anew."""
@@ -54,15 +49,15 @@ class Membership:
         self._mesh.announce_mask(peer)
 
     def has_fallen_silent(self, peer: int) -> bool:
-        """True when ``peer`` said goodbye so long ago that whatever it sent before has arrived."""
-        left = self._mesh.departed.get(peer)
-        return left is not None and not self.mask[peer] and time.monotonic() > left + _LAST_WORDS_SECONDS
+        """True when ``peer`` left or gave up so long ago that whatever it sent before has arrived."""
+        quiet = self._mesh.absences.quiet_since(peer)
+        return quiet is not None and not self.mask[peer] and time.monotonic() > quiet + _LAST_WORDS_SECONDS
 
     def check(self, phase: str) -> None:
-        """Raise PeerLost when a peer is lost, or has been masked by another rank."""
-        if self.lost or self.accused:
-            self._mesh.raise_absent(phase, self.masked)
+        """Raise PeerLost when a peer is lost, has given up, or has been masked by another rank."""
+        if self.lost or self.accused or self._mesh.absences.given_up():
+            self._mesh.absences.raise_absent(phase, self.masked)
 
     def check_all(self, phase: str, patience: float = 0.0) -> None:
         """Raise PeerLost when a peer is absent for any reason; ``patience``: seconds for the news to come."""
-        self._mesh.raise_absent(phase, self.masked, patience=patience)
+        self._mesh.absences.raise_absent(phase, self.masked, patience=patience)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from .proxy.transport.base import Endpoint
 
 __all__ = ["PlaneBuilder", "normal_plan"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 #: Bytes of normal mode's send staging that more ranks do not exceed while chunks can still shrink: 1 MiB chunks, 4
 #: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
@@ -157,7 +160,30 @@ class PlaneBuilder:
         except BaseException:
             plane.close(time.monotonic() + 1.0)
             raise
+        self._log_choices(plane)
         return plane
+
+    def _log_choices(self, plane: DataPlane) -> None:
+        """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
+        plan, masked = plane.layout.low_latency, sorted(self._members.masked)
+        served = (
+            f"low latency for {plan.tokens} tokens a rank, hidden size {plan.hidden}, {plan.experts} experts"
+            if plan is not None
+            else "no low latency yet"
+        )
+        _log.info(
+            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.1f MiB (heap %.1f MiB, %s), timeout %g s%s",
+            self._rank,
+            self._ranks,
+            plane.ways,
+            self._settings.proxies,
+            self._settings.channels,
+            plane.layout.nbytes / 2**20,
+            self._normal.heap / 2**20,
+            served,
+            self._settings.timeout,
+            f", without ranks {', '.join(map(str, masked))}" if masked else "",
+        )
 
     @functools.cached_property
     def _nics(self) -> HostNics:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from .memory import HeapAllocator
 from .native.failure import warm
 from .operation_log import OperationLog
 from .plane_builder import PlaneBuilder, normal_plan
-from .protocol import context as ctx
+from .plane_watch import PlaneWatch
 from .protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["Runtime"]
@@ -75,13 +75,14 @@ class Runtime:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        self._broken = self._evicted = ""
+        self._broken = ""
         with refusing(exchange):
             warm()
             self._normal = normal_plan(self.ranks, settings, heap_bytes)
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._members = Membership(self._mesh)
         self._plane: DataPlane | None = None
+        self._watch = PlaneWatch(self._mesh, self._members, lambda: None if self._closed else self._plane)
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -93,9 +94,6 @@ class Runtime:
                 sizes={"normal-mode heap bytes": self._normal.heap},
             )
             self._builder = PlaneBuilder(self._mesh, self._members, introduction, settings, self._normal)
-            self._mesh.on_lost = self._on_lost
-            self._mesh.on_goodbye = self._on_goodbye
-            self._mesh.on_masked = self._on_masked
             self._mesh.connect(introduction)
             self._install(None)
             self._live = LiveServer(self.stats)
@@ -109,8 +107,8 @@ class Runtime:
             raise UcclEpError("this Buffer is closed")
         if os.getpid() != self._pid:
             raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
-        if self._broken:
-            raise UcclEpError(f"{self._broken}. Close this Buffer on all ranks and build the group again")
+        if broken := self._broken or self._watch.evicted:
+            raise UcclEpError(f"{broken}. Close this Buffer on all ranks and build the group again")
 
     # -- what low_latency and normal use ------------------------------------------------------------------------
 
@@ -169,17 +167,29 @@ class Runtime:
         Commands refused outside operations are named here, once, and never in the middle of an operation.
         """
         self._check_usable()
-        if self.stale:
-            # the old data plane has failed, which is why it is left; what counts is who will be in the new one
-            self._members.check(phase)
-            return
-        self.space.check(phase)
+        try:
+            if self.stale:
+                # the old data plane has failed, which is why it is left; what counts is who will be in the new one
+                self._members.check(phase)
+                return
+            self.space.check(phase)
+        except PeerError as error:
+            self._give_up(error)
         if self._plane is not None and self._plane.service is not None:
             self._plane.service.check_commands()
 
     def wait(self, phase: str, step: Callable[[int], int]) -> None:
-        """See :meth:`KernelSpace.wait`."""
-        self.space.wait(phase, step)
+        """See :meth:`KernelSpace.wait`. Of the errors that blame a peer, only those that name the one at the root."""
+        try:
+            self.space.wait(phase, step)
+        except PeerError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: PeerError) -> NoReturn:
+        named = self._watch.give_up(error)
+        if named is error:
+            raise error
+        raise named from error
 
     @property
     def all_on_this_host(self) -> bool:
@@ -189,7 +199,10 @@ class Runtime:
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
-        return [payload for payload, _ in self._mesh.gather(step, payload, without=self._members.masked)]
+        try:
+            return [payload for payload, _ in self._mesh.gather(step, payload, without=self._members.masked)]
+        except PeerError as error:
+            self._give_up(error)
 
     def before_unmapping(self, release: Callable[[], None]) -> None:
         """Call ``release`` when the memory of the present generation goes, once its proxies have stopped."""
@@ -236,7 +249,10 @@ class Runtime:
         """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
         of them share. Masking a lost rank mends that, since those that are left begin anew then."""
         try:
-            yield
+            try:
+                yield
+            except PeerError as error:
+                self._give_up(error)
         except BaseException as error:
             self._broken = (
                 f"rank {self.rank} could not lay its window out anew: {type(error).__name__}: {error}".rstrip(": ")
@@ -275,7 +291,7 @@ class Runtime:
         self._stale = ""
 
     def _install(self, plan: LowLatencyPlan | None) -> None:
-        plane = self._builder.build(plan, self.generation, self._watch)
+        plane = self._builder.build(plan, self.generation, self._look)
         with self._lock:
             taken = not self._closed
             if taken:
@@ -284,7 +300,6 @@ class Runtime:
         if not taken:
             plane.close(time.monotonic() + 1.0)
             raise UcclEpError("this Buffer was closed while it was being built")
-        self._log_choices(plane)
 
     # -- peers --------------------------------------------------------------------------------------------------
 
@@ -304,87 +319,25 @@ class Runtime:
             return
         self._members.mask_out(peer)
         self._stale = f"rank {peer} was masked"
-        self._broken = self._evicted
-        plane = self._plane
-        if plane is not None and plane.space is not None:
-            # nothing more is published in this generation, whatever a kernel that is called again may think
-            plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
-            plane.forget(peer, ctx.FAILURE_PEER_LOST)
+        self._broken = ""
+        self._watch.part_from(peer)
         _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
 
-    def _on_lost(self, peer: int) -> None:
-        plane = self._plane
-        if not self._closed and not self._members.mask[peer] and plane is not None and plane.space is not None:
-            plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
-
-    def _on_goodbye(self, peer: int) -> None:
-        plane = self._plane
-        if plane is not None:
-            plane.forget(peer, ctx.FAILURE_CLOSED)
-
-    def _on_masked(self, by: int, peer: int) -> None:
-        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
-        plane = self._plane
-        if self._members.mask[by]:
-            return
-        if peer == self.rank:
-            self._broken = self._evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
-        if plane is not None and plane.space is not None and not self._members.mask[peer]:
-            plane.space.fail(ctx.FAILURE_PEER_LOST, by if peer == self.rank else peer)
-
-    def _watch(self) -> None:
-        """Between slices of a wait: raise what the proxies or the control connections know."""
+    def _look(self) -> None:
+        """Between slices of a wait: raise what the proxies, the control connections or other ranks' calls tell."""
         plane = self._plane
         if plane is None or plane.space is None or plane.service is None or self._closed:
             return
-        if self._evicted:
+        if self._watch.evicted:
             self._check_usable()
-        for peer in self._members.lost:
-            plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
-        if self._members.has_fallen_silent(plane.space.awaited):
-            plane.space.fail(ctx.FAILURE_PEER_LOST, plane.space.awaited)
-        if self._members.accused:
-            # rather than a timeout that blames a rank which waits for the masked one, too
-            self._members.check(plane.space.phase)
-        code, peer = plane.space.failed_with
-        if code == ctx.FAILURE_COMMAND and not plane.space.is_direct(peer):
-            # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
-            plane.service.forget(peer, code)
-        elif code == ctx.FAILURE_PROTOCOL:
-            # of what a peer sent the proxies know more than the sticky error
-            plane.service.check()
-        if code != ctx.FAILURE_NONE:
+        if not self._watch.look(plane):
             return
-        plane.service.check()
         asked = self._mesh.asked(SETUP)
         if any(read_proposal(peer, payload).begun < self._begun for peer, payload in asked.items()):
             # That peer wants another layout before an operation that this rank has begun: neither would ever end.
             with self._breaking():
                 outcome = self._agree(plane.layout.low_latency, "")
             self._refuse(outcome)
-
-    def _log_choices(self, plane: DataPlane) -> None:
-        """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
-        plan = plane.layout.low_latency
-        served = (
-            f"low latency for {plan.tokens} tokens a rank, hidden size {plan.hidden}, {plan.experts} experts"
-            if plan is not None
-            else "no low latency yet"
-        )
-        masked = ", ".join(map(str, sorted(self._members.masked)))
-        _log.info(
-            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.1f MiB (heap %.1f MiB, %s), timeout %g s%s",
-            self.rank,
-            self.ranks,
-            plane.ways,
-            self.settings.proxies,
-            self.settings.channels,
-            plane.layout.nbytes / 2**20,
-            self._normal.heap / 2**20,
-            served,
-            self.settings.timeout,
-            f", without ranks {masked}" if masked else "",
-        )
 
     # -- sight and end ------------------------------------------------------------------------------------------
 
@@ -399,7 +352,7 @@ class Runtime:
             "proxies": self.settings.proxies,
             "channels": self.settings.channels,
             "masked": sorted(self._members.masked),
-            "lost": list(self._mesh.lost),
+            "lost": list(self._mesh.absences.lost),
             "ops": self.operations.snapshot(),
             **(plane.stats() if plane is not None else {}),
         }
@@ -424,7 +377,14 @@ class Runtime:
     def _take_leave(self, deadline: float) -> None:
         """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""
         plane = self._plane
-        if self._broken or self._stale or plane is None or plane.space is None or plane.space.failed:
+        if (
+            self._broken
+            or self._watch.evicted
+            or self._stale
+            or plane is None
+            or plane.space is None
+            or plane.space.failed
+        ):
             return
         if plane.space.busy_elsewhere():
             _log.warning("rank %d closes under an operation of another of its threads, which ends here", self.rank)

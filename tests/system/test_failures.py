@@ -48,16 +48,14 @@ def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: P
     marker = str(tmp_path / "ready")
     mortal_ranks.start(3, bodies.until_it_fails, {**PATHS[path], "timeout": 2.0}, mode, 1, True, marker)
     results = mortal_ranks.finish([0, 1, 2])
+    last_sign = os.stat(f"{marker}.1").st_mtime
     for rank in (0, 2):
         succeeded, found = results[rank]
         assert succeeded, found
-    # the first to give up closes its Buffer, which on a loaded machine the other may see before its own deadline
-    silent = [results[rank][1] for rank in (0, 2) if results[rank][1]["kind"] == "PeerTimeout"]
-    assert 1 in {found["peer"] for found in silent}
-    assert all("arrived" in found["text"] for found in silent)
-    assert {results[rank][1]["kind"] for rank in (0, 2)} <= {"PeerTimeout", "PeerLost"}
-    last_sign = os.stat(f"{marker}.1").st_mtime
-    assert 1.9 < min(found["when"] for found in silent) - last_sign < 3.5
+        # the first to give up closes its Buffer, which the other may see before its own deadline: no matter
+        assert (found["kind"], found["peer"], found["again"]) == ("PeerTimeout", 1, "PeerTimeout"), found
+        assert "arrived" in found["text"]
+        assert 1.9 < found["when"] - last_sign < 3.5
 
 
 def test_bad_input_is_refused_by_name_and_the_group_goes_on(ranks: Ranks) -> None:

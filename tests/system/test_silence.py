@@ -1,0 +1,85 @@
+"""A rank falls silent and the others fail one after the other: each names the silent rank, none the messenger."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import bodies
+import pytest
+from ranks import Ranks
+from test_group import PATHS
+from test_masking import case_of, combined, dispatched
+
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.errors import PeerError
+
+SILENT = 2
+_DEADLINE = 2.0
+
+
+def wait_in_a_chain(
+    exchange: StoreExchange, overrides: dict[str, Any], late: int, abrupt: bool
+) -> tuple[str, int, str, float]:
+    """Rank 2 sends its last dispatch to rank 0 only. So rank 0 waits in combine, for rank 1 in the first place, and
+    rank 1 in dispatch, for rank 2. Rank ``late`` begins to wait a second after the other. With ``abrupt`` rank 1
+    leaves as an uncaught exception would have it, without a goodbye.
+
+    Returns what was raised, and after how long.
+    """
+    buffer = bodies.opened(exchange, {**overrides, "timeout": _DEADLINE})
+    case = case_of(3)
+    bodies.round_trip(buffer)
+    arrived = dispatched(buffer, case)
+    combined(buffer, case, arrived)
+    exchange.all_gather(b"")
+    if exchange.rank == SILENT:
+        buffer.runtime.mask[1] = 1
+        dispatched(buffer, case, hook=True)
+        buffer.runtime.mask[1] = 0
+        time.sleep(_DEADLINE + 2.5)
+        buffer.runtime.close(0.1)
+        return "", -1, "", 0.0
+    arrived = dispatched(buffer, case, hook=True)
+    if exchange.rank == 1 and late == 1:
+        time.sleep(1.0)
+    started = time.monotonic()
+    try:
+        arrived[4]()
+        if late == 0:
+            time.sleep(1.0)
+        started = time.monotonic()
+        combined(buffer, case, arrived)
+    except PeerError as error:
+        found = type(error).__name__, error.peer, str(error), time.monotonic() - started
+    if exchange.rank == 1 and abrupt:
+        os._exit(1)
+    buffer.destroy()
+    return found
+
+
+@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize(
+    ("late", "abrupt"),
+    [
+        pytest.param(1, False, id="the-end-of-the-chain-fails-first"),
+        pytest.param(0, False, id="the-messenger-fails-first"),
+        pytest.param(0, True, id="the-messenger-dies"),
+    ],
+)
+def test_the_silent_rank_is_named_by_whoever_fails_first(
+    mortal_ranks: Ranks, path: str, late: int, abrupt: bool
+) -> None:
+    mortal_ranks.start(3, wait_in_a_chain, PATHS[path], late, abrupt)
+    results = mortal_ranks.finish([0, 1])
+    for rank in (0,) if abrupt else (0, 1):
+        succeeded, found = results[rank]
+        assert succeeded, found
+        kind, peer, text, seconds = found
+        assert (kind, peer) == ("PeerTimeout", SILENT), text
+        assert seconds < _DEADLINE + 1.0
+    if late == 1:
+        # the first to fail asked rank 1, which still waited
+        assert "rank 2 is silent: rank 1 waits for it or has given up in low-latency dispatch recv" in results[0][1][2]
+        assert results[0][1][3] > _DEADLINE - 0.1

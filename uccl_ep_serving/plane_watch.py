@@ -1,0 +1,125 @@
+"""What a rank does when it hears of a peer: stop the kernels of the present data plane, and say who is to blame."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from .absences import Verdict
+from .control import ControlMesh
+from .data_plane import DataPlane
+from .errors import PeerError, PeerTimeout
+from .membership import Membership
+from .protocol import context as ctx
+from .protocol.streams import channel_of
+
+__all__ = ["PlaneWatch"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+
+class PlaneWatch:
+    """Ties the control connections of one rank to its data plane.
+
+    Args:
+        mesh: its callbacks are taken over.
+        members: who takes part.
+        plane: returns the present data plane, None when there is none or the Buffer is closed.
+
+    Attributes:
+        evicted: in words, that another rank has masked this one; empty while none has.
+            Writer: the thread that reads the control connections. Reader: the host.
+    """
+
+    def __init__(self, mesh: ControlMesh, members: Membership, plane: Callable[[], DataPlane | None]) -> None:
+        self.evicted = ""
+        self._rank = mesh.rank
+        self._blame = mesh.blame
+        self._members = members
+        self._plane = plane
+        mesh.on_lost = self._on_lost
+        mesh.on_goodbye = self._on_goodbye
+        mesh.on_masked = self._on_masked
+        mesh.blame.waits_for = self._waits_for
+
+    def _stop_kernels(self, code: int, peer: int) -> None:
+        """Set the sticky error of the present data plane, if there is one."""
+        plane = self._plane()
+        if plane is not None and plane.space is not None:
+            plane.space.fail(code, peer)
+
+    def part_from(self, peer: int) -> None:
+        """``peer`` was masked: nothing more is published in this generation, whatever a kernel that is called again
+        may think, and nothing is sent to that rank."""
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
+        plane = self._plane()
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_PEER_LOST)
+
+    def _on_lost(self, peer: int) -> None:
+        if not self._members.mask[peer]:
+            self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
+
+    def _on_goodbye(self, peer: int) -> None:
+        plane = self._plane()
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_CLOSED)
+
+    def _on_masked(self, by: int, peer: int) -> None:
+        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
+        if self._members.mask[by]:
+            return
+        if peer == self._rank:
+            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
+        if not self._members.mask[peer]:
+            self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
+
+    def _waits_for(self) -> Verdict | None:
+        """For whom the pending kernel waits; called from the reader thread."""
+        plane = self._plane()
+        if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
+            return None
+        peer, stream, arrived, expected = plane.space.pending
+        channel = channel_of(stream) if stream >= 0 else -1
+        return Verdict(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
+
+    def look(self, plane: DataPlane) -> bool:
+        """Between slices of a wait: stop it, or raise, for what the proxies or the control connections know.
+
+        Returns:
+            False when the sticky error is set: the kernel ends by itself.
+        """
+        space, service, members = plane.space, plane.service, self._members
+        assert space is not None
+        assert service is not None
+        for peer in members.lost:
+            space.fail(ctx.FAILURE_PEER_LOST, peer)
+        if members.has_fallen_silent(space.awaited):
+            space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
+        if members.accused:
+            # rather than a timeout that blames a rank which waits for the masked one, too
+            members.check(space.phase)
+        code, peer = space.failed_with
+        if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
+            # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
+            service.forget(peer, code)
+        elif code == ctx.FAILURE_PROTOCOL:
+            # of what a peer sent the proxies know more than the sticky error
+            service.check()
+        if code != ctx.FAILURE_NONE:
+            return False
+        service.check()
+        return True
+
+    def give_up(self, error: PeerError) -> PeerError:
+        """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
+
+        The peers are told, and this rank publishes nothing more in this generation, so that it cannot seem to go on.
+        """
+        named = self._blame.give_up(error)
+        self._stop_kernels(
+            ctx.FAILURE_PEER_TIMEOUT if isinstance(named, PeerTimeout) else ctx.FAILURE_PEER_LOST, named.peer
+        )
+        if named is not error:
+            _log.error("rank %d blames rank %d, not rank %d: %s", self._rank, named.peer, error.peer, named)
+        return named
