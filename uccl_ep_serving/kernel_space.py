@@ -223,7 +223,7 @@ class KernelSpace:
             return TransportError(
                 f"{where}: the proxy of {name_of(stream)} has taken {arrived} commands, {expected} needed "
                 f"within {self.timeout:g} s. Likely cause: its thread gets no core, or the network takes nothing. Next "
-                "step: UCCL_EP_PROXY_CPUS, and the counters of uccl-ep top"
+                "step: UCCL_EP_PROXY_CPUS, and the counters that Buffer.stats() returns"
             )
         if code == ctx.FAILURE_TRANSPORT:
             return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)
