@@ -57,6 +57,16 @@ class TestDoctor:
         (found,) = [found for found in doctor.settings() if found.name == "UCCL_EP_PROXYS"]
         assert found.next_step == "did you mean UCCL_EP_PROXIES?"
 
+    def test_a_misspelt_setting_is_named_beside_a_wrong_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setenv("UCCL_EP_CHANNELS", "99")
+        monkeypatch.setenv("UCCL_EP_PROXYS", "2")
+        assert [(found.name, found.status) for found in doctor.settings()] == [
+            ("environment", "problem"),
+            ("UCCL_EP_PROXYS", "note"),
+        ]
+
     def test_a_value_from_nccls_variable_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from uccl_ep_serving.cli import doctor
 
@@ -108,3 +118,14 @@ class TestOpenFiles:
             assert finding.status == status
             assert f"{limit}: enough for groups of" in finding.value
             assert ("ulimit -n" in finding.next_step) == (status != "ok")
+
+
+class TestLockedMemory:
+    def test_a_low_limit_is_raised_in_the_units_of_the_shell(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``ulimit -l`` counts KiB: 1 GiB is 1048576 of them."""
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+        (finding,) = [one for one in doctor.limits() if one.name == "memlock"]
+        assert finding.value == "8 MiB: below 1 GiB"
+        assert finding.next_step.startswith("ulimit -l 1048576,")

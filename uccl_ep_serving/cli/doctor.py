@@ -224,16 +224,17 @@ def transports() -> Iterator[Finding]:
         yield Finding("peer", f"{situation}: {answer}")
 
 
-def _limit(name: str, which: int, floor: int, *, needed: bool, words: Callable[[float], str]) -> Finding:
-    soft, _ = resource.getrlimit(which)
+def _memlock(*, needed: bool) -> Finding:
+    """Whether a window can be pinned; ``needed``: by a NIC that registers it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding(name, "unlimited")
-    if soft >= floor:
-        return Finding(name, words(soft))
-    flag = {"memlock": "l", "nofile": "n"}[name]
-    step = f"ulimit -{flag} {floor}, or raise {name} in /etc/security/limits.conf or for the container"
+        return Finding("memlock", "unlimited")
+    if soft >= MEMLOCK_FLOOR:
+        return Finding("memlock", _size(soft))
+    # the shell counts KiB where the system call counts bytes
+    step = f"ulimit -l {MEMLOCK_FLOOR >> 10}, or raise memlock in /etc/security/limits.conf or for the container"
     status = Status.PROBLEM if needed else Status.NOTE
-    return Finding(name, f"{words(soft)}: below {words(floor)}", status, step)
+    return Finding("memlock", f"{_size(soft)}: below {_size(MEMLOCK_FLOOR)}", status, step)
 
 
 def files_of_a_rank(ranks: int, settings: Settings) -> int:
@@ -272,7 +273,7 @@ def _nofile() -> Finding:
 def limits() -> Iterator[Finding]:
     """Limits of this process that decide how large a window or how many connections it can have."""
     has_nic = bool(Topology.read().nics)
-    yield _limit("memlock", resource.RLIMIT_MEMLOCK, MEMLOCK_FLOOR, needed=has_nic, words=_size)
+    yield _memlock(needed=has_nic)
     yield _nofile()
     try:
         shm = psutil.disk_usage("/dev/shm")
@@ -283,16 +284,16 @@ def limits() -> Iterator[Finding]:
 
 
 def settings() -> Iterator[Finding]:
-    """Every setting in force and where its value comes from."""
+    """Every setting in force and where its value comes from, and what is wrong with the environment."""
     try:
         in_force = Settings.from_environment()
     except ConfigError as error:
         yield Finding("environment", str(error), Status.PROBLEM, "correct or unset the variable")
-        return
-    for variable in SETTINGS:
-        source = next((name for name in (variable.name, variable.fallback) if os.environ.get(name)), "default")
-        source = "environment" if source == variable.name else source
-        yield Finding(variable.name, f"{getattr(in_force, variable.field)!r} ({source})")
+    else:
+        for variable in SETTINGS:
+            source = next((name for name in (variable.name, variable.fallback) if os.environ.get(name)), "default")
+            source = "environment" if source == variable.name else source
+            yield Finding(variable.name, f"{getattr(in_force, variable.field)!r} ({source})")
     for name, closest in unknown_variables().items():
         step = f"did you mean {closest}?" if closest else "unset it"
         yield Finding(name, "no such setting: it has no effect", Status.NOTE, step)

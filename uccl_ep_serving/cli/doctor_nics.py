@@ -14,6 +14,7 @@ from uccl_ep_serving.topology import Nic, Topology
 __all__ = ["examine_nics", "examine_transports"]
 
 _ABSENT = {EFA: "no device with the efa driver", ROCE: "no RDMA device other than EFA"}
+_INSTALL = "install the NIC and its driver, where this transport is wanted"
 
 
 def examine_nics(topology: Topology, wanted: HcaFilter) -> Iterator[Finding]:
@@ -81,10 +82,11 @@ def examine_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
         if offer.nics:
             yield Finding(transport, f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}")
             continue
-        status = Status.PROBLEM if settings.transport == transport else Status.NOTE
+        demanded = settings.transport == transport
+        status = Status.PROBLEM if demanded else Status.NOTE
         if offer.present:
             step = "see the devices under nics; correct what is named, or UCCL_EP_TRANSPORT=tcp"
             yield Finding(transport, f"unusable: {offer.reason}", status, step)
         else:
-            step = "unset UCCL_EP_TRANSPORT, or install the NIC and its driver"
+            step = "unset UCCL_EP_TRANSPORT, or install the NIC and its driver" if demanded else _INSTALL
             yield Finding(transport, f"unusable: {_ABSENT[transport]}", status, step)
