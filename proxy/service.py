@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ..background import start_thread
 from ..config import Settings
 from ..errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import set_failure
@@ -180,17 +181,13 @@ class ProxyService:
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads. Raises ProxyDied when called twice."""
+        """Start the threads. Raises ProxyDied when called twice, TransportError when the system has no more of them."""
         self._same_process("start the proxies")
         if self._threads:
             raise ProxyDied(f"rank {self._rank}: the proxies were started before; make a new ProxyService")
         _running.add(self)
         for proxy in range(self._proxies):
-            thread = threading.Thread(
-                target=self._serve, args=(proxy,), name=f"uccl-ep proxy {self._rank}.{proxy}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(start_thread(f"uccl-ep proxy {self._rank}.{proxy}", self._serve, proxy))
 
     def step(self, proxy: int = 0) -> int:
         """One iteration of a proxy in the calling thread, instead of :meth:`start`: the deterministic way to test.

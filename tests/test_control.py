@@ -106,6 +106,53 @@ def test_descriptors_reach_peers_on_this_host() -> None:
         assert texts == [b"" if peer == rank else b"rank %d" % peer for peer in range(3)]
 
 
+def test_connections_to_other_hosts_are_probed_while_idle() -> None:
+    """A host that loses its power says nothing: without probes of ours Linux would wait for two hours."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=True)
+        options = [
+            [link.socket.getsockopt(level, option) for level, option in _PROBES] for link in mesh._links.values()
+        ]
+        mesh.gather("end")
+        mesh.close()
+        return options
+
+    assert in_threads(2, body) == [[[1, 10, 5, 3]], [[1, 10, 5, 3]]]
+
+
+_PROBES = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+)
+
+
+def test_why_a_connection_ended_is_told_where_it_says_more() -> None:
+    """A rank that may open no more files loses its peers by itself: the reason must not look like theirs."""
+
+    def body(exchange: ThreadExchange) -> str:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        try:
+            if exchange.rank == 1:
+                time.sleep(0.3)
+                mesh.gather("next", timeout=5.0)
+                return ""
+            mesh._read_link = lost_descriptors  # type: ignore[method-assign]
+            with pytest.raises(PeerLost) as caught:
+                mesh.gather("next", timeout=5.0)
+            return str(caught.value)
+        finally:
+            mesh.close()
+
+    def lost_descriptors(link: object) -> None:
+        raise OSError(errno.EMFILE, "descriptors were lost on the way")
+
+    assert "closed without a goodbye: [Errno 24] descriptors were lost on the way)" in in_threads(2, body)[0]
+
+
 @pytest.mark.parametrize("tcp", [False, True])
 def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> None:
     def body(exchange: ThreadExchange) -> Any:

@@ -98,6 +98,7 @@ class Absences:
     Attributes:
         changed: held while anything here changes, and notified then.
         lost: peers whose connection closed without a goodbye, in the order in which that was seen.
+        endings: of lost peers, why their connections ended, where that says more than that they did.
         departed: peers that said goodbye, and the ``time.monotonic()`` instant.
         accused: peers that others have masked, and who did; this rank itself may be among them.
         verdicts: by rank, whom it blames for the failure of its present operation; for this rank, why it does.
@@ -110,6 +111,7 @@ class Absences:
     def __init__(self, rank: int, ranks: int) -> None:
         self.changed = threading.Condition()
         self.lost: list[int] = []
+        self.endings: dict[int, str] = {}
         self.departed: dict[int, float] = {}
         self.accused: dict[int, list[int]] = {}
         self.verdicts: dict[int, Verdict] = {}
@@ -181,7 +183,8 @@ class Absences:
             judges = [judge for judge in self.accused.get(peer, ()) if judge not in without]
             verdict = self.verdict_of(peer)
         if peer in self.lost:
-            how = "its control connection closed without a goodbye"
+            ending = self.endings.get(peer, "")
+            how = f"its control connection closed without a goodbye{ending and ': '}{ending}"
         elif peer in self.accused.get(self._rank, ()):
             how = "it has masked this rank"
         elif judges:

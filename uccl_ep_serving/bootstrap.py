@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import ipaddress
 import logging
 import os
@@ -34,6 +35,8 @@ __all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange",
 _log = logging.getLogger("uccl_ep_serving")
 
 _SECRET_BYTES = 32
+#: Read when the module is loaded: a process that has no descriptor left must still be able to tell the others so.
+_VERSION = metadata.version("uccl_ep_serving")
 #: A collective, or a store, is looked at this often; a store less often after a while.
 _POLL_SECONDS, _MOST_POLL_SECONDS = 0.001, 0.05
 #: A wait for ranks that have not come yet is talked about this often.
@@ -210,7 +213,9 @@ def _host_identity() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise BootstrapError(f"{error}. Next step: raise the limit on open files (ulimit -n)") from error
         # A sandbox without these files: every rank counts as a host of its own and is reached over TCP.
         return secrets.token_hex(16)
 
@@ -298,7 +303,7 @@ def refusing(exchange: Exchange) -> Iterator[None]:
         card = Card(
             rank=exchange.rank,
             size=exchange.size,
-            version=metadata.version("uccl_ep_serving"),
+            version=_VERSION,
             formats=FORMAT_VERSION,
             pid=os.getpid(),
             host_name=socket.gethostname(),
@@ -338,21 +343,22 @@ def introduce(
         BootstrapError: a rank could not start; the exchange failed or returned something that is not the group's
             cards; or a rank listens where another one cannot reach it.
     """
-    mine = Card(
-        rank=exchange.rank,
-        size=exchange.size,
-        version=metadata.version("uccl_ep_serving"),
-        formats=FORMAT_VERSION,
-        pid=os.getpid(),
-        host_name=socket.gethostname(),
-        host=_host_identity(),
-        socket_name=socket_name,
-        address=address,
-        port=port,
-        agreed=settings.agreed(),
-        sizes=sizes,
-        secret=secrets.token_bytes(_SECRET_BYTES) if exchange.rank == 0 else b"",
-    )
+    with refusing(exchange):
+        mine = Card(
+            rank=exchange.rank,
+            size=exchange.size,
+            version=_VERSION,
+            formats=FORMAT_VERSION,
+            pid=os.getpid(),
+            host_name=socket.gethostname(),
+            host=_host_identity(),
+            socket_name=socket_name,
+            address=address,
+            port=port,
+            agreed=settings.agreed(),
+            sizes=sizes,
+            secret=secrets.token_bytes(_SECRET_BYTES) if exchange.rank == 0 else b"",
+        )
     try:
         cards = tuple(
             msgspec.msgpack.decode(one, type=Card) for one in exchange.all_gather(msgspec.msgpack.encode(mine))

@@ -144,13 +144,20 @@ class Buffer:
                 low_latency_kernels("cpu")
             normal_kernels("cpu")
             warm_proxies(settings.transport)
+            if settings.device == "cuda" and not torch.cuda.is_available():
+                raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
         heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         self.runtime = Runtime(exchange, settings, heap)
-        self._device = settings.device
-        self._low_latency: LowLatency | DeviceLowLatency = LowLatency(self.runtime)
-        if settings.device in ("cuda", "interpreter"):
-            self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
-        self._normal = Normal(self.runtime)
+        try:
+            self._device = settings.device
+            self._low_latency: LowLatency | DeviceLowLatency = LowLatency(self.runtime)
+            if settings.device in ("cuda", "interpreter"):
+                self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
+            self._normal = Normal(self.runtime)
+        except BaseException:
+            # its threads would keep it alive, and the others would wait for a rank that is never used
+            self.runtime.close(0.0)
+            raise
         self._finalizer = weakref.finalize(self, self.runtime.close, 1.0)
 
     # -- life ---------------------------------------------------------------------------------------------------

@@ -23,12 +23,14 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from .absences import Absences
+from .background import start_thread
 from .blame import Blame
 from .bootstrap import Introduction
 from .config import Settings
 from .control_frames import GATHER, GOODBYE, MASKED, MOST_PAYLOAD, Frame, close_all, read_frames, send_frame
-from .control_links import Link, Listeners, meet
+from .control_links import Link, Listeners, meet, waking_selector
 from .errors import ConfigError, PeerTimeout, ProtocolError, UcclEpError
+from .handshake import tune
 
 __all__ = ["ControlMesh"]
 
@@ -65,7 +67,12 @@ class ControlMesh:
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
         self._settings = settings
-        self._listeners = Listeners(rank, settings)
+        self._selector, self._wake, self._waker = waking_selector(rank)
+        with contextlib.ExitStack() as undo:
+            for one in (self._selector, self._wake, self._waker):
+                undo.callback(one.close)
+            self._listeners = Listeners(rank, settings)
+            undo.pop_all()
         self.socket_name = self._listeners.socket_name
         self.address, self.port = self._listeners.address, self._listeners.port
         self._links: dict[int, Link] = {}
@@ -75,8 +82,6 @@ class ControlMesh:
         self._sequence = self._oldest = 0
         self._closing = False
         self._reader: threading.Thread | None = None
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
         _open_meshes.add(self)
 
     # -- connecting ---------------------------------------------------------------------------------------------
@@ -99,12 +104,10 @@ class ControlMesh:
             seconds = int(self._settings.connect_timeout) + 1
             link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
             if not link.local:
-                link.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                tune(link.socket)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._reader = threading.Thread(target=self._read, name=f"uccl-ep control {self.rank}", daemon=True)
-        self._reader.start()
+        self._reader = start_thread(f"uccl-ep control {self.rank}", self._read)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -171,6 +174,9 @@ class ControlMesh:
         if link.said_goodbye or self._closing:
             return
         with self._changed:
+            if not isinstance(error, ConnectionError):
+                # not the usual end of a process, and maybe of this rank's own making
+                self.absences.endings[link.peer] = str(error)
             self.absences.lost.append(link.peer)
             self._changed.notify_all()
         _log.error("rank %d lost rank %d: its control connection ended (%s)", self.rank, link.peer, error)

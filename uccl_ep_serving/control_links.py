@@ -23,7 +23,7 @@ from .config import Settings
 from .errors import BootstrapError
 from .handshake import Identity, Refused, Talk, accept, connect
 
-__all__ = ["MAGIC", "Link", "Listeners", "meet"]
+__all__ = ["MAGIC", "Link", "Listeners", "meet", "waking_selector"]
 
 _log = logging.getLogger("uccl_ep_serving.control")
 
@@ -38,6 +38,8 @@ _MOST_STRANGERS = 64
 #: A listener is open before its address is told to anybody, so one that refuses belongs to a rank that is gone. It is
 #: asked again for this long, because a host under load may refuse a connection it would take a moment later.
 _REFUSED_SECONDS = 1.0
+#: The system gives no further socket.
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _RETRY_SECONDS = 0.05
 
 
@@ -60,6 +62,26 @@ class Link:
     said_goodbye: bool = False
 
 
+def waking_selector(rank: int) -> tuple[selectors.BaseSelector, socket.socket, socket.socket]:
+    """A selector, and a pair of sockets by which another thread can wake whoever waits in it.
+
+    Raises:
+        BootstrapError: the system refuses one of them; nothing is left open.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            selector = undo.enter_context(selectors.DefaultSelector())
+            wake, waker = socket.socketpair()
+        except OSError as error:
+            raise _no_descriptor(f"rank {rank} cannot watch its control connections", error) from error
+        undo.pop_all()
+    return selector, wake, waker
+
+
+def _no_descriptor(what: str, error: OSError) -> BootstrapError:
+    return BootstrapError(f"{what}: {error}. Next step: raise the limit on open files (ulimit -n)")
+
+
 class Listeners:
     """Where a rank can be reached: an abstract Unix socket for ranks on this host, a TCP port for others.
 
@@ -75,21 +97,26 @@ class Listeners:
 
     def __init__(self, rank: int, settings: Settings) -> None:
         self.socket_name = f"uccl_ep_control.{os.getpid()}.{secrets.token_hex(8)}"
-        self.address = local_host(settings)
-        self.unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.tcp = socket.socket(socket.AF_INET6 if ":" in self.address else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            for listener, name in ((self.unix, "\0" + self.socket_name), (self.tcp, (self.address, 0))):
-                listener.bind(name)
-                # capped by net.core.somaxconn; whoever finds the queue full comes again
-                listener.listen(4096)
-                listener.setblocking(False)
-        except OSError as error:
-            self.close()
-            raise BootstrapError(
-                f"rank {rank} cannot listen for its peers on {self.address}: {error}. Next step: choose an interface "
-                "with UCCL_EP_SOCKET_IFNAME"
-            ) from error
+        self.address = "any interface"
+        with contextlib.ExitStack() as undo:
+            try:
+                self.address = local_host(settings)
+                family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+                self.unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self.tcp = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                for listener, name in ((self.unix, "\0" + self.socket_name), (self.tcp, (self.address, 0))):
+                    listener.bind(name)
+                    # capped by net.core.somaxconn; whoever finds the queue full comes again
+                    listener.listen(4096)
+                    listener.setblocking(False)
+            except OSError as error:
+                what = f"rank {rank} cannot listen for its peers on {self.address}"
+                if error.errno in _NO_ROOM:
+                    raise _no_descriptor(what, error) from error
+                raise BootstrapError(
+                    f"{what}: {error}. Next step: choose an interface with UCCL_EP_SOCKET_IFNAME"
+                ) from error
+            undo.pop_all()
         self.port: int = self.tcp.getsockname()[1]
 
     def close(self) -> None:
@@ -146,7 +173,10 @@ class _Meeting:
         #: How many unproven connections were dropped, and why the last one was.
         self.strangers = 0
         self.stranger = ""
-        self.selector = selectors.DefaultSelector()
+        try:
+            self.selector = selectors.DefaultSelector()
+        except OSError as error:
+            raise _no_descriptor(f"rank {rank} cannot watch its connections while they are made", error) from error
         self.selector.register(listeners.unix, selectors.EVENT_READ, (listeners.unix, True))
         self.selector.register(listeners.tcp, selectors.EVENT_READ, (listeners.tcp, False))
 
@@ -195,17 +225,14 @@ class _Meeting:
             raise self._no_socket(error) from error
 
     def _no_socket(self, error: OSError) -> BootstrapError:
-        return BootstrapError(
-            f"rank {self.rank} has {len(self.links)} of {self.ranks - 1} control connections and gets no more: {error}."
-            " Next step: raise the limit on open files (ulimit -n)"
-        )
+        have = f"{len(self.links)} of {self.ranks - 1} control connections"
+        return _no_descriptor(f"rank {self.rank} has {have} and gets no more", error)
 
     def _accept(self, listener: socket.socket, local: bool) -> None:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            short = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-            if short and not self._push_out("no descriptors are left"):
+            if error.errno in _NO_ROOM and not self._push_out("no descriptors are left"):
                 raise self._no_socket(error) from error
             return  # gone again, not there after all, or still waiting for the next turn
         connection.setblocking(False)

@@ -22,6 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .background import start_thread
+from .errors import TransportError
+
 __all__ = ["LiveServer", "query"]
 
 _log = logging.getLogger("uccl_ep_serving.live")
@@ -38,20 +41,28 @@ def _credentials_of(connection: socket.socket) -> tuple[int, int, int]:
 
 
 class LiveServer:
-    """Answers every connection with ``snapshot()`` as one JSON document, then closes it."""
+    """Answers every connection with ``snapshot()`` as one JSON document, then closes it.
+
+    Raises:
+        TransportError: the system refuses a socket or a thread.
+    """
 
     def __init__(self, snapshot: Callable[[], dict[str, Any]]) -> None:
         self._snapshot = snapshot
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.name = self._bind()
-            self._socket.listen(8)
-        except OSError:
-            self._socket.close()
-            raise
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="uccl-ep live", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            try:
+                self._socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self.name = self._bind()
+                self._socket.listen(8)
+            except OSError as error:
+                raise TransportError(
+                    f"no socket for the live counters: {error}. Next step: raise the limit on open files (ulimit -n)",
+                    device="live counters",
+                    errno=error.errno or 0,
+                ) from error
+            self._thread = start_thread("uccl-ep live", self._serve)
+            undo.pop_all()
         _open_servers.add(self)
 
     def _bind(self) -> str:

@@ -112,7 +112,8 @@ class Segment:
             if fd >= 0:
                 os.close(fd)
             raise TransportError(
-                f"cannot make a shared segment of {nbytes} bytes: {error}",
+                f"cannot make a shared segment of {nbytes} bytes: {error}. Next step: raise the limit on open files "
+                "(ulimit -n), or the memory limit of the container",
                 device="memfd",
                 errno=error.errno or 0,
             ) from error

@@ -117,8 +117,9 @@ class PlaneBuilder:
         plane = DataPlane(layout)
         try:
             window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
+            plane.segments.append(window)
             mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, settings.proxies))
-            plane.segments += [window, mailbox]
+            plane.segments.append(mailbox)
             own_digest = layout.digest.to_bytes(8, "little")
             answers = self._mesh.gather(
                 "sharing windows",

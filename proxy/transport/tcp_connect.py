@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import BootstrapError, TransportError
-from ...handshake import Identity, Refused, Talk, accept, connect
+from ...handshake import Identity, Refused, Talk, accept, connect, tune
 from ...protocol.frame import Verdict
 
-__all__ = ["meet", "tune"]
+__all__ = ["meet"]
 
 #: A connection that was accepted and does not finish its handshake in this time is dropped. A real peer that was merely
 #: slow connects again.
@@ -39,8 +39,6 @@ MAX_STRANGERS = 64
 #: Connections accepted before everybody else has a turn, however many strangers come.
 ACCEPTS_PER_TURN = 32
 
-#: Dead-host detection on an idle connection: probe after 10 s, every 5 s, three times.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _RETRY_ERRNO = frozenset(
     (
         errno.ECONNREFUSED,
@@ -56,14 +54,6 @@ _RETRY_ERRNO = frozenset(
 )
 
 Key = tuple[int, int]
-
-
-def tune(connection: socket.socket) -> None:
-    """Options of a connection that will carry frames. Buffer sizes stay with the kernel's autotuning."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 @dataclass(eq=False, kw_only=True)
