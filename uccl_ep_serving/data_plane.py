@@ -43,6 +43,7 @@ class DataPlane:
         segments: this rank's window and mailbox, then what was mapped of peers.
         endpoints: by proxy, one of each kind of transport in use.
         choices: the way to each peer.
+        finishes: called before a drain, by whose kernels may still publish.
         releases: called before the memory goes, by who has mapped it into a device.
     """
 
@@ -52,6 +53,7 @@ class DataPlane:
     choices: dict[int, Choice] = field(default_factory=dict)
     space: KernelSpace | None = None
     service: ProxyService | None = None
+    finishes: list[Callable[[], None]] = field(default_factory=list)
     releases: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -136,8 +138,10 @@ class DataPlane:
             False when something is still under way at ``deadline``, a ``time.monotonic()`` instant.
 
         Raises:
-            ProxyDied: nothing will move any more.
+            ProxyDied: nothing will move any more. TransportError: a device has failed.
         """
+        for finish in self.finishes:
+            finish()
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
             for peer in members.lost:
                 self.forget(peer, ctx.FAILURE_PEER_LOST)

@@ -7,7 +7,7 @@ that is current when they are launched. Kernels of one Buffer never overlap each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ class DeviceLane(Protocol):
         """The communication stream, None where there are no streams."""
 
     def run(
-        self, launch: Callable[[], None], tensors: Iterable[torch.Tensor], *, own_stream: bool, finish: bool
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """Run ``launch``, which launches kernels that use ``tensors``.
 
@@ -46,7 +46,7 @@ class HostLane:
     stream = None
 
     def run(
-        self, launch: Callable[[], None], tensors: Iterable[torch.Tensor], *, own_stream: bool, finish: bool
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """See :class:`DeviceLane`."""
         launch()
@@ -73,7 +73,7 @@ class StreamLane:
         return self._own
 
     def run(
-        self, launch: Callable[[], None], tensors: Iterable[torch.Tensor], *, own_stream: bool, finish: bool
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """See :class:`DeviceLane`."""
         current = torch.cuda.current_stream(self._device)
@@ -90,9 +90,9 @@ class StreamLane:
             event = torch.cuda.Event()
             event.record(stream)
         self._last, self._last_captured = event, captured
-        if stream is not current:
-            for tensor in tensors:
-                tensor.record_stream(stream)
-            if finish:
-                current.wait_event(event)
+        # a hook may be called on another stream than the one that the tensors were allocated on
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        if stream is not current and finish:
+            current.wait_event(event)
         return EventOverlap(event, tuple(tensors) if not finish else None)

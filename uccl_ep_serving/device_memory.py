@@ -57,7 +57,7 @@ class DeviceMemory(Protocol):
         """Undo :meth:`open`."""
 
     def synchronize(self) -> None:
-        """Wait until the device has finished what it was given."""
+        """Wait until the device has finished what it was given. Raises TransportError when it has failed."""
 
 
 class _Driver:
@@ -110,7 +110,15 @@ class _Driver:
 
     def synchronize(self) -> None:
         """See :class:`DeviceMemory`."""
-        torch.cuda.synchronize(self.device)
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise TransportError(
+                f"{self.device} has failed: {error}. Every call of this process to it fails from now on. Next step: "
+                "find the first kernel that failed (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1) and start the process "
+                "again",
+                device=str(self.device),
+            ) from error
 
 
 class CudaMemory(_Driver):

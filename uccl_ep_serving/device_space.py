@@ -8,6 +8,7 @@ IPC) and write directly, with the flags in GPU memory as well; it needs every pe
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 from collections.abc import Callable, Iterable
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from .device_memory import DeviceMemory
+from .errors import TransportError
 from .kernel_space import KernelSpace
 from .protocol import context as ctx
 from .protocol.layout import WindowLayout
@@ -26,6 +28,7 @@ __all__ = ["DeviceSpace", "DeviceWindow"]
 
 _I64 = npt.NDArray[np.int64]
 _PAGE = mmap.PAGESIZE
+_log = logging.getLogger("uccl_ep_serving")
 
 
 def _words(address: int, count: int) -> _I64:
@@ -222,8 +225,11 @@ class DeviceSpace:
 
     def close(self) -> None:
         """Let go of all memory once the device has finished; the sticky error has released waiting kernels."""
-        self._memory.synchronize()
-        self._pages.unmap()
-        if self._window is not None:
-            self._window.close()
+        try:
+            self._memory.synchronize()
+            self._pages.unmap()
+            if self._window is not None:
+                self._window.close()
+        except TransportError as error:
+            _log.error("%s. What was mapped stays until this process ends", error)
         self._tensors.clear()

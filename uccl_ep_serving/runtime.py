@@ -204,6 +204,12 @@ class Runtime:
         except PeerError as error:
             self._give_up(error)
 
+    def before_draining(self, finish: Callable[[], None]) -> None:
+        """Call ``finish``, which makes sure that everything is published, before the present generation is drained."""
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        self._plane.finishes.append(finish)
+
     def before_unmapping(self, release: Callable[[], None]) -> None:
         """Call ``release`` when the memory of the present generation goes, once its proxies have stopped."""
         self.space  # noqa: B018  raises when there is none

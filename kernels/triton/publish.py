@@ -2,8 +2,10 @@
 
 A command is 16 bytes in pinned host memory, on CUDA one store; the lap bit stands in both words, so that a proxy
 never takes half of one. Heads and the last known tails live in device memory: nothing is read back over PCIe unless a
-ring seems full. Kernels of a Buffer run one after the other and only one program of each publishes, so heads need no
-atomics. Room is waited for before anything is packed (:func:`wait_room`): publishing itself never waits.
+ring seems full; the head in the ring itself is a copy for the host, stored before the commands, so that whoever sees a
+command taken sees that it was put. Kernels of a Buffer run one after the other and only one program of each publishes,
+so heads need no atomics. Room is waited for before anything is packed (:func:`wait_room`): publishing itself never
+waits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES, UNIT
-from ...protocol.ring import CAPACITY, SLOTS, TAIL
+from ...protocol.ring import CAPACITY, HEAD, SLOTS, TAIL
 from .block_access import S_SINK, channel_count, flag_address, head_address, ring_address, stream_of
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, fail, turn_over
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
@@ -25,7 +27,8 @@ _STREAM, _LAST = tl.constexpr(HIGH["stream"].shift), tl.constexpr(HIGH["last"].s
 _KIND = tl.constexpr(KIND_WRITE << HIGH["kind"].shift)
 _UNIT, _COMMAND_BYTES = tl.constexpr(UNIT), tl.constexpr(COMMAND_BYTES)
 _MAX_WRITE = tl.constexpr(MAX_WRITE_BYTES)
-_TAIL, _CAPACITY, _SLOTS = tl.constexpr(TAIL), tl.constexpr(CAPACITY), tl.constexpr(SLOTS)
+_HEAD, _TAIL = tl.constexpr(HEAD), tl.constexpr(TAIL)
+_CAPACITY, _SLOTS = tl.constexpr(CAPACITY), tl.constexpr(SLOTS)
 #: Pieces start on cache lines, so that two channels never write to the same one.
 _PIECE = tl.constexpr(64)
 
@@ -96,11 +99,13 @@ def put_writes(
     high = lap | ((target // _UNIT) << _TARGET) | (peers << _RANK) | (stream << _STREAM)
     high = high | _KIND | (last.to(tl.int64) << _LAST)
     slots = ring + _SLOTS + (index % capacity) * _COMMAND_BYTES
+    # every thread has read the head; and it is stored before any thread reads it again, or stores a command
+    settle(BACKEND)
+    after = head + tl.sum(take, axis=0)
+    poke(head_at, after)
+    poke(ring + _HEAD, after)
+    settle(BACKEND)
     _store_commands(slots, low, high, chosen, state + S_SINK, BACKEND)
-    # before any thread reads the head again
-    settle(BACKEND)
-    poke(head_at, head + tl.sum(take, axis=0))
-    settle(BACKEND)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ll_cases import Case
+from ll_replay import FORMS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 
-FORMATS: list[Case] = [
+WIRE_FORMATS: list[Case] = [
     Case(topk=3, counts=(8, 5)),
     Case(topk=3, reduced=False, routing="holes"),
     Case(fp8=True, hidden=256, topk=2, reduced=False),
@@ -78,14 +79,14 @@ def test_through_the_proxies(interpreted: Ranks) -> None:
 @pytest.mark.parametrize("path", ["shm", "tcp", "ipc"])
 def test_every_path(interpreted: Ranks, path: str) -> None:
     """Twice each: the second message of a parity, and counts that headers carried."""
-    cases = [FORMATS[0], FORMATS[0], FORMATS[0]]
+    cases = [WIRE_FORMATS[0], WIRE_FORMATS[0], WIRE_FORMATS[0]]
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=300) == [3, 3]
 
 
 @pytest.mark.slow
 def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
     """Rank 0 runs Numba's kernels, rank 1 Triton's: every byte of the formats must agree."""
-    cases = [FORMATS[0], FORMATS[1]]
+    cases = [WIRE_FORMATS[0], WIRE_FORMATS[1]]
     assert interpreted.run(2, triton_bodies.beside_the_cpu_kernels, PATHS["shm"], cases, timeout=300) == [2, 2]
 
 
@@ -98,7 +99,7 @@ def test_overlapped_micro_batches(interpreted: Ranks) -> None:
 def test_smallest_ring(interpreted: Ranks) -> None:
     """A ring that holds exactly one operation: every lap of it, and waits for room."""
     tight = {**PATHS["shm"], "proxies": 1, "channels": 1, "ring_slots": 2}
-    assert interpreted.run(2, triton_bodies.against_the_oracle, tight, [FORMATS[0]] * 3, timeout=300) == [3, 3]
+    assert interpreted.run(2, triton_bodies.against_the_oracle, tight, [WIRE_FORMATS[0]] * 3, timeout=300) == [3, 3]
 
 
 @pytest.mark.slow
@@ -112,6 +113,18 @@ def test_a_silent_peer_is_named(interpreted: Ranks, path: str) -> None:
     # the error is sticky, and nothing is sent as if it were valid
     assert found["again"] == "PeerTimeout"
     assert found["published"] == 0
+
+
+def test_replays_without_the_host(interpreted: Ranks) -> None:
+    """As of a captured graph: other tokens and other routing in the same tensors, numbers and parities go on."""
+    assert interpreted.run(2, triton_bodies.replays, PATHS["mapped"], "plain", 1, timeout=300) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["shm", "ipc"])
+@pytest.mark.parametrize("form", FORMS)
+def test_replays_of_every_form(interpreted: Ranks, form: str, path: str) -> None:
+    assert interpreted.run(2, triton_bodies.replays, PATHS[path], form, 4, timeout=300) == [4, 4]
 
 
 def test_a_bad_expert_id_is_refused(interpreted: Ranks) -> None:
@@ -134,7 +147,7 @@ def test_statistics(interpreted: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_more_formats(interpreted: Ranks, path: str) -> None:
-    cases = FORMATS + MORE
+    cases = WIRE_FORMATS + MORE
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=580)
 
 
@@ -142,14 +155,14 @@ def test_more_formats(interpreted: Ranks, path: str) -> None:
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
-    cases = of_ranks(FORMATS, ranks)
+    cases = of_ranks(WIRE_FORMATS, ranks)
     assert interpreted.run(ranks, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=580)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_one_wire_with_the_cpu_kernels_many_ranks(interpreted: Ranks, ranks: int) -> None:
-    cases = of_ranks(FORMATS, ranks)
+    cases = of_ranks(WIRE_FORMATS, ranks)
     assert interpreted.run(ranks, triton_bodies.beside_the_cpu_kernels, PATHS["tcp"], cases, timeout=580)
 
 

@@ -14,6 +14,7 @@ import bodies
 import ll_cases
 import pytest
 import torch
+from ll_replay import Layer, RecordingLane
 
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
@@ -39,6 +40,13 @@ def modes(buffer: Buffer) -> Any:
     return SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
 
 
+def check_drained(buffer: Buffer) -> None:
+    """What the kernels have put into rings, the host sees put, and then taken: else leaving a window takes for ever."""
+    plane = buffer.runtime._plane
+    assert plane is not None
+    assert plane.drain(time.monotonic() + 10.0, buffer.runtime._members), plane.stats()
+
+
 def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Dispatch bit-exact, combine bit-exact and within DeepEP's tolerances, for every case on one Buffer."""
     buffer = opened(exchange, overrides)
@@ -46,6 +54,7 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
         inputs = case.inputs()
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
+        check_drained(buffer)
     buffer.destroy()
     return len(cases)
 
@@ -62,6 +71,7 @@ def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], c
         inputs = case.inputs()
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
+        check_drained(buffer)
     buffer.destroy()
     return len(cases)
 
@@ -140,6 +150,25 @@ def dispatch(buffer: Buffer, case: ll_cases.Case, given: ll_cases.LowLatencyInpu
     return rows, count, handle
 
 
+def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
+    """What a graph would hold, run once and then replayed without the host."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+
+    buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
+    lane = RecordingLane()
+    buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
+    layer = Layer(buffer, form, torch.device("cpu"), lane.compute)
+    layer.run()
+    before = buffer.runtime._begun
+    layer.check(lane.replay, times)
+    # the host has begun nothing: what ran was in device memory
+    assert buffer.runtime._begun == before
+    check_drained(buffer)
+    buffer.destroy()
+    return times
+
+
 def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 does not make the second dispatch; the others are told whom they wait for, and leave nothing behind."""
     buffer = opened(exchange, {**overrides, "timeout": 3.0})
@@ -186,14 +215,16 @@ def bad_id(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
 def stats_of(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
     """(expert counts, added counts, nanoseconds waited) of two dispatches; one rank comes late."""
     buffer = opened(exchange, overrides)
-    case = ll_cases.Case(ranks=exchange.size, topk=2)
+    case = ll_cases.Case(ranks=exchange.size, tokens=4, topk=2)
     given = case.inputs()[exchange.rank]
     added = torch.zeros(case.experts // exchange.size, dtype=torch.int32)
     waited = torch.zeros(exchange.size, dtype=torch.int64)
     total = torch.zeros_like(added)
     for turn in range(2):
+        exchange.all_gather(b"")
         if turn and exchange.rank == 1:
-            time.sleep(1.0)
+            # rank 0's interpreter has begun to wait by then
+            time.sleep(3.0)
         _, count, _, _, _ = buffer.low_latency_dispatch(
             given.x,
             given.topk_idx,

@@ -1,6 +1,6 @@
 """The command ring: many kernels put commands in, one proxy takes them out.
 
-    byte   0  head      next index to reserve         writer: producers (compare-and-exchange)
+    byte   0  head      next index to reserve         writer: producers (compare-and-exchange); readers: the host too
     byte  64  tail      indices consumed              writer: the proxy (release); readers: producers (acquire)
     byte 128  capacity  slots, a power of two         writer: whoever creates the ring, before it is used
     byte 256  slots     capacity x 16-byte commands   writer: the producer that reserved the index
@@ -9,7 +9,8 @@ A producer reserves n consecutive indices by compare-and-exchange of ``head``, a
 capacity``: it never holds an index that it must wait to fill. For each index i it then stores both words of slot
 ``i % capacity`` with lap bit ``lap_of(i)``; the second store is a release. The proxy loads both words (acquire) and
 takes the command when both lap bits equal ``lap_of(tail)``. Fresh memory is zero and lap 0 writes ones, so an unwritten
-slot is never taken. ``head`` and ``tail`` are 64-bit and never wrap.
+slot is never taken. ``head`` and ``tail`` are 64-bit and never wrap. Kernels of a device reserve in a head of their
+own, in device memory, and store a copy into ``head`` before the commands: it never lies behind ``tail``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,214 @@
+"""What outlives one low-latency operation on a device: counters, kernels and addresses of the present window.
+
+A window serves one plan. The first dispatch with other sizes, or after a rank was masked, moves all ranks to a new one
+(``Runtime.grow``) in which every counter starts at 0; what belongs to the old one is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .config import Settings
+from .device_lane import DeviceLane
+from .device_launch import InFlight
+from .device_memory import DeviceMemory
+from .device_space import DeviceSpace, DeviceWindow
+from .errors import ConfigError
+from .handles import LowLatencyHandle
+from .kernel_space import KernelSpace
+from .kernels.interface import DeviceLowLatencyKernels, DeviceStateBlock
+from .kernels.select import device_low_latency_kernels
+from .low_latency_arguments import VALUE_CODES, Coding, covers
+from .protocol.layout import LowLatencyPlan, WindowLayout
+
+__all__ = ["DeviceSession", "DeviceSpaceOwner", "Serving"]
+
+
+class DeviceSpaceOwner(Protocol):
+    """What low-latency mode on a device needs of a Runtime; see there."""
+
+    rank: int
+    ranks: int
+    generation: int
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def space(self) -> KernelSpace: ...
+    @property
+    def layout(self) -> WindowLayout: ...
+    @property
+    def record(self) -> Callable[..., None]: ...
+    @property
+    def all_on_this_host(self) -> bool: ...
+    def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
+    def before_draining(self, finish: Callable[[], None]) -> None: ...
+    def before_unmapping(self, release: Callable[[], None]) -> None: ...
+    def check(self, phase: str) -> None: ...
+    def begin_operation(self) -> None: ...
+    @property
+    def stale(self) -> str: ...
+    @property
+    def grow_asked(self) -> bool: ...
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+
+
+class Serving(NamedTuple):
+    """What serves the operations of one window.
+
+    Attributes:
+        state: counters, in device memory.
+        kernels: of its plan.
+        space: the kernel context, in device memory.
+    """
+
+    state: DeviceStateBlock
+    kernels: DeviceLowLatencyKernels
+    space: DeviceSpace
+
+
+class DeviceSession:
+    """Low-latency state of one Buffer on one rank.
+
+    Args:
+        runtime: of the Buffer.
+        memory: of the device.
+        lane: on which its kernels run.
+        interpreted: in Triton's interpreter, on CPU tensors.
+
+    Attributes:
+        generation: of the window that serves, -1 before the first.
+        dispatches, combines: the host's counts of what is in flight.
+    """
+
+    def __init__(self, runtime: DeviceSpaceOwner, memory: DeviceMemory, lane: DeviceLane, interpreted: bool) -> None:
+        self.generation = -1
+        self.dispatches = InFlight("low-latency dispatch", "dispatches")
+        self.combines = InFlight("low-latency combine", "combines")
+        self._runtime = runtime
+        self._memory = memory
+        self._lane = lane
+        self._interpreted = interpreted
+        self._serving: Serving | None = None
+        self._combine_buffer: torch.Tensor | None = None
+
+    def check(self, phase: str, begins: bool = False) -> None:
+        """Raise what is known to be wrong; ``begins``: the operation needs nothing that was sent before."""
+        runtime = self._runtime
+        if self._serving is not None and self.generation == runtime.generation:
+            self._serving.space.take_report()
+        runtime.check(phase)
+        if runtime.stale and not begins:
+            raise ConfigError(
+                f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on every "
+                "rank"
+            )
+
+    def check_tensor(self, phase: str, name: str, tensor: torch.Tensor) -> None:
+        """Raise ConfigError for a tensor that kernels cannot move in 16-byte pieces, or that is elsewhere."""
+        if tensor.device != self._memory.device:
+            raise ConfigError(
+                f"{phase}: {name} is on {tensor.device}, and this Buffer serves tensors on {self._memory.device}"
+            )
+        if tensor.numel() and tensor.data_ptr() % 16:
+            raise ConfigError(f"{phase}: {name} must start on a multiple of 16 bytes")
+
+    def adopt(self, plan: LowLatencyPlan, coding: Coding, x: torch.Tensor, round_scale: bool, reduced: bool) -> Serving:
+        """What serves ``plan``, laid out anew on all ranks when the window has no room for it.
+
+        Args:
+            coding, x, round_scale, reduced: of the dispatch that needs it, for which kernels are compiled.
+
+        Raises:
+            ConfigError: the kernels cannot serve it, an operation is in flight, or a graph is being captured.
+        """
+        runtime = self._runtime
+        laid_out = None if runtime.stale else runtime.layout.low_latency
+        if laid_out is None or not covers(laid_out, plan) or runtime.grow_asked:
+            # what is wrong on this rank alone is told to the others, who would wait for it
+            objection = ""
+            try:
+                self._check_idle(plan)
+                kernels = device_low_latency_kernels(plan, self._interpreted)
+                kernels.check(runtime.settings)
+                # before the ranks meet: a rank that compiles while others wait would eat into their deadline
+                kernels.warm(VALUE_CODES[x.dtype], coding.dtype, round_scale, reduced)
+            except ConfigError as error:
+                objection = str(error)
+            runtime.grow(plan, objection)
+            laid_out = plan
+        if self._serving is None or self.generation != runtime.generation:
+            kernels = device_low_latency_kernels(laid_out, self._interpreted)
+            space = self._build_space()
+            state = kernels.new_state(runtime.layout, runtime.settings.channels, self._memory.device)
+            self._serving = Serving(state, kernels, space)
+            self.generation = runtime.generation
+            self._combine_buffer = None
+            self.dispatches.clear()
+            self.combines.clear()
+        return self._serving
+
+    def _check_idle(self, plan: LowLatencyPlan) -> None:
+        """Raise ConfigError where the windows cannot be laid out anew for ``plan`` now."""
+        if self._lane.capturing:
+            raise ConfigError(
+                f"low-latency dispatch: {plan} is new, and laying out windows cannot be captured in a graph: dispatch "
+                "and combine once with these shapes before the capture"
+            )
+        stale = self._runtime.stale or self.generation != self._runtime.generation
+        if not stale and (self.dispatches.count or self.combines.count):
+            raise ConfigError(
+                f"low-latency dispatch: {plan} needs another window layout, and an operation is in flight: call its "
+                "recv hook first"
+            )
+
+    def _build_space(self) -> DeviceSpace:
+        """Collective where windows are in device memory."""
+        runtime, window = self._runtime, None
+        wanted = runtime.settings.window
+        if wanted == "device" and not runtime.all_on_this_host:
+            raise ConfigError(
+                "UCCL_EP_WINDOW=device needs all ranks on one host: no transport of this version reads GPU memory. Use "
+                "UCCL_EP_WINDOW=host"
+            )
+        if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
+            window = DeviceWindow(
+                self._memory,
+                runtime.layout,
+                runtime.rank,
+                lambda handle: runtime.exchange("sharing device windows", handle),
+            )
+        space = DeviceSpace(runtime.space, self._memory, window)
+        # what a kernel has not published yet, no proxy can wait for
+        runtime.before_draining(self._memory.synchronize)
+        runtime.before_unmapping(space.close)
+        return space
+
+    def of(self, handle: object, owner: object, phase: str) -> Serving:
+        """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or older than the window."""
+        if not isinstance(handle, LowLatencyHandle) or handle.owner is not owner:
+            raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
+        if handle.generation != self._runtime.generation:
+            raise ConfigError(
+                f"{phase}: the handle is older than the present window layout (another T, hidden, number of experts, "
+                "top-k or dtype was dispatched since): combine before dispatching other shapes"
+            )
+        assert self._serving is not None
+        return self._serving
+
+    def still(self, phase: str, generation: int) -> None:
+        """Raise what is known to be wrong, or that the window of ``generation`` is gone."""
+        self.check(phase)
+        if generation != self._runtime.generation:
+            raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
+
+    def combine_buffer(self, plan: LowLatencyPlan) -> torch.Tensor:
+        """[L, R * T, H] for the experts' output, the same tensor as long as the window serves ``plan``."""
+        if self._combine_buffer is None:
+            dtype = torch.bfloat16 if plan.element == 2 else torch.float32
+            shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
+            self._combine_buffer = torch.empty(shape, dtype=dtype, device=self._memory.device)
+        return self._combine_buffer
