@@ -102,7 +102,7 @@ def _check_origin(
     tl.store(combined_at, combined, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["waited"])
 def dispatch_arrival(
     context: tl.int64,
     state: tl.int64,
@@ -147,7 +147,7 @@ def dispatch_arrival(
                 tl.store(int64s(route_table(context, route, R_RETURN_ROWS, peers)), zero, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["waited"])
 def combine_arrival(
     context: tl.int64,
     state: tl.int64,

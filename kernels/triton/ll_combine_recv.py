@@ -29,8 +29,8 @@ __all__ = ["sum_rows"]
 _F32 = tl.constexpr(DTYPE_F32)
 
 
-# any number of tokens with the same compiled code
-@triton.jit(do_not_specialize=["tokens"])
+# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
+@triton.jit(do_not_specialize=["weights", "tokens"])
 def sum_rows(
     context: tl.int64,
     state: tl.int64,

@@ -87,7 +87,7 @@ def _lay_out(
             tl.store(sums, tl.load(sums, mask=each < local, other=0) + total, mask=each < local)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stats"])
 def count_rows(
     context: tl.int64,
     state: tl.int64,

@@ -87,8 +87,8 @@ def _write_metas(
             tl.store(floats(place + 4 * TOPK), factors, mask=wanted)
 
 
-# any number of tokens with the same compiled code
-@triton.jit(do_not_specialize=["tokens"])
+# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
+@triton.jit(do_not_specialize=["topk_idx", "weights", "tokens"])
 def pack_dispatch(
     context: tl.int64,
     state: tl.int64,

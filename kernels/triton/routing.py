@@ -219,8 +219,8 @@ def _place_dispatches(
     poke(route, number)
 
 
-# any number of tokens with the same compiled code
-@triton.jit(do_not_specialize=["tokens"])
+# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
+@triton.jit(do_not_specialize=["topk_idx", "tokens"])
 def route(
     context: tl.int64,
     state: tl.int64,
