@@ -13,11 +13,12 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo demo-vllm test test-rdma test-gpu test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-rdma test-triton test-gpu test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 	@echo "make test-rdma                RDMA transports on soft-RoCE devices in a small virtual machine"
+	@echo "make test-triton              the GPU's kernels compiled by the engines' versions of Triton; needs no GPU"
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
@@ -59,6 +60,10 @@ test-rdma: env
 test-engine: env-sglang env-vllm
 	@$(BIN)/pytest -m engine $(ARGS)
 	@$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS)
+
+# what Triton makes of the GPU's kernels, with each version that an engine pins; installs those on first use
+test-triton: env
+	@ARGS="$(ARGS)" scripts/test-triton
 
 # on a machine with a GPU: correctness of the kernels on it
 test-gpu: env

@@ -30,8 +30,8 @@ __all__ = ["MAX_TOPK", "TritonLowLatencyKernels"]
 MAX_TOPK = 64
 #: Elements of the three-dimensional comparison of :mod:`.routing` that a program of one warp holds.
 _COMPARED = 2048
-#: Words (or values) of a row that a program moves at a time, and its warps.
-_BLOCK, _WARPS = 1024, 4
+#: Words (or values) of a row that a program moves at a time, and its threads: 16 bytes of BF16 each, 8 of FP8.
+_BLOCK, _THREADS = 1024, 128
 #: (expert, source) pairs laid out at a time.
 _LAID_OUT = 1024
 
@@ -59,7 +59,8 @@ class TritonLowLatencyKernels:
         self._rows = 16 if self.target.interpreted else 1
         self._backend = {"BACKEND": self.target.backend}
         self._lanes = {"LANES": self.target.warp, **self._backend}
-        self._publishing = {"LANES": self.target.warp * (1 if self.target.interpreted else _WARPS), **self._backend}
+        self._warps = _THREADS // self.target.warp
+        self._publishing = {"LANES": self.target.warp if self.target.interpreted else _THREADS, **self._backend}
         self._routing = {
             "TOPK": plan.topk,
             "SLOTS": slots,
@@ -158,7 +159,7 @@ class TritonLowLatencyKernels:
                 "BLOCK": min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK)),
                 **self._publishing,
             },
-            warps=_WARPS,
+            warps=self._warps,
         )
         return first, second
 
@@ -214,7 +215,7 @@ class TritonLowLatencyKernels:
                     "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
                     **self._backend,
                 },
-                warps=_WARPS,
+                warps=self._warps,
             ),
         )
 
@@ -243,7 +244,7 @@ class TritonLowLatencyKernels:
                     "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
                     **self._publishing,
                 },
-                warps=_WARPS,
+                warps=self._warps,
                 fused=False,
             ),
         )
@@ -284,7 +285,7 @@ class TritonLowLatencyKernels:
                     "BLOCK": block,
                     **self._backend,
                 },
-                warps=_WARPS,
+                warps=self._warps,
                 fused=False,
             ),
         )

@@ -1,0 +1,131 @@
+"""The traps of Triton, as they show in PTX, AMDGCN and Triton's own text, and what a GPU's file says of its kernel.
+
+All of them pass a compiler without a word. Each was met in one of Triton's versions 3.6 to 3.9.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+__all__ = ["COPYING", "WAITING", "cubin_resources", "cuda_faults", "hip_faults", "volatile_branches"]
+
+PUBLISHING = {"pack_dispatch", "pack_combine"}
+WAITING = {"route", "prepare_combine", "dispatch_arrival", "combine_arrival"}
+#: Their last program to arrive goes on alone.
+ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine", "sum_rows"}
+COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows"}
+
+
+def _loops(text: str, label: str, branch: str) -> list[str]:
+    """Bodies of loops: from a label to a later branch back to it."""
+    places = {match.group(1): match.end() for match in re.finditer(label, text, re.MULTILINE)}
+    return [
+        text[places[match.group(1)] : match.start()]
+        for match in re.finditer(branch, text)
+        if places.get(match.group(1), len(text)) < match.start()
+    ]
+
+
+def _polls(text: str, label: str, branch: str, load: str, clock: str) -> list[str]:
+    """Bodies of the innermost loops in which a ``load`` and a look at the ``clock`` have stayed."""
+    bodies = [body for body in _loops(text, label, branch) if re.search(load, body) and clock in body]
+    return [body for body in bodies if not any(other != body and other in body for other in bodies)]
+
+
+def volatile_branches(ttir: str) -> list[str]:
+    """Branches that depend on a volatile load: every thread loads for itself, so that threads may part there."""
+    tainted: set[str] = set()
+    found = []
+    for line in ttir.splitlines():
+        results, equals, operation = line.partition(" = ")
+        if not equals:
+            results, operation = "", line
+        uses = {name.partition("#")[0] for name in re.findall(r"%\w+(?:#\d+)?", operation)}
+        if "isVolatile = true" in operation or uses & tainted:
+            tainted |= {name.partition(":")[0] for name in re.findall(r"%\w+(?::\d+)?", results)}
+            if re.match(r"\s*(?:scf\.(?:if|condition)|cf\.cond_br)", operation) and uses & tainted:
+                found.append(line.strip())
+    return found
+
+
+def cuda_faults(name: str, ptx: str) -> list[str]:
+    """Traps of Triton in PTX."""
+    faults = []
+    releases = re.findall(r"st\.release[.\w]*", ptx)
+    if any(".sys." not in one for one in releases):
+        faults.append(f"a release that the host may not see: {set(releases)}")
+    if name in PUBLISHING:
+        if "st.release.sys.global.v2.b64" not in ptx:
+            faults.append("a command is not one 16-byte store")
+        first = ptx.find("st.release")
+        last = ptx.rfind("st.global", 0, first)
+        if "bar.sync" not in ptx[last:first]:
+            faults.append("no barrier between the headers and the command")
+    counted = [match.start() for match in re.finditer(r"atom\.[\w.]*acq_rel[\w.]*add", ptx)]
+    if name in ARRIVING and not counted:
+        faults.append("no arrival is counted")
+    for place in counted:
+        if "bar.sync" not in ptx[max(ptx.rfind("st.global", 0, place), 0) : place]:
+            faults.append("stores of other threads are not ordered before the arrival")
+    if re.search(r"atom\.[\w.]*acquire[\w.]*\s+_,", ptx):
+        faults.append("an acquire whose result is not used, which the compiler may delete")
+    if name in WAITING:
+        label, branch = r"^\$(L__BB\w+):", r"bra(?:\.uni)?\s+\$(L__BB\w+);"
+        polls = _polls(ptx, label, branch, r"ld\.acquire\.sys\.global\.b64", "globaltimer")
+        if not polls:
+            faults.append("no loop polls with acquire and looks at the clock: the poll was hoisted")
+    if name in COPYING and not re.search(r"st\.global\.v[24]\.b32", ptx):
+        faults.append("stores are not vectorised")
+    if name in COPYING and not re.search(r"ld\.global\.v(?:4\.b32|2\.b64)", ptx):
+        faults.append("loads are not vectorised")
+    return faults
+
+
+def hip_faults(name: str, code: str) -> list[str]:
+    """The same in AMDGCN."""
+    faults = []
+    if name in PUBLISHING:
+        if not re.search(r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+global_store_dwordx2 [^\n]*sc0 sc1", code):
+            faults.append("a command is stored without a write-back before it")
+        if not re.search(r"s_waitcnt vmcnt\(0\)(?:(?!global_store)[\s\S])*?s_barrier", code):
+            faults.append("a barrier does not wait for stores")
+    # Triton 3.6 drops its scope
+    if "global_atomic_cmpswap" in code:
+        faults.append("a compare-and-exchange, which may not be seen by the host")
+    if name in WAITING:
+        label, branch = r"^\.?(L?BB\w+):", r"s_c?branch\w*\s+\.?(L?BB\w+)"
+        polls = _polls(code, label, branch, r"global_load_dwordx2 [^\n]*sc0 sc1", "s_memrealtime")
+        if not polls:
+            faults.append("no loop polls past the caches and looks at the clock: the poll was hoisted")
+        if "buffer_inv sc0 sc1" not in code:
+            faults.append("no acquire")
+    # other than that of a command
+    if name in COPYING and not re.search(r"(?:global|buffer)_store_dwordx[24] (?!.* sc1)", code):
+        faults.append("stores are not vectorised")
+    if name in COPYING and not re.search(r"(?:global|buffer)_load_dwordx4", code):
+        faults.append("loads are not vectorised")
+    return faults
+
+
+def cubin_resources(cubin: bytes) -> dict[str, int]:
+    """What the ELF file for a GPU says of its one kernel: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE of ``.nv.info``."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + index * size) for index in range(count)]
+    strings = cubin[sections[names][4] :]
+    found = {}
+    for name, _, _, _, start, length, *_ in sections:
+        if strings[name : strings.index(b"\0", name)] != b".nv.info":
+            continue
+        place = start
+        while place < start + length:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, place)
+            place += 4
+            # only this form is followed by as many bytes as it says: a symbol and a number here
+            if form == 4:
+                if attribute in (0x2F, 0x11):
+                    _, number = struct.unpack_from("<II", cubin, place)
+                    found["registers" if attribute == 0x2F else "spilled"] = number
+                place += value
+    return found
