@@ -7,10 +7,13 @@ in Numba would widen to 64 bits and halve the vector width.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import carray, types
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from ...native.jit import compiled
@@ -25,11 +28,24 @@ __all__ = [
     "f32_to_e4m3",
     "f32_to_f16",
     "float_view",
+    "half_instructions",
     "short_view",
 ]
 
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+
+
+def half_instructions() -> bool:
+    """Whether the CPU that Numba compiles for converts float16: x86 with F16C (since 2012), and AArch64.
+
+    Elsewhere LLVM calls ``__extendhfsf2`` of the compiler's run-time library. The just-in-time compiler has none, and
+    LLVM then aborts the process, so the conversions below use integers there.
+    """
+    features = numba.config.CPU_FEATURES
+    if features is None:
+        features = get_host_cpu_features()
+    return platform.machine() in ("aarch64", "arm64") or "+f16c" in features.split(",")
 
 
 def _pointer_to(element: Any, llvm: Any) -> Any:
@@ -121,20 +137,53 @@ def f32_to_bf16(typingctx, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def f16_to_f32(typingctx, bits):  # type: ignore[no-untyped-def]
-    """Exact."""
+    """Exact; NaN stays NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], _F16), _F32)
+        if half_instructions():
+            return builder.fpext(builder.bitcast(args[0], _F16), _F32)
+        bits = builder.zext(args[0], _I32)
+        sign = builder.shl(builder.and_(bits, _I32(0x8000)), _I32(16))
+        size = builder.and_(bits, _I32(0x7FFF))
+        # the mantissa moves up by 13 bits, the exponent bias from 15 to 127; infinity and NaN to exponent 255
+        moved = builder.shl(size, _I32(13))
+        normal = builder.add(moved, _I32((127 - 15) << 23))
+        special = builder.add(moved, _I32((255 - 31) << 23))
+        quiet = builder.or_(special, _I32(1 << 22))
+        # subnormals: as a mantissa over 2**-14, the least normal number, which is then taken away again
+        over = builder.bitcast(builder.add(moved, _I32((127 - 14) << 23)), _F32)
+        subnormal = builder.bitcast(builder.fsub(over, _F32(2.0**-14)), _I32)
+        value = builder.select(builder.icmp_unsigned("<", size, _I32(0x0400)), subnormal, normal)
+        value = builder.select(builder.icmp_unsigned(">=", size, _I32(0x7C00)), special, value)
+        value = builder.select(builder.icmp_unsigned(">", size, _I32(0x7C00)), quiet, value)
+        return builder.bitcast(builder.or_(value, sign), _F32)
 
     return types.float32(types.uint16), codegen
 
 
 @intrinsic
 def f32_to_f16(typingctx, value):  # type: ignore[no-untyped-def]
-    """Round to nearest even, overflow to infinity."""
+    """Round to nearest even, overflow to infinity; NaN stays NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
+        if half_instructions():
+            return builder.bitcast(builder.fptrunc(args[0], _F16), _I16)
+        bits = builder.bitcast(args[0], _I32)
+        sign = builder.and_(builder.lshr(bits, _I32(16)), _I32(0x8000))
+        size = builder.and_(bits, _I32(0x7FFFFFFF))
+        # half of the last kept bit, less one when that bit is even, carries into it where rounding goes up
+        odd = builder.and_(builder.lshr(size, _I32(13)), _I32(1))
+        biased = builder.sub(size, _I32((127 - 15) << 23))
+        normal = builder.lshr(builder.add(builder.add(biased, _I32(0xFFF)), odd), _I32(13))
+        # below 2**-14: steps of 2**-24, which is the unit in the last place of 0.5, so the float adder rounds for us
+        shifted = builder.fadd(builder.bitcast(size, _F32), _F32(0.5))
+        subnormal = builder.sub(builder.bitcast(shifted, _I32), _I32(0x3F000000))
+        code = builder.select(builder.icmp_unsigned("<", size, _I32(0x38800000)), subnormal, normal)
+        code = builder.select(builder.icmp_unsigned(">=", size, _I32(0x47800000)), _I32(0x7C00), code)
+        payload = builder.and_(builder.lshr(size, _I32(13)), _I32(0x3FF))
+        nan = builder.icmp_unsigned(">", size, _I32(0x7F800000))
+        code = builder.select(nan, builder.or_(payload, _I32(0x7E00)), code)
+        return builder.trunc(builder.or_(code, sign), _I16)
 
     return types.uint16(types.float32), codegen
 
