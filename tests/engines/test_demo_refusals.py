@@ -65,7 +65,9 @@ def test_port_in_use_is_said_before_anything_is_started(start: Start, tmp_path: 
     assert f"port {port} of 127.0.0.1 is in use" in output
     assert "checkpoint" not in output
     assert left(tmp_path) == []
-    assert port_is_free(free_port())
+    port = free_port()
+    assert all(port_is_free(port + more) for more in (0, *range(233, 256)))
+    assert port + 256 <= int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def test_full_disk_is_named(start: Start, tmp_path: Path) -> None:

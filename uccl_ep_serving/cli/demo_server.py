@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -43,6 +44,9 @@ RANKS = 2
 _STOP_SECONDS = 30.0
 _HEALTH_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+#: Distances from the server's port at which SGLang may listen with DP attention: 233 + 6 + one for each DP rank.
+_DERIVED_PORTS = range(233, 256)
+_LEAST_PORT = 10000
 _PHASE_WIDTH = 50  # what remains of 80 columns beside the spinner and the seconds
 
 
@@ -150,7 +154,16 @@ class Launch:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now."""
+    """A TCP port of the loopback interface that nobody listens on right now, nor on those that SGLang derives from it.
+
+    With DP attention SGLang also listens on ports from ``port + 233`` on (``PortArgs.init_new`` in its server_args),
+    and only later. So they lie below those that the kernel gives to outgoing connections, where that range leaves room.
+    """
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]) - _DERIVED_PORTS.stop
+    for _ in range(100):
+        port = random.SystemRandom().randrange(_LEAST_PORT, end) if end > _LEAST_PORT else 0
+        if port and all(port_is_free(port + more) for more in (0, *_DERIVED_PORTS)):
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
