@@ -61,6 +61,8 @@ a window. A word not named by an operation stays 0.
     META_ROOM           K       bytes for the meta of all of these, each rank's on a line of its own
     ROW_RANGE           P       offset of a range with room for every row, -1 = rounds
     META_RANGE          P       offset of a range of META_ROOM bytes, -1 = there is no meta or ROW_RANGE is -1
+    STREAM_FROM         H       bytes that the ranks of a host may write in all before copies go past the caches
+    STREAMED            K       1 = they do (set by ``place``)
 
     peer word           writer  meaning
     ABSENT              K       1 = masked: nothing goes there, nothing comes
@@ -160,7 +162,9 @@ COUNT_WORDS = 8
     META_ROOM,
     ROW_RANGE,
     META_RANGE,
-) = range(50)
+    STREAM_FROM,
+    STREAMED,
+) = range(52)
 OPERATION_WORDS = 56
 
 (

@@ -22,6 +22,7 @@ from .handles import NormalHandle
 from .kernels import normal_block as block
 from .kernels.select import normal_kernels
 from .memory import HeapAllocator
+from .native.copy import last_cache_bytes
 from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify, round_up
@@ -296,6 +297,7 @@ class RowExchange:
             (block.ROUND_SLOT, window.normal.round_slot),
             (block.ROW_RANGE, -1),
             (block.META_RANGE, -1),
+            (block.STREAM_FROM, last_cache_bytes()),
         ):
             template[word] = value
         return template

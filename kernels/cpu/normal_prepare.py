@@ -10,7 +10,7 @@ from ...native.atomics import peek, peek32, poke, zero
 from ...native.jit import compiled
 from ...protocol.message import NormalNotify
 from .. import normal_block as block
-from .context import channel_count, is_masked, own_rank, rank_count
+from .context import channel_count, is_masked, own_rank, peer_window, rank_count
 from .normal_words import get, put
 
 __all__ = ["measure", "place", "prepare"]
@@ -121,6 +121,14 @@ def place(context: int, operation: int, peers: int) -> None:
     slot, rounds = get(operation, block.ROUND_SLOT), get(operation, block.LANDING)
     most = get(operation, block.CHUNK_BYTES) // (row + meta)
     least = max(get(operation, block.LEAST_CHUNK_BYTES) // row, 1)
+    # Rows that fit the last cache, which the ranks of a host share, are read there next. Of more, the first have left
+    # before the last are written. Other ranks write about as much as this one receives.
+    written = get(operation, block.RECV_REMOTE if kind == _COMBINE else block.RECV_TOTAL) * row
+    writers = 1
+    for peer in range(ranks):
+        if peer != me and peer_window(context, peer) != 0:
+            writers += 1
+    put(operation, block.STREAMED, 1 if writers * written > get(operation, block.STREAM_FROM) else 0)
     first = meta_at = 0
     for rank in range(ranks):
         state = peers + 8 * block.PEER_WORDS * rank

@@ -7,6 +7,7 @@ slot ``g % 2`` and is given as soon as the rows of grant g - 2 are consumed.
 from __future__ import annotations
 
 from ...native.atomics import copy
+from ...native.copy import stream, stream_fence
 from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
@@ -139,14 +140,20 @@ def unpack(context: int, operation: int, peers: int, peer: int) -> int:
         return NOTHING
     row_bytes, meta_bytes = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
     base, out = get(state, block.RECV_FIRST), get(operation, block.OUT)
-    in_place = get(operation, block.IN_PLACE) != 0
+    in_place, streamed = get(operation, block.IN_PLACE) != 0, get(operation, block.STREAMED) != 0
     for row in range(done, ready):
         if not in_place:
-            copy(out + (base + row) * row_bytes, landed_row(context, operation, state, row), row_bytes)
+            target, source = out + (base + row) * row_bytes, landed_row(context, operation, state, row)
+            if streamed:
+                stream(target, source, row_bytes)
+            else:
+                copy(target, source, row_bytes)
         if meta_bytes != 0:
             meta = landed_meta(context, operation, state, row)
             if not unpack_meta(operation, meta, base + row):
                 set_failure(error_address(context), FAILURE_PROTOCOL, peer, get(operation, block.PHASE), row, ready)
                 return -STATUS_PROTOCOL
+    if streamed:
+        stream_fence()
     put(state, block.CONSUMED, ready)
     return MOVED

@@ -8,6 +8,7 @@ META_BYTES. A row's bytes are copied once, never interpreted.
 from __future__ import annotations
 
 from ...native.atomics import copy, peek, peek32, poke, poke32, zero
+from ...native.copy import stream, stream_fence
 from ...native.jit import compiled
 from ...protocol.message import NormalNotify
 from .. import normal_block as block
@@ -28,10 +29,18 @@ def _source_row(state: int, index: int) -> int:
 
 
 @compiled
-def pack_rows(operation: int, state: int, first: int, rows: int, at: int) -> None:
-    """Gather rows ``first`` … of a peer (``state``: its block) to address ``at``."""
+def pack_rows(operation: int, state: int, first: int, rows: int, at: int, streamed: bool) -> None:
+    """Gather rows ``first`` … of a peer (``state``: its block) to address ``at``.
+
+    ``streamed``: past the caches, because nobody reads them soon. Either way they may be published on return.
+    """
     nbytes = get(operation, block.ROW_BYTES)
     x = get(operation, block.X)
+    if streamed:
+        for index in range(rows):
+            stream(at + index * nbytes, x + _source_row(state, first + index) * nbytes, nbytes)
+        stream_fence()
+        return
     if get(state, block.SEND_LIST) == 0:
         copy(at, x + _source_row(state, first) * nbytes, rows * nbytes)
         return
@@ -99,7 +108,8 @@ def copy_own(operation: int, state: int, rank: int, first: int, rows: int) -> No
     """
     nbytes, meta = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
     base = get(state, block.RECV_FIRST)
-    pack_rows(operation, state, first, rows, get(operation, block.OUT) + (base + first) * nbytes)
+    at = get(operation, block.OUT) + (base + first) * nbytes
+    pack_rows(operation, state, first, rows, at, get(operation, block.STREAMED) != 0)
     if meta == 0:
         return
     scratch = get(operation, block.SCRATCH)

@@ -170,7 +170,7 @@ def send_chunk(context: int, counts: int, operation: int, peers: int, peer: int)
     target, target_meta = get(state, block.GRANT_ROW), get(state, block.GRANT_META)
     window = peer_window(context, peer)
     if window != 0:
-        pack_rows(operation, state, first, rows, window + target)
+        pack_rows(operation, state, first, rows, window + target, get(operation, block.STREAMED) != 0)
         if meta_bytes != 0:
             pack_meta(operation, state, peer, first, rows, window + target_meta)
         status = store_flag(context, peer, stream, number // channels + 1)
@@ -185,7 +185,7 @@ def send_chunk(context: int, counts: int, operation: int, peers: int, peer: int)
         if chunk >= depth and (completed_count(context, peer, stream0 + earlier % channels) < earlier // channels + 1):
             return NOTHING  # the slot's last write may still be read or repeated
         at = window_address(context) + slot
-        pack_rows(operation, state, first, rows, at)
+        pack_rows(operation, state, first, rows, at, False)  # the proxy reads the staging next
         if meta_bytes != 0:
             pack_meta(operation, state, peer, first, rows, at + row_bytes)
         put(state, block.PACKED, PACKED_ROWS_AND_META)

@@ -1,0 +1,103 @@
+"""Copies past the caches: for more bytes than they hold, written for somebody who reads them much later.
+
+A plain store first fetches the line it writes to. For a destination that will have left the caches before it is read,
+that is a third of the traffic, and it pushes out what is still needed. A non-temporal store writes the whole line.
+
+x86 gives non-temporal stores no order: a release store that follows may become visible before them. So every batch of
+:func:`stream` ends with :func:`stream_fence`, before anything is published, and whoever calls :func:`stream` owes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .atomics import copy
+from .jit import compiled
+
+__all__ = ["last_cache_bytes", "stream", "stream_fence"]
+
+#: Bytes stored at once. Whole lines, or the core would read what it overwrites after all; 64 on every x86 and on most
+#: aarch64, where longer ones are two of them.
+_LINE = 64
+_LINE_VALUES = ir.VectorType(ir.IntType(64), _LINE // 8)
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+#: Where sysfs shows no cache: a common size.
+_CACHE_BYTES = 32 << 20
+
+
+@intrinsic
+def _stream_line(typingctx, target, source):  # type: ignore[no-untyped-def]
+    """Copy a line to ``target``, a multiple of its size, past the caches. ``source`` may lie anywhere."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _LINE_VALUES.as_pointer()
+        values = builder.load(builder.inttoptr(args[1], pointer), align=1)
+        store = builder.store(values, builder.inttoptr(args[0], pointer), align=_LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def stream_fence(typingctx):  # type: ignore[no-untyped-def]
+    """Order every :func:`stream` before it against every store after it.
+
+    x86: ``sfence``, because its release stores are plain ones and those do not wait for non-temporal stores. On aarch64
+    "non-temporal" (``stnp``) is a hint about caches only: the release store that publishes orders it like any other
+    store. Elsewhere LLVM makes plain stores of them. There a release fence keeps the compiler's order.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if "x86" in builder.module.triple:
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), ()), "llvm.x86.sse.sfence"
+            )
+            builder.call(function, ())
+        else:
+            builder.fence("release")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@compiled
+def stream(target: int, source: int, nbytes: int) -> None:
+    """Copy ``nbytes`` between addresses that do not overlap, whole lines of the target past the caches.
+
+    Nothing of it may be published before :func:`stream_fence`. Rows, window offsets and tensors are multiples of 16
+    bytes, not of a line: what lies before the first and after the last whole line is copied as usual.
+    """
+    head = min(-target & (_LINE - 1), nbytes)
+    if head != 0:
+        copy(target, source, head)
+    lines = (nbytes - head) & -_LINE
+    to, of = target + head, source + head
+    for at in range(0, lines, _LINE):
+        _stream_line(to + at, of + at)
+    tail = nbytes - head - lines
+    if tail != 0:
+        copy(to + lines, of + lines, tail)
+
+
+@functools.cache
+def last_cache_bytes() -> int:
+    """Bytes of the last cache before memory, as sysfs says of the first core; 32 MiB where it says nothing."""
+    sizes = []
+    for path in _CACHES.glob("index*/size"):
+        try:
+            found = re.fullmatch(r"(\d+)K", path.read_text().strip())
+        except OSError:
+            continue
+        if found:
+            sizes.append(int(found[1]) << 10)
+    return max(sizes, default=_CACHE_BYTES)
