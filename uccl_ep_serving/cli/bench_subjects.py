@@ -65,6 +65,8 @@ class NormalSubject:
     """Normal mode of a DeepEP-compatible ``buffer`` on tensors of ``device``.
 
     The layout is computed outside the timed dispatch and timed as a phase of its own; the exchange of counts is inside.
+    A layer begins with the layout, and what the layer before returned is dropped then, as in an engine: the collectives
+    write to one place in every call, and so the next call may land where the last one did.
     """
 
     def __init__(self, name: str, buffer: Any, problem: FlatProblem, device: torch.device) -> None:
@@ -89,6 +91,7 @@ class NormalSubject:
         return {"layout": self._count, "dispatch": self._dispatch, "combine": self._combine}
 
     def _count(self, variant: int) -> None:
+        self._received = self._combined = None
         self._layout = self.buffer.get_dispatch_layout(self._ids, self._problem.card.experts)
         _finish(self._device)
 
