@@ -106,9 +106,15 @@ class LowLatency:
         )
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
         stats = check_stats(
-            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, plan.local_experts
+            "cumulative_local_expert_recv_stats",
+            cumulative_local_expert_recv_stats,
+            torch.int32,
+            plan.local_experts,
+            x.device,
         )
-        waited = check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, plan.ranks)
+        waited = check_stats(
+            "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, plan.ranks, x.device
+        )
         kernels = low_latency_kernels(x.device.type)
         # what the handle keeps must not change under it; contiguous for the kernels
         ids = topk_idx.clone(memory_format=torch.contiguous_format)
@@ -248,7 +254,9 @@ class LowLatency:
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet: call its recv hook first")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
-        waited = check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, plan.ranks)
+        waited = check_stats(
+            "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, plan.ranks, x.device
+        )
         if not state.next_combine_has_space:
             raise ConfigError(
                 f"{phase}: {state.combines_in_flight} combines are in flight and the one before last is not received: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,11 @@ def _words(tensor: object) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def _is(tensor: object, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether ``tensor`` is one of ``dtype`` and ``shape``."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.shape == torch.Size(shape)
+
+
 def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Coding:
     """How ``x`` travels. Raises ConfigError for a combination of flags and hidden size that has no format."""
     hidden = x.shape[1]
@@ -97,7 +103,7 @@ def check_dispatch(
     topk_idx: object,
     tokens: int,
     experts: int,
-    topk_weights: torch.Tensor | None,
+    topk_weights: object,
 ) -> LowLatencyPlan:
     """The plan that a dispatch of these arguments needs.
 
@@ -114,22 +120,23 @@ def check_dispatch(
         raise ConfigError(f"{where}: topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
     if topk_idx.shape[0] != count:
         raise ConfigError(f"{where}: x has {count} tokens and topk_idx {topk_idx.shape[0]}")
-    if topk_weights is not None and (topk_weights.dtype != torch.float32 or topk_weights.shape != topk_idx.shape):
+    if topk_weights is not None and not _is(topk_weights, torch.float32, topk_idx.shape):
         raise ConfigError(
             f"{where}: topk_weights must be float32{list(topk_idx.shape)} like topk_idx, not {_words(topk_weights)}"
         )
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if tensor is not None and tensor.device != x.device:
+        if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
             raise ConfigError(f"{where}: x is on {x.device} and {name} on {tensor.device}")
-    if count > tokens:
+    try:
+        plan = LowLatencyPlan(ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if count > plan.tokens:
         raise ConfigError(
             f"{where}: {count} tokens exceed num_max_dispatch_tokens_per_rank = {tokens}. Raise that number on all "
             "ranks, or use normal mode, which takes any count"
         )
-    try:
-        return LowLatencyPlan(ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    return plan
 
 
 def covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
@@ -154,12 +161,23 @@ def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:
         )
 
 
-def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int) -> int:
-    """Address of an optional tensor of ``length`` counters, 0 for None. Raises ConfigError."""
+def check_stats(
+    name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int, device: torch.device | None = None
+) -> int:
+    """Address of an optional tensor of ``length`` counters, 0 for None.
+
+    Args:
+        device: where kernels write it, None = not checked.
+
+    Raises:
+        ConfigError: it is not what kernels can count in.
+    """
     if stats is None:
         return 0
-    if stats.dtype != dtype or stats.shape != (length,) or not stats.is_contiguous():
+    if not _is(stats, dtype, (length,)) or not stats.is_contiguous():
         raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {_words(stats)}")
+    if device is not None and stats.device != device:
+        raise ConfigError(f"{name} is on {stats.device} and the tokens on {device}")
     return stats.data_ptr()
 
 
@@ -167,9 +185,9 @@ def check_combine(
     plan: LowLatencyPlan,
     handle: LowLatencyHandle,
     x: object,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor | None,
+    topk_idx: object,
+    topk_weights: object,
+    out: object,
 ) -> None:
     """Check what a combine gets against its dispatch.
 
@@ -188,11 +206,18 @@ def check_combine(
             "ones: return the experts' output in a dtype as narrow as the dispatched tokens'"
         )
     sent = handle.topk_idx
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("out", out)):
+        if isinstance(tensor, torch.Tensor) and tensor.device != sent.device:
+            raise ConfigError(f"{where}: {name} is on {tensor.device}, and the dispatch was on {sent.device}")
     # contents are compared on the CPU only: a GPU would have to be waited for, and could not be captured in a graph
     on_cpu = x.device.type == "cpu"
-    if topk_idx.dtype != torch.int64 or topk_idx.shape != sent.shape or (on_cpu and not torch.equal(topk_idx, sent)):
+    if (
+        not isinstance(topk_idx, torch.Tensor)
+        or not _is(topk_idx, torch.int64, sent.shape)
+        or (on_cpu and not torch.equal(topk_idx, sent))
+    ):
         raise ConfigError(f"{where}: topk_idx {_words(topk_idx)} differs from the one at dispatch, {_words(sent)}")
-    if topk_weights.dtype != torch.float32 or topk_weights.shape != sent.shape:
+    if not isinstance(topk_weights, torch.Tensor) or not _is(topk_weights, torch.float32, sent.shape):
         raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {_words(topk_weights)}")
     # as bits: engines pad batches with rows whose weights are NaN, and NaN equals nothing
     if (
@@ -205,5 +230,7 @@ def check_combine(
             "the same, or none at dispatch"
         )
     expected = (sent.shape[0], plan.hidden)
-    if out is not None and (out.dtype != x.dtype or out.shape != expected or not out.is_contiguous()):
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor) or not _is(out, x.dtype, expected) or not out.is_contiguous():
         raise ConfigError(f"{where}: out must be contiguous {list(expected)} in {x.dtype}, not {_words(out)}")

@@ -33,6 +33,8 @@ def _words(tensor: torch.Tensor) -> str:
 def _check_cpu(**tensors: torch.Tensor | None) -> None:
     """Kernels read addresses: a tensor of another device would be a wild read."""
     for name, tensor in tensors.items():
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
         if tensor is not None and tensor.device.type != "cpu":
             raise ConfigError(f"{name} is on {tensor.device}: these kernels take CPU tensors")
 
@@ -120,11 +122,14 @@ def check_layout(
         raise ConfigError(
             f"num_tokens_per_expert must be int32[experts], experts a multiple of {ranks}, not {_words(per_expert)}"
         )
-    return per_rank, in_rank.contiguous(), per_expert.contiguous()
+    return per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
 
 
 def check_alignment(expert_alignment: int, num_worst_tokens: int) -> None:
     """Raises ConfigError unless both are sensible."""
+    for name, value in (("expert_alignment", expert_alignment), ("num_worst_tokens", num_worst_tokens)):
+        if not hasattr(value, "__index__"):
+            raise ConfigError(f"{name} = {value!r} is no integer")
     if expert_alignment < 1:
         raise ConfigError(f"expert_alignment = {expert_alignment} must be at least 1")
     if num_worst_tokens < 0:

@@ -68,6 +68,9 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str]] = {
     "a mask of other tokens": ({"is_token_in_rank": torch.zeros(19, 2, dtype=torch.bool)}, r"bool\[20, 2\]"),
     "a mask that forgets": ({"is_token_in_rank": torch.zeros(20, 2, dtype=torch.bool)}, "is_token_in_rank"),
     "experts no multiple of ranks": ({"num_tokens_per_expert": torch.zeros(7, dtype=torch.int32)}, "multiple of 2"),
+    "counts in a list": ({"num_tokens_per_rank": [1, 1]}, "must be a tensor, not list"),
+    "an alignment of words": ({"expert_alignment": "4"}, "no integer"),
+    "half a worst case": ({"num_worst_tokens": 3.5}, "no integer"),
     "alignment 0": ({"expert_alignment": 0}, "expert_alignment"),
     "negative worst case": ({"num_worst_tokens": -1}, "num_worst_tokens"),
     "a handle that is none": ({"handle": (1, 2)}, "handle"),
@@ -86,6 +89,25 @@ def test_dispatch_refuses(change: dict[str, Any], words: str):
             x = arguments.pop("x")
             with pytest.raises(ConfigError, match=words):
                 normal.dispatch(x, **arguments)
+        return round_trip(normal, inputs, runtime.rank)
+
+    check(inputs, DirectGroup(2).run(body))
+
+
+def test_a_layout_may_be_strided():
+    """Views of a larger tensor, as a caller has who keeps the layouts of several batches together."""
+    inputs = CASE.inputs()
+
+    def body(runtime):
+        normal = Normal(runtime)
+        arguments = valid(normal, inputs.topk_idx[0])
+        whole, *_ = normal.dispatch(**arguments)
+        strided = {
+            name: torch.stack([one, torch.zeros_like(one)], -1)[..., 0] if name != "x" else one
+            for name, one in arguments.items()
+        }
+        again, *_ = normal.dispatch(**strided)
+        assert torch.equal(again, whole)
         return round_trip(normal, inputs, runtime.rank)
 
     check(inputs, DirectGroup(2).run(body))

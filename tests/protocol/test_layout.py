@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,12 +61,21 @@ def test_a_quantized_row_never_exceeds_the_plain_one() -> None:
         ({"topk": 65}, "topk = 65"),
         ({"element": 3}, "element = 3"),
         ({"hidden": 7}, "hidden = 7"),
+        ({"tokens": 128.0}, "tokens = 128.0 is no integer"),
+        ({"experts": None}, "experts = None is no integer"),
     ],
 )
 def test_impossible_plans_are_refused_by_name(wrong: dict[str, int], message: str) -> None:
     fields = {"ranks": 8, "tokens": 128, "hidden": 7168, "experts": 64, "topk": 8, "element": 2}
     with pytest.raises(ValueError, match=message):
         LowLatencyPlan(**{**fields, **wrong})
+
+
+def test_numpys_integers_are_plain_ones() -> None:
+    """A rank that takes its sizes from NumPy means the same plan as the others."""
+    plain, other = LowLatencyPlan(2, 8, 128, 4, 2, 2), LowLatencyPlan(2, np.int64(8), 128, np.int32(4), 2, 2)
+    assert (plain, plain.digest) == (other, other.digest)
+    assert type(other.tokens) is int
 
 
 def test_largest_shapes_fit_a_window() -> None:

@@ -7,9 +7,10 @@ memory that another rank's write may touch; a proxy refuses offsets outside the 
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .command import MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from .message import (
@@ -48,7 +49,8 @@ def _digest(*values: int | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LowLatencyPlan:
-    """What fixes the low-latency regions. Raises ValueError when a value is outside the formats' capacity.
+    """What fixes the low-latency regions. Raises ValueError when a value is no integer or outside the formats'
+    capacity.
 
     Attributes:
         ranks: EP ranks R.
@@ -67,6 +69,13 @@ class LowLatencyPlan:
     element: int
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                # NumPy's integers become plain ones: the digest must not tell them apart
+                object.__setattr__(self, field.name, operator.index(value))
+            except TypeError:
+                raise ValueError(f"{field.name} = {value!r} is no integer") from None
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"ranks = {self.ranks} is outside 1..{MAX_RANKS}")
         if not 1 <= self.tokens <= MAX_LOW_LATENCY_TOKENS:
