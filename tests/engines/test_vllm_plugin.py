@@ -62,6 +62,27 @@ def engine_config(backend: str) -> str:
         return f"refused: {error}"
 
 
+def engine_open_to_any_name(backend: str) -> dict[str, Any]:
+    """The backend where vLLM takes any name, as its pull request 50556 has it: ``Literal | str``, without choices."""
+    import vllm.config.parallel as parallel
+    from pydantic.dataclasses import rebuild_dataclass
+
+    widened = parallel.All2AllBackend | str
+    parallel.All2AllBackend = widened
+    parallel.ParallelConfig.__annotations__["all2all_backend"] = widened
+    parallel.ParallelConfig.__dataclass_fields__["all2all_backend"].type = widened
+    rebuild_dataclass(parallel.ParallelConfig, force=True)
+    config = parallel_config(all2all_backend=backend, tensor_parallel_size=2, data_parallel_size=2)
+    from uccl_ep_serving.engines.vllm.config_hooks import hooked
+
+    return {
+        "backend": config.all2all_backend,
+        "type left alone": parallel.All2AllBackend is widened,
+        "hooked": all(hooked(target) for target in targets.CONFIG_TARGETS[:3]),
+        "as a twin": config.use_sequence_parallel_moe,
+    }
+
+
 def engine_logged(backend: str, configured: bool = False) -> tuple[list[str], bool]:
     """Lines of ours that vLLM's own handlers and formatter write, and whether the root logger saw one as well."""
     import io
@@ -330,6 +351,16 @@ def test_other_names_stay_refused(in_engine: InEngine, name: str) -> None:
 
 def test_a_vllm_without_the_setting_goes_on_without_us(in_engine: InEngine) -> None:
     assert in_engine(engine_parse, [], "All2AllBackend") == "allgather_reducescatter"
+
+
+def test_a_vllm_that_takes_any_name_needs_none_of_ours(in_engine: InEngine) -> None:
+    outcome = in_engine(engine_open_to_any_name, "uccl_ep_high_throughput")
+    assert outcome == {
+        "backend": "uccl_ep_high_throughput",
+        "type left alone": True,
+        "hooked": True,
+        "as a twin": True,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -86,13 +86,15 @@ def accept_names() -> None:
     parallel, _, backend = find(NAME_TARGETS[0])
     config = parallel.ParallelConfig
     known = typing.get_args(backend)
-    if not known or not all(isinstance(name, str) for name in known):
+    # vLLM's pull request 50556 lets platforms bring backends of their own: any name is taken then, and none is missing
+    open_to_any = backend is str or str in known
+    if not open_to_any and not (known and all(isinstance(name, str) for name in known)):
         raise refusal(f"{NAME_TARGETS[0].path} is no Literal of names any more")
     if _FIELD not in config.__dataclass_fields__:
         raise refusal(f"ParallelConfig has no field {_FIELD} any more")
     if not hooked(NAME_TARGETS[1]):
         config.__post_init__ = _after(config.__post_init__, _after_parallel_config)
-    missing = [name for name in BACKENDS if name not in known]
+    missing = [] if open_to_any else [name for name in BACKENDS if name not in known]
     if missing:
         widened = Literal[(*known, *missing)]  # type: ignore[valid-type]
         parallel.All2AllBackend = widened
