@@ -13,7 +13,7 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo demo-vllm test test-rdma test-triton test-gpu test-vllm test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-rdma test-triton test-gpu test-vllm test-vllm-versions test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -25,6 +25,7 @@ help:
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make docs                     regenerate the tables in the documentation"
 	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
+	@echo "make test-vllm-versions       its contract test against the sources of other vLLM versions"
 	@echo "make env / env-sglang / env-vllm   only install: for development / with SGLang on CPU / with vLLM on CPU"
 	@echo "make clean                    remove caches and build outputs, keep $(VENV) and $(VENV_VLLM)"
 
@@ -52,6 +53,10 @@ test: env
 
 test-vllm: env-vllm
 	@$(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS) $(ARGS)
+
+# the contract of the plugin with versions of vLLM that are not installed, from their sources (0.6 GB on first use)
+test-vllm-versions: env-vllm
+	@VENV=$(VENV_VLLM) scripts/vllm-versions $(ARGS)
 
 # real RC verbs: soft-RoCE in a virtual machine, fetched on first use; skips with the reason where that is not possible
 test-rdma: env

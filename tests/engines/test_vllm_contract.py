@@ -68,7 +68,8 @@ def test_target_is_there(signatures: dict[str, list[str] | str], target: targets
     assert isinstance(found, list), found
     expected = SIGNATURES.get(target.name)
     if expected is not None:
-        assert found == expected.split()
+        # of the newest version: an older one may lack the last ones, where the plugin does not need them
+        assert found == expected.split()[: len(found)]
 
 
 def test_every_signature_belongs_to_a_target() -> None:
@@ -108,6 +109,15 @@ def test_base_classes_have_no_member_that_was_not_read(in_engine: InEngine) -> N
     assert set(members["manager"]) <= set(MANAGER_MEMBERS.split())
 
 
-def test_installed_version_was_looked_at() -> None:
+def engine_source() -> str:
+    """Version of the sources that are imported."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def test_installed_version_was_looked_at(in_engine: InEngine) -> None:
     standing, _ = targets.check_version()
     assert standing in (Standing.SUPPORTED, Standing.READ)
+    # sources laid over another version's packages (scripts/vllm-versions) are what is tested, and what is called so
+    assert in_engine(engine_source).split("+")[0] == targets.vllm_version().split("+")[0]

@@ -44,7 +44,9 @@ BACKENDS = {
 """Values of ``--all2all-backend``, each with the built-in backend whose special cases in vLLM hold for it too."""
 
 VERSIONS = (
-    VersionRange((0,), (0, 31), Standing.UNPROVEN, "its sources were not read"),
+    VersionRange((0,), (0, 29, 9), Standing.UNPROVEN, "its sources were not read"),
+    VersionRange((0, 30), (0, 30, 0), Standing.READ, "its sources have every hook point, and the contract test runs"),
+    VersionRange((0, 31), (0, 31, 0), Standing.READ, "its sources have every hook point, and the contract test runs"),
     VersionRange((0, 32), (0, 32, 0), Standing.SUPPORTED, "the engine tests serve with it, on CPU"),
     VersionRange((0, 33), (0, 33, 0), Standing.READ, "its sources have every hook point, and the contract test runs"),
 )
