@@ -13,7 +13,7 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo demo-vllm test test-rdma test-triton test-gpu test-vllm test-vllm-versions test-engine test-all lint format bench soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-rdma test-triton test-gpu test-vllm test-vllm-versions test-engine test-all lint format bench bench-vllm soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -22,6 +22,7 @@ help:
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
+	@echo "make bench-vllm               vLLM serving over each of its all-to-alls, on CPU ranks"
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make docs                     regenerate the tables in the documentation"
 	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
@@ -85,6 +86,10 @@ lint: env
 bench: env
 	@scripts/install bench || echo "bench: without Open MPI (see above), figures beside it are left out" >&2
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+# vLLM serving over each of its all-to-alls; writes its part of the same, five minutes and 16 GiB of memory
+bench-vllm: env-vllm
+	@$(BIN_VLLM)/python benchmarks/vllm_serving.py $(ARGS)
 
 # writes benchmarks/results/soak.json; a quarter of an hour. A failure prints the command that repeats it
 soak: env
