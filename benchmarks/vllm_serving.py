@@ -67,6 +67,8 @@ SUBJECTS = {
 }
 REQUESTS, AT_ONCE, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8, 64, 64
 START_SECONDS = 300.0
+#: Workers of the server that was asked before look for work without pause for a second after their last step.
+SETTLE_SECONDS = 1.5
 SERVER_GIB = 3.2
 
 Sample = dict[str, float]
@@ -116,6 +118,7 @@ def communication(server: DemoServer) -> tuple[float, int]:
 
 def load(server: DemoServer, first: int, requests: int) -> Sample:
     """Send ``requests`` requests, AT_ONCE at a time; their prompts begin with the numbers from ``first`` on."""
+    time.sleep(SETTLE_SECONDS)
     server.settled_traffic()
     seconds, layers = communication(server)
     with ThreadPoolExecutor(AT_ONCE) as pool:
