@@ -10,7 +10,7 @@ as they are touched, so 4,096 ranks cost address space, not memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,6 +234,37 @@ def aligned_zeros(nbytes: int, alignment: int = 64) -> NDArray[np.uint8]:
     return raw[start : start + nbytes]
 
 
+def _check_capacity(rank: int, ranks: int, route: Sequence[int], endpoints: int, window_bytes: int) -> None:
+    """Raise ConfigError when the formats cannot hold the group or its window."""
+    if not 1 <= ranks <= MAX_RANKS or not 0 <= rank < ranks:
+        raise ConfigError(f"rank {rank} of {ranks}: up to {MAX_RANKS} ranks are possible")
+    if len(route) != ranks or any(not -1 <= k < endpoints for k in route) or route[rank] != -1:
+        raise ConfigError(f"route {list(route)} must name one of {endpoints} endpoints, or -1, per rank")
+    if not 0 < window_bytes <= MAX_WINDOW_BYTES:
+        raise ConfigError(f"a window of {window_bytes} bytes: 1..{MAX_WINDOW_BYTES} are possible")
+
+
+def _caps(
+    capabilities: Sequence[Capabilities], quantum: int, bytes_in_flight: int, peer_bytes_in_flight: int
+) -> dict[int, int]:
+    """Header words QUANTUM, BYTE_CAP and PEER_BYTE_CAP: what is asked for, as far as the transports can.
+
+    A NIC's own limit leaves room for four of the longest writes, so that small ones pass between them.
+
+    Raises:
+        ConfigError: a transport writes less than a unit at once.
+    """
+    limits = [c.bytes_in_flight for c in capabilities if c.bytes_in_flight]
+    quantum = min([quantum, *(c.max_write for c in capabilities), *(n // 4 for n in limits)]) // UNIT * UNIT
+    if quantum <= 0:
+        raise ConfigError(f"a transport that writes fewer than {UNIT} bytes at once cannot be used")
+    return {
+        QUANTUM: quantum,
+        BYTE_CAP: min([bytes_in_flight, *limits]),
+        PEER_BYTE_CAP: min([peer_bytes_in_flight, *(n // 2 for n in limits)]),
+    }
+
+
 class ProxyState:
     """Memory of one proxy, filled in and ready for the loop.
 
@@ -275,19 +306,8 @@ class ProxyState:
         spins: int = 0,
         quota: int = DESTINATION_QUOTA,
     ) -> None:
-        if not 1 <= ranks <= MAX_RANKS or not 0 <= rank < ranks:
-            raise ConfigError(f"rank {rank} of {ranks}: up to {MAX_RANKS} ranks are possible")
-        if len(route) != ranks or any(not -1 <= k < len(paths) for k in route) or route[rank] != -1:
-            raise ConfigError(f"route {list(route)} must name one of {len(paths)} endpoints, or -1, per rank")
-        if not 0 < window_bytes <= MAX_WINDOW_BYTES:
-            raise ConfigError(f"a window of {window_bytes} bytes: 1..{MAX_WINDOW_BYTES} are possible")
-        # A NIC's own limit leaves room for four of the longest writes, so that small ones pass between them.
-        limits = [c.bytes_in_flight for c in capabilities if c.bytes_in_flight]
-        bytes_in_flight = min([bytes_in_flight, *limits])
-        peer_bytes_in_flight = min([peer_bytes_in_flight, *(n // 2 for n in limits)])
-        quantum = min([quantum, *(c.max_write for c in capabilities), *(n // 4 for n in limits)]) // UNIT * UNIT
-        if quantum <= 0:
-            raise ConfigError(f"a transport that writes fewer than {UNIT} bytes at once cannot be used")
+        _check_capacity(rank, ranks, route, len(paths), window_bytes)
+        caps = _caps(capabilities, quantum, bytes_in_flight, peer_bytes_in_flight)
         self.rank, self.ranks, self.proxy = rank, ranks, proxy
         streams = ranks * STREAMS
         self._ring = aligned_zeros(ring_bytes(ring_slots), 256)
@@ -323,6 +343,30 @@ class ProxyState:
         self._owned.view(np.int64)[:] = [
             exists(stream) and proxy_of(stream, proxies) == proxy for stream in range(STREAMS)
         ]
+        self._connect(paths, capabilities, route)
+        self._fill_header(
+            {
+                RANK: rank,
+                RANKS: ranks,
+                WINDOW: window,
+                WINDOW_BYTES: window_bytes,
+                ERROR: error,
+                RING_MASK: ring_slots - 1,
+                RING_SHIFT: ring_slots.bit_length() - 1,
+                ENDPOINT_COUNT: len(paths),
+                WRITE_CAP: writes_in_flight,
+                QUOTA: quota,
+                DIE_AFTER: die_after,
+                SPINS: spins,
+                PROXY: proxy,
+                PROXIES: 1,
+                **caps,
+            }
+        )
+        assert SLOTS + ring_slots * COMMAND_BYTES == self._ring.nbytes
+
+    def _connect(self, paths: Sequence[DataPath], capabilities: Sequence[Capabilities], route: Sequence[int]) -> None:
+        """Enter the endpoints, and which of them reaches each peer."""
         endpoint_words = self._endpoints.view(np.int64).reshape(-1, ENDPOINT_ENTRY // 8)
         for words, path in zip(endpoint_words, paths, strict=False):
             words[:5] = path.context, path.post, path.flush, path.poll, path.drop
@@ -331,20 +375,15 @@ class ProxyState:
                 self.peers[peer, PEER_STATE // 8] = UP
                 self.peers[peer, PEER_ENDPOINT // 8] = self._endpoints.ctypes.data + k * ENDPOINT_ENTRY
                 self.peers[peer, PEER_EXACT // 8] = int(capabilities[k].in_sequence)
-        for offset, value in {
-            RANK: rank,
-            RANKS: ranks,
-            WINDOW: window,
-            WINDOW_BYTES: window_bytes,
-            ERROR: error,
+
+    def _fill_header(self, configuration: Mapping[int, int]) -> None:
+        """Enter ``configuration``, by byte offset, and where the tables are."""
+        tables = {
             RING: self.ring,
-            RING_MASK: ring_slots - 1,
-            RING_SHIFT: ring_slots.bit_length() - 1,
             SEND: self._send.ctypes.data,
             RECEIVE: self._receive.ctypes.data,
             PEERS: self._peers.ctypes.data,
             ENDPOINTS: self._endpoints.ctypes.data,
-            ENDPOINT_COUNT: len(paths),
             OWNED: self._owned.ctypes.data,
             ARRIVED: self._arrived.ctypes.data,
             COMPLETED: self._completed.ctypes.data,
@@ -352,18 +391,9 @@ class ProxyState:
             EVENTS: self._events.ctypes.data,
             COUNTERS: self._counters.ctypes.data,
             LATENCY: self._latency.ctypes.data,
-            QUANTUM: quantum,
-            WRITE_CAP: writes_in_flight,
-            BYTE_CAP: bytes_in_flight,
-            PEER_BYTE_CAP: peer_bytes_in_flight,
-            QUOTA: quota,
-            DIE_AFTER: die_after,
-            SPINS: spins,
-            PROXY: proxy,
-            PROXIES: 1,
-        }.items():
+        }
+        for offset, value in {**tables, **configuration}.items():
             self.header[offset // 8] = value
-        assert SLOTS + ring_slots * COMMAND_BYTES == self._ring.nbytes
 
     @staticmethod
     def join(states: Sequence[ProxyState]) -> None:
