@@ -71,9 +71,9 @@ test-engine: env-sglang env-vllm
 test-triton: env
 	@ARGS="$(ARGS)" scripts/test-triton
 
-# on a machine with a GPU: correctness of the kernels on it
-test-gpu: env
-	@$(BIN)/pytest -m gpu $(ARGS)
+# on a machine with a GPU: the tests alone; all that needs one is scripts/gpu-check
+test-gpu:
+	@unset VENV; ARGS="$(ARGS)" scripts/gpu-check tests
 
 test-all: env-sglang env-vllm
 	@$(BIN)/pytest $(ARGS)

@@ -1,21 +1,29 @@
 #!/usr/bin/env python3
-"""Low-latency mode on one GPU: checks it, then times it. Ranks are processes that share the device.
+"""Low-latency mode on one GPU: checked, then timed. Ranks are processes that share the device.
 
-``benchmarks/gpu_low_latency.py [--ranks 2] [--tokens 128] [--window device]`` prints one JSON object per rank, with the
-device, the versions and the commit. It has not run yet: no machine of the project has had a GPU.
+    benchmarks/gpu_low_latency.py [--only kernels,round_trip,publish,deepep] [--json FILE]
 
-Figures, in microseconds: ``graph``, dispatch and combine (FP8 there, BF16 back) replayed from one CUDA graph, per
-replay; ``send`` and ``receive``, the two halves of a dispatch alone, by events. On one device the ranks' kernels take
-turns, so these are upper bounds for a rank that has a device of its own.
+Each part prints one JSON object, with the device, the versions and the commit. ``scripts/gpu-check`` runs all of it
+beside the tests. It has not run yet: no machine of the project has had a GPU.
+
+- ``kernels``: one rank sends itself 128 and 4,096 tokens of 7,168 BF16 values as FP8: microseconds of each kernel, by
+  the profiler, and the bandwidth of packing and unpacking beside that of a plain copy. Target: 80% of it at 4,096.
+- ``round_trip``: two ranks, 128 tokens, FP8 there and BF16 back, windows on the device and in host memory:
+  microseconds per replay of a graph that holds dispatch and combine. Target: 40 us of GPU time. On one device the
+  ranks' kernels take turns, so these are upper bounds for a rank that has a device of its own.
+- ``publish``: two ranks over ``shm``: from the ring's head moving (stored right before the commands) to its tail
+  following, as a host thread sees both. Target: p50 under 5 us.
+- ``deepep``: the dispatch of ``kernels`` by DeepEP where its package is installed; otherwise which call failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
-import statistics
-import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +31,100 @@ ROOT = Path(__file__).resolve().parents[1]
 for place in ("kernels", "system", "gpu"):
     sys.path.insert(0, str(ROOT / "tests" / place))
 
+HIDDEN, TOPK = 7168, 8
+#: Local experts of the one rank: enough for top-8, few enough for the worst case of 4,096 tokens to fit (0.9 GiB).
+LOCAL_EXPERTS = 32
 
-def measure(exchange: Any, overrides: dict[str, Any], tokens: int, hidden: int, experts: int, topk: int) -> Any:
-    """Medians of one rank, after a check against the oracle."""
+
+def kernel_times(step: Callable[[], Any], names: tuple[str, ...], turns: int = 30) -> dict[str, float]:
+    """Median microseconds on the device of each kernel whose name begins with one of ``names``."""
+    import statistics
+
+    import torch
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(turns):
+            step()
+        torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {}
+    for event in profile.events():
+        for name in names:
+            if event.name.startswith(name):
+                samples.setdefault(name, []).append(float(event.device_time))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of 1 GiB."""
+    import torch
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return 2 * source.numel() / best
+
+
+def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
+    """Times of every kernel of a rank alone, with all its experts chosen evenly."""
     import gpu_bodies
     import ll_cases
     import torch
 
+    from uccl_ep_serving.protocol.message import DTYPE_FP8, row_bytes
+
     case = ll_cases.Case(
-        ranks=exchange.size, tokens=tokens, counts=(tokens,), hidden=hidden, experts=experts, topk=topk, fp8=True
+        ranks=1, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=LOCAL_EXPERTS, topk=TOPK, fp8=True
+    )
+    buffer = gpu_bodies.opened(exchange, {"window": "device"})
+    given = case.inputs()[0]
+    x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
+    y = torch.zeros(LOCAL_EXPERTS, tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, LOCAL_EXPERTS, topk_weights=weights)
+        buffer.low_latency_combine(y, ids, weights, handle)
+
+    names = ("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows")
+    names += ("prepare_combine", "pack_combine", "combine_arrival", "sum_rows")
+    times = kernel_times(step, names)
+    buffer.destroy()
+    wire = row_bytes(HIDDEN, DTYPE_FP8)
+    moved = {
+        "pack_dispatch": tokens * (2 * HIDDEN + wire),
+        "unpack_rows": tokens * (1 + TOPK) * wire,
+        "pack_combine": tokens * (1 + TOPK) * 2 * HIDDEN,
+        "sum_rows": tokens * 2 * 2 * HIDDEN,
+    }
+    bandwidth = copy_bandwidth()
+    return {
+        "tokens": tokens,
+        "microseconds": times,
+        "copy_bytes_per_s": bandwidth,
+        "share_of_copy": {name: nbytes / times[name] * 1e6 / bandwidth for name, nbytes in moved.items()},
+    }
+
+
+def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Microseconds per replay of one rank, after a check against the oracle."""
+    import gpu_bodies
+    import ll_cases
+    import torch
+
+    from uccl_ep_serving.cli.bench_statistics import summary
+
+    experts = 256
+    case = ll_cases.Case(
+        ranks=exchange.size, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=experts, topk=TOPK, fp8=True
     )
     buffer = gpu_bodies.opened(exchange, overrides)
     inputs = case.inputs()
@@ -39,59 +132,141 @@ def measure(exchange: Any, overrides: dict[str, Any], tokens: int, hidden: int, 
     ll_cases.check_combined(case, inputs, exchange.rank, checked)
     given = inputs[exchange.rank]
     x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
-    y = torch.randn(experts // exchange.size, exchange.size * tokens, hidden, device="cuda").bfloat16()
+    y = torch.randn(experts // exchange.size, exchange.size * tokens, HIDDEN, device="cuda").bfloat16()
 
-    def step(marks: list[Any] | None = None) -> None:
-        def mark() -> None:
-            if marks is not None:
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record()
-
-        mark()
+    def step() -> None:
         _, _, handle, _, hook = buffer.low_latency_dispatch(
             x, ids, tokens, experts, topk_weights=weights, return_recv_hook=True
         )
-        mark()
+        assert hook is not None
         hook()
-        mark()
         _, _, hook = buffer.low_latency_combine(y, ids, weights, handle, return_recv_hook=True)
+        assert hook is not None
         hook()
 
     for _ in range(5):
         step()
-    sends, receives = [], []
-    for _ in range(100):
-        marks: list[Any] = []
-        step(marks)
-        torch.cuda.synchronize()
-        sends.append(1000 * marks[0].elapsed_time(marks[1]))
-        receives.append(1000 * marks[1].elapsed_time(marks[2]))
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    replays = []
-    for _ in range(100):
+    samples = []
+    for _ in range(200):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        replays.append(1000 * start.elapsed_time(end))
+        samples.append(1000 * start.elapsed_time(end))
     buffer.destroy()
+    return {"rank": exchange.rank, "ranks": exchange.size, "tokens": tokens, **overrides, "replay_us": summary(samples)}
+
+
+def publish(exchange: Any, turns: int) -> dict[str, Any]:
+    """Microseconds from a ring's head to its tail, as this rank's host sees them."""
+    import gpu_bodies
+    import ll_cases
+
+    from uccl_ep_serving.cli.bench_statistics import summary
+    from uccl_ep_serving.protocol.ring import HEAD, TAIL
+
+    case = ll_cases.Case(ranks=exchange.size, experts=8 * exchange.size)
+    buffer = gpu_bodies.opened(exchange, {"window": "host", "direct": False, "transport": "shm", "channels": 1})
+    given = case.inputs()[exchange.rank]
+    x, ids = given.x.cuda(), given.topk_idx.cuda()
+
+    def dispatch() -> Callable[[], None]:
+        hook = buffer.low_latency_dispatch(x, ids, case.tokens, case.experts, use_fp8=False, return_recv_hook=True)[4]
+        assert hook is not None
+        return hook
+
+    dispatch()()
+    plane = buffer.runtime._plane
+    assert plane is not None
+    assert plane.service is not None
+    (ring,) = {state.ring for state in plane.service.states if state.ring}
+    head, tail = (ctypes.c_int64.from_address(ring + offset) for offset in (HEAD, TAIL))
+    samples = []
+    for _ in range(turns):
+        gpu_bodies.synchronize()
+        exchange.all_gather(b"")
+        before, deadline = head.value, time.monotonic() + 10.0
+        hook = dispatch()
+        while head.value == before and time.monotonic() < deadline:
+            pass
+        seen = time.perf_counter_ns()
+        while tail.value < head.value and time.monotonic() < deadline:
+            pass
+        samples.append((time.perf_counter_ns() - seen) / 1e3)
+        hook()
+    buffer.destroy()
+    return {"rank": exchange.rank, "publish_to_pop_us": summary(samples)}
+
+
+def deepep(exchange: Any, tokens: int) -> dict[str, Any]:
+    """DeepEP's low-latency dispatch of a rank alone, or the call that failed."""
+    import torch
+    import torch.distributed as dist
+
+    stage = "import deep_ep"
+    try:
+        import deep_ep
+
+        stage = "init_process_group"
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        stage = "get_low_latency_rdma_size_hint"
+        nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, 1, LOCAL_EXPERTS)
+        stage = "Buffer"
+        buffer = deep_ep.Buffer(
+            dist.group.WORLD, 0, nbytes, low_latency_mode=True, num_qps_per_rank=LOCAL_EXPERTS, explicitly_destroy=True
+        )
+        stage = "low_latency_dispatch"
+        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+        ids = torch.rand(tokens, LOCAL_EXPERTS, device="cuda").topk(TOPK, dim=1).indices
+        times = kernel_times(
+            lambda: buffer.low_latency_dispatch(x, ids, tokens, LOCAL_EXPERTS, use_fp8=True),
+            ("void deep_ep::internode_ll::dispatch",),
+        )
+        return {"tokens": tokens, "microseconds": times}
+    except Exception as error:
+        return {"tokens": tokens, "failed": stage, "error": f"{type(error).__name__}: {error}"[:400]}
+
+
+def device_and_versions() -> dict[str, Any]:
+    """What a figure of a GPU was measured on."""
+    import torch
+    import triton
+
+    from uccl_ep_serving.cli.bench_machine import describe
+
+    properties = torch.cuda.get_device_properties(0)
     return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "graph": statistics.median(replays),
-        "send": statistics.median(sends),
-        "receive": statistics.median(receives),
+        **describe(),
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "triton": triton.__version__,
+    }
+
+
+def parts(pool: Any) -> dict[str, Callable[[], list[Any]]]:
+    """What can be measured, by name."""
+    return {
+        "kernels": lambda: [pool.run(1, kernels, tokens, timeout=300)[0] for tokens in (128, 4096)],
+        "round_trip": lambda: [
+            one
+            for window in ("device", "host")
+            for one in pool.run(2, round_trip, {"window": window}, 128, timeout=300)
+        ],
+        "publish": lambda: pool.run(2, publish, 300, timeout=300),
+        "deepep": lambda: [pool.run(1, deepep, 128, timeout=120)[0]],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 2), ("tokens", 128), ("hidden", 7168), ("experts", 256), ("topk", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--window", choices=("device", "host"), default="device")
+    parser.add_argument("--only", default="kernels,round_trip,publish,deepep", help="parts, comma-separated")
+    parser.add_argument("--json", type=Path, help="write everything there as well")
     options = parser.parse_args()
     import torch
 
@@ -99,14 +274,22 @@ def main() -> None:
         parser.exit(1, "no GPU: torch finds no CUDA or ROCm device\n")
     from ranks import Ranks
 
+    found: dict[str, Any] = {"machine": device_and_versions()}
     pool = Ranks()
-    shape = (options.tokens, options.hidden, options.experts, options.topk)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     try:
-        for rank, found in enumerate(pool.run(options.ranks, measure, {"window": options.window}, *shape, timeout=600)):
-            print(json.dumps({"rank": rank, **vars(options), **found, "commit": commit.stdout.strip()}))
+        for name in options.only.split(","):
+            try:
+                found[name] = parts(pool)[name]()
+            except Exception as error:
+                # the other parts are worth having
+                found[name] = {"failed": f"{type(error).__name__}: {error}"[-2000:]}
+            print(json.dumps({name: found[name]}), flush=True)
     finally:
         pool.close()
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if any(isinstance(part, dict) and "failed" in part for part in found.values()):
+        parser.exit(1, "a part failed\n")
 
 
 if __name__ == "__main__":

@@ -217,10 +217,12 @@ def unpack_rows(
             scale_words: tl.constexpr = 1 if CODING == _FP8 else 4
             quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)
             groups: tl.constexpr = PAYLOAD // (scale_words * _GROUP) if quantised else 0
+            # rows are padded to 16 bytes: with the padding, every load is 16 bytes wide
+            readable: tl.constexpr = (words + groups + 3) // 4 * 4
             for first in range(0, words + groups, BLOCK):
                 word = first + tl.arange(0, BLOCK)[None, :]
                 part = tl.load(
-                    aligned(row, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words + groups), other=0
+                    aligned(row, tl.int32)[:, None] + word, mask=inside[:, None] & (word < readable), other=0
                 )
                 for slot_index in range(TOPK):
                     place = tl.load(int32s(places + 4 * (index * TOPK + slot_index)), mask=inside, other=-1)

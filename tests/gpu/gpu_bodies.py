@@ -8,6 +8,7 @@ from typing import Any
 import bodies
 import ll_cases
 import torch
+from ll_replay import Layer
 
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
@@ -62,6 +63,11 @@ class HostHandle(tuple[Any, ...]):
         return made
 
 
+def synchronize() -> None:
+    """Wait until the device has finished what it was given."""
+    torch.cuda.synchronize()
+
+
 def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
     """A Buffer for CUDA (or ROCm) tensors."""
     torch.cuda.set_device(0)
@@ -79,43 +85,56 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
     buffer.destroy()
 
 
-def replays(exchange: StoreExchange, overrides: dict[str, Any], times: int) -> None:
-    """A dispatch, the experts and a combine, captured once and replayed with other tokens and routing."""
+def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> None:
+    """A layer captured once in a CUDA graph and replayed with other tokens and routing."""
     buffer = opened(exchange, overrides)
-    rank = exchange.rank
-    case = ll_cases.Case(ranks=exchange.size, hidden=256, topk=4)
-    first = case.inputs()[rank]
-    x, ids, weights = first.x.cuda(), first.topk_idx.cuda(), first.topk_weights.cuda()
-    local = case.experts // exchange.size
-    factors = 1 + 0.25 * (torch.arange(local, device="cuda") + rank * local).float()
-
-    def step() -> torch.Tensor:
-        rows, _, handle, _, hook = buffer.low_latency_dispatch(
-            x, ids, case.tokens, case.experts, use_fp8=False, topk_weights=weights, return_recv_hook=True
-        )
-        assert hook is not None
-        hook()
-        y = (rows.float() * factors[:, None, None]).to(rows.dtype)
-        out, _, hook = buffer.low_latency_combine(y, ids, weights, handle, return_recv_hook=True)
-        assert hook is not None
-        hook()
-        return out
-
+    layer = Layer(buffer, form, torch.device("cuda"))
     for _ in range(3):
-        step()
-    torch.cuda.synchronize()
+        layer.run()
+    synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
-    for seed in range(times):
-        other = ll_cases.Case(**{**case.__dict__, "seed": seed})
-        inputs = other.inputs()
-        for kept, new in ((x, inputs[rank].x), (ids, inputs[rank].topk_idx), (weights, inputs[rank].topk_weights)):
-            kept.copy_(new)
+        layer.run()
+
+    def replay() -> None:
         graph.replay()
-        torch.cuda.synchronize()
-        ll_cases.check_combined(other, inputs, rank, captured.cpu())
+        synchronize()
+
+    layer.check(replay, times)
     buffer.destroy()
+
+
+def streams(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Two Buffers in flight on streams of their own, operations that nobody waits for until their result is used, and
+    a hook that is called on another stream than its dispatch."""
+    buffers = [opened(exchange, overrides) for _ in range(2)]
+    case = ll_cases.Case(ranks=exchange.size, experts=4 * exchange.size)
+    rank = exchange.rank
+    for turn in range(4):
+        cases = [ll_cases.Case(**{**case.__dict__, "seed": 2 * turn + half}) for half in range(2)]
+        given = [one.inputs() for one in cases]
+        results = []
+        for buffer, inputs in zip(buffers, given, strict=True):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                mine = [one.cuda() for one in (inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)]
+                rows, _, handle, event, _ = buffer.low_latency_dispatch(
+                    mine[0], mine[1], case.tokens, case.experts, use_fp8=False, topk_weights=mine[2], async_finish=True
+                )
+            other = torch.cuda.Stream()
+            with torch.cuda.stream(other):
+                event.current_stream_wait()
+                local = case.experts // exchange.size
+                factors = 1 + 0.25 * (torch.arange(local, device="cuda") + rank * local).float()
+                y = (rows.float() * factors[:, None, None]).to(rows.dtype)
+                out, _, hook = buffer.low_latency_combine(y, mine[1], mine[2], handle, return_recv_hook=True)
+            results.append((out, hook))
+        for (out, hook), one, inputs in zip(results, cases, given, strict=True):
+            assert hook is not None
+            hook()
+            ll_cases.check_combined(one, inputs, rank, out.cpu())
+    for buffer in buffers:
+        buffer.destroy()
 
 
 def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int, bool]:
@@ -135,7 +154,7 @@ def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str
             host.dispatch(given.x, given.topk_idx, case.tokens, case.experts, use_fp8=False)
     except UcclEpError as error:
         kind, peer = type(error).__name__, getattr(error, "peer", -1)
-    torch.cuda.synchronize()
+    synchronize()
     works = bool(torch.ones(4, device="cuda").sum().item() == 4)
     buffer.destroy()
     return kind, peer, works

@@ -6,16 +6,23 @@ These have not run yet: no machine of the project has had a GPU. ``make test-gpu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import gpu_bodies
 import pytest
 import torch
 from ll_cases import Case
+from ll_replay import FORMS
 from ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-FORMS = [{}, {"reduced": False}, {"fp8": True, "hidden": 256}, {"fp8": True, "hidden": 512, "ue8m0": True}]
+WIRE_FORMATS: list[dict[str, Any]] = [
+    {},
+    {"reduced": False},
+    {"fp8": True, "hidden": 256},
+    {"fp8": True, "hidden": 512, "ue8m0": True},
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,7 @@ def on_gpu() -> Iterator[Ranks]:
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_against_the_oracle(on_gpu: Ranks, ranks: int, path: str) -> None:
-    cases = [Case(ranks=ranks, experts=4 * ranks, **form) for form in FORMS]
+    cases = [Case(ranks=ranks, experts=4 * ranks, **form) for form in WIRE_FORMATS]
     cases += [
         Case(ranks=ranks, experts=4 * ranks, counts=(8, 0, 3), routing="holes"),
         Case(ranks=ranks, dtype=torch.float32),
@@ -37,9 +44,15 @@ def test_against_the_oracle(on_gpu: Ranks, ranks: int, path: str) -> None:
     on_gpu.run(ranks, gpu_bodies.against_the_oracle, gpu_bodies.PATHS[path], cases, timeout=500)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
-def test_graph_replays_with_other_tokens(on_gpu: Ranks, path: str) -> None:
-    on_gpu.run(2, gpu_bodies.replays, gpu_bodies.PATHS[path], 20, timeout=300)
+def test_graph_replays_with_other_tokens(on_gpu: Ranks, path: str, form: str) -> None:
+    on_gpu.run(2, gpu_bodies.replays, gpu_bodies.PATHS[path], form, 20, timeout=300)
+
+
+@pytest.mark.parametrize("path", ["shm", "ipc"])
+def test_streams_and_events(on_gpu: Ranks, path: str) -> None:
+    on_gpu.run(2, gpu_bodies.streams, gpu_bodies.PATHS[path], timeout=300)
 
 
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
