@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..native.pages import own_pages
 from ..protocol.command import COMMAND_BYTES, MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from ..protocol.ring import CAPACITY, SLOTS, ring_bytes
 from ..protocol.streams import STREAMS, exists, proxy_of
@@ -310,15 +311,16 @@ class ProxyState:
         caps = _caps(capabilities, quantum, bytes_in_flight, peer_bytes_in_flight)
         self.rank, self.ranks, self.proxy = rank, ranks, proxy
         streams = ranks * STREAMS
-        self._ring = aligned_zeros(ring_bytes(ring_slots), 256)
+        # what kernels of a device reach
+        self._ring = own_pages(ring_bytes(ring_slots))
         self._header = aligned_zeros(HEADER_BYTES)
         self._send = aligned_zeros(streams * SEND_ENTRY)
         self._receive = aligned_zeros(streams * RECEIVE_ENTRY)
         self._peers = aligned_zeros(ranks * PEER_ENTRY)
         self._endpoints = aligned_zeros(max(1, len(paths)) * ENDPOINT_ENTRY)
         self._owned = aligned_zeros(STREAMS * 8)
-        self._arrived = aligned_zeros(streams * 8)
-        self._completed = aligned_zeros(streams * 8)
+        self._arrived = own_pages(streams * 8)
+        self._completed = own_pages(streams * 8)
         self._pool = aligned_zeros(ranks * quota * NODE_BYTES)
         self._events = aligned_zeros(EVENT_LIMIT * EVENT_BYTES)
         self._counters = aligned_zeros(len(COUNTER_NAMES) * 8)

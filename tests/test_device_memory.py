@@ -19,6 +19,7 @@ from uccl_ep_serving import device_memory
 from uccl_ep_serving.device_memory import CudaMemory, HipMemory, InterpretedMemory
 from uccl_ep_serving.device_space import _HostPages, _merged
 from uccl_ep_serving.errors import ConfigError, TransportError
+from uccl_ep_serving.native.pages import own_pages
 
 GPU = torch.device("cuda", 0)
 
@@ -182,6 +183,29 @@ def test_interpreted_memory_is_shared(interpreted: InterpretedMemory) -> None:
     interpreted.free(own)
     with pytest.raises(TransportError, match="cannot open"):
         interpreted.open(b"/proc/self/fd/9999".ljust(64))
+
+
+def test_pages_are_mapped_by_one_buffer(interpreted: InterpretedMemory) -> None:
+    page = mmap.PAGESIZE
+    interpreted.map_host(page, 2 * page)
+    with pytest.raises(TransportError, match="which are mapped"):
+        InterpretedMemory().map_host(2 * page, page)
+    interpreted.unmap_host(page)
+    InterpretedMemory().map_host(2 * page, page)
+    interpreted.unmap_host(2 * page)
+
+
+def test_memory_that_devices_map_shares_no_page() -> None:
+    """Two Buffers of a process would otherwise map a page twice, which drivers refuse."""
+    blocks = [own_pages(nbytes) for nbytes in (8, 4096, 4097, 40)]
+    pages = [
+        page
+        for block in blocks
+        for page in range(block.ctypes.data // mmap.PAGESIZE, -(-(block.ctypes.data + block.size) // mmap.PAGESIZE))
+    ]
+    assert len(set(pages)) == len(pages) == 5
+    assert not any(block.any() for block in blocks)
+    assert all(block.ctypes.data % mmap.PAGESIZE == 0 for block in blocks)
 
 
 def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

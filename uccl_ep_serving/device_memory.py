@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import mmap
 import os
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -215,7 +215,12 @@ def _c_argument(name: str, place: int, value: int) -> Any:
 
 
 class InterpretedMemory:
-    """For Triton's interpreter: a kernel reaches all of this process's memory."""
+    """For Triton's interpreter: a kernel reaches all of this process's memory.
+
+    Pages are mapped once at a time, by whichever Buffer, as drivers have it.
+    """
+
+    _mapped: ClassVar[dict[int, int]] = {}
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -223,11 +228,19 @@ class InterpretedMemory:
         self._opened: dict[int, Any] = {}
 
     def map_host(self, address: int, nbytes: int) -> int:
-        """See :class:`DeviceMemory`."""
+        """See :class:`DeviceMemory`. Raises TransportError for pages that are mapped already."""
+        for start, length in self._mapped.items():
+            if address < start + length and start < address + nbytes:
+                raise TransportError(
+                    f"{nbytes} bytes at {address:#x} share pages with {length} at {start:#x}, which are mapped",
+                    device="memfd",
+                )
+        self._mapped[address] = nbytes
         return address
 
     def unmap_host(self, address: int) -> None:
         """See :class:`DeviceMemory`."""
+        del self._mapped[address]
 
     def allocate(self, nbytes: int) -> int:
         """See :class:`DeviceMemory`."""

@@ -19,6 +19,7 @@ import torch
 from .device_memory import DeviceMemory
 from .errors import TransportError
 from .kernel_space import KernelSpace
+from .native.pages import own_pages
 from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .protocol.ring import CAPACITY, TAIL, ring_bytes
@@ -134,8 +135,7 @@ class DeviceSpace:
         self._window = window
         self._pages = _HostPages(memory)
         self._tensors: list[torch.Tensor] = []
-        self._report_pages = mmap.mmap(-1, _PAGE)
-        self._report: _I64 = np.frombuffer(self._report_pages, dtype=np.int64)[: ctx.ERROR_WORDS]
+        self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         try:
             self.context = self._build()
         except BaseException:

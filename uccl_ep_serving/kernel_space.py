@@ -25,6 +25,7 @@ from .errors import (
 )
 from .memory import HeapAllocator, Segment
 from .native.failure import failed, failure_code, set_failure
+from .native.pages import own_pages
 from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .protocol.streams import CREDIT, STREAMS, channel_of, name_of
@@ -83,7 +84,8 @@ class KernelSpace:
         self._gate = threading.Condition()
         self._inside: set[int] = set()
         self._left = False
-        self._error: _I64 = np.zeros(ctx.ERROR_WORDS, dtype=np.int64)
+        # kernels of a device reach it
+        self._error: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         self._progress: _I64 = np.zeros(8, dtype=np.int64)
         self._progress[0] = -1
         self._arrived: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)

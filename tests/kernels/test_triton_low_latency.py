@@ -96,6 +96,11 @@ def test_overlapped_micro_batches(interpreted: Ranks) -> None:
 
 
 @pytest.mark.slow
+def test_two_buffers_in_flight(interpreted: Ranks) -> None:
+    interpreted.run(2, triton_bodies.two_buffers, PATHS["shm"], timeout=300)
+
+
+@pytest.mark.slow
 def test_smallest_ring(interpreted: Ranks) -> None:
     """A ring that holds exactly one operation: every lap of it, and waits for room."""
     tight = {**PATHS["shm"], "proxies": 1, "channels": 1, "ring_slots": 2}

@@ -150,6 +150,30 @@ def dispatch(buffer: Buffer, case: ll_cases.Case, given: ll_cases.LowLatencyInpu
     return rows, count, handle
 
 
+def two_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """A dispatch of each of two Buffers in flight, then their combines, as in two-batch overlap with a Buffer each."""
+    buffers = [opened(exchange, overrides) for _ in range(2)]
+    cases = [ll_cases.Case(tokens=4, experts=4, topk=2, seed=seed) for seed in range(2)]
+    given = [case.inputs() for case in cases]
+    rank = exchange.rank
+    sent = [
+        buffer.low_latency_dispatch(
+            one[rank].x, one[rank].topk_idx, case.tokens, case.experts, use_fp8=False, return_recv_hook=True
+        )
+        for buffer, case, one in zip(buffers, cases, given, strict=True)
+    ]
+    for buffer, case, inputs, (rows, count, handle, _, hook) in zip(buffers, cases, given, sent, strict=True):
+        assert hook is not None
+        hook()
+        mine = inputs[rank]
+        y = ll_cases.expert_output(ll_cases.received_values(case, rows, count), rank)
+        out, _, _ = buffer.low_latency_combine(y, mine.topk_idx, mine.topk_weights, handle)
+        expanded = ll_cases.Case(**{**case.__dict__, "reduced": False})
+        ll_cases.check_combined(expanded, inputs, rank, out)
+    for buffer in buffers:
+        buffer.destroy()
+
+
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
     """What a graph would hold, run once and then replayed without the host."""
     os.environ["TRITON_INTERPRET"] = "1"
