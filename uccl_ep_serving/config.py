@@ -125,6 +125,8 @@ class Settings:
 
     transport: str = "auto"
     direct: bool = True
+    hierarchy: str = "auto"
+    node_ranks: int = 0
     device: str = "auto"
     window: str = "auto"
     proxies: int = 1
@@ -204,6 +206,21 @@ SETTINGS: tuple[Variable, ...] = (
         _flag,
         True,
         "1 = kernels write the windows of peers on the same host themselves, 0 = every peer goes through proxies",
+    ),
+    Variable(
+        "hierarchy",
+        _choice("auto", "off"),
+        True,
+        "normal mode of CPU tensors between nodes (ranks that write each other's windows): auto = a token crosses once "
+        "to each node and is handed on there, combine sums inside the node first, where all nodes are equal groups of "
+        "consecutive ranks; off = once to each rank",
+    ),
+    Variable(
+        "node_ranks",
+        _integer(0, 4096),
+        True,
+        "for tests: groups of this many consecutive ranks play nodes, only ranks of one group write each other's "
+        "windows; 0 = all whose windows can be mapped",
     ),
     Variable(
         "device",

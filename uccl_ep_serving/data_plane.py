@@ -44,6 +44,7 @@ class DataPlane:
         endpoints: by proxy, one of each kind of transport in use.
         choices: the way to each peer.
         finishes: called before a drain, by whose kernels may still publish.
+        node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
         releases: called before the memory goes, by who has mapped it into a device.
     """
 
@@ -51,6 +52,7 @@ class DataPlane:
     segments: list[Segment] = field(default_factory=list)
     endpoints: list[list[Endpoint]] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
+    node_ranks: int = 1
     space: KernelSpace | None = None
     service: ProxyService | None = None
     finishes: list[Callable[[], None]] = field(default_factory=list)

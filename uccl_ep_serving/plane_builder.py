@@ -24,6 +24,7 @@ from .kernel_space import KernelSpace
 from .membership import Membership
 from .memory import Segment
 from .nic_endpoints import HostNics, gpu_address
+from .nodes import equal_nodes, on_one_node
 from .protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
 from .protocol.message import round_up
 from .protocol.streams import CREDIT
@@ -145,10 +146,12 @@ class PlaneBuilder:
                     plane.choices[peer] = choose(
                         settings,
                         mapped=bool(windows[peer]),
+                        same_node=on_one_node(rank, peer, settings.node_ranks),
                         same_host=same_host,
                         mine=self._offers[rank],
                         theirs=self._offers[peer],
                     )
+            plane.node_ranks = self._agree_on_nodes(plane)
             self._offer_endpoints(plane, generation, windows, mailboxes)
             self._connect_endpoints(plane, deadline)
             self._give_to_kernels(plane, windows, watch)
@@ -205,6 +208,18 @@ class PlaneBuilder:
             msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
         ]
         self._offers[self._rank] = dict(self._nics.offers)
+
+    def _agree_on_nodes(self, plane: DataPlane) -> int:
+        """See ``equal_nodes``; 1 when a rank is masked, since rows of its peers on other nodes passed through it."""
+        direct = [peer for peer, way in plane.routes.items() if way == DIRECT]
+        answers = self._mesh.gather("agreeing on nodes", msgspec.msgpack.encode(direct), without=self._members.masked)
+        if self._members.masked:
+            return 1
+        try:
+            mapped = [msgspec.msgpack.decode(payload, type=list[int]) for payload, _ in answers]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a rank sent something that is no list of ranks: {error}") from error
+        return equal_nodes(mapped)
 
     def _offer_endpoints(self, plane: DataPlane, generation: int, windows: list[int], mailboxes: list[int]) -> None:
         """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""

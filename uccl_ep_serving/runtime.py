@@ -69,6 +69,7 @@ class Runtime:
         self.generation = 0
         self._begun = 0
         self._all_direct = False
+        self._node_ranks = 1
         self._stale = ""
         self.operations = OperationLog()
         self.record = self.operations.record
@@ -160,6 +161,12 @@ class Runtime:
         """True when kernels of this rank write every peer's window themselves; after the last data plane, while there
         is none."""
         return self._all_direct
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node when all nodes are equal groups of consecutive ranks that write each other's windows
+        themselves and no rank is masked, else 1; the same on all ranks."""
+        return self._node_ranks
 
     def check(self, phase: str = "operation") -> None:
         """Raise what is known to be wrong before an operation starts.
@@ -303,6 +310,7 @@ class Runtime:
             if taken:
                 self._plane = plane
                 self._all_direct = not plane.kinds
+                self._node_ranks = plane.node_ranks
         if not taken:
             plane.close(time.monotonic() + 1.0)
             raise UcclEpError("this Buffer was closed while it was being built")

@@ -65,6 +65,7 @@ def choose(
     settings: Settings,
     *,
     mapped: bool,
+    same_node: bool = True,
     same_host: bool | None = None,
     why_not: str = "",
     mine: Offers | None = None,
@@ -76,6 +77,7 @@ def choose(
     Args:
         settings: ``transport`` and ``direct`` are used.
         mapped: each of the two ranks has mapped the other's window and mailbox.
+        same_node: ``UCCL_EP_NODE_RANKS`` does not part them.
         same_host: both run under one kernel; None = not known.
         why_not: why the windows are not mapped, in words; "" = the obvious reason.
         mine, theirs: what the two ranks offer over NICs; None = nothing.
@@ -85,7 +87,7 @@ def choose(
     """
     missing = why_not or ("its memory cannot be mapped here" if same_host else "it is on another host")
     mine, theirs = mine or {}, theirs or {}
-    if mapped and settings.direct:
+    if mapped and settings.direct and same_node:
         return Choice(DIRECT, "direct (its window is mapped here and UCCL_EP_DIRECT=1)")
     if settings.transport == TCP:
         return Choice(TCP, "tcp (UCCL_EP_TRANSPORT=tcp)")
@@ -99,7 +101,8 @@ def choose(
         return Choice(kind, f"{kind} (UCCL_EP_TRANSPORT={kind})")
     if mapped:
         forced = settings.transport == SHM
-        why = "UCCL_EP_TRANSPORT=shm" if forced else "UCCL_EP_DIRECT=0 and its window is mapped here"
+        parted = "UCCL_EP_DIRECT=0" if same_node else f"UCCL_EP_NODE_RANKS={settings.node_ranks}"
+        why = "UCCL_EP_TRANSPORT=shm" if forced else f"{parted} and its window is mapped here"
         return Choice(SHM, f"shm ({why})")
     if settings.transport == SHM:
         raise ConfigError(f"shm cannot reach a peer: {missing}. With UCCL_EP_TRANSPORT=auto it is reached over tcp")
