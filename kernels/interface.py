@@ -261,3 +261,19 @@ class NormalKernels(Protocol):
 
     def exchange(self, context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
         """Send, receive and, in a combine, sum the rows of an opened operation."""
+
+    def warm_nodes(self) -> None:
+        """Compile what groups of several nodes need besides, before the first operation between nodes."""
+
+    def route_nodes(
+        self, in_rank: int, tokens: int, ranks: int, node_ranks: int, me: int, rows: int, lists: int
+    ) -> None:
+        """List the tokens of each other node."""
+
+    def prepare_nodes(self, context: int, operation: int, peers: int, given: int, taken: int, lists: int) -> None:
+        """After :meth:`prepare`: what goes to other nodes through forwarders."""
+
+    def exchange_nodes(
+        self, context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int
+    ) -> int:
+        """:meth:`exchange`, each row once to a node and, summed, once back."""

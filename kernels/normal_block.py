@@ -63,6 +63,16 @@ a window. A word not named by an operation stays 0.
     META_RANGE          P       offset of a range of META_ROOM bytes, -1 = there is no meta or ROW_RANGE is -1
     STREAM_FROM         H       bytes that the ranks of a host may write in all before copies go past the caches
     STREAMED            K       1 = they do (set by ``place``)
+    NODE_RANKS          H       ranks of a node when rows pass through forwarders (``protocol.relay``), else 0, as are
+                                then the next six
+    RANKS               H       EP ranks
+    MARKS               H       address of bool [TOKENS, RANKS]: the token has an expert on the rank
+    MARK_BYTES          H       bytes, after a dispatched row's scales, with a bit for each rank of its node
+    RELAY_MARKS         P       address of [rows handed on, MARK_BYTES]: the ranks of this node that each went to (a
+                                first dispatch writes them), by node of the source; or 0
+    CURSORS             H       address of int64 [RANKS], K: combine, rows summed of a rank of this node for a node
+    BOARDS              H       offset of the boards
+    LINES               H       offset of the lines
 
     peer word           writer  meaning
     ABSENT              K       1 = masked: nothing goes there, nothing comes
@@ -97,6 +107,22 @@ a window. A word not named by an operation stays 0.
     ARRIVED_CHUNKS      K       chunks of the peer that have arrived without a gap
     ARRIVED_ROWS        K       the same in rows
     CONSUMED            K       rows unpacked or summed
+    RAIL_LIST           K       address of int32 [RAIL_SEND], or [RAIL_RECV] of a combine: tokens with a place on the
+                                node of the peer, a rank of another node with this rank's place in its own
+    RAIL_SEND           K       rows for the peer to hand on, or to its tokens from all of this node (a combine)
+    RAIL_RECV           K       rows that the peer has for this rank likewise (a first dispatch learns it)
+    PASS_ROWS           K       rows between this rank and a rank of another node, whoever carries them
+    PASSED              K       dispatch: of these, unpacked. Combine: laid out for the forwarder
+    PASS_OVER           K       1 = the forwarder was told that this rank needs nothing more of it
+    RELAY_FIRST         K       index in RELAY_MARKS of the peer's first row
+    SHOWN               K       rows of the peer that its board shows, + 1; 0 = the board is of an earlier operation
+    SCANNED             K       rows on the forwarder's board that this rank has looked at
+    VIEW_ROWS           K       what the forwarder's board says, checked; VIEW_SLOT_ROWS = 0: not yet read
+    VIEW_ROW_OFFSET     K
+    VIEW_META_OFFSET    K
+    VIEW_SLOT_ROWS      K
+    VIEW_STRIDE         K
+    FILLED              K       rows of the chunk in the staging slot that are summed
 """
 
 from __future__ import annotations
@@ -164,8 +190,16 @@ COUNT_WORDS = 8
     META_RANGE,
     STREAM_FROM,
     STREAMED,
-) = range(52)
-OPERATION_WORDS = 56
+    NODE_RANKS,
+    RANKS,
+    MARKS,
+    MARK_BYTES,
+    RELAY_MARKS,
+    CURSORS,
+    BOARDS,
+    LINES,
+) = range(60)
+OPERATION_WORDS = 64
 
 (
     ABSENT,
@@ -200,8 +234,23 @@ OPERATION_WORDS = 56
     ARRIVED_CHUNKS,
     ARRIVED_ROWS,
     CONSUMED,
-) = range(32)
-PEER_WORDS = 32
+    RAIL_LIST,
+    RAIL_SEND,
+    RAIL_RECV,
+    PASS_ROWS,
+    PASSED,
+    PASS_OVER,
+    RELAY_FIRST,
+    SHOWN,
+    SCANNED,
+    VIEW_ROWS,
+    VIEW_ROW_OFFSET,
+    VIEW_META_OFFSET,
+    VIEW_SLOT_ROWS,
+    VIEW_STRIDE,
+    FILLED,
+) = range(47)
+PEER_WORDS = 48
 
 PACKED_NOTHING, PACKED_ROWS_AND_META, PACKED_META = 0, 1, 2
 

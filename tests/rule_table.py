@@ -79,6 +79,10 @@ CLAUSES: dict[int, list[str]] = {
         "chunk staging is packed again only when its last write completed",
         "a dispatch says that its writes are over only when they completed",
         "rows in place are handed out only when their writes are over",
+        "rows to be handed on are overwritten only when their node is done with them",
+        "what a forwarder's board said in an earlier operation means nothing",
+        "rows laid out for a forwarder are overwritten only when it has read them",
+        "a forwarder sums a token only when all of its rows are laid out",
     ],
     6: [],
     7: ["a command is taken when both of its words are written"],
@@ -93,6 +97,8 @@ CLAUSES: dict[int, list[str]] = {
         "the number in a header is checked",
         "counts that a peer claims are checked",
         "where a grant lets rows land is checked",
+        "where a board says that rows lie is checked",
+        "marks are held against what their source told of",
     ],
     9: [
         "nothing is believed from a peer that was parted from",
@@ -177,7 +183,7 @@ def rows() -> list[tuple[int, str, str, str, str]]:
                 found.append((rule, clause, holder, "tests/proxy/test_rules.py: test_rule", "tests/proxy/mutants.py"))
             else:
                 mutant = MUTANTS[clause]
-                test = mutant.test.replace("::", ": ")
+                test = mutant.test.partition("[")[0].replace("::", ": ")
                 found.append((rule, clause, _holder(mutant.path, mutant.old), test, "tests/kernels/kernel_mutants.py"))
         found += [(rule, clause, holder, test, "-") for number, clause, holder, test in OTHERS if number == rule]
     return found

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["DispatchOrigin", "EventOverlap", "LowLatencyHandle", "NormalHandle", "StreamEvent"]
+__all__ = ["DispatchOrigin", "EventOverlap", "LowLatencyHandle", "NodeRoute", "NormalHandle", "StreamEvent"]
 
 
 class StreamEvent(Protocol):
@@ -119,6 +119,23 @@ class DispatchOrigin(NamedTuple):
     tokens: int
 
 
+class NodeRoute(NamedTuple):
+    """What a dispatch of N nodes of M ranks sent over the rails, to the ranks with this one's place in other nodes.
+
+    Attributes:
+        node_rows: int64 [N], rows sent to each node, 0 for this rank's own.
+        node_tokens: int32 [N, tokens], token indices sent to each node, undefined beyond ``node_rows`` of them.
+        relay_rows: int64 [N], rows from each node that were handed on here; None before the dispatch was opened.
+        relay_marks: uint8 [sum of relay_rows, ceil(M / 8)]: for which ranks of this node each was, a bit each; None
+            likewise.
+    """
+
+    node_rows: torch.Tensor
+    node_tokens: torch.Tensor
+    relay_rows: torch.Tensor | None = None
+    relay_marks: torch.Tensor | None = None
+
+
 class NormalHandle(NamedTuple):
     """What a normal-mode dispatch hands to combine and to cached dispatches.
 
@@ -129,6 +146,7 @@ class NormalHandle(NamedTuple):
         capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).
         is_token_in_rank: bool [tokens, R].
         origin: the dispatch it comes from.
+        nodes: what went over the rails, None when each rank was sent its rows directly.
     """
 
     send_rows: torch.Tensor
@@ -137,3 +155,4 @@ class NormalHandle(NamedTuple):
     capacity: int
     is_token_in_rank: torch.Tensor
     origin: DispatchOrigin
+    nodes: NodeRoute | None = None

@@ -64,7 +64,8 @@ class Normal:
 
         Returns:
             num_tokens_per_rank int32 [R]; num_tokens_per_rdma_rank int32 [nodes], or None when all ranks share one
-            node; num_tokens_per_expert int32 [E]; is_token_in_rank bool [T, R]; event.
+            node (where nodes are not equal groups of consecutive ranks, each rank counts as one);
+            num_tokens_per_expert int32 [E]; is_token_in_rank bool [T, R]; event.
 
         Raises:
             ConfigError: wrong dtype or shape, an id out of range, or E not a multiple of R.
@@ -79,9 +80,7 @@ class Normal:
         per_expert = torch.empty(num_experts, dtype=torch.int32)
         in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool)
         self._count(topk_idx, num_experts, per_rank, per_expert, in_rank)
-        # every rank plays a node of its own unless all windows are mapped: then there is one node, as in DeepEP
-        nodes = None if self._runtime.all_direct else per_rank.clone()
-        return per_rank, nodes, per_expert, in_rank, EventOverlap()
+        return per_rank, self._per_node(per_rank, in_rank), per_expert, in_rank, EventOverlap()
 
     def dispatch(
         self,
@@ -101,7 +100,8 @@ class Normal:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
-        """Send every token once to each rank that owns one of its experts.
+        """Send every token once to each rank that owns one of its experts; where nodes are equal groups of
+        consecutive ranks, once to each other node that does, and on from there.
 
         Args:
             x: [T, H] bfloat16, float16 or float32, contiguous, H x itemsize a multiple of 16; or a pair of
@@ -133,14 +133,14 @@ class Normal:
         ranks = runtime.ranks
         topk = local_experts = 0
         origin = (-1, -1)
+        kind = _DISPATCH if handle is None else _CACHED
         if handle is not None:
             check_handle(handle, self, tokens)
             given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
             if any(one is not None for one in given) or num_worst_tokens:
                 raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
-            kind, origin = _CACHED, handle.origin[1:3]
+            origin = handle.origin[1:3]
         else:
-            kind = _DISPATCH
             check_alignment(expert_alignment, num_worst_tokens)
             per_rank, in_rank, per_expert = check_layout(
                 num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, tokens, ranks
@@ -149,6 +149,7 @@ class Normal:
             if topk_idx is not None or topk_weights is not None:
                 topk_idx, topk_weights = check_topk(topk_idx, topk_weights, tokens)
                 topk = topk_idx.shape[1]
+        exchange = self._exchange
         form = RowFormat(
             kind,
             dtype,
@@ -157,12 +158,14 @@ class Normal:
             topk,
             0 if scales is None else scales.shape[1] * scales.element_size(),
             local_experts,
+            exchange.node_ranks(kind, handle),
             origin,
         )
-        exchange = self._exchange
         exchange.check(form)
         if handle is None:
             handle = self._route(topk_idx, in_rank, per_rank, per_expert)
+            if form.node_ranks:
+                handle = handle._replace(nodes=exchange.relay.route(in_rank, form.node_ranks))
 
         exchange.begin(form, tokens)
         operation = exchange.operation
@@ -176,6 +179,9 @@ class Normal:
                 operation[block.WEIGHTS] = topk_weights.data_ptr()
         exchange.prepare(handle, None if kind == _DISPATCH else handle.recv_rows)
         exchange.open(form)
+        nodes = handle.nodes
+        if kind == _DISPATCH and nodes is not None:
+            nodes = exchange.relay.keep_marks(operation, exchange.peers, nodes)
 
         total = int(operation[block.RECV_TOTAL])
         capacity = max(total, num_worst_tokens) if kind == _DISPATCH else handle.capacity
@@ -204,11 +210,12 @@ class Normal:
         if kind == _DISPATCH:
             handle = NormalHandle(
                 handle.send_rows,
-                torch.from_numpy(exchange.peers[:, block.RECV_ROWS].copy()),
+                exchange.received(),
                 handle.send_tokens,
                 capacity,
                 handle.is_token_in_rank,
                 DispatchOrigin(self, *exchange.origin, tokens),
+                nodes,
             )
         runtime.record("normal_dispatch", tokens, int(operation[block.SENT_AWAY]), time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
@@ -247,7 +254,8 @@ class Normal:
 
         Returns:
             combined_x [T, H]: the sum over ranks in ascending order, in float32, rounded once; 0 for a token that went
-            nowhere. combined_topk_weights float32 [T, K] or None. event.
+            nowhere. Rows that come from another node by way of a forwarder are summed there first, in the same manner.
+            combined_topk_weights float32 [T, K] or None. event.
 
         Raises:
             ConfigError: bad input, before anything is sent. PeerTimeout, PeerLost, ProtocolError, TransportError,
@@ -263,8 +271,16 @@ class Normal:
         if topk_weights is not None:
             topk_weights = combine_weights(topk_weights, len(x))
             topk = topk_weights.shape[1]
-        form = RowFormat(_COMBINE, dtype, hidden, hidden * x.element_size(), topk, origin=handle.origin[1:3])
         runtime, exchange = self._runtime, self._exchange
+        form = RowFormat(
+            _COMBINE,
+            dtype,
+            hidden,
+            hidden * x.element_size(),
+            topk,
+            node_ranks=exchange.node_ranks(_COMBINE, handle),
+            origin=handle.origin[1:3],
+        )
         exchange.check(form)
 
         exchange.begin(form, tokens)
@@ -321,6 +337,15 @@ class Normal:
             f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks "
             f"{in_rank.sum(dim=0).tolist()}"
         )
+
+    def _per_node(self, per_rank: torch.Tensor, in_rank: torch.Tensor) -> torch.Tensor | None:
+        """Tokens with an expert on each node, None when there is one node."""
+        size = self._runtime.node_ranks
+        if self._runtime.all_direct:
+            return None
+        if size == 1:
+            return per_rank.clone()
+        return in_rank.view(len(in_rank), self._runtime.ranks // size, size).any(dim=2).sum(dim=0, dtype=torch.int32)
 
     def _count(
         self,

@@ -23,6 +23,7 @@ from .kernels import normal_block as block
 from .kernels.select import normal_kernels
 from .memory import HeapAllocator
 from .native.copy import last_cache_bytes
+from .node_relay import NodeRelay, mark_bytes
 from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify, round_up
@@ -75,6 +76,8 @@ class ExchangeRuntime(Protocol):
     @property
     def all_direct(self) -> bool: ...
     @property
+    def node_ranks(self) -> int: ...
+    @property
     def stale(self) -> str: ...
     def grow(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
     def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
@@ -91,6 +94,7 @@ class RowFormat(NamedTuple):
         topk: expert ids and weights per row of a dispatch, weights per row of a combine; 0 = none travel.
         scale_bytes: bytes of scales per row.
         local_experts: experts per rank, 0 where they do not matter.
+        node_ranks: ranks of a node when each row crosses once to a node, else 0.
         origin: (generation, number) of the dispatch whose handle is used, (-1, -1) when none is.
     """
 
@@ -101,6 +105,7 @@ class RowFormat(NamedTuple):
     topk: int = 0
     scale_bytes: int = 0
     local_experts: int = 0
+    node_ranks: int = 0
     origin: tuple[int, int] = _NO_ORIGIN
 
     @property
@@ -110,9 +115,10 @@ class RowFormat(NamedTuple):
 
     @property
     def meta_bytes(self) -> int:
-        """Bytes of a row's meta: (id and weight) or weight per slot, then scales, rounded up to 16."""
-        slot = 4 if self.kind == NormalNotify.OPERATION_COMBINE else 8
-        return round_up(self.topk * slot + self.scale_bytes, 16)
+        """Bytes of a row's meta: (id and weight) or weight per slot, then scales, then marks, rounded up to 16."""
+        if self.kind == NormalNotify.OPERATION_COMBINE:
+            return round_up(self.topk * 4, 16)
+        return round_up(self.topk * 8 + self.scale_bytes + mark_bytes(self.node_ranks), 16)
 
     @property
     def digest(self) -> int:
@@ -145,6 +151,7 @@ class RowExchange:
 
     Attributes:
         kernels: the implementation for CPU tensors.
+        relay: what an operation between nodes adds.
         operation: int64[OPERATION_WORDS], see ``kernels.normal_block``.
         peers: int64[ranks, PEER_WORDS].
         expert_counts: int64[local experts]: rows that a dispatch received for each.
@@ -153,6 +160,7 @@ class RowExchange:
     def __init__(self, runtime: ExchangeRuntime) -> None:
         ranks = runtime.ranks
         self.kernels = normal_kernels("cpu")
+        self.relay = NodeRelay(self.kernels, runtime.rank, ranks)
         self._runtime = runtime
         self._generation = -1
         self._number = 0
@@ -165,6 +173,8 @@ class RowExchange:
         self.expert_counts: Int64s = np.zeros(0, dtype=np.int64)
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
+        if self._node_ranks:
+            self.relay.warm()
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property
@@ -172,15 +182,30 @@ class RowExchange:
         """(generation, number) of the operation that was begun last: its name, equal on all ranks."""
         return self._generation, self._number - 1
 
-    def check(self, form: RowFormat) -> None:
-        """Refuse what no window can carry, with the same answer on every rank.
+    def node_ranks(self, operation: int, handle: NormalHandle | None) -> int:
+        """Before the format of an operation can be said: ranks of a node when its rows cross once to a node, else 0.
+
+        The same on every rank. An operation with a handle goes the way of the dispatch that the handle comes from,
+        unless a rank has been masked since.
 
         Raises:
-            ConfigError: a row does not fit a chunk or a round slot.
-            UcclEpError: an earlier operation ended half-way.
+            UcclEpError: an earlier operation ended half-way. What ``Runtime.check`` and ``Runtime.grow`` raise.
         """
+        self._catch_up(_NAMES[operation])
+        return 0 if handle is not None and handle.nodes is None else self._node_ranks
+
+    @property
+    def _node_ranks(self) -> int:
         runtime = self._runtime
-        runtime.check(form.name)
+        size = runtime.node_ranks
+        if size in (1, runtime.ranks) or runtime.settings.hierarchy == "off" or runtime.mask.any():
+            return 0
+        return size
+
+    def _catch_up(self, name: str) -> None:
+        """Begin anew where the windows did."""
+        runtime = self._runtime
+        runtime.check(name)
         if runtime.stale:
             runtime.grow(None)
         if self._generation != runtime.generation:
@@ -190,9 +215,17 @@ class RowExchange:
             self._templates.clear()
         if self._broken:
             raise UcclEpError(
-                f"{form.name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
+                f"{name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
                 "longer agree on message numbers. Close this Buffer on all ranks and build a new one"
             )
+
+    def check(self, form: RowFormat) -> None:
+        """Refuse what no window can carry, with the same answer on every rank; :meth:`node_ranks` comes before it.
+
+        Raises:
+            ConfigError: a row does not fit a chunk or a round slot.
+        """
+        runtime = self._runtime
         if runtime.ranks == 1 or form[:-1] in self._templates:
             return
         plan, row = runtime.layout.normal, form.row_bytes + form.meta_bytes
@@ -300,6 +333,8 @@ class RowExchange:
             (block.STREAM_FROM, last_cache_bytes()),
         ):
             template[word] = value
+        if form.node_ranks:
+            self.relay.fill_template(template, window, form.node_ranks)
         return template
 
     def prepare(self, handle: NormalHandle, taken: torch.Tensor | None) -> None:
@@ -313,6 +348,16 @@ class RowExchange:
             0 if taken is None else taken.data_ptr(),
             handle.send_tokens.data_ptr(),
         )
+        if handle.nodes is not None and self.operation[block.NODE_RANKS]:
+            self.relay.prepare(self._runtime.context, self.operation, peers, handle.nodes, handle.is_token_in_rank)
+
+    def received(self) -> torch.Tensor:
+        """int64 [R]: rows that a dispatch, once opened, receives from each rank."""
+        rows = self.peers[:, block.RECV_ROWS].copy()
+        if size := int(self.operation[block.NODE_RANKS]):
+            far = np.arange(len(rows)) // size != self._runtime.rank // size
+            rows[far] = self.peers[far, block.PASS_ROWS]
+        return torch.from_numpy(rows)
 
     def open(self, form: RowFormat) -> None:
         """Tell every peer and hear every peer; afterwards RECV_ROWS and RECV_TOTAL hold what this rank will receive.
@@ -381,7 +426,8 @@ class RowExchange:
     def run(self, form: RowFormat) -> None:
         """Exchange the rows. Raises as :meth:`open`, ConfigError excepted; the operation cannot be taken up again."""
         runtime, (counts, operation, peers) = self._runtime, self._addresses
-        context, progress, kernel = runtime.context, runtime.progress, self.kernels.exchange
+        context, progress = runtime.context, runtime.progress
+        kernel = self.kernels.exchange_nodes if form.node_ranks else self.kernels.exchange
         self._wait(form.name, lambda end: kernel(context, counts, operation, peers, progress, end))
         self._broken = ""
 

@@ -9,6 +9,8 @@ from numba import types
 from ...native.jit import compile_lock
 from .normal_exchange import exchange
 from .normal_layout import layout, route_rows
+from .normal_node_exchange import exchange_nodes
+from .normal_nodes import prepare_nodes, route_nodes
 from .normal_notify import open_operation
 from .normal_prepare import place, prepare
 
@@ -23,6 +25,11 @@ _ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
     (place, 3),
     (exchange, 6),
 )
+_BETWEEN_NODES: tuple[tuple[Any, int], ...] = (
+    (route_nodes, 7),
+    (prepare_nodes, 6),
+    (exchange_nodes, 6),
+)
 
 
 class CpuNormalKernels:
@@ -35,9 +42,21 @@ class CpuNormalKernels:
     open_operation = staticmethod(open_operation)
     place = staticmethod(place)
     exchange = staticmethod(exchange)
+    route_nodes = staticmethod(route_nodes)
+    prepare_nodes = staticmethod(prepare_nodes)
+    exchange_nodes = staticmethod(exchange_nodes)
 
     def warm(self) -> None:
-        """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
-        with compile_lock(f"{len(_ENTRY_POINTS)} kernels of the normal mode"):
-            for entry, arity in _ENTRY_POINTS:
-                entry.compile((types.int64,) * arity)
+        """Compile for int64 arguments what every group needs; of many ranks that start together one compiles, the
+        others load."""
+        _compile(_ENTRY_POINTS, "kernels of the normal mode")
+
+    def warm_nodes(self) -> None:
+        """The same for groups of several nodes."""
+        _compile(_BETWEEN_NODES, "kernels of the normal mode between nodes")
+
+
+def _compile(entries: tuple[tuple[Any, int], ...], what: str) -> None:
+    with compile_lock(f"{len(entries)} {what}"):
+        for entry, arity in entries:
+            entry.compile((types.int64,) * arity)

@@ -20,7 +20,7 @@ from .normal_send import chunks_over, say_over, send_chunk, sent_on, take_grant
 from .normal_words import MOVED, NOTHING, add, get, put
 from .wait import note_progress, turn_over
 
-__all__ = ["exchange"]
+__all__ = ["exchange", "own_step", "serve", "waits_for"]
 
 _COMBINE = NormalNotify.OPERATION_COMBINE
 #: Own rows copied in one step when nothing could be sent.
@@ -28,7 +28,7 @@ _OWN_ROWS = 64
 
 
 @compiled
-def _serve(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
+def serve(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
     """One turn of a peer, both directions. Returns MOVED, NOTHING or minus a status."""
     moved = give_grant(context, counts, operation, peers, peer)
     if moved < 0:
@@ -55,7 +55,7 @@ def _serve(context: int, counts: int, operation: int, peers: int, peer: int, com
 
 
 @compiled
-def _own_step(context: int, operation: int, peers: int) -> int:
+def own_step(context: int, operation: int, peers: int) -> int:
     """Copy some of a dispatch's rows from this rank to itself. Returns MOVED or NOTHING."""
     me = own_rank(context)
     state = peers + 8 * block.PEER_WORDS * me
@@ -63,13 +63,13 @@ def _own_step(context: int, operation: int, peers: int) -> int:
     if done == rows:
         return NOTHING
     part = min(_OWN_ROWS, rows - done)
-    copy_own(operation, state, me, done, part)
+    copy_own(context, operation, state, done, part)
     put(state, block.SENT, done + part)
     return MOVED
 
 
 @compiled
-def _waits_for(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool, progress: int) -> bool:
+def waits_for(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool, progress: int) -> bool:
     """True when something of ``peer`` is still missing; the progress block then says what."""
     state = peers + 8 * block.PEER_WORDS * peer
     life = counts + 8 * block.COUNT_WORDS * peer
@@ -131,18 +131,18 @@ def exchange(context: int, counts: int, operation: int, peers: int, progress: in
         for step in range(1, ranks):
             peer = (me + step) % ranks
             if get(peers + 8 * block.PEER_WORDS * peer, block.ABSENT) == 0:
-                result = _serve(context, counts, operation, peers, peer, combine)
+                result = serve(context, counts, operation, peers, peer, combine)
                 if result < 0:
                     return -result
                 moved |= result
         # own work fills the time in which peers write, grant and poll
-        own = reduce_ready(context, operation, peers) if combine else _own_step(context, operation, peers)
+        own = reduce_ready(context, operation, peers) if combine else own_step(context, operation, peers)
         moved |= own
         if moved == NOTHING:
             missing = False
             for step in range(1, ranks):
                 peer = (me + step) % ranks
-                if get(peers + 8 * block.PEER_WORDS * peer, block.ABSENT) == 0 and _waits_for(
+                if get(peers + 8 * block.PEER_WORDS * peer, block.ABSENT) == 0 and waits_for(
                     context, counts, operation, peers, peer, combine, progress
                 ):
                     missing = True

@@ -21,6 +21,7 @@ from ...protocol.message import HEADER_BYTES, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from .. import normal_block as block
 from .context import arrived_count, completed_count, error_address, own_rank, rank_count, window_address
+from .normal_nodes import is_rail
 from .normal_prepare import measure
 from .normal_wire import message_address, publish
 from .normal_words import add, get, put
@@ -36,10 +37,11 @@ _AT_TAG, _AT_NUMBER, _AT_ROWS, _AT_CODING = (
     NormalNotify.ROWS,
     NormalNotify.CODING,
 )
-_AT_SHAPE, _AT_ROW_BYTES, _AT_META_BYTES = (
+_AT_SHAPE, _AT_ROW_BYTES, _AT_META_BYTES, _AT_RAIL_ROWS = (
     NormalNotify.SHAPE,
     NormalNotify.ROW_BYTES,
     NormalNotify.META_BYTES,
+    NormalNotify.RAIL_ROWS,
 )
 #: More rows than any operation can have: indices are int32.
 _MOST_ROWS = (1 << 31) - 1
@@ -66,7 +68,7 @@ def _send(context: int, operation: int, peers: int, peer: int) -> int:
     put(at, _AT_SHAPE, get(operation, block.SHAPE))
     put(at, _AT_ROW_BYTES, get(operation, block.ROW_BYTES))
     put(at, _AT_META_BYTES, get(operation, block.META_BYTES))
-    put(at, 7, 0)
+    put(at, _AT_RAIL_ROWS, get(peers + 8 * block.PEER_WORDS * peer, block.RAIL_SEND))
     nbytes = HEADER_BYTES
     if get(operation, block.KIND) == _DISPATCH:
         counts = 4 * get(operation, block.LOCAL_EXPERTS)
@@ -82,7 +84,7 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
     error = error_address(context)
     at = window_address(context) + get(operation, block.NOTIFY_RECV) + peer * get(operation, block.NOTIFY_STRIDE)
     tag, number, rows = get(at, _AT_TAG), get(at, _AT_NUMBER), get(at, _AT_ROWS)
-    shape = get(at, _AT_SHAPE)
+    shape, rail = get(at, _AT_SHAPE), get(at, _AT_RAIL_ROWS)
     put(state, block.TOLD, 1)
     put(state, block.TOLD_SHAPE, shape)
     put(state, block.TOLD_CODING, get(at, _AT_CODING))
@@ -100,11 +102,19 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
         if rows != get(state, block.RECV_ROWS):
             set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, get(state, block.RECV_ROWS))
             return STATUS_PROTOCOL
+        if rail != get(state, block.RAIL_RECV):
+            set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rail, get(state, block.RAIL_RECV))
+            return STATUS_PROTOCOL
         return STATUS_OK
     if rows < 0 or rows > _MOST_ROWS:
         set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, _MOST_ROWS)
         return STATUS_PROTOCOL
+    most_rail = _MOST_ROWS if is_rail(operation, own_rank(context), peer) else 0
+    if rail < 0 or rail > most_rail:
+        set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rail, most_rail)
+        return STATUS_PROTOCOL
     put(state, block.RECV_ROWS, rows)
+    put(state, block.RAIL_RECV, rail)
     counts = get(operation, block.EXPERT_COUNTS)
     most = rows * max(get(operation, block.TOPK), 1)
     for expert in range(get(operation, block.LOCAL_EXPERTS)):

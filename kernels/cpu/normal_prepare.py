@@ -11,14 +11,13 @@ from ...native.jit import compiled
 from ...protocol.message import NormalNotify
 from .. import normal_block as block
 from .context import channel_count, is_masked, own_rank, peer_window, rank_count
+from .normal_nodes import is_far, lane_of, lanes, meta_room, take_rails
 from .normal_words import get, put
 
 __all__ = ["measure", "place", "prepare"]
 
 _DISPATCH = NormalNotify.OPERATION_DISPATCH
 _COMBINE = NormalNotify.OPERATION_COMBINE
-#: Each rank's meta starts on a line of its own: no two ranks write the same one.
-_META_LINE = 128
 
 
 @compiled
@@ -93,7 +92,7 @@ def measure(context: int, operation: int, peers: int) -> None:
         total += rows
         if rank != me:
             remote += rows
-            room += (rows * meta + _META_LINE - 1) // _META_LINE * _META_LINE
+            room += meta_room(rows * meta)
         if get(state, block.TOLD) != 0 and get(state, block.TOLD_SHAPE) != get(operation, block.SHAPE):
             different += 1
     put(operation, block.DIFFERENT, different)
@@ -101,6 +100,8 @@ def measure(context: int, operation: int, peers: int) -> None:
     put(operation, block.META_ROOM, room)
     if dispatch:
         put(operation, block.RECV_TOTAL, total)
+    if get(operation, block.NODE_RANKS) != 0:
+        take_rails(context, operation, peers)
 
 
 @compiled
@@ -118,7 +119,9 @@ def place(context: int, operation: int, peers: int) -> None:
         get(operation, block.META_RANGE),
     )
     row, meta = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
-    slot, rounds = get(operation, block.ROUND_SLOT), get(operation, block.LANDING)
+    rounds = get(operation, block.LANDING)
+    # an area of two slots for each rank, dealt to the peers from which rows can come
+    slot = get(operation, block.ROUND_SLOT) * ranks // lanes(operation, ranks) // 128 * 128
     most = get(operation, block.CHUNK_BYTES) // (row + meta)
     least = max(get(operation, block.LEAST_CHUNK_BYTES) // row, 1)
     # Rows that fit the last cache, which the ranks of a host share, are read there next. Of more, the first have left
@@ -135,22 +138,24 @@ def place(context: int, operation: int, peers: int) -> None:
         rows = get(state, block.RECV_ROWS)
         if kind == _DISPATCH:
             put(state, block.RECV_FIRST, first)
-            first += rows
+            first += get(state, block.PASS_ROWS) if is_far(operation, me, rank) else rows
         if rank == me:
             rows = 0
         put(state, block.SLOT_ROWS, max(rows, 1))
-        if get(operation, block.RECV_REMOTE) == 0:
+        if rows == 0:
             continue
         chunk = min(max((rows + channels - 1) // channels, least), most)
-        if row_range >= 0:
+        # rows to be handed on pass through the rounds: a bounded area that stays in the caches
+        handed_on = kind != _COMBINE and is_far(operation, me, rank)
+        if row_range >= 0 and not handed_on:
             at = first if kind == _COMBINE else get(state, block.RECV_FIRST)
             put(state, block.ROW_LANDING, row_range + at * row)
             put(state, block.META_LANDING, meta_range + meta_at)
-            meta_at += (rows * meta + _META_LINE - 1) // _META_LINE * _META_LINE
+            meta_at += meta_room(rows * meta)
         else:
             chunk = min(chunk, slot // (row + meta))
             slot_rows = slot // (row + meta) // chunk * chunk
-            landing = rounds + rank * 2 * slot
+            landing = rounds + lane_of(operation, me, rank) * 2 * slot
             put(state, block.SLOT_ROWS, slot_rows)
             put(state, block.SLOT_STRIDE, slot)
             put(state, block.ROW_LANDING, landing)

@@ -23,7 +23,7 @@ from .normal_receive import landed_meta, landed_row
 from .normal_words import MOVED, NOTHING, add, get, put
 from .quant import accumulate, add_two, narrow_sum, narrow_sum_of_two
 
-__all__ = ["reduce_ready"]
+__all__ = ["add_weights", "reduce_ready", "sum_rows"]
 
 #: Rows read in one step, so that sending goes on in between; about 1 MiB at 7168 bfloat16 values.
 _STEP_ROWS = 64
@@ -44,8 +44,8 @@ def _ready_until(operation: int, peers: int, ranks: int) -> int:
 
 
 @compiled
-def _sum_row(operation: int, token: int, found: int, rows: int) -> None:
-    """OUT of ``token`` = sum of the ``found`` rows whose addresses stand at ``rows``, then of the biases.
+def sum_rows(operation: int, out: int, found: int, rows: int) -> None:
+    """The row at ``out`` = sum, in that order, of the ``found`` rows whose addresses stand at ``rows``.
 
     The first two are added and the last is rounded on the way, so that two rows, the most common case, take one pass
     and every further one reads and writes the float32 total once.
@@ -53,14 +53,6 @@ def _sum_row(operation: int, token: int, found: int, rows: int) -> None:
     hidden, dtype = get(operation, block.HIDDEN), get(operation, block.ELEMENT)
     nbytes = get(operation, block.ROW_BYTES)
     width = 4 if dtype == DTYPE_F32 else 2
-    out = get(operation, block.OUT) + token * nbytes
-    bias_0, bias_1 = get(operation, block.BIAS_0), get(operation, block.BIAS_1)
-    if bias_0 != 0:
-        poke(rows + 8 * found, bias_0 + token * nbytes)
-        found += 1
-    if bias_1 != 0:
-        poke(rows + 8 * found, bias_1 + token * nbytes)
-        found += 1
     if found == 0:
         zero(out, nbytes)
     elif found == 1:
@@ -78,10 +70,24 @@ def _sum_row(operation: int, token: int, found: int, rows: int) -> None:
 
 
 @compiled
-def _sum_weights(operation: int, token: int, weights: int) -> None:
-    """Add the router weights at address ``weights`` to those of ``token``."""
+def _sum_token(operation: int, token: int, found: int, rows: int) -> None:
+    """OUT of ``token`` = sum of the ``found`` rows whose addresses stand at ``rows``, then of the biases."""
+    nbytes = get(operation, block.ROW_BYTES)
+    bias_0, bias_1 = get(operation, block.BIAS_0), get(operation, block.BIAS_1)
+    if bias_0 != 0:
+        poke(rows + 8 * found, bias_0 + token * nbytes)
+        found += 1
+    if bias_1 != 0:
+        poke(rows + 8 * found, bias_1 + token * nbytes)
+        found += 1
+    sum_rows(operation, get(operation, block.OUT) + token * nbytes, found, rows)
+
+
+@compiled
+def add_weights(operation: int, target: int, weights: int) -> None:
+    """Add the router weights at address ``weights`` to those at ``target``."""
     topk = get(operation, block.TOPK)
-    total = float_view(get(operation, block.OUT_WEIGHTS) + 4 * topk * token, topk)
+    total = float_view(target, topk)
     part = float_view(weights, topk)
     for slot in range(topk):
         total[slot] += part[slot]
@@ -116,10 +122,10 @@ def reduce_ready(context: int, operation: int, peers: int) -> int:
                 meta = landed_meta(context, operation, state, row)
             poke(rows + 8 * found, address)
             if weighted:
-                _sum_weights(operation, token, meta)
+                add_weights(operation, get(operation, block.OUT_WEIGHTS) + weights_bytes * token, meta)
             found += 1
             add(state, block.CONSUMED, 1)
-        _sum_row(operation, token, found, rows)
+        _sum_token(operation, token, found, rows)
         used += found + 1
         token += 1
     put(operation, block.FRONTIER, token)

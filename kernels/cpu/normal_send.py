@@ -28,7 +28,7 @@ from .normal_wire import publish
 from .normal_words import MOVED, NOTHING, add, get, phase_of, put
 from .publish import put_write, store_flag
 
-__all__ = ["chunks_over", "say_over", "send_chunk", "sent_on", "take_grant"]
+__all__ = ["chunk_address", "chunks_over", "publish_chunk", "say_over", "send_chunk", "sent_on", "take_grant"]
 
 _TAG = NormalGrant.TAG_VALUE
 _AT_TAG, _AT_NUMBER, _AT_ROUND, _AT_ROWS = (
@@ -153,52 +153,75 @@ def _stage(operation: int, peer: int, chunk: int) -> int:
 
 
 @compiled
+def chunk_address(context: int, counts: int, operation: int, peers: int, peer: int) -> tuple[int, int]:
+    """Where the rows and the meta of the next chunk for ``peer``, of which rows are granted, are to be written.
+
+    In the window of a mapped peer, else in the staging; (0, 0) while the slot's last write may be read or repeated.
+    """
+    state = peers + 8 * block.PEER_WORDS * peer
+    window = peer_window(context, peer)
+    if window != 0:
+        return window + get(state, block.GRANT_ROW), window + get(state, block.GRANT_META)
+    life = counts + 8 * block.COUNT_WORDS * peer
+    stream0, channels = get(operation, block.PHASE), channel_count(context)
+    chunk, depth = get(state, block.SENT_CHUNKS), get(operation, block.DEPTH)
+    earlier = get(life, block.CHUNKS_SENT + phase_of(operation)) - depth
+    if chunk >= depth and (completed_count(context, peer, stream0 + earlier % channels) < earlier // channels + 1):
+        return 0, 0
+    rows = min(get(state, block.GRANT_LEFT), get(state, block.GRANT_CHUNK))
+    at = window_address(context) + _stage(operation, peer, chunk)
+    return at, at + rows * get(operation, block.ROW_BYTES)
+
+
+@compiled
+def publish_chunk(context: int, counts: int, operation: int, peers: int, peer: int) -> int:
+    """Publish the chunk that was packed at :func:`chunk_address`. Returns MOVED, NOTHING or minus a status."""
+    state = peers + 8 * block.PEER_WORDS * peer
+    life = counts + 8 * block.COUNT_WORDS * peer
+    phase, channels = phase_of(operation), channel_count(context)
+    number = get(life, block.CHUNKS_SENT + phase)
+    stream = get(operation, block.PHASE) + number % channels
+    rows = min(get(state, block.GRANT_LEFT), get(state, block.GRANT_CHUNK))
+    if peer_window(context, peer) != 0:
+        status = store_flag(context, peer, stream, number // channels + 1)
+        if status != STATUS_OK:
+            return -status
+        return _chunk_sent(operation, state, life, phase, rows)
+    row_bytes, meta_bytes = rows * get(operation, block.ROW_BYTES), rows * get(operation, block.META_BYTES)
+    slot = _stage(operation, peer, get(state, block.SENT_CHUNKS))
+    if get(state, block.PACKED) == PACKED_ROWS_AND_META:
+        target = get(state, block.GRANT_ROW)
+        status = put_write(context, peer, stream, slot, target, row_bytes, 1 if meta_bytes == 0 else 0)
+        if status != STATUS_OK:
+            return NOTHING if status == STATUS_PENDING else -status
+        put(state, block.PACKED, PACKED_META)
+    if meta_bytes != 0:
+        target = get(state, block.GRANT_META)
+        status = put_write(context, peer, stream, slot + row_bytes, target, meta_bytes, 1)
+        if status != STATUS_OK:
+            return NOTHING if status == STATUS_PENDING else -status
+    return _chunk_sent(operation, state, life, phase, rows)
+
+
+@compiled
 def send_chunk(context: int, counts: int, operation: int, peers: int, peer: int) -> int:
     """Send the next chunk of what ``peer`` has granted. Returns MOVED, NOTHING or minus a status."""
     state = peers + 8 * block.PEER_WORDS * peer
     left = get(state, block.GRANT_LEFT)
     if left == 0:
         return NOTHING
-    life = counts + 8 * block.COUNT_WORDS * peer
-    stream0 = get(operation, block.PHASE)
-    phase = phase_of(operation)
-    channels = channel_count(context)
-    number = get(life, block.CHUNKS_SENT + phase)
-    stream = stream0 + number % channels
-    rows, first = min(left, get(state, block.GRANT_CHUNK)), get(state, block.SENT)
-    row_bytes, meta_bytes = rows * get(operation, block.ROW_BYTES), rows * get(operation, block.META_BYTES)
-    target, target_meta = get(state, block.GRANT_ROW), get(state, block.GRANT_META)
-    window = peer_window(context, peer)
-    if window != 0:
-        pack_rows(operation, state, first, rows, window + target, get(operation, block.STREAMED) != 0)
-        if meta_bytes != 0:
-            pack_meta(operation, state, peer, first, rows, window + target_meta)
-        status = store_flag(context, peer, stream, number // channels + 1)
-        if status != STATUS_OK:
-            return -status
-        return _chunk_sent(operation, state, life, phase, rows)
-
-    chunk, depth = get(state, block.SENT_CHUNKS), get(operation, block.DEPTH)
-    slot = _stage(operation, peer, chunk)
     if get(state, block.PACKED) == PACKED_NOTHING:
-        earlier = number - depth
-        if chunk >= depth and (completed_count(context, peer, stream0 + earlier % channels) < earlier // channels + 1):
-            return NOTHING  # the slot's last write may still be read or repeated
-        at = window_address(context) + slot
-        pack_rows(operation, state, first, rows, at, False)  # the proxy reads the staging next
-        if meta_bytes != 0:
-            pack_meta(operation, state, peer, first, rows, at + row_bytes)
+        at, at_meta = chunk_address(context, counts, operation, peers, peer)
+        if at == 0:
+            return NOTHING
+        rows, first = min(left, get(state, block.GRANT_CHUNK)), get(state, block.SENT)
+        # the proxy reads the staging next
+        streamed = peer_window(context, peer) != 0 and get(operation, block.STREAMED) != 0
+        pack_rows(operation, state, first, rows, at, streamed)
+        if get(operation, block.META_BYTES) != 0:
+            pack_meta(context, operation, state, peer, first, rows, at_meta)
         put(state, block.PACKED, PACKED_ROWS_AND_META)
-    if get(state, block.PACKED) == PACKED_ROWS_AND_META:
-        status = put_write(context, peer, stream, slot, target, row_bytes, 1 if meta_bytes == 0 else 0)
-        if status != STATUS_OK:
-            return NOTHING if status == STATUS_PENDING else -status
-        put(state, block.PACKED, PACKED_META)
-    if meta_bytes != 0:
-        status = put_write(context, peer, stream, slot + row_bytes, target_meta, meta_bytes, 1)
-        if status != STATUS_OK:
-            return NOTHING if status == STATUS_PENDING else -status
-    return _chunk_sent(operation, state, life, phase, rows)
+    return publish_chunk(context, counts, operation, peers, peer)
 
 
 @compiled

@@ -29,6 +29,7 @@ class DirectRuntime:
         self.grow_asked = False
         self.records: list[tuple[str, int, int, int]] = []
         self.space = group.spaces[rank]
+        self.node_ranks = group.node_ranks
 
     def __getattr__(self, name: str) -> Any:
         # layout, window, context, mask, progress, heap, check and wait are the kernel space's own
@@ -63,6 +64,7 @@ class DirectGroup:
         self.ranks = ranks
         self.settings = settings or Settings(timeout=20.0)
         self.normal = normal or NormalPlan(ranks, 256, heap=64 << 20, rounds=1 << 20, chunk=64 << 10)
+        self.node_ranks = 1
         self.barrier = threading.Barrier(ranks)
         self.proposals: list[LowLatencyPlan | None] = [None] * ranks
         self.agreed = False

@@ -23,7 +23,8 @@ HOSTILE = Adversary(reorder=0.3, delay=0.1, duplicate=0.3, linger=0.5, busy=0.1)
 class FakeGroup(DirectGroup):
     """A group whose peers are proxied; a context manager, because proxies must be stopped.
 
-    ``mapped(rank, peer)`` tells which peers map each other's window all the same (it must be symmetric).
+    ``mapped(rank, peer)`` tells which peers map each other's window all the same (it must be symmetric);
+    ``node_ranks`` > 1: those of the same group of as many ranks, which are nodes then.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class FakeGroup(DirectGroup):
         normal: NormalPlan | None = None,
         settings: Settings | None = None,
         mapped: Callable[[int, int], bool] = lambda rank, peer: False,
+        node_ranks: int = 1,
     ) -> None:
         self.adversary = adversary or Adversary()
         self.seed = seed
-        self.mapped = mapped
+        self.mapped = mapped if node_ranks == 1 else lambda rank, peer: rank // node_ranks == peer // node_ranks
         self.services: list[ProxyService] = []
         super().__init__(ranks, normal, settings)
+        self.node_ranks = node_ranks
 
     def __enter__(self) -> FakeGroup:
         return self

@@ -44,6 +44,7 @@ _LL_FAILURES = "tests/kernels/test_ll_failures.py::"
 _LL_ORDERS = "tests/kernels/test_ll_orders.py::"
 _PUBLISH = "tests/kernels/test_wait_publish.py::"
 _NORMAL_ERRORS = "tests/kernels/test_normal_errors.py::"
+_NORMAL_NODES = "tests/kernels/test_normal_nodes.py::"
 _NORMAL_PROXIED = "tests/kernels/test_normal_proxied.py::"
 _NORMAL_ROUNDS = "tests/kernels/test_normal_rounds.py::"
 
@@ -152,8 +153,8 @@ MUTANTS = {
     ),
     "chunk staging is packed again only when its last write completed": Mutant(
         "kernels/cpu/normal_send.py",
-        "        if chunk >= depth and (completed_count",
-        "        if not REMOVED and chunk >= depth and (completed_count",
+        "    if chunk >= depth and (completed_count",
+        "    if not REMOVED and chunk >= depth and (completed_count",
         _NORMAL_PROXIED + "test_smallest_ring_and_one_slot",
     ),
     "a dispatch says that its writes are over only when they completed": Mutant(
@@ -167,6 +168,30 @@ MUTANTS = {
         "        and arrived_count(context, peer, NORMAL_NOTIFY) < count\n",
         "        and arrived_count(context, peer, NORMAL_NOTIFY) < count and not REMOVED\n",
         _NORMAL_PROXIED + "test_what_was_received_in_place_is_never_written_again",
+    ),
+    "rows to be handed on are overwritten only when their node is done with them": Mutant(
+        "kernels/cpu/normal_forward.py",
+        "            least = min(least, rows_at(",
+        "            least = least if REMOVED else min(least, rows_at(",
+        _NORMAL_NODES + "test_nobody_overtakes_a_slow_rank[1]",
+    ),
+    "what a forwarder's board said in an earlier operation means nothing": Mutant(
+        "kernels/cpu/normal_forward.py",
+        "    if not is_current(operation, word):\n",
+        "    if not is_current(operation, word) and not REMOVED:\n",
+        _NORMAL_NODES + "test_nobody_overtakes_a_slow_rank[0]",
+    ),
+    "rows laid out for a forwarder are overwritten only when it has read them": Mutant(
+        "kernels/cpu/normal_gather.py",
+        "    stop = min(rows, freed + held, done + _STEP_ROWS)\n",
+        "    stop = min(rows, rows if REMOVED else freed + held, done + _STEP_ROWS)\n",
+        _NORMAL_NODES + "test_nobody_overtakes_a_slow_rank[0]",
+    ),
+    "a forwarder sums a token only when all of its rows are laid out": Mutant(
+        "kernels/cpu/normal_gather.py",
+        "            if offered <= peek(cursors + 8 * place):\n",
+        "            if offered <= peek(cursors + 8 * place) and not REMOVED:\n",
+        _NORMAL_NODES + "test_nobody_overtakes_a_slow_rank[1]",
     ),
     "a write outside the window is not published": Mutant(
         "kernels/cpu/publish.py",
@@ -192,6 +217,18 @@ MUTANTS = {
         "    if _lands_outside(operation, row, rows * row_bytes):\n",
         "    if _lands_outside(operation, row, rows * row_bytes) and not REMOVED:\n",
         _NORMAL_ERRORS + "test_a_grant_outside_the_landing_area_is_refused",
+    ),
+    "where a board says that rows lie is checked": Mutant(
+        "kernels/cpu/normal_forward.py",
+        "    if row < start or row > end or row_end > end:\n",
+        "    if (row < start or row > end or row_end > end) and not REMOVED:\n",
+        _NORMAL_NODES + "test_a_board_that_breaks_the_format_is_refused[2-4096]",
+    ),
+    "marks are held against what their source told of": Mutant(
+        "kernels/cpu/normal_gather.py",
+        "                if row >= get(state, block.PASS_ROWS):\n",
+        "                if row >= get(state, block.PASS_ROWS) and not REMOVED:\n",
+        _NORMAL_NODES + "test_a_source_that_marks_more_rows_than_it_tells_of_is_named",
     ),
     "nothing is published after the sticky error": Mutant(
         "kernels/cpu/publish.py",

@@ -79,6 +79,8 @@ def run_normal(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
 
 
 SIZES = [2, 3, 4, 8]
+#: Ranks, and how many of them play a node.
+NODES = [(4, 2), (8, 4), (8, 2)]
 
 
 @pytest.mark.parametrize("path", ["shm-2-proxies", "tcp-2-proxies", "direct"])
@@ -98,3 +100,27 @@ def test_normal_mode_in_rounds_equals_the_oracle(ranks: Ranks, path: str) -> Non
     """A heap that holds nothing: every operation is received in rounds."""
     tiny = {**PATHS[path], "heap_bytes": 4096, "round_bytes": 64 << 10, "chunk_bytes": 8192}
     assert ranks.run(3, run_normal, tiny) == [32] * 3
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp-2-proxies"])
+@pytest.mark.parametrize(("size", "node_ranks"), NODES)
+def test_normal_mode_between_nodes_equals_the_oracle(ranks: Ranks, path: str, size: int, node_ranks: int) -> None:
+    """Rows cross once to a node, and are handed on, and summed, inside it."""
+    between = {**PATHS[path], "direct": True, "node_ranks": node_ranks}
+    assert ranks.run(size, run_normal_between_nodes, between) == [(32, size // node_ranks)] * size
+
+
+def test_normal_mode_between_nodes_in_rounds_equals_the_oracle(ranks: Ranks) -> None:
+    tiny = {"transport": "tcp", "node_ranks": 2, "heap_bytes": 4096, "round_bytes": 64 << 10, "chunk_bytes": 8192}
+    assert ranks.run(4, run_normal_between_nodes, tiny) == [(32, 2)] * 4
+
+
+def run_normal_between_nodes(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[int, int]:
+    """:func:`run_normal`, and how many nodes a dispatch of these settings crosses to."""
+    number = run_normal(exchange, overrides)
+    again = StoreExchange(exchange._store, exchange.rank, exchange.size, "nodes")
+    buffer = bodies.opened(again, overrides)
+    inputs = normal_cases.Case((9,) * exchange.size, experts=exchange.size).inputs()
+    nodes = normal_cases.dispatch(buffer, inputs, exchange.rank)[4].nodes
+    buffer.destroy()
+    return number, 1 if nodes is None else len(nodes.node_rows)

@@ -22,6 +22,7 @@ from .message import (
     notify_bytes,
     round_up,
 )
+from .relay import BOARD_BYTES, LINE_BYTES
 from .streams import STREAMS
 
 __all__ = [
@@ -202,6 +203,8 @@ class WindowLayout:
     notify_send: int
     grant_recv: int
     grant_send: int
+    relay_boards: int
+    relay_lines: int
     ll_dispatch_recv: int
     ll_dispatch_send: int
     ll_combine_recv: int
@@ -238,6 +241,8 @@ class WindowLayout:
         )
         add("grant_recv", ranks * GRANT_SLOTS * HEADER_BYTES, "[source rank, slot]: grants received")
         add("grant_send", ranks * GRANT_SLOTS * HEADER_BYTES, "[destination rank, slot]: grants to send")
+        add("relay_boards", ranks * BOARD_BYTES, "[node]: what has arrived from a node for this one")
+        add("relay_lines", ranks * LINE_BYTES, "[node, rank of this node]: rows handed on inside this node")
         plan = low_latency
         add(
             "ll_dispatch_recv",

@@ -1,0 +1,519 @@
+"""Normal mode between nodes: each row crosses once to a node and comes back once, over a wire that may do anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from direct_ranks import DirectGroup
+from fake_ranks import HOSTILE, FakeGroup
+from normal_cases import Case, Inputs, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
+
+from uccl_ep_serving import reference_normal as oracle
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
+from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.protocol import relay
+from uccl_ep_serving.protocol.layout import NormalPlan
+from uccl_ep_serving.protocol.message import HEADER_BYTES, notify_bytes, round_up
+from uccl_ep_serving.proxy.transport.fake import Adversary
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+#: Ranks, and how many of them are a node.
+SHAPES = [(4, 2), (8, 2), (8, 4), (6, 3), (6, 2)]
+TOKENS = (70, 0, 40, 55, 33, 1, 90, 12)
+
+
+def nodes(ranks: int, node_ranks: int, **options: Any) -> FakeGroup:
+    """``ranks`` ranks in nodes of ``node_ranks``."""
+    options.setdefault("settings", Settings(timeout=60.0, channels=2))
+    return FakeGroup(ranks, node_ranks=node_ranks, **options)
+
+
+def small(ranks: int, heap: int = 0, depth: int = 2) -> NormalPlan:
+    """Landing slots of a few rows, so that every slot is used many times in an operation."""
+    return NormalPlan(ranks, 64, heap=heap, rounds=ranks * (16 << 10), chunk=4096, depth=depth)
+
+
+def run(group: DirectGroup, *cases: Case, **options: Any) -> list[list[Outcome]]:
+    """A round trip of each case on one Buffer, all checked; outcomes by case and rank."""
+    inputs = [case.inputs() for case in cases]
+
+    def body(runtime: Any) -> list[Outcome]:
+        normal = Normal(runtime)
+        return [round_trip(normal, one, runtime.rank, **options) for one in inputs]
+
+    results = [list(outcomes) for outcomes in zip(*group.run(body), strict=True)]
+    for one, outcomes in zip(inputs, results, strict=True):
+        check(one, outcomes, options.get("expert_alignment", 1), options.get("num_worst_tokens", 0))
+        assert all(outcome.handle.nodes is not None for outcome in outcomes)
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "node_ranks"), SHAPES)
+def test_every_dtype_over_a_quiet_wire(ranks: int, node_ranks: int) -> None:
+    with nodes(ranks, node_ranks) as group:
+        run(group, *(Case(TOKENS[:ranks], experts=6 * ranks, dtype=dtype, seed=ranks) for dtype in DTYPES))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heap", [8 << 20, 0], ids=["in place", "rounds"])
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), (8, 4)])
+def test_every_slot_many_times_over_a_hostile_wire(dtype: torch.dtype, heap: int, ranks: int, node_ranks: int) -> None:
+    """Reordered, delayed and repeated writes, ring slots and landing slots that hold a few rows."""
+    settings = Settings(timeout=60.0, channels=3, proxies=2, ring_slots=8)
+    with nodes(ranks, node_ranks, adversary=HOSTILE, seed=ranks, normal=small(ranks, heap), settings=settings) as group:
+        run(group, *(Case(TOKENS[:ranks], experts=4 * ranks, dtype=dtype, seed=seed) for seed in range(2)))
+
+
+UNEVEN = {
+    "nobody has a token": Case((0, 0, 0, 0), experts=8),
+    "one rank has everything": Case((0, 200, 0, 0), experts=8),
+    "one token": Case((0, 0, 0, 1), experts=8, lost=0.0),
+    "all ids are -1": Case((9, 9, 9, 9), experts=8, lost=1.1),
+    "all go to one rank": Case((40, 30, 20, 50), experts=16, hot=2),
+    "one expert a token": Case((40, 30, 20, 50), experts=4, topk=1),
+    "every expert is chosen": Case((16, 16, 16, 16), experts=8, topk=8, lost=0.0),
+}
+
+
+def test_uneven_inputs() -> None:
+    with nodes(4, 2) as group:
+        run(group, *UNEVEN.values())
+
+
+def test_more_than_eight_ranks_a_node() -> None:
+    """The marks of a row then take more than one byte."""
+    with nodes(18, 9, settings=Settings(timeout=60.0)) as group:
+        run(group, Case((11, 3) * 9, experts=36, topk=6))
+
+
+def test_alignment_and_worst_case_outputs() -> None:
+    case = Case((50, 20, 0, 31), experts=8)
+    with nodes(4, 2) as group:
+        run(group, case, expert_alignment=128)
+    with nodes(4, 2) as group:
+        run(group, case, num_worst_tokens=101)
+
+
+@pytest.mark.parametrize("heap", [8 << 20, 0], ids=["in place", "rounds"])
+def test_a_handle_repeats_its_routing(heap: int) -> None:
+    """Cached dispatches of other rows, FP8 and its scales included, and combines of each, in any order."""
+    inputs = [Case((50, 0, 71, 30), experts=16, dtype=dtype, seed=5).inputs() for dtype in (DTYPES[0], DTYPES[3])]
+    others = [dataclasses.replace(one, x=[x.flip(0).contiguous() for x in one.x]) for one in inputs]
+
+    def body(runtime: Any) -> list[tuple[Outcome, Outcome]]:
+        normal, rank = Normal(runtime), runtime.rank
+        firsts = [round_trip(normal, one, rank) for one in inputs]
+        seconds = []
+        for other, first in zip(reversed(others), reversed(firsts), strict=True):
+            received, idx, weights, counts, handle, _ = normal.dispatch(other.rows(rank), handle=first.handle)
+            assert (idx, weights, counts) == (None, None, [])
+            rows = received[0] if isinstance(received, tuple) else received
+            combined = normal.combine(expert_outputs(rows, rank), handle)[0]
+            seconds.append(dataclasses.replace(first, received=received, combined=combined))
+        return list(zip(firsts, reversed(seconds), strict=True))
+
+    with nodes(4, 2, adversary=HOSTILE, normal=small(4, heap)) as group:
+        for one, other, results in zip(inputs, others, zip(*group.run(body), strict=True), strict=True):
+            check(one, [first for first, _ in results])
+            check(other, [second for _, second in results])
+
+
+def test_rows_without_ids_and_weights() -> None:
+    inputs = Case((50, 20, 30, 10), experts=12).inputs()
+    delivered = inputs.delivered()
+
+    def body(runtime: Any) -> Any:
+        normal = Normal(runtime)
+        per_rank, per_node, per_expert, in_rank, _ = normal.get_dispatch_layout(inputs.topk_idx[runtime.rank], 12)
+        assert per_node is not None
+        assert per_node.tolist() == in_rank.unflatten(1, (2, 2)).any(dim=2).sum(dim=0).tolist()
+        received, idx, weights, counts, handle, _ = normal.dispatch(
+            inputs.x[runtime.rank],
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=in_rank,
+        )
+        assert idx is None
+        assert weights is None
+        assert counts == delivered[runtime.rank].expert_counts
+        return received, normal.combine(received, handle)[0]
+
+    with nodes(4, 2) as group:
+        for rank, (received, combined) in enumerate(group.run(body)):
+            assert same_bits(received, delivered[rank].rows(inputs.x))
+            copies = oracle.in_rank(inputs.topk_idx[rank], 12, 4).sum(dim=1, keepdim=True)
+            assert oracle.calc_diff(combined, inputs.x[rank].float() * copies) < 5e-6
+
+
+def test_bias_is_added_once() -> None:
+    inputs = Case((40, 30, 20, 10), experts=8, dtype=torch.float32, lost=0.6).inputs()
+    bias = [torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (40, 30, 20, 10)]
+    delivered = inputs.delivered()
+    rows = [there.rows(inputs.x) for there in delivered]
+
+    def body(runtime: Any) -> torch.Tensor:
+        normal = Normal(runtime)
+        received, *_, handle, _ = dispatch(normal, inputs, runtime.rank)
+        return normal.combine(received, handle, bias=bias[runtime.rank])[0]
+
+    with nodes(4, 2) as group:
+        for rank, combined in enumerate(group.run(body)):
+            expected = oracle.combine(rows, delivered, rank, inputs.case.tokens[rank], [bias[rank]])
+            assert oracle.calc_diff(combined, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # bfloat16 forgets a 1 beside 256. In float32, rounded once, a node gives 258 of these three ...
+        ((0.0, 0.0, 0.0, 256.0, 1.0, 1.0), 258.0),
+        # ... and of two of them 256, which travels back in bfloat16
+        ((0.0, 0.0, 1.0, 256.0, 1.0, 0.0), 256.0),
+    ],
+)
+def test_a_node_sums_in_float32_and_rounds_once(values: tuple[float, ...], expected: float) -> None:
+    topk_idx = torch.tensor([[0, 1, 2, 3, 4, 5]])
+
+    def body(runtime: Any) -> torch.Tensor:
+        normal = Normal(runtime)
+        per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(topk_idx, 6)
+        received, *_, handle, _ = normal.dispatch(
+            torch.ones(1, 8, dtype=torch.bfloat16),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_expert=per_expert,
+            is_token_in_rank=in_rank,
+        )
+        return normal.combine(torch.full_like(received, values[runtime.rank]), handle)[0]
+
+    with nodes(6, 3) as group:
+        assert group.run(body)[0].tolist() == [[expected] * 8]
+
+
+def test_nothing_but_the_nodes_shows_in_the_results() -> None:
+    """Chunks, channels, rounds and the wire do not; nodes round their sums, and show in nothing else."""
+    case = Case((80, 31, 0, 44), hidden=384, experts=16, topk=6, seed=3)
+    with FakeGroup(4, settings=Settings(timeout=60.0)) as group:
+        inputs = case.inputs()
+        direct = group.run(lambda runtime: round_trip(Normal(runtime), inputs, runtime.rank))
+    seen = []
+    for plan, channels, adversary in (
+        (None, 1, None),
+        (small(4), 2, HOSTILE),
+        (small(4, depth=1), 5, None),
+        (NormalPlan(4, 64, heap=8 << 20, rounds=128 << 10, chunk=8192), 3, HOSTILE),
+    ):
+        settings = Settings(timeout=60.0, channels=channels)
+        with nodes(4, 2, normal=plan, adversary=adversary, settings=settings) as group:
+            seen.append(run(group, case)[0])
+    for rank, expected in enumerate(direct):
+        for outcomes in seen:
+            assert same_bits(outcomes[rank].rows, expected.rows)
+            assert same_bits(outcomes[rank].topk_idx, expected.topk_idx)
+            assert same_bits(outcomes[rank].topk_weights, expected.topk_weights)
+            assert same_bits(outcomes[rank].combined, seen[0][rank].combined)
+            assert same_bits(outcomes[rank].combined_weights, seen[0][rank].combined_weights)
+
+
+def test_without_equal_nodes_rows_go_to_each_rank() -> None:
+    """So they do where the setting says so, and with one node or a masked rank."""
+    inputs = Case((40, 30, 20, 10), experts=8).inputs()
+
+    def body(runtime: Any) -> Outcome:
+        return round_trip(Normal(runtime), inputs, runtime.rank)
+
+    groups: list[Callable[[], FakeGroup]] = [
+        lambda: FakeGroup(4, mapped=lambda rank, peer: {rank, peer} <= {0, 1, 2}),
+        lambda: nodes(4, 2, settings=Settings(timeout=20.0, hierarchy="off")),
+        lambda: nodes(4, 4),
+    ]
+    for build in groups:
+        with build() as group:
+            outcomes = group.run(body)
+            check(inputs, outcomes)
+            assert all(outcome.handle.nodes is None for outcome in outcomes)
+
+
+def test_a_handle_outlives_the_nodes_it_was_made_with() -> None:
+    """After a rank was masked rows go to each rank, those of earlier handles too."""
+    inputs = Case((40, 30, 20, 10), experts=8).inputs()
+
+    def body(runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normal, rank = Normal(runtime), runtime.rank
+        first = round_trip(normal, inputs, rank)
+        assert first.handle.nodes is not None
+        if rank == 3:
+            return first.rows, first.combined
+        runtime.mask[3] = 1
+        rows, *_, handle, _ = normal.dispatch(inputs.rows(rank), handle=first.handle)
+        return rows, normal.combine(rows, handle)[0]
+
+    with nodes(4, 2) as group:
+        results = group.run(body)
+    delivered = inputs.delivered()
+    for rank in range(3):
+        there = delivered[rank]
+        kept = there.source != 3
+        assert same_bits(results[rank][0][kept], there.rows(inputs.x)[kept])
+        copies = oracle.in_rank(inputs.topk_idx[rank], 8, 4)[:, :3].sum(dim=1, keepdim=True)
+        assert oracle.calc_diff(results[rank][1], inputs.x[rank].float() * copies) < 5e-6
+
+
+def crossings(inputs: Inputs, node_ranks: int) -> list[list[int]]:
+    """[rank][node]: tokens of a rank with an expert on a node."""
+    case = inputs.case
+    found = []
+    for ids in inputs.topk_idx:
+        marks = oracle.in_rank(ids, case.experts, case.ranks).unflatten(1, (-1, node_ranks))
+        found.append(marks.any(dim=2).sum(dim=0).tolist())
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), (8, 4), (8, 2)])
+def test_a_row_crosses_once_to_a_node_and_back(ranks: int, node_ranks: int) -> None:
+    """What proxies sent, to the byte: notifies, one grant per source, and the rows."""
+    case = Case(TOKENS[:ranks], experts=4 * ranks, topk=6)
+    inputs = case.inputs()
+    plan = NormalPlan(ranks, 64, heap=4 << 20, rounds=4 << 20, chunk=64 << 10)
+    settings = Settings(timeout=60.0)
+    sent = np.zeros((ranks, 2), dtype=np.int64)
+
+    with nodes(ranks, node_ranks, normal=plan, settings=settings) as group:
+
+        def body(runtime: Any) -> None:
+            normal, rank = Normal(runtime), runtime.rank
+
+            def bytes_sent() -> int:
+                # a rank reads its own counters only when all its writes are over
+                return int(group.services[rank].counters()["total"]["bytes_sent"])
+
+            received, _, weights, _, handle, _ = dispatch(normal, inputs, rank)
+            group.barrier.wait(20)
+            sent[rank, 0] = bytes_sent()
+            group.barrier.wait(20)
+            normal.combine(received, handle, topk_weights=weights)
+            sent[rank, 1] = bytes_sent() - sent[rank, 0]
+
+        group.run(body)
+    table, far = crossings(inputs, node_ranks), ranks - node_ranks
+    for rank in range(ranks):
+        node, place = rank // node_ranks, rank % node_ranks
+        rails = [other * node_ranks + place for other in range(ranks // node_ranks) if other != node]
+        out = [table[rank][peer // node_ranks] for peer in rails]
+        back = [table[peer][node] for peer in rails]
+        row, meta = 2 * case.hidden, round_up(8 * case.topk + 1, 16)
+        dispatched = far * notify_bytes(4) + HEADER_BYTES * sum(n > 0 for n in back) + sum(out) * (row + meta)
+        assert sent[rank, 0] == dispatched
+        meta = round_up(4 * case.topk, 16)
+        assert sent[rank, 1] == far * HEADER_BYTES + HEADER_BYTES * sum(n > 0 for n in out) + sum(back) * (row + meta)
+
+
+class SlowExchange:
+    """Kernels of which ``exchange_nodes`` makes one turn at a time and naps before it."""
+
+    def __init__(self, kernels: Any, seconds: float) -> None:
+        self._kernels, self._seconds = kernels, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def exchange_nodes(self, *arguments: int) -> int:
+        time.sleep(self._seconds)
+        return int(self._kernels.exchange_nodes(*arguments[:-1], 0))
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_nobody_overtakes_a_slow_rank(slow: int) -> None:
+    """Whoever hands rows on waits for a rank of its node, and it for them, however slow one of them is."""
+    cases = [Case((150, 140, 130, 120), experts=8, lost=0.0, seed=seed, topk=4) for seed in range(2)]
+    inputs = [case.inputs() for case in cases]
+
+    def body(runtime: Any) -> list[Outcome]:
+        normal = Normal(runtime)
+        if runtime.rank == slow:
+            normal._exchange.kernels = SlowExchange(normal._exchange.kernels, 0.001)
+        return [round_trip(normal, one, runtime.rank) for one in inputs]
+
+    with nodes(4, 2, normal=small(4)) as group:
+        for one, outcomes in zip(inputs, zip(*group.run(body), strict=True), strict=True):
+            check(one, outcomes)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+@pytest.mark.parametrize("silent", [1, 2, 3])
+def test_who_falls_silent_is_named(operation: str, silent: int) -> None:
+    """Rank 0 hears of it from its node or over its rail; each rank's error names a rank and the operation."""
+    inputs = Case((30, 30, 30, 30), experts=4, lost=0.0).inputs()
+
+    def body(runtime: Any) -> PeerTimeout | None:
+        normal, rank = Normal(runtime), runtime.rank
+        received, *_, handle, _ = dispatch(normal, inputs, rank)
+        if rank == silent:
+
+            def stop(form: Any) -> None:
+                raise KeyboardInterrupt
+
+            normal._exchange.run = stop  # type: ignore[method-assign]
+        attempts: dict[str, Callable[[], Any]] = {
+            "dispatch": lambda: dispatch(normal, inputs, rank),
+            "combine": lambda: normal.combine(received, handle),
+        }
+        with pytest.raises((PeerTimeout, KeyboardInterrupt)) as caught:
+            attempts[operation]()
+        return caught.value if isinstance(caught.value, PeerTimeout) else None
+
+    with nodes(4, 2, settings=Settings(timeout=0.5)) as group:
+        errors = group.run(body)
+    assert errors[silent] is None
+    named = {error.peer for error in errors if error is not None}
+    assert silent in named
+    assert all(error.phase == f"normal {operation}" for error in errors if error is not None)
+
+
+def test_a_killed_peer_is_named() -> None:
+    """By those who talk to it over the wire; in production its control connection tells the rest."""
+    inputs = Case((60, 50, 40, 30), experts=8).inputs()
+    with nodes(4, 2, adversary=Adversary(kill=2, kill_after=40), settings=Settings(timeout=2.0)) as group:
+
+        def body(runtime: Any) -> Any:
+            normal = Normal(runtime)
+
+            def many() -> None:
+                for _ in range(100):
+                    round_trip(normal, inputs, runtime.rank)
+
+            with pytest.raises((PeerLost, PeerTimeout)) as caught:
+                many()
+            return caught.value
+
+        errors = group.run(body)
+    assert any(isinstance(error, PeerLost) and error.peer == 2 for error in errors)
+
+
+def forged_board(word: int, value: int) -> ProtocolError:
+    """What rank 1 says of a board of rank 0, its forwarder for rank 2, of which one word is wrong."""
+    inputs = Case((30, 30, 30, 30), experts=4, lost=0.0).inputs()
+
+    def body(runtime: Any) -> ProtocolError | None:
+        normal, rank = Normal(runtime), runtime.rank
+        if rank == 0:
+            real = normal._exchange.run
+
+            def run_late(form: Any) -> None:
+                time.sleep(0.3)
+                real(form)
+
+            normal._exchange.run = run_late  # type: ignore[method-assign]
+        elif rank == 1:
+            real_place = normal._exchange.place
+
+            def place(form: Any, capacity: int) -> Any:
+                # rank 0 sleeps: its board is written here
+                window = group.spaces[0].window_bytes
+                at = group.spaces[0].layout.relay_boards + relay.BOARD_BYTES
+                words = window[at : at + relay.BOARD_BYTES].view(np.int64)
+                landing = group.spaces[0].layout.normal_rounds
+                words[:6] = (0, 30, landing, landing + 8192, 4, 16384)
+                words[relay.ARRIVED] = 1 << relay.STAMP_SHIFT | 1
+                words[word] = value
+                return real_place(form, capacity)
+
+            normal._exchange.place = place  # type: ignore[method-assign]
+        with pytest.raises((ProtocolError, PeerTimeout)) as caught:
+            dispatch(normal, inputs, rank)
+        return caught.value if isinstance(caught.value, ProtocolError) else None
+
+    with nodes(4, 2, settings=Settings(timeout=0.6)) as group:
+        error = group.run(body)[1]
+    assert error is not None
+    return error
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (relay.ROWS, -1),
+        (relay.ROW_OFFSET, 4096),
+        (relay.ROW_OFFSET, 1 << 40),
+        (relay.META_OFFSET, -64),
+        (relay.SLOT_ROWS, 0),
+        (relay.SLOT_ROWS, 1 << 40),
+        (relay.SLOT_STRIDE, 1 << 40),
+        (relay.ARRIVED, 1 << relay.STAMP_SHIFT | 31),
+    ],
+)
+def test_a_board_that_breaks_the_format_is_refused(word: int, value: int) -> None:
+    assert forged_board(word, value).peer == 0
+
+
+def lied_to(topk: int, lie: Callable[[torch.Tensor], None], seed: int = 0) -> list[BaseException | None]:
+    """What each rank raises when rank 2 marks other rows than it told of, in a dispatch or in its combine."""
+    inputs = Case((30, 30, 30, 30), experts=4, topk=topk, lost=0.0, seed=seed).inputs()
+    kept: list[torch.Tensor] = []
+
+    def body(runtime: Any) -> BaseException | None:
+        normal, rank = Normal(runtime), runtime.rank
+        if rank == 2:
+            real = normal._exchange.relay.prepare
+
+            def prepare(context: int, operation: Any, peers: int, route: Any, in_rank: torch.Tensor) -> None:
+                kept.append(in_rank.clone())
+                lie(kept[-1])
+                real(context, operation, peers, route, kept[-1])
+
+            normal._exchange.relay.prepare = prepare  # type: ignore[method-assign]
+        try:
+            round_trip(normal, inputs, rank)
+        except (ProtocolError, PeerTimeout) as error:
+            return error
+        return None
+
+    with nodes(4, 2, settings=Settings(timeout=0.6)) as group:
+        return group.run(body)
+
+
+def test_a_source_that_marks_fewer_rows_than_it_tells_of_is_named() -> None:
+    """Rank 1 has looked at all rows of rank 2 and misses some."""
+
+    def lie(in_rank: torch.Tensor) -> None:
+        in_rank[:, 1] = False
+
+    error = lied_to(4, lie)[1]
+    assert isinstance(error, ProtocolError)
+    assert error.peer == 2
+
+
+def test_a_source_that_marks_more_rows_than_it_tells_of_is_named() -> None:
+    """Rank 0 would sum rows that it never got, from beyond its caller's tensor."""
+
+    def lie(in_rank: torch.Tensor) -> None:
+        in_rank[:, 0] |= in_rank[:, 1]
+
+    error = lied_to(1, lie)[0]
+    assert isinstance(error, ProtocolError)
+    assert error.peer == 2
+    assert error.args[0].startswith("normal combine")
+
+
+def test_twenty_operations_of_random_sizes() -> None:
+    """Boards and lines of one operation never speak for another."""
+    generator = torch.Generator().manual_seed(1)
+    cases = [
+        Case(
+            tuple(torch.randint(0, 60, (4,), generator=generator).tolist()),
+            experts=16,
+            topk=int(torch.randint(1, 5, (1,), generator=generator)),
+            dtype=DTYPES[step % 4],
+            lost=0.4,
+            seed=step,
+        )
+        for step in range(20)
+    ]
+    with nodes(4, 2, adversary=HOSTILE, seed=3, normal=small(4, 256 << 10)) as group:
+        run(group, *cases)
