@@ -1,0 +1,116 @@
+"""Bytes that leave a node in normal mode, a row once to each node against once to each rank, by the proxies' counters.
+
+    python benchmarks/node_crossings.py [--json FILE] [--nodes 2 4 8]
+
+Nodes of 8 ranks, hidden 7168, FP8 with scales out and BF16 back, top-8 of 256 experts chosen at random. Production's
+kernels and proxies run, all ranks as threads of one process, over the fake transport: what is counted does not depend
+on the wire. Control messages are counted too, so few tokens show them large: see ``TOKENS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(_TESTS / "kernels")]
+
+from fake_ranks import FakeGroup  # noqa: E402
+
+from uccl_ep_serving.cli.bench_machine import describe  # noqa: E402
+from uccl_ep_serving.config import Settings  # noqa: E402
+from uccl_ep_serving.normal import Normal  # noqa: E402
+from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
+
+__all__ = ["count", "markdown", "measure"]
+
+TOKENS, HIDDEN, EXPERTS, TOPK = 64, 7168, 256, 8
+NODES, NODE_RANKS = (2, 4, 8), 8
+
+
+def _sent(group: FakeGroup) -> int:
+    return sum(int(service.counters()["total"]["bytes_sent"]) for service in group.services)
+
+
+def count(nodes: int, hierarchy: str) -> dict[str, float]:
+    """MB that leave a node, means over all nodes, in a dispatch and in its combine."""
+    ranks = nodes * NODE_RANKS
+    generator = torch.Generator().manual_seed(ranks)
+    chosen = torch.rand(ranks, TOKENS, EXPERTS, generator=generator).topk(TOPK, dim=2).indices
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.float8_e4m3fn)
+    scales = torch.ones(TOKENS, HIDDEN // 128)
+    weights = torch.full((TOKENS, TOPK), 0.125)
+    plan = NormalPlan(ranks, EXPERTS // ranks, heap=16 << 20, rounds=2 * ranks * (64 << 10), chunk=64 << 10, depth=2)
+    settings = Settings(timeout=300.0, hierarchy=hierarchy)
+    sent: list[int] = []
+
+    def body(runtime: Any) -> None:
+        normal, ids = Normal(runtime), chosen[runtime.rank]
+        per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(ids, EXPERTS)
+        layout = {
+            "num_tokens_per_rank": per_rank,
+            "num_tokens_per_expert": per_expert,
+            "is_token_in_rank": in_rank,
+        }
+        received, *_, handle, _ = normal.dispatch((x, scales), topk_idx=ids, topk_weights=weights, **layout)
+        # an operation returns when its writes are over
+        if group.barrier.wait(300) == 0:
+            sent.append(_sent(group))
+        group.barrier.wait(300)
+        assert isinstance(received, tuple)
+        normal.combine(received[0].bfloat16(), handle)
+        if group.barrier.wait(300) == 0:
+            sent.append(_sent(group))
+
+    with FakeGroup(ranks, normal=plan, settings=settings, node_ranks=NODE_RANKS) as group:
+        group.run(body)
+    return {"dispatch": sent[0] / nodes / 1e6, "combine": (sent[1] - sent[0]) / nodes / 1e6}
+
+
+def measure(nodes: Iterable[int] = NODES) -> dict[str, Any]:
+    """:func:`count` of both ways, for so many nodes."""
+    machine = describe()
+    groups = [{"nodes": n, "to nodes": count(n, "auto"), "to ranks": count(n, "off")} for n in nodes]
+    machine["load_after"] = describe()["load"]
+    return {"machine": machine, "groups": groups}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """A table of a result."""
+    lines = [
+        "| nodes | dispatch, once to each rank | to each node | combine, once from each rank | from each node |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for one in found["groups"]:
+        cells = [str(one["nodes"])]
+        for phase in ("dispatch", "combine"):
+            ranks, nodes = one["to ranks"][phase], one["to nodes"][phase]
+            cells += [f"{ranks:.2f} MB", f"{nodes:.2f} MB ({nodes / ranks:.0%})"]
+        lines.append("| " + " | ".join(cells) + " |")
+    about = (
+        f"Per node of {NODE_RANKS} ranks, {TOKENS} tokens a rank x {HIDDEN}, FP8 out and BF16 back, top-{TOPK} of "
+        f"{EXPERTS} experts at random."
+    )
+    return "\n".join([*lines, "", about])
+
+
+def main() -> None:
+    """Count, print, and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
+    arguments = parser.parse_args()
+    found = measure(arguments.nodes)
+    print(markdown(found))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
