@@ -37,6 +37,7 @@ def in_meshes(size: int, body: Callable[[ControlMesh, ThreadExchange], Any]) -> 
         mesh = joined(exchange)
         try:
             mesh.gather("all here")
+            exchange.all_gather(b"")  # nobody waits in that step any more
             return body(mesh, exchange)
         finally:
             mesh.close()
@@ -116,6 +117,26 @@ def test_who_waits_for_another_is_not_named() -> None:
     assert took < 0.5
 
 
+def test_who_waits_in_a_step_is_not_named() -> None:
+    """Rank 1 is in a step of agreement, which rank 2 does not take; rank 0 waits for rank 1 in an operation."""
+
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        error = None
+        exchange.all_gather(b"")
+        if mesh.rank == 1:
+            with pytest.raises(PeerTimeout):
+                mesh.gather("window layout", without=frozenset({0}), timeout=1.0)
+        elif mesh.rank == 0:
+            time.sleep(0.3)
+            error = mesh.blame.give_up(_timeout(1))
+        exchange.all_gather(b"")
+        return error
+
+    error = in_meshes(3, body)[0]
+    assert (type(error), error.peer) == (PeerTimeout, 2)
+    assert "rank 1 waits for it or has given up in window layout" in str(error)
+
+
 @pytest.mark.parametrize("waits_for", [None, 0], ids=["nobody", "the-asking-rank"])
 def test_a_rank_that_is_silent_itself_is_named_with_what_it_says(waits_for: int | None) -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
@@ -162,6 +183,21 @@ def test_ranks_that_wait_for_each_other_end_by_name() -> None:
         assert error.peer != rank
 
 
+def test_of_ranks_that_wait_for_each_other_the_first_one_is_named() -> None:
+    """Rank 0 waits for rank 1; ranks 1 and 2 wait for each other, as when rank 1 was late and has just begun."""
+
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        if mesh.rank:
+            mesh.blame.waits_for = lambda: Verdict(mesh.rank, 3 - mesh.rank, True, phase="dispatch")
+        exchange.all_gather(b"")
+        error = mesh.blame.give_up(_timeout(1)) if mesh.rank == 0 else None
+        exchange.all_gather(b"")
+        return error
+
+    error = in_meshes(3, body)[0]
+    assert (type(error), error.peer) == (PeerTimeout, 1)
+
+
 def test_a_rank_that_takes_part_in_a_step_again_has_not_given_up() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
@@ -179,6 +215,21 @@ def test_a_rank_that_takes_part_in_a_step_again_has_not_given_up() -> None:
 
     zero, _, two = in_meshes(3, body)
     assert zero == two == ([], None, 1)
+
+
+def test_a_verdict_ends_when_its_rank_takes_part_in_a_step() -> None:
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        if mesh.rank == 0:
+            mesh.blame.give_up(_lost(1))
+        else:
+            _until(lambda: mesh.absences.given_up() == [0])
+        exchange.all_gather(b"")
+        if mesh.rank:
+            _until(lambda: mesh.absences.given_up() == [])
+        mesh.gather("anew")
+        return mesh.absences.verdict_of(0)
+
+    assert in_meshes(3, body)[1:] == [None, None]
 
 
 def test_a_malformed_verdict_ends_the_connection_of_its_sender() -> None:

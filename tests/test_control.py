@@ -79,6 +79,7 @@ def test_gather_returns_everybodys_payload_in_rank_order(tcp: bool) -> None:
         rounds = [[data for data, _ in mesh.gather(f"step {i}", b"%d.%d" % (i, exchange.rank))] for i in range(5)]
         local = mesh.local_peers
         mesh.gather("end")
+        mesh.goodbye()
         mesh.close()
         return rounds, local
 
@@ -99,6 +100,7 @@ def test_descriptors_reach_peers_on_this_host() -> None:
                 os.close(descriptor)
         mesh.gather("end")
         os.close(mine)
+        mesh.goodbye()
         mesh.close()
         return texts
 
@@ -115,6 +117,7 @@ def test_connections_to_other_hosts_are_probed_while_idle() -> None:
             [link.socket.getsockopt(level, option) for level, option in _PROBES] for link in mesh._links.values()
         ]
         mesh.gather("end")
+        mesh.goodbye()
         mesh.close()
         return options
 
@@ -374,6 +377,7 @@ def test_silent_strangers_do_not_hold_up_the_group() -> None:
         mesh.connect(known)
         took = time.monotonic() - start
         mesh.gather("all here")
+        mesh.goodbye()
         mesh.close()
         return took
 
@@ -398,6 +402,7 @@ def test_equal_host_identities_without_a_common_socket_meet_over_tcp() -> None:
         mesh.connect(Introduction(cards, known.secret))
         local = mesh.local_peers
         mesh.gather("all here")
+        mesh.goodbye()
         mesh.close()
         return local
 

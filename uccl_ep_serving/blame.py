@@ -97,16 +97,16 @@ class Blame:
                     f"Rank {peer} answers nothing on its control connection either: its process is stopped, its host "
                     "is gone, or no packet gets through"
                 )
-        root, seen = None, {self._rank, peer}
-        while verdict is not None and verdict.peer not in seen:
-            root, peer = verdict, verdict.peer
-            seen.add(peer)
+        # By rank on the way, who named it. Where the way comes back to one of them (or to this rank), ranks wait for
+        # each other, and the first of them on the way is named: it may have been late, and have only just begun.
+        named_by: dict[int, Verdict | None] = {self._rank: None, peer: None}
+        while verdict is not None and verdict.peer not in named_by:
+            peer = verdict.peer
+            named_by[peer] = verdict
             # a rank that has given up has asked already
-            asking = asking and root.by not in self._absences.verdicts
-            verdict = self._absences.verdict_of(peer)
-            if verdict is None and asking:
-                verdict = self._ask(peer)[1]
-        return root, note
+            asking = asking and verdict.by not in self._absences.verdicts
+            verdict = self._absences.verdict_of(peer) or (self._ask(peer)[1] if asking else None)
+        return named_by[peer if verdict is None else verdict.peer], note
 
     def _ask(self, peer: int) -> tuple[bool, Verdict | None]:
         """Whether ``peer`` answers, and for whom it waits or because of whom it has given up."""

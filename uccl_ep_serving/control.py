@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from .absences import Absences
+from .absences import Absences, Verdict
 from .background import start_thread
 from .blame import Blame
 from .bootstrap import Introduction
@@ -63,6 +63,7 @@ class ControlMesh:
         self.ranks = ranks
         self.absences = Absences(rank, ranks)
         self.blame = Blame(rank, ranks, self.absences)
+        self.blame.waits_for = self.waits_for
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
@@ -80,6 +81,8 @@ class ControlMesh:
         self._inbox: dict[int, dict[int, tuple[bytes, list[int]]]] = {}
         #: Number of the next step, and of the oldest one that somebody here may still wait for.
         self._sequence = self._oldest = 0
+        #: Name of the step in which this rank is, and the peers of which nothing has come; the reader answers from it.
+        self._step: tuple[str, Callable[[], list[int]]] = "", list
         self._closing = False
         self._reader: threading.Thread | None = None
         _open_meshes.add(self)
@@ -235,6 +238,7 @@ class ControlMesh:
         try:
             with self._changed:
                 received = self._inbox.setdefault(sequence, received)
+                self._step = name, lambda: sorted(expected - received.keys())
                 self._changed.wait_for(
                     lambda: (
                         self._closing
@@ -260,11 +264,18 @@ class ControlMesh:
             return self._result(label, payload, {peer: received.pop(peer) for peer in expected})
         finally:
             with self._changed:
+                self._step = "", list
                 self._oldest = sequence + 1
                 self._inbox.pop(sequence, None)
             # what nobody takes: parts of a step that failed, or from peers that were left out
             for _, taken in received.values():
                 close_all(taken)
+
+    def waits_for(self) -> Verdict | None:
+        """For whom a step of this rank waits, None when it is in none; for :class:`Blame`."""
+        with self._changed:
+            name, missing = self._step
+            return next((Verdict(self.rank, peer, True, phase=name) for peer in missing()), None)
 
     def _result(
         self, label: bytes, payload: bytes, received: dict[int, tuple[bytes, list[int]]]

@@ -34,7 +34,7 @@ class PlaneWatch:
     def __init__(self, mesh: ControlMesh, members: Membership, plane: Callable[[], DataPlane | None]) -> None:
         self.evicted = ""
         self._rank = mesh.rank
-        self._blame = mesh.blame
+        self._mesh = mesh
         self._members = members
         self._plane = plane
         mesh.on_lost = self._on_lost
@@ -75,10 +75,10 @@ class PlaneWatch:
             self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
 
     def _waits_for(self) -> Verdict | None:
-        """For whom the pending kernel waits; called from the reader thread."""
+        """For whom the pending kernel, or a step of agreement, waits; called from the reader thread."""
         plane = self._plane()
         if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
-            return None
+            return self._mesh.waits_for()
         peer, stream, arrived, expected = plane.space.pending
         channel = channel_of(stream) if stream >= 0 else -1
         return Verdict(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
@@ -116,7 +116,7 @@ class PlaneWatch:
 
         The peers are told, and this rank publishes nothing more in this generation, so that it cannot seem to go on.
         """
-        named = self._blame.give_up(error)
+        named = self._mesh.blame.give_up(error)
         self._stop_kernels(
             ctx.FAILURE_PEER_TIMEOUT if isinstance(named, PeerTimeout) else ctx.FAILURE_PEER_LOST, named.peer
         )

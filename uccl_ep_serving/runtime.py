@@ -262,15 +262,15 @@ class Runtime:
         """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
         of them share. Masking a lost rank mends that, since those that are left begin anew then."""
         try:
-            try:
-                yield
-            except PeerError as error:
-                self._give_up(error)
+            yield
         except BaseException as error:
+            named = self._watch.give_up(error) if isinstance(error, PeerError) else error
             self._broken = (
-                f"rank {self.rank} could not lay its window out anew: {type(error).__name__}: {error}".rstrip(": ")
+                f"rank {self.rank} could not lay its window out anew: {type(named).__name__}: {named}".rstrip(": ")
             )
-            raise
+            if named is error:
+                raise
+            raise named from error
 
     def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
         masked = self._members.masked
