@@ -210,8 +210,9 @@ def test_a_rank_that_takes_part_in_a_step_again_has_not_given_up() -> None:
         if mesh.rank != 1:
             mesh.restart(frozenset({1}))
             mesh.gather("anew", without=frozenset({1}))
-            return mesh.absences.given_up(), mesh.absences.verdict_of(mesh.rank), mesh.blame.give_up(_lost(1)).peer
-        return None
+            found = mesh.absences.given_up(), mesh.absences.verdict_of(mesh.rank), mesh.blame.give_up(_lost(1)).peer
+        exchange.all_gather(b"")
+        return found if mesh.rank != 1 else None
 
     zero, _, two = in_meshes(3, body)
     assert zero == two == ([], None, 1)
@@ -227,7 +228,9 @@ def test_a_verdict_ends_when_its_rank_takes_part_in_a_step() -> None:
         if mesh.rank:
             _until(lambda: mesh.absences.given_up() == [])
         mesh.gather("anew")
-        return mesh.absences.verdict_of(0)
+        verdict = mesh.absences.verdict_of(0)
+        exchange.all_gather(b"")
+        return verdict
 
     assert in_meshes(3, body)[1:] == [None, None]
 
@@ -239,8 +242,9 @@ def test_a_malformed_verdict_ends_the_connection_of_its_sender() -> None:
             send_frame(mesh.blame.links[2], ANSWER, 7, body=Verdict(0, 9, True).encode())
         else:
             _until(lambda: mesh.absences.lost)
+        lost = list(mesh.absences.lost)
         exchange.all_gather(b"")
-        return list(mesh.absences.lost)
+        return lost
 
     _, one, two = in_meshes(3, body)
     assert one == two == [0]
