@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,27 @@ def engine_on_device(model: str, device: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def engine_draft_attention(steps: int) -> list[str]:
+    """What stock SGLang says to an EAGLE draft on the attention of a CPU without AMX; our plugin is not loaded."""
+    from types import SimpleNamespace
+
+    from sglang.srt.speculative import draft_utils
+
+    assert not sys.modules["sglang.srt.plugins"]._plugins_loaded
+    draft_utils.attention_backends = lambda: ("torch_native", "torch_native")
+    draft_utils.get_spec = lambda: SimpleNamespace(speculative_attention_mode="prefill")
+    runner = SimpleNamespace(draft_attention_backend="torch_native", model_config=None, mambaish_config=None)
+    draft_utils._assert_draft_needs_no_conv_sidecar = lambda _runner: None
+    factory = draft_utils.DraftBackendFactory(runner, topk=1, speculative_num_steps=steps)
+    refusals = []
+    for create in (factory.create_decode_backend, factory.create_draft_extend_backend):
+        try:
+            create()
+        except ValueError as error:
+            refusals.append(str(error))
+    return refusals
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -116,3 +138,13 @@ def test_bad_variable_is_refused_at_launch(in_engine: InEngine, model: str, name
 def test_device_without_kernels_is_refused_before_the_weights_are_loaded(in_engine: InEngine, model: str) -> None:
     assert in_engine(engine_on_device, model, "cpu") == ""
     assert "no kernels for cuda tensors" in in_engine(engine_on_device, model, "cuda")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_speculation_on_a_cpu_is_refused_by_sglang_itself(in_engine: InEngine, steps: int) -> None:
+    """The README says so. When this fails, SGLang has learnt it, and a server test of ours is due."""
+    refusals = in_engine(engine_draft_attention, steps)
+    assert len(refusals) == (1 if steps == 1 else 2)
+    for refusal in refusals:
+        assert "EAGLE is not supported in" in refusal
+        assert "torch_native" in refusal
