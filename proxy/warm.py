@@ -7,6 +7,7 @@ on it would use up their deadlines.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 from . import loop
 from .transport.select import SHM, TCP
@@ -17,9 +18,12 @@ __all__ = ["warm"]
 _AUTO = (SHM, TCP)
 
 
-def warm(transport: str) -> None:
-    """Compile, or load from the cache, the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT)."""
+def warm(transport: str, nics: Iterable[str] = ()) -> None:
+    """Compile, or load from the cache, the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT).
+
+    ``nics``: transports for which this host has NICs, which ``auto`` may come to as well.
+    """
     loop.warm()
-    for name in _AUTO if transport == "auto" else (transport,):
+    for name in (*_AUTO, *nics) if transport == "auto" else (transport,):
         # only the module of a transport that is used is imported
         importlib.import_module(f".transport.{name}_data", __package__).warm()

@@ -15,7 +15,8 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
 from uccl_ep_serving.native import failure, jit
 from uccl_ep_serving.proxy import loop
-from uccl_ep_serving.proxy.transport import roce_data, shm_data, tcp_data
+from uccl_ep_serving.proxy.transport import efa_data, roce_data, shm_data, tcp_data
+from uccl_ep_serving.topology import Nic, Topology
 
 
 @pytest.fixture
@@ -61,18 +62,35 @@ def test_waiting_for_another_rank_is_talked_about(tmp_path: Path, caplog: pytest
     assert caplog.messages[0].startswith("uccl_ep waits for another process to compile the proxy loop")
 
 
+_EFA, _BROADCOM = ("rdmap0s6", "efa", "Unknown"), ("bnxt_re0", "bnxt_en", "Ethernet")
+
+
 @pytest.mark.parametrize(
-    ("transport", "expected"), [("auto", {"shm", "tcp"}), ("shm", {"shm"}), ("tcp", {"tcp"}), ("roce", {"roce"})]
+    ("transport", "nics", "expected"),
+    [
+        ("auto", [], {"shm", "tcp"}),
+        ("auto", [_BROADCOM], {"shm", "tcp", "roce"}),
+        ("auto", [_EFA, _BROADCOM], {"shm", "tcp", "efa", "roce"}),
+        ("auto", [("rxe0", "", "Ethernet")], {"shm", "tcp"}),  # a software device that nobody asked for
+        ("shm", [_EFA], {"shm"}),
+        ("tcp", [], {"tcp"}),
+        ("roce", [], {"roce"}),
+    ],
 )
 def test_everything_is_compiled_before_the_ranks_meet(
-    monkeypatch: pytest.MonkeyPatch, transport: str, expected: set[str]
+    monkeypatch: pytest.MonkeyPatch, transport: str, nics: list[tuple[str, str, str]], expected: set[str]
 ) -> None:
     """A rank on a host with a cold cache must not use up the deadlines of the others."""
+    present = [
+        Nic(name, driver, link, True, 100.0, 0, address=f"0000:0{place}:00.0" if driver else "", ports=(1,))
+        for place, (name, driver, link) in enumerate(nics)
+    ]
+    monkeypatch.setattr(Topology, "read", lambda: Topology(nics=tuple(present)))
     warmed: set[str] = set()
     monkeypatch.setattr(loop, "warm", lambda: warmed.add("loop"))
     monkeypatch.setattr(buffer, "low_latency_kernels", lambda _device: warmed.add("low_latency"))
     monkeypatch.setattr(buffer, "normal_kernels", lambda _device: warmed.add("normal"))
-    for name, module in (("shm", shm_data), ("tcp", tcp_data), ("roce", roce_data)):
+    for name, module in (("shm", shm_data), ("tcp", tcp_data), ("roce", roce_data), ("efa", efa_data)):
         monkeypatch.setattr(module, "warm", lambda name=name: warmed.add(name))
 
     class Meeting:

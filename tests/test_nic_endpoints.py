@@ -24,9 +24,9 @@ class Recorded:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch):
-    """asked(nics, local ranks, proxies, **settings) -> {(rank, proxy): (device, port, sharers)}."""
+    """asked(nics, local ranks, proxies, **settings) -> {(rank, proxy): [(device, port, sharers) of each rail]}."""
 
-    def ask(present: list[Nic], ranks: int, proxies: int, **settings: object) -> dict[tuple[int, int], tuple]:
+    def ask(present: list[Nic], ranks: int, proxies: int, **settings: object) -> dict[tuple[int, int], list]:
         monkeypatch.setattr(roce, "RoceEndpoint", Recorded)
         in_force = Settings(proxies=proxies, channels=proxies, **settings)
         topology = Topology(nics=tuple(present))
@@ -36,23 +36,28 @@ def asked(monkeypatch: pytest.MonkeyPatch):
         for rank, host in enumerate(hosts):
             for proxy in range(proxies):
                 one = host.endpoint("roce", rank, ranks, proxy, window=0, window_bytes=0, peers=[], local_offers=offers)
-                found[rank, proxy] = tuple(one.options[name] for name in ("device", "port", "sharers"))
+                found[rank, proxy] = [(nic.device, nic.port, nic.sharers) for nic in one.options["nics"]]
         return found
 
     return ask
 
 
 def test_each_rank_has_a_nic_of_its_own(asked) -> None:
-    assert asked([nic("a"), nic("b")], 2, 1) == {(0, 0): ("a", 1, 1), (1, 0): ("b", 1, 1)}
+    assert asked([nic("a"), nic("b")], 2, 1) == {(0, 0): [("a", 1, 1)], (1, 0): [("b", 1, 1)]}
 
 
 def test_ranks_and_proxies_that_share_a_nic_share_what_may_be_in_flight(asked) -> None:
-    found = asked([nic("a")], 2, 2)
-    assert set(found.values()) == {("a", 1, 4)}
+    assert set(map(tuple, asked([nic("a")], 2, 2).values())) == {(("a", 1, 4),)}
 
 
 def test_proxies_of_a_rank_drive_different_nics(asked) -> None:
-    assert asked([nic("a"), nic("b")], 1, 2) == {(0, 0): ("a", 1, 1), (0, 1): ("b", 1, 1)}
+    assert asked([nic("a"), nic("b")], 1, 2) == {(0, 0): [("a", 1, 1)], (0, 1): [("b", 1, 1)]}
+
+
+def test_one_proxy_drives_all_nics_of_its_rank(asked) -> None:
+    assert asked([nic("a"), nic("b")], 1, 1) == {(0, 0): [("a", 1, 1), ("b", 1, 1)]}
+    three = asked([nic("a"), nic("b"), nic("c")], 1, 2)
+    assert three == {(0, 0): [("a", 1, 1), ("c", 1, 1)], (0, 1): [("b", 1, 1)]}
 
 
 def test_without_a_nic_every_device_is_named_with_its_reason() -> None:

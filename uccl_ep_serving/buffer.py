@@ -22,6 +22,7 @@ from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import low_latency_kernels, normal_kernels
 from .low_latency import LowLatency
 from .low_latency_device import DeviceLowLatency
+from .nic_endpoints import nic_transports
 from .normal import Normal
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
@@ -143,7 +144,7 @@ class Buffer:
             if settings.device in ("auto", "cpu"):
                 low_latency_kernels("cpu")
             normal_kernels("cpu")
-            warm_proxies(settings.transport)
+            warm_proxies(settings.transport, nic_transports(settings))
             if settings.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
         heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)

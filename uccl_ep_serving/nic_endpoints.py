@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -13,10 +14,10 @@ from .proxy.transport import efa, roce
 from .proxy.transport.base import Endpoint
 from .proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
 from .proxy.transport.verbs_library import VerbsLibrary
-from .rails import HcaFilter, Rails, choose_rails
+from .rails import HcaFilter, Rails, choose_rails, deal
 from .topology import Nic, Topology
 
-__all__ = ["HostNics", "gpu_address"]
+__all__ = ["HostNics", "gpu_address", "nic_transports"]
 
 #: By transport, what gives its C functions; a transport that is missing loads those of this machine.
 Libraries = Mapping[str, Callable[[], VerbsLibrary]]
@@ -33,6 +34,15 @@ def gpu_address() -> str:
         return ""
     domain, bus, device = parts
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def nic_transports(settings: Settings) -> tuple[str, ...]:
+    """Transports for which this host has NICs that a rank may use. Opens none of them.
+
+    Raises ConfigError when the list of wanted devices is malformed.
+    """
+    rails = HostNics(settings).rails
+    return tuple(transport for transport in NIC_TRANSPORTS if rails[transport].nics)
 
 
 class HostNics:
@@ -98,8 +108,13 @@ class HostNics:
 
     def _probe(self, transport: str, nic: Nic) -> str:
         """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""
-        usable = efa.usable if transport == EFA else roce.usable
-        return usable(nic.name, self._library(transport))
+        library = self._library(transport)
+        if transport == EFA:
+            return efa.usable(nic.name, library)
+        return roce.usable(nic.name, self._port(nic), self._settings, library)
+
+    def _port(self, nic: Nic) -> int:
+        return self._wanted.port(nic) or min(nic.ports, default=1)
 
     def _library(self, transport: str) -> VerbsLibrary | None:
         return self._libraries[transport]() if transport in self._libraries else None
@@ -125,15 +140,17 @@ class HostNics:
         window_bytes: int,
         peers: Collection[int],
         local_offers: Sequence[Offer],
+        watch: Callable[[], None] = lambda: None,
     ) -> Endpoint:
         """An endpoint of ``transport`` for ``proxy``, not connected.
 
         Args:
-            rank, ranks, proxy, window, window_bytes, peers: see the endpoints.
+            rank, ranks, proxy, window, window_bytes, peers, watch: see the endpoints.
             local_offers: of all ranks of this host, this one included: NICs that several use are shared evenly.
 
         Raises:
             ConfigError, TransportError: a NIC refused something; nothing is left open.
+            Whatever ``watch`` raises; nothing is left open.
         """
         nics, settings = self.of_proxy(transport, proxy), self._settings
         library = self._library(transport)
@@ -147,15 +164,14 @@ class HostNics:
                 devices=[nic.name for nic in nics],
                 settings=settings,
                 library=library,
+                watch=watch,
             )
-        # A reliable connection stays on one NIC: with fewer proxies than rails, the others are idle.
-        nic = nics[0]
-        users = [
-            offer.nics[each % len(offer.nics)]
+        users = Counter(
+            name
             for offer in local_offers
-            if offer.nics
             for each in range(settings.proxies)
-        ]
+            for name in deal(offer.nics, each, settings.proxies)
+        )
         return roce.RoceEndpoint(
             rank,
             ranks,
@@ -164,8 +180,7 @@ class HostNics:
             window_bytes=window_bytes,
             peers=peers,
             settings=settings,
-            device=nic.name,
-            port=self._wanted.port(nic) or min(nic.ports, default=1),
-            sharers=max(users.count(nic.name), 1),
+            nics=[roce.NicPort(nic.name, self._port(nic), max(users[nic.name], 1)) for nic in nics],
             library=library,
+            watch=watch,
         )

@@ -251,6 +251,7 @@ class PlaneBuilder:
                             window_bytes=nbytes,
                             peers=[peer for peer, way in plane.routes.items() if way == kind],
                             local_offers=[self._offers[local].get(kind, Offer()) for local in self._local_ranks()],
+                            watch=lambda: self._members.check_all(_CONNECTING),
                         )
                     )
                 else:

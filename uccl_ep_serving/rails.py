@@ -18,15 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .config import Settings
 from .errors import ConfigError
 from .topology import Distance, Gpu, Nic, Topology
 
-__all__ = ["HcaFilter", "Rails", "Verdict", "choose_rails"]
+__all__ = ["HcaFilter", "Rails", "Verdict", "choose_rails", "deal"]
 
 #: A NIC slower than this part of the fastest one at the same distance is not used.
 _SLOWEST_PART = 0.5
+
+
+#: A NIC, or its name.
+_Rail = TypeVar("_Rail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +107,15 @@ class Rails:
     verdicts: tuple[Verdict, ...]
 
     def of_proxy(self, proxy: int, proxies: int) -> tuple[Nic, ...]:
-        """The NICs that ``proxy`` drives: rails are dealt in turn; with more proxies than rails they share."""
-        if proxies >= len(self.nics):
-            return self.nics[proxy % len(self.nics) :][:1] if self.nics else ()
-        return self.nics[proxy::proxies]
+        """The NICs that ``proxy`` drives."""
+        return deal(self.nics, proxy, proxies)
+
+
+def deal(nics: tuple[_Rail, ...], proxy: int, proxies: int) -> tuple[_Rail, ...]:
+    """Those of ``nics`` that ``proxy`` drives: rails are dealt in turn; with more proxies than rails they share."""
+    if proxies >= len(nics):
+        return nics[proxy % len(nics) :][:1] if nics else ()
+    return nics[proxy::proxies]
 
 
 def choose_rails(

@@ -34,10 +34,12 @@ not lose one without a DOWN or a negative status.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from ...errors import BootstrapError
 from ...native.atomics import poke
 from ...native.jit import compiled
 
@@ -54,16 +56,22 @@ __all__ = [
     "FAULT_OUTSIDE_WINDOW",
     "FAULT_TOO_LONG",
     "FAULT_WRONG_SOURCE",
+    "LOOK_SECONDS",
     "SENT",
     "Capabilities",
     "DataPath",
+    "DeviceReach",
     "Endpoint",
+    "Lookout",
     "Watchful",
     "put_event",
 ]
 
 ACCEPTED = 0
 BUSY = 1
+
+#: While connections are made, lost peers are looked for this often.
+LOOK_SECONDS = 0.05
 
 SENT, ARRIVED, DOWN, FAULT = 1, 2, 3, 4
 EVENT_BYTES = 32
@@ -128,6 +136,61 @@ class DataPath:
     flush: int
     poll: int
     drop: int
+
+
+class Lookout:
+    """Looks after the peers while an endpoint that waits for none of them makes its connections.
+
+    Each connection is a call into the kernel, which may take a second where a route is missing: with many peers that
+    adds up, and one of them may die meanwhile.
+
+    Args:
+        watch: raises when a peer will never come; called :data:`LOOK_SECONDS` apart at most.
+    """
+
+    def __init__(self, watch: Callable[[], None] = lambda: None) -> None:
+        self._watch = watch
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Between two connections. Raises whatever ``watch`` raises."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._watch()
+            self._next = now + LOOK_SECONDS
+
+    def before(self, deadline: float, doing: str) -> None:
+        """The same, and BootstrapError when ``deadline``, a ``time.monotonic()`` instant, is over."""
+        self.look()
+        if time.monotonic() >= deadline:
+            raise BootstrapError(
+                f"{doing}: the time for connecting is over. Likely cause: the NIC finds no route to its peers, each "
+                "attempt takes a second; check the routes and GIDs (uccl-ep doctor), or raise UCCL_EP_CONNECT_TIMEOUT"
+            )
+
+
+@runtime_checkable
+class DeviceReach(Protocol):
+    """An endpoint whose NIC can also reach a window in device memory.
+
+    The first bytes of the windows of all ranks then lie there instead of at their offsets in host memory.
+    """
+
+    def offer_device(self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]]) -> bytes:
+        """Register this rank's device memory [start, start + nbytes): what peers need to write it.
+
+        ``export`` makes a dma-buf of a range (address, bytes): a descriptor, which is taken over, and the offset at
+        which the range starts in it. Raises TransportError when the NIC takes the memory in no way.
+        """
+
+    def accept_device(self, offers: Sequence[bytes | None]) -> None:
+        """Use device memory for the first bytes of all windows from now on; called while nothing is under way.
+
+        ``offers``: of the peers, by rank. Raises BootstrapError naming a peer whose offer does not fit.
+        """
+
+    def release_device(self) -> None:
+        """Let go of the device memory, which is about to be freed. The proxy thread has stopped. Never raises."""
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from ...errors import BootstrapError, ConfigError, TransportError
 from ...protocol.command import MAX_WRITE_BYTES, UNIT
 from ...protocol.imm import IMM
 from . import efa_state as words
-from .base import Capabilities, DataPath
+from .base import Capabilities, DataPath, Lookout
 from .efa_data import warm
 from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
 from .efa_qp import SrdQueuePair, address_number
@@ -123,10 +123,12 @@ class EfaEndpoint:
         kind: kind of the window: "shared", "host" or "device".
         export: makes a dma-buf of a range of device memory, see :func:`.verbs_memory.register_window`.
         library: libibverbs with libefa; for tests.
+        watch: called a few times a second while rails are opened and peers connected; raises when one will never come.
 
     Raises:
         ConfigError: no device was named, or one that does not exist.
         TransportError: a device cannot be opened or lacks what is needed; says what and what to do. Nothing stays open.
+        Whatever ``watch`` raises; nothing stays open.
     """
 
     def __init__(
@@ -142,17 +144,20 @@ class EfaEndpoint:
         kind: str = "shared",
         export: Callable[[int, int], DmaBuf] | None = None,
         library: VerbsLibrary | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         if not devices:
             raise ConfigError(f"rank {rank}: no EFA device to use; uccl-ep doctor says why")
         self._rank, self._ranks, self._proxy = rank, ranks, proxy
         self._window, self._window_bytes = window, window_bytes
+        self._lookout = Lookout(watch)
         self._how = ["not connected"] * ranks
         self._handles: dict[tuple[int, bytes], AddressHandle] = {}
         self._rails: list[_Rail] = []
         library = library or load_libefa()
         with contextlib.ExitStack() as opened:
             for device in devices:
+                self._lookout.look()
                 context = opened.enter_context(open_device(library, device))
                 self._rails.append(_open_rail(context, ranks, window, window_bytes, kind, export))
             opened.pop_all()
@@ -223,19 +228,22 @@ class EfaEndpoint:
         Every rank must have returned from here before the first write: a NIC refuses addresses it has no handle for.
 
         Raises:
-            BootstrapError: a peer's address is malformed, or it sees another group. The endpoint is closed.
+            BootstrapError: a peer's address is malformed, it sees another group, or the deadline (a
+                ``time.monotonic()`` instant) is over. The endpoint is closed.
             TransportError: the NIC refused a handle. The endpoint is closed.
+            Whatever ``watch`` raises; the endpoint is closed.
         """
         try:
             for peer, text in enumerate(addresses):
                 if text is not None and peer != self._rank:
-                    self._connect(peer, text)
+                    who = f"rank {self._rank} connects to rank {peer} over efa (proxy {self._proxy})"
+                    self._lookout.before(deadline, who)
+                    self._connect(who, peer, text)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, peer: int, text: bytes) -> None:
-        who = f"rank {self._rank} connects to rank {peer} over efa (proxy {self._proxy})"
+    def _connect(self, who: str, peer: int, text: bytes) -> None:
         try:
             theirs = _Address.decode(text)
         except ValueError as error:

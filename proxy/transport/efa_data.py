@@ -22,7 +22,7 @@ from ...native.atomics import peek, peek32, poke, poke32
 from ...native.calls import call1, call1_int, call3_int, call4
 from ...native.jit import c_function, compile_lock, compiled, inlined
 from ...protocol.imm import IMM
-from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT
+from .base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, put_event
 from .efa_state import (
     AH,
     AH_NUMBER,
@@ -134,15 +134,6 @@ def _link(context: int, rank: int, rail: int) -> int:
     return peek(context + 8 * LINKS) + (rank * peek(context + 8 * RAIL_COUNT) + rail) * 8 * LINK_WORDS
 
 
-@inlined
-def _event(events: int, index: int, kind: int, value: int, peer: int, status: int) -> None:
-    address = events + index * EVENT_BYTES
-    poke(address, kind)
-    poke(address + 8, value)
-    poke(address + 16, peer)
-    poke(address + 24, status)
-
-
 @compiled
 def _close_session(rail: int) -> int:
     """Ring the doorbell for what was posted since wr_start; 0 or a negative errno."""
@@ -224,7 +215,7 @@ def _lose(context: int, rank: int, completion: int, events: int, count: int) -> 
     poke(record + 8 * LOST_STATUS, peek32(completion + _WC_STATUS))
     poke(record + 8 * LOST_VENDOR, peek32(completion + _WC_VENDOR))
     errno_of = peek(context + 8 * ERRNOS) + 8 * min(peek32(completion + _WC_STATUS), STATUSES - 1)
-    _event(events, count, DOWN, 0, rank, peek(errno_of))
+    put_event(events, count, DOWN, 0, rank, peek(errno_of))
     return count + 1
 
 
@@ -239,7 +230,7 @@ def _sent(context: int, rail: int, slot: int, completion: int, events: int, coun
     if peek32(completion + _WC_STATUS) != _SUCCESS:
         return _lose(context, rank, completion, events, count)
     if peek(_peer(context, rank) + 8 * STATE) == UP:
-        _event(events, count, SENT, peek(entry + 8 * SLOT_TICKET), rank, 0)
+        put_event(events, count, SENT, peek(entry + 8 * SLOT_TICKET), rank, 0)
         return count + 1
     return count
 
@@ -256,7 +247,7 @@ def _arrived(context: int, index: int, completion: int, events: int, count: int)
         known = known and peek(link + 8 * QPN) == peek32(completion + _WC_SOURCE)
         if known and (number < 0 or number == peek32(completion + _WC_SLID) >> 16):
             if peek(_peer(context, rank) + 8 * STATE) == UP:
-                _event(events, count, ARRIVED, imm, rank, peek32(completion + _WC_BYTE_LEN))
+                put_event(events, count, ARRIVED, imm, rank, peek32(completion + _WC_BYTE_LEN))
                 return count + 1
             return count
     poke(context + 8 * STRANGERS, peek(context + 8 * STRANGERS) + 1)

@@ -23,16 +23,17 @@ from .base import (
     ARRIVED,
     BUSY,
     DOWN,
-    EVENT_BYTES,
     FAULT,
     FAULT_BAD_FRAME,
     FAULT_WRONG_SOURCE,
     SENT,
+    put_event,
 )
 from .roce_link import (
     add_request,
     fail_peer,
     grant,
+    link_count,
     link_record,
     owe_credit,
     peer_record,
@@ -45,10 +46,19 @@ from .roce_link import (
 from .roce_state import (
     ABSENT,
     ALLOWED,
+    BYTE_LIMIT,
     CLOSED,
+    COMMON_RAILS,
     COMPLETIONS,
     CQ,
     CREDIT_IN,
+    CURSOR,
+    DEVICE_LKEYS,
+    DEVICE_RKEYS,
+    DEVICE_SHIFT,
+    DEVICE_TARGET,
+    DEVICE_TARGET_SHIFT,
+    DEVICE_WINDOW,
     DIRTY_COUNT,
     DROPPED,
     ENDED_AT,
@@ -58,16 +68,25 @@ from .roce_state import (
     FLAGS,
     GRACE_NS,
     IMMEDIATES,
+    LENGTHS,
+    LINK_LOAD,
     LKEYS,
+    LOAD,
     NEXT_LINK,
     OWED,
     PEER,
+    PEER_LINKS,
     POLL_CQ,
     POLL_ENTRIES,
     POSTED,
     PROBLEM,
     QP,
     QPS,
+    RAIL,
+    RAIL_COUNT,
+    RAIL_WORDS,
+    RAILS,
+    RANK,
     RANKS,
     READY,
     READY_HEAD,
@@ -80,8 +99,10 @@ from .roce_state import (
     SEND_RESERVE,
     SEND_SLOTS,
     SHIFT,
+    SPLIT,
     STATE,
     STATUS,
+    STRIPES,
     TARGET,
     TARGET_SHIFT,
     TICKETS,
@@ -95,6 +116,7 @@ from .roce_state import (
     WINDOW,
     WINDOW_BYTES,
 )
+from .striping import rail_of
 from .verbs_abi import WC
 
 __all__ = ["warm"]
@@ -106,6 +128,7 @@ _WRITE_WITH_IMM = codes.WR_RDMA_WRITE_WITH_IMM
 _RECEIVED_IMM = codes.WC_RECV_RDMA_WITH_IMM
 _SOURCE_SHIFT = IMM["source"].shift
 _LOW32 = 0xFFFFFFFF
+_rail_of = inlined(rail_of)
 _EINVAL, _EIO, _ENOTCONN = errno.EINVAL, errno.EIO, errno.ENOTCONN
 
 
@@ -116,20 +139,37 @@ def _swap(word: int) -> int:
 
 
 @inlined
-def _event(events: int, index: int, kind: int, value: int, peer: int, status: int) -> None:
-    address = events + index * EVENT_BYTES
-    poke(address, kind)
-    poke(address + 8, value)
-    poke(address + 16, peer)
-    poke(address + 24, status)
+def _open_link(context: int, link: int, nbytes: int) -> bool:
+    """True when the link can take one more write of ``nbytes`` bytes now."""
+    if peek(link + 8 * POSTED) - peek(link + 8 * RETIRED) >= peek(context + 8 * SEND_SLOTS) - SEND_RESERVE:
+        return False
+    rail = peek(link + 8 * RAIL)
+    limit, load = peek(rail + 8 * BYTE_LIMIT), peek(rail + 8 * LOAD)
+    # One write always goes: a limit smaller than it slows a NIC down and never stops it.
+    if limit > 0 and load > 0 and load + nbytes > limit:
+        return False
+    return peek(link + 8 * IMMEDIATES) < peek(link + 8 * ALLOWED) or take_credit(context, link)
 
 
 @inlined
-def _open_link(context: int, link: int) -> bool:
-    """True when the link can take one more write now."""
-    if peek(link + 8 * POSTED) - peek(link + 8 * RETIRED) >= peek(context + 8 * SEND_SLOTS) - SEND_RESERVE:
-        return False
-    return peek(link + 8 * IMMEDIATES) < peek(link + 8 * ALLOWED) or take_credit(context, link)
+def _count_bytes(context: int, link: int, nbytes: int) -> None:
+    """The next work request of the link puts ``nbytes`` bytes on its rail."""
+    rail = peek(link + 8 * RAIL)
+    if peek(rail + 8 * BYTE_LIMIT) > 0:
+        slot = peek(link + 8 * POSTED) % peek(context + 8 * SEND_SLOTS)
+        poke(peek(link + 8 * LENGTHS) + 8 * slot, nbytes)
+        poke(link + 8 * LINK_LOAD, peek(link + 8 * LINK_LOAD) + nbytes)
+        poke(rail + 8 * LOAD, peek(rail + 8 * LOAD) + nbytes)
+
+
+@inlined
+def _uncount_bytes(link: int, slot: int) -> None:
+    """The write in ``slot`` of the link is off its rail."""
+    rail = peek(link + 8 * RAIL)
+    if peek(rail + 8 * BYTE_LIMIT) > 0:
+        nbytes = peek(peek(link + 8 * LENGTHS) + 8 * slot)
+        poke(link + 8 * LINK_LOAD, peek(link + 8 * LINK_LOAD) - nbytes)
+        poke(rail + 8 * LOAD, peek(rail + 8 * LOAD) - nbytes)
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
@@ -140,19 +180,32 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         return BUSY if state == ENDING_PEER else -_ENOTCONN
     if nbytes < 0 or nbytes > MAX_WRITE_BYTES or target < 0 or target > peek(context + 8 * WINDOW_BYTES) - nbytes:
         return -_EINVAL
-    qps = peek(context + 8 * QPS)
+    source, split = local - peek(context + 8 * WINDOW), peek(context + 8 * SPLIT)
+    on_device = target < split
+    if (nbytes > 0 and (source < split) != on_device) or (on_device and max(source, target) + nbytes > split):
+        return -_EINVAL
+    qps, rails, rail = peek(context + 8 * QPS), peek(record + 8 * COMMON_RAILS), 0
+    if rails > 1:
+        rail = _rail_of(peek(peek(context + 8 * STRIPES) + 8 * stream), peek(context + 8 * RANK), peer, rails)
     place = peek(record + 8 * NEXT_LINK)
-    index = peer * qps + place
+    index = peer * peek(context + 8 * PEER_LINKS) + rail * qps + place
     link = link_record(context, index)
-    if not _open_link(context, link):
+    if not _open_link(context, link, nbytes):
         return BUSY
     if qps > 1:
         poke(record + 8 * NEXT_LINK, place + 1 if place + 1 < qps else 0)
     poke(link + 8 * IMMEDIATES, peek(link + 8 * IMMEDIATES) + 1)
+    _count_bytes(context, link, nbytes)
     # A write lies whole in the chunk in which it starts, at either end: chunks overlap by the longest write.
-    lkey = peek(peek(context + 8 * LKEYS) + ((local - peek(context + 8 * WINDOW)) >> peek(context + 8 * SHIFT)) * 8)
-    rkey = peek(peek(record + 8 * RKEYS) + (target >> peek(record + 8 * TARGET_SHIFT)) * 8)
-    there = peek(record + 8 * TARGET) + target
+    if on_device:
+        local = peek(context + 8 * DEVICE_WINDOW) + source
+        lkey = peek(peek(link + 8 * DEVICE_LKEYS) + (source >> peek(link + 8 * DEVICE_SHIFT)) * 8)
+        rkey = peek(peek(link + 8 * DEVICE_RKEYS) + (target >> peek(link + 8 * DEVICE_TARGET_SHIFT)) * 8)
+        there = peek(record + 8 * DEVICE_TARGET) + target
+    else:
+        lkey = peek(peek(link + 8 * LKEYS) + (source >> peek(link + 8 * SHIFT)) * 8)
+        rkey = peek(peek(link + 8 * RKEYS) + (target >> peek(link + 8 * TARGET_SHIFT)) * 8)
+        there = peek(record + 8 * TARGET) + target
     add_request(
         context, index, link, _WRITE_WITH_IMM, local, nbytes, lkey, there, rkey, _swap(imm), wr_id + 1, 0
     )  # fmt: skip
@@ -167,21 +220,24 @@ def _flush(context: int) -> int:
 @compiled
 def _tell(context: int, events: int, count: int, limit: int) -> int:
     """SENT events of retired writes until ``limit`` events are stored; returns the new count."""
-    slots = peek(context + 8 * RANKS) * peek(context + 8 * QPS)
+    slots = link_count(context)
     while count < limit and peek(context + 8 * READY_TAIL) < peek(context + 8 * READY_HEAD):
         tail = peek(context + 8 * READY_TAIL)
         link = link_record(context, peek(peek(context + 8 * READY) + tail % slots * 8))
         peer = peek(link + 8 * PEER)
         told, retired = peek(link + 8 * TOLD), peek(link + 8 * RETIRED)
-        if peek(peer_record(context, peer) + 8 * STATE) >= CLOSED:
+        state = peek(peer_record(context, peer) + 8 * STATE)
+        if state >= CLOSED:
             told = retired
         tickets, sends = peek(link + 8 * TICKETS), peek(context + 8 * SEND_SLOTS)
         while told < retired and count < limit:
             ticket = peek(tickets + told % sends * 8)
-            told += 1
             if ticket != 0:
-                _event(events, count, SENT, ticket - 1, peer, 0)
+                if state == UP:
+                    _uncount_bytes(link, told % sends)
+                put_event(events, count, SENT, ticket - 1, peer, 0)
                 count += 1
+            told += 1
         poke(link + 8 * TOLD, told)
         if told == retired:
             poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) & ~READY_LINK)
@@ -209,7 +265,7 @@ def _failed(context: int, index: int, link: int, entry: int) -> None:
         number = wr_id & _LOW32
         if number != peek(link + 8 * RETIRED) & _LOW32:
             retire(context, index, link, (number - 1) & _LOW32)
-    fail_peer(context, peer, status, vendor)
+    fail_peer(context, link, status, vendor)
 
 
 @inlined
@@ -235,12 +291,12 @@ def _completion(context: int, entry: int, events: int, count: int) -> int:
     elif imm >> _SOURCE_SHIFT != peer:
         status = FAULT_WRONG_SOURCE
     if status != 0:
-        _event(events, count, FAULT, imm, peer, status)
+        put_event(events, count, FAULT, imm, peer, status)
         if state == ENDING_PEER:
             poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
         _close_with_fault(context, peer)
         return count + 1
-    _event(events, count, ARRIVED, imm, peer, peek32(entry + _BYTE_LEN))
+    put_event(events, count, ARRIVED, imm, peer, peek32(entry + _BYTE_LEN))
     if state == UP:
         renew_receives(context, link)
     return count + 1
@@ -249,20 +305,21 @@ def _completion(context: int, entry: int, events: int, count: int) -> int:
 @compiled
 def _end_peers(context: int, events: int, count: int, limit: int) -> int:
     """DOWN for failed peers whose receives are flushed, or whose grace is over; returns the new count of events."""
-    qps = peek(context + 8 * QPS)
+    links = peek(context + 8 * PEER_LINKS)
     for peer in range(peek(context + 8 * RANKS)):
         record = peer_record(context, peer)
         if count >= limit or peek(record + 8 * STATE) != ENDING_PEER:
             continue
-        over = 0
-        for place in range(qps):
-            if peek(link_record(context, peer * qps + place) + 8 * FLAGS) & RECEIVE_OVER != 0:
-                over += 1
-        if over < qps and monotonic_ns() - peek(record + 8 * ENDED_AT) < GRACE_NS:
+        open_links = 0
+        for place in range(links):
+            link = link_record(context, peer * links + place)
+            if peek(link + 8 * QP) != 0 and peek(link + 8 * FLAGS) & RECEIVE_OVER == 0:
+                open_links += 1
+        if open_links > 0 and monotonic_ns() - peek(record + 8 * ENDED_AT) < GRACE_NS:
             continue
         status = peek(record + 8 * STATUS)
         code = -status if status < 0 else peek(peek(context + 8 * ERRNOS) + (status & 31) * 8)
-        _event(events, count, DOWN, 0, peer, code)
+        put_event(events, count, DOWN, 0, peer, code)
         count += 1
         poke(record + 8 * STATE, CLOSED)
         poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
@@ -278,15 +335,14 @@ def _watch(context: int, events: int, count: int, limit: int) -> int:
         return count
     poke(context + 8 * WATCH_TIME, now + WATCH_NS)
     watching = peek(context + 8 * WATCHING)
-    qps = peek(context + 8 * QPS)
-    for index in range(peek(context + 8 * RANKS) * qps):
+    for index in range(link_count(context)):
         link = link_record(context, index)
         record = peer_record(context, peek(link + 8 * PEER))
         if peek(link + 8 * QP) == 0 or peek(record + 8 * STATE) != UP:
             continue
         problem = peek(record + 8 * PROBLEM)
         if problem != 0 and count < limit:
-            _event(events, count, FAULT, load64(peek(link + 8 * CREDIT_IN)), peek(link + 8 * PEER), problem)
+            put_event(events, count, FAULT, load64(peek(link + 8 * CREDIT_IN)), peek(link + 8 * PEER), problem)
             count += 1
             _close_with_fault(context, peek(link + 8 * PEER))
         elif watching != 0 and peek(link + 8 * POSTED) == peek(link + 8 * RETIRED):
@@ -294,25 +350,38 @@ def _watch(context: int, events: int, count: int, limit: int) -> int:
     return count
 
 
+@compiled
+def _poll_rail(context: int, rail: int, events: int, count: int, limit: int) -> int:
+    """Take the completions of one rail; the new count of events or a negative errno."""
+    room = min(limit - count, POLL_ENTRIES)
+    cq = peek(rail + 8 * CQ)
+    if room <= 0 or cq == 0:
+        return count
+    entries = peek(context + 8 * COMPLETIONS)
+    found = call3_int(peek(rail + 8 * POLL_CQ), cq, room, entries)
+    if found < 0:
+        return -_EIO
+    for place in range(found):
+        count = _completion(context, entries + place * _WC_BYTES, events, count)
+    return count
+
+
 def _poll(context: int, events: int, limit: int) -> int:
-    if peek(context + 8 * CQ) == 0:
-        return 0
     # Half of the room at most, so that a burst of own writes does not hold back what arrives.
     count = _tell(context, events, 0, (limit + 1) // 2)
     polls = peek(context + 8 * WATCH_POLLS) + 1
     poke(context + 8 * WATCH_POLLS, polls)
     if polls >= WATCH_EVERY_POLLS:
         count = _watch(context, events, count, limit)
-    room = min(limit - count, POLL_ENTRIES)
-    if room > 0:
-        entries = peek(context + 8 * COMPLETIONS)
-        found = call3_int(peek(context + 8 * POLL_CQ), peek(context + 8 * CQ), room, entries)
-        if found < 0:
-            return -_EIO
-        for place in range(found):
-            count = _completion(context, entries + place * _WC_BYTES, events, count)
-        if found > 0:
-            count = _tell(context, events, count, limit)
+    rails, index = peek(context + 8 * RAIL_COUNT), peek(context + 8 * CURSOR)
+    for _ in range(rails):
+        count = _poll_rail(context, peek(context + 8 * RAILS) + index * (8 * RAIL_WORDS), events, count, limit)
+        if count < 0:
+            return count
+        index = index + 1 if index + 1 < rails else 0
+    # The one after the first has the first turn next time: a rail that is always full starves no other.
+    poke(context + 8 * CURSOR, index + 1 if index + 1 < rails else 0)
+    count = _tell(context, events, count, limit)
     if peek(context + 8 * ENDING) != 0:
         count = _end_peers(context, events, count, limit)
     if peek(context + 8 * OWED) != 0:

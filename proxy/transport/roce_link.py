@@ -28,17 +28,21 @@ from .roce_state import (
     ENDED_AT,
     ENDING,
     ENDING_PEER,
+    FAILED_LINK,
     FLAGS,
     GRANTED,
     IMMEDIATES,
     INLINE,
+    LINK_LOAD,
     LINK_RECEIVES,
     LINK_WORDS,
     LINKS,
+    LOAD,
     MODIFY_QP,
     OWED,
     OWES,
     PEER,
+    PEER_LINKS,
     PEER_WORDS,
     PEERS,
     POOL,
@@ -50,7 +54,7 @@ from .roce_state import (
     POSTED_RECEIVES,
     PROBLEM,
     QP,
-    QPS,
+    RAIL,
     RANKS,
     READY,
     READY_HEAD,
@@ -78,6 +82,7 @@ __all__ = [
     "add_request",
     "fail_peer",
     "grant",
+    "link_count",
     "link_record",
     "owe_credit",
     "peer_record",
@@ -105,6 +110,12 @@ _LOW32 = 0xFFFFFFFF
 def link_record(context: int, index: int) -> int:
     """Address of link ``index``."""
     return peek(context + 8 * LINKS) + index * (8 * LINK_WORDS)
+
+
+@inlined
+def link_count(context: int) -> int:
+    """Links of the endpoint, connected or not."""
+    return peek(context + 8 * RANKS) * peek(context + 8 * PEER_LINKS)
 
 
 @inlined
@@ -178,10 +189,11 @@ def ring(context: int) -> None:
             poke(link + 8 * SIGNALED, peek(link + 8 * POSTED))
             poke(context + 8 * SIGNALS, peek(context + 8 * SIGNALS) + 1)
         poke(context + 8 * DOORBELLS, peek(context + 8 * DOORBELLS) + 1)
-        status = call3_int(peek(context + 8 * POST_SEND), peek(link + 8 * QP), head, peek(context + 8 * BAD))
+        rail = peek(link + 8 * RAIL)
+        status = call3_int(peek(rail + 8 * POST_SEND), peek(link + 8 * QP), head, peek(context + 8 * BAD))
         if status != 0:
             # The queue has room by our count: the provider refuses the request itself, or the QP is gone.
-            fail_peer(context, peek(link + 8 * PEER), -abs(status), 0)
+            fail_peer(context, link, -abs(status), 0)
     poke(context + 8 * DIRTY_COUNT, 0)
     poke(context + 8 * POOL_USED, 0)
 
@@ -211,8 +223,7 @@ def owe_credit(context: int, link: int) -> None:
 @compiled
 def grant(context: int) -> None:
     """Send the credits that are owed: the number of receives ever posted, written into the peer's word."""
-    links = peek(context + 8 * RANKS) * peek(context + 8 * QPS)
-    for index in range(links):
+    for index in range(link_count(context)):
         if peek(context + 8 * OWED) == 0:
             return
         link = link_record(context, index)
@@ -230,7 +241,7 @@ def grant(context: int) -> None:
             source = peek(link + 8 * CREDIT_OUT)
             poke(source, granted)
             add_request(
-                context, index, link, _WRITE, source, 8, peek(context + 8 * CREDIT_LKEY),
+                context, index, link, _WRITE, source, 8, peek(peek(link + 8 * RAIL) + 8 * CREDIT_LKEY),
                 peek(link + 8 * CREDIT_TARGET), peek(link + 8 * CREDIT_RKEY), 0, 0, peek(context + 8 * INLINE),
             )  # fmt: skip
 
@@ -249,9 +260,10 @@ def renew_receives(context: int, link: int) -> None:
 @compiled
 def _post_receives(context: int, link: int, posted: int) -> None:
     chain = peek(link + 8 * RECEIVE_CHAIN)
-    status = call3_int(peek(context + 8 * POST_RECV), peek(link + 8 * QP), chain, peek(context + 8 * BAD))
+    function = peek(peek(link + 8 * RAIL) + 8 * POST_RECV)
+    status = call3_int(function, peek(link + 8 * QP), chain, peek(context + 8 * BAD))
     if status != 0:
-        fail_peer(context, peek(link + 8 * PEER), -abs(status), 0)
+        fail_peer(context, link, -abs(status), 0)
         return
     poke(link + 8 * POSTED_RECEIVES, posted + RECEIVE_BATCH)
     if (posted + RECEIVE_BATCH - peek(link + 8 * GRANTED)) * 4 >= peek(context + 8 * RECEIVE_SLOTS):
@@ -270,8 +282,7 @@ def retire(context: int, index: int, link: int, low: int) -> None:
     if flags & READY_LINK == 0:
         poke(link + 8 * FLAGS, flags | READY_LINK)
         head = peek(context + 8 * READY_HEAD)
-        slots = peek(context + 8 * RANKS) * peek(context + 8 * QPS)
-        poke(peek(context + 8 * READY) + head % slots * 8, index)
+        poke(peek(context + 8 * READY) + head % link_count(context) * 8, index)
         poke(context + 8 * READY_HEAD, head + 1)
 
 
@@ -279,22 +290,26 @@ def retire(context: int, index: int, link: int, low: int) -> None:
 def stop_links(context: int, peer: int) -> None:
     """Put every queue pair of ``peer`` into the error state: the NIC neither reads our memory for it any more, nor
     lets it write. A short call into the kernel, made once per peer that is lost or dropped."""
-    qps = peek(context + 8 * QPS)
-    for place in range(qps):
-        link = link_record(context, peer * qps + place)
-        qp = peek(link + 8 * QP)
+    links = peek(context + 8 * PEER_LINKS)
+    for place in range(links):
+        link = link_record(context, peer * links + place)
+        qp, rail = peek(link + 8 * QP), peek(link + 8 * RAIL)
         poke(link + 8 * CHAIN_HEAD, 0)
         poke(link + 8 * CHAIN_TAIL, 0)
         if qp != 0:
+            poke(rail + 8 * LOAD, peek(rail + 8 * LOAD) - peek(link + 8 * LINK_LOAD))
+            poke(link + 8 * LINK_LOAD, 0)
             call3(peek(context + 8 * MODIFY_QP), qp, peek(context + 8 * STOP), _STATE_ONLY)
 
 
 @compiled
-def fail_peer(context: int, peer: int, status: int, vendor: int) -> None:
-    """A queue pair of ``peer`` failed: stop the others too; DOWN follows once what has arrived is delivered."""
+def fail_peer(context: int, link: int, status: int, vendor: int) -> None:
+    """A queue pair failed: stop the others of its peer too; DOWN follows once what has arrived is delivered."""
+    peer = peek(link + 8 * PEER)
     record = peer_record(context, peer)
     if peek(record + 8 * STATE) != UP:
         return
+    poke(record + 8 * FAILED_LINK, (link - peek(context + 8 * LINKS)) // (8 * LINK_WORDS))
     poke(record + 8 * STATE, ENDING_PEER)
     poke(record + 8 * STATUS, status)
     poke(record + 8 * VENDOR, vendor)

@@ -1,9 +1,10 @@
 """Memory of the compiled ``roce`` data path: one context per endpoint, records per peer and per link.
 
-A *link* is one queue pair to one peer; a peer has one, or several when writes are dealt over them. Words are indices
-into int64 arrays, and all of them are private to the process: written by the endpoint before the proxy thread starts,
-then by that thread alone. What a peer's NIC can write besides the window are the words of :attr:`State.credits_in`,
-one per link; each is read once and checked before it is used.
+A *rail* is one NIC of the endpoint. A *link* is one queue pair to one peer; a peer has one per rail, or several when
+writes are dealt over them. Words are indices into int64 arrays, and all of them are private to the process: written by
+the endpoint before the proxy thread starts, then by that thread alone; those of a window in device memory by the
+endpoint later, before the first command that names an offset in it is in a ring. What a peer's NIC can write besides
+the window are the words of :attr:`State.credits_in`, one per link; each is read once and checked before it is used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..state import aligned_zeros
+from .striping import stripe_table
 from .verbs_abi import QP_ATTR, RECV_WR, SEND_WR, SGE, WC, Block
 from .verbs_codes import QPS_ERR, STATUS_ERRNO
 
@@ -22,41 +24,52 @@ __all__ = ["State"]
 # --- context ----------------------------------------------------------------------------------------------------------
 WINDOW = 0  # address of this rank's window
 WINDOW_BYTES = 1  # its length, equal on all ranks
-RANKS = 2
-QPS = 3  # links per peer
-LINKS = 4  # address of the link records, [rank][link]
-PEERS = 5  # address of the peer records
-CQ = 6  # address of the ibv_cq
-POLL_CQ = 7  # addresses of the provider's functions
-POST_SEND = 8
-POST_RECV = 9
-MODIFY_QP = 10  # of ibv_modify_qp, to stop a queue pair
-STOP = 11  # address of the ibv_qp_attr that asks for the error state
-COMPLETIONS = 12  # address of POLL_ENTRIES ibv_wc
-BAD = 13  # address of the word in which a provider names the work request that it refused
-POOL = 14  # address of POOL_SLOTS ibv_send_wr, each followed by its ibv_sge
-POOL_USED = 15  # of them, chained and not posted yet
-DIRTY = 16  # address of the list of links that have a chain
-DIRTY_COUNT = 17
-READY = 18  # address of the ring of links with completions to tell, one slot per link
-READY_HEAD = 19
-READY_TAIL = 20
-SHIFT = 21  # offset >> SHIFT is the chunk of the window that an offset lies in
-LKEYS = 22  # address of int64[chunks]: keys of this rank's window
-CREDIT_LKEY = 23  # key of the memory of the credit words
-SEND_SLOTS = 24  # work requests per link
-RECEIVE_SLOTS = 25  # receives per link
-SIGNAL_EVERY = 26  # at least every so many work requests one asks for a completion
-INLINE = 27  # SEND_INLINE when credit words may travel inside the work request
-OWED = 28  # links that owe a credit
-ENDING = 29  # peers that failed and are not reported yet
-WATCHING = 30  # 1 = every peer is connected: silence means loss. Host stores, loop loads (relaxed)
-WATCH_POLLS = 31  # polls since the clock was last read
-WATCH_TIME = 32  # CLOCK_MONOTONIC ns of the next look at idle peers
-ERRNOS = 33  # address of int64[32]: errno of a completion status
-SIGNALS = 34  # completions asked for, for tests
-DOORBELLS = 35  # calls of post_send, for tests
+RANK = 2
+RANKS = 3
+QPS = 4  # links per peer and rail
+RAIL_COUNT = 5
+PEER_LINKS = 6  # RAIL_COUNT * QPS
+RAILS = 7  # address of the rail records
+LINKS = 8  # address of the link records, [rank][rail][link]
+PEERS = 9  # address of the peer records
+STRIPES = 10  # address of the stripe of each stream
+CURSOR = 11  # rail whose completions the next poll takes first
+MODIFY_QP = 12  # address of ibv_modify_qp, to stop a queue pair
+STOP = 13  # address of the ibv_qp_attr that asks for the error state
+COMPLETIONS = 14  # address of POLL_ENTRIES ibv_wc
+BAD = 15  # address of the word in which a provider names the work request that it refused
+POOL = 16  # address of POOL_SLOTS ibv_send_wr, each followed by its ibv_sge
+POOL_USED = 17  # of them, chained and not posted yet
+DIRTY = 18  # address of the list of links that have a chain
+DIRTY_COUNT = 19
+READY = 20  # address of the ring of links with completions to tell, one slot per link
+READY_HEAD = 21
+READY_TAIL = 22
+SEND_SLOTS = 23  # work requests per link
+RECEIVE_SLOTS = 24  # receives per link
+SIGNAL_EVERY = 25  # at least every so many work requests one asks for a completion
+INLINE = 26  # SEND_INLINE when credit words may travel inside the work request
+OWED = 27  # links that owe a credit
+ENDING = 28  # peers that failed and are not reported yet
+WATCHING = 29  # 1 = every peer is connected: silence means loss. Host stores, loop loads (relaxed)
+WATCH_POLLS = 30  # polls since the clock was last read
+WATCH_TIME = 31  # CLOCK_MONOTONIC ns of the next look at idle peers
+ERRNOS = 32  # address of int64[32]: errno of a completion status
+SIGNALS = 33  # completions asked for, for tests
+DOORBELLS = 34  # calls of post_send, for tests
+SPLIT = 35  # offsets below it lie in device memory, at both ends; 0 = none does
+DEVICE_WINDOW = 36  # address of that part of this rank's window
 CONTEXT_WORDS = 40
+
+# --- a rail: one NIC with its completion queue ------------------------------------------------------------------------
+CQ = 0  # address of the ibv_cq, 0 = closed
+POLL_CQ = 1  # addresses of the provider's functions
+POST_SEND = 2
+POST_RECV = 3
+CREDIT_LKEY = 4  # the NIC's key of the memory of the credit words
+BYTE_LIMIT = 5  # most bytes that the endpoint should have in flight on it, 0 = any number
+LOAD = 6  # bytes in flight, counted where BYTE_LIMIT is set
+RAIL_WORDS = 8
 
 # --- a link -----------------------------------------------------------------------------------------------------------
 QP = 0  # address of the ibv_qp, 0 = none
@@ -79,20 +92,32 @@ RECEIVED = 16  # receives used
 POSTED_RECEIVES = 17  # receives posted
 GRANTED = 18  # of them, told to the peer
 RECEIVE_CHAIN = 19  # address of RECEIVE_BATCH ibv_recv_wr, chained
-LINK_WORDS = 24
+RAIL = 20  # address of its rail's record
+SHIFT = 21  # offset >> SHIFT is the chunk of the own window, as its NIC knows it
+LKEYS = 22  # address of int64[chunks]: that NIC's keys of the own window
+TARGET_SHIFT = 23  # the same of the peer's window, as the NIC at the other end knows it
+RKEYS = 24
+LENGTHS = 25  # address of int64[SEND_SLOTS]: bytes of each, kept where the rail has a BYTE_LIMIT
+LINK_LOAD = 26  # of the rail's LOAD, what this link has under way
+DEVICE_SHIFT = 27  # SHIFT to RKEYS for the part of the windows that is device memory
+DEVICE_LKEYS = 28
+DEVICE_TARGET_SHIFT = 29
+DEVICE_RKEYS = 30
+LINK_WORDS = 32
 
 DIRTY_LINK, READY_LINK, OWES, RECEIVE_OVER = 1, 2, 4, 8
 
 # --- a peer -----------------------------------------------------------------------------------------------------------
 STATE = 0
-NEXT_LINK = 1  # the link that takes the next write
+NEXT_LINK = 1  # the link of a rail that takes the next write
 TARGET = 2  # address of the peer's window there
-RKEYS = 3  # address of int64[chunks]: its keys
-TARGET_SHIFT = 4  # offset >> TARGET_SHIFT is the chunk at the peer
-STATUS = 5  # status of the completion that failed, -errno for a call that did
-VENDOR = 6  # vendor code of that completion
+COMMON_RAILS = 3  # rails that both ends have
+STATUS = 4  # status of the completion that failed, -errno for a call that did
+VENDOR = 5  # vendor code of that completion
+FAILED_LINK = 6  # the link it was on
 ENDED_AT = 7  # CLOCK_MONOTONIC ns of the failure
 PROBLEM = 8  # FAULT_* code to report, 0 = none
+DEVICE_TARGET = 9  # address of the part of the peer's window that is device memory
 PEER_WORDS = 12
 
 ABSENT = 0
@@ -127,11 +152,32 @@ RECEIVE_BIT = 1 << 62
 
 
 class State:
-    """Allocates and holds all of it for one endpoint; freed with the object."""
+    """Allocates and holds all of it for one endpoint; freed with the object.
 
-    def __init__(self, *, ranks: int, qps: int, window: int, window_bytes: int, sends: int, receives: int) -> None:
-        links = ranks * qps
+    Args:
+        rank, ranks, proxies: of the group.
+        rails: NICs of the endpoint.
+        qps: links per peer and rail.
+        window, window_bytes: this rank's window.
+        sends, receives: work requests and receives per link.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        ranks: int,
+        proxies: int,
+        rails: int,
+        qps: int,
+        window: int,
+        window_bytes: int,
+        sends: int,
+        receives: int,
+    ) -> None:
+        links = ranks * rails * qps
         self.context = np.zeros(CONTEXT_WORDS, np.int64)
+        self.rails = np.zeros((rails, RAIL_WORDS), np.int64)
         self.links = np.zeros((links, LINK_WORDS), np.int64)
         self.peers = np.zeros((ranks, PEER_WORDS), np.int64)
         # Shared and anonymous: a forked child must not turn the pages that the NIC knows into copies.
@@ -140,6 +186,7 @@ class State:
         self.credits_in = self._credits[:links]
         #: Written by the loop, read by this NIC.
         self.credits_out = self._credits[links:]
+        self._stripes = stripe_table(proxies)
         self._completions = aligned_zeros(POLL_ENTRIES * WC.nbytes)
         self._bad = np.zeros(1, np.int64)
         self._pool = aligned_zeros(POOL_SLOTS * SLOT_BYTES)
@@ -156,10 +203,15 @@ class State:
         for word, value in {
             WINDOW: window,
             WINDOW_BYTES: window_bytes,
+            RANK: rank,
             RANKS: ranks,
             QPS: qps,
+            RAIL_COUNT: rails,
+            PEER_LINKS: rails * qps,
+            RAILS: self.rails.ctypes.data,
             LINKS: self.links.ctypes.data,
             PEERS: self.peers.ctypes.data,
+            STRIPES: self._stripes.ctypes.data,
             STOP: self._stop.address,
             COMPLETIONS: self._completions.ctypes.data,
             BAD: self._bad.ctypes.data,
@@ -189,23 +241,30 @@ class State:
         self._tables.append(table)
         return int(table.ctypes.data)
 
-    def add_link(self, index: int, peer: int, qp: int) -> int:
-        """Enter queue pair ``qp`` as link ``index``; address of its chain of receives, all ready to be posted."""
+    def link_index(self, peer: int, rail: int, place: int) -> int:
+        """Index of link ``place`` to ``peer`` on ``rail``, in ``links`` and among the credit words."""
+        return (peer * len(self.rails) + rail) * int(self.context[QPS]) + place
+
+    def add_link(self, peer: int, rail: int, place: int, qp: int) -> int:
+        """Enter queue pair ``qp`` as that link; address of its chain of receives, all ready to be posted."""
+        index, sends = self.link_index(peer, rail, place), int(self.context[SEND_SLOTS])
         record = self.links[index]
         chain = aligned_zeros(RECEIVE_BATCH * RECV_WR.nbytes)
         self._tables.append(chain.view(np.int64))
         start = int(chain.ctypes.data)
-        for place in range(RECEIVE_BATCH):
-            RECV_WR.set(start + place * RECV_WR.nbytes, "wr_id", RECEIVE_BIT | index << 32)
-            if place + 1 < RECEIVE_BATCH:
-                RECV_WR.set(start + place * RECV_WR.nbytes, "next", start + (place + 1) * RECV_WR.nbytes)
+        for each in range(RECEIVE_BATCH):
+            RECV_WR.set(start + each * RECV_WR.nbytes, "wr_id", RECEIVE_BIT | index << 32)
+            if each + 1 < RECEIVE_BATCH:
+                RECV_WR.set(start + each * RECV_WR.nbytes, "next", start + (each + 1) * RECV_WR.nbytes)
         for word, value in {
             QP: qp,
             PEER: peer,
-            TICKETS: self.keep([0] * int(self.context[SEND_SLOTS])),
+            TICKETS: self.keep([0] * sends),
+            LENGTHS: self.keep([0] * sends) if self.rails[rail, BYTE_LIMIT] else 0,
             CREDIT_IN: self.credits_in.ctypes.data + 8 * index,
             CREDIT_OUT: self.credits_out.ctypes.data + 8 * index,
             RECEIVE_CHAIN: start,
+            RAIL: self.rails[rail].ctypes.data,
         }.items():
             record[word] = value
         return start
@@ -214,6 +273,6 @@ class State:
         """Forget all peers: posts are refused and polls find nothing from here on."""
         self.peers[:, STATE] = DROPPED
         self.links[:, QP] = 0
+        self.rails[:, CQ] = 0
         self.context[DIRTY_COUNT] = self.context[OWED] = self.context[ENDING] = 0
         self.context[READY_HEAD] = self.context[READY_TAIL] = 0
-        self.context[CQ] = 0

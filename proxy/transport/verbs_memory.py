@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from ...errors import TransportError
 from . import verbs_codes as codes
 from .verbs import MemoryRegion, ProtectionDomain
 
-__all__ = ["CHUNK_SHIFT", "WHOLE_SHIFT", "DmaBuf", "WindowRegion", "register_window"]
+__all__ = ["CHUNK_SHIFT", "WHOLE_SHIFT", "DeviceOffer", "DmaBuf", "KeyTable", "WindowRegion", "register_window"]
 
 #: log2 of the bytes of a dma-buf chunk.
 CHUNK_SHIFT = 30
@@ -31,6 +33,45 @@ class DmaBuf(NamedTuple):
     offset: int
 
 
+class KeyTable(msgspec.Struct, frozen=True):
+    """What a NIC calls a window: offset >> ``shift`` is the chunk that an offset lies in, ``keys`` are the chunks'."""
+
+    shift: int
+    keys: tuple[int, ...]
+
+    def cover(self, nbytes: int) -> bool:
+        """Whether there is a key for each of the first ``nbytes`` bytes."""
+        return bool(self.keys) and self.shift >= 0 and len(self.keys) << min(self.shift, 40) >= nbytes
+
+    @property
+    def words(self) -> list[int]:
+        """The keys as the data path looks them up: an empty write may stand at the very end of the window."""
+        return [*self.keys, self.keys[-1]]
+
+
+class DeviceOffer(msgspec.Struct, frozen=True, tag="device window 1"):
+    """What peers must know of a rank's window in device memory: where it starts there, its bytes, its keys by rail."""
+
+    start: int
+    nbytes: int
+    rails: tuple[KeyTable, ...]
+
+    def encode(self) -> bytes:
+        """For the bootstrap."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, text: bytes, nbytes: int, rails: int) -> DeviceOffer:
+        """Raises ValueError when ``text`` is none, or does not fit windows of ``nbytes`` bytes over ``rails`` rails."""
+        try:
+            found = msgspec.msgpack.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{text[:16]!r} offers no device memory ({error})") from None
+        if found.nbytes != nbytes or len(found.rails) < rails or not all(one.cover(nbytes) for one in found.rails):
+            raise ValueError(f"{found.nbytes} bytes over {len(found.rails)} rails, {nbytes} over {rails} were expected")
+        return found
+
+
 class WindowRegion(NamedTuple):
     """A registered window.
 
@@ -43,6 +84,21 @@ class WindowRegion(NamedTuple):
     shift: int
     regions: Sequence[MemoryRegion]
     how: str
+
+    @property
+    def local(self) -> KeyTable:
+        """Keys for this rank's work requests."""
+        return KeyTable(self.shift, tuple(region.lkey for region in self.regions))
+
+    @property
+    def remote(self) -> KeyTable:
+        """Keys for the work requests of peers."""
+        return KeyTable(self.shift, tuple(region.rkey for region in self.regions))
+
+    def close(self) -> None:
+        """Take the keys back."""
+        for region in reversed(self.regions):
+            region.close()
 
 
 def register_window(

@@ -328,6 +328,30 @@ class TransportContract:
                     traffic.poll(port)
                 assert time.monotonic() < deadline + 1
 
+    def test_streams_in_sequence_keep_their_order_and_repeat_nothing(self, open_group: OpenGroup) -> None:
+        """What ``in_sequence`` declares: the proxies take anything else for a fault of the peer."""
+        count, streams = 60, (8, 9, 10, 40)
+        with open_group(2, 1 << 16) as group:
+            if not group.endpoints[0].capabilities.in_sequence:
+                pytest.skip("this transport keeps no order within a stream")
+            ports = [Port(group, rank) for rank in range(2)]
+            waiting = [(stream, number) for number in range(count) for stream in streams]
+            arrived: dict[int, list[int]] = {stream: [] for stream in streams}
+            deadline = time.monotonic() + 20
+            while waiting or sum(map(len, arrived.values())) < count * len(streams):
+                while waiting:
+                    stream, number = waiting[0]
+                    if ports[0].post(1, 0, 0, 1024, stream << 12 | number, number, stream) != base.ACCEPTED:
+                        break
+                    waiting.pop(0)
+                ports[0].flush()
+                ports[0].poll()
+                for event in ports[1].poll():
+                    assert event.kind == base.ARRIVED
+                    arrived[event.value >> 12 & 0xFF].append(event.value & 0xFFF)
+                assert time.monotonic() < deadline
+            assert arrived == {stream: list(range(count)) for stream in streams}
+
     def test_a_dropped_peer_is_told(self, open_group: OpenGroup) -> None:
         """It lives and would wait: within a second it sees DOWN of the rank that dropped it, nobody else does."""
         with open_group(3, 1 << 16) as group:

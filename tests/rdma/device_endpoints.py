@@ -13,7 +13,7 @@ import numpy as np
 from contract import Group
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
+from uccl_ep_serving.proxy.transport.roce import NicPort, RoceEndpoint
 
 #: Soft-RoCE under emulation moves some tens of MB a second.
 MAX_WRITE = 2 << 20
@@ -28,7 +28,7 @@ def devices() -> list[str]:
 def open_endpoints(ranks: int, window_bytes: int, **options: Any) -> Iterator[tuple[Group, list[RoceEndpoint]]]:
     """A connected group of endpoints over real verbs."""
     windows = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
-    names, settings = devices(), options.pop("settings", Settings())
+    names, settings, rails = devices(), options.pop("settings", Settings()), options.pop("rails", 1)
     endpoints: list[RoceEndpoint] = []
     try:
         for rank in range(ranks):
@@ -41,7 +41,7 @@ def open_endpoints(ranks: int, window_bytes: int, **options: Any) -> Iterator[tu
                     window_bytes=window_bytes,
                     peers=[peer for peer in range(ranks) if peer != rank],
                     settings=settings,
-                    device=names[rank % len(names)],
+                    nics=[NicPort(names[(rank + rail) % len(names)]) for rail in range(rails)],
                     max_write=MAX_WRITE,
                     **options,
                 )

@@ -12,13 +12,18 @@ from contract import Group
 from provider_library import MemoryNetwork
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
+from uccl_ep_serving.proxy.transport.roce import NicPort, RoceEndpoint
 
 
 def endpoint(
     network: MemoryNetwork, rank: int, window: np.ndarray, *, ranks: int, proxy: int = 0, **options: Any
 ) -> RoceEndpoint:
-    """The endpoint of ``rank`` for all other ranks, not connected."""
+    """The endpoint of ``rank`` for all other ranks on its NICs (or the first ``rails`` of them), not connected.
+
+    ``port`` and ``sharers`` are those of every NIC.
+    """
+    place = {name: options.pop(name) for name in ("port", "sharers") if name in options}
+    rails = options.pop("rails", network.rails)
     return RoceEndpoint(
         rank,
         ranks,
@@ -27,7 +32,7 @@ def endpoint(
         window_bytes=window.nbytes,
         peers=options.pop("peers", [peer for peer in range(ranks) if peer != rank]),
         settings=options.pop("settings", Settings()),
-        device=f"mem{rank}",
+        nics=[NicPort(network.device_name(rank, rail), **place) for rail in range(rails)],
         library=network.library(rank),
         **options,
     )

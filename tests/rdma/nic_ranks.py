@@ -1,4 +1,4 @@
-"""Ranks as threads whose Runtimes reach each other through EFA devices in memory: only the NIC is not production's."""
+"""Ranks as threads whose Runtimes reach each other through NICs in memory: only the NIC is not production's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from provider_srd_library import SrdNetwork
+from provider_library import MemoryNetwork
 
 from uccl_ep_serving import nic_endpoints
 from uccl_ep_serving.bootstrap import StoreExchange
@@ -18,7 +18,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.runtime import Runtime
 from uccl_ep_serving.topology import Nic, Topology
 
-__all__ = ["efa_nics", "install", "run_ranks"]
+__all__ = ["efa_nics", "install", "roce_nics", "run_ranks"]
 
 
 def efa_nics(rails: int, numa: int = 0) -> Topology:
@@ -30,24 +30,50 @@ def efa_nics(rails: int, numa: int = 0) -> Topology:
     return Topology(nics=tuple(nics))
 
 
+def roce_nics(network: MemoryNetwork, rank: int) -> Topology:
+    """The host of ``rank``: each of its devices behind a bridge of its own."""
+    nics = []
+    for rail in range(network.rails):
+        path = (f"pci0000:{rail:02x}", f"0000:{rail:02x}:00.0")
+        name = network.device_name(rank, rail)
+        nics.append(Nic(name, "bnxt_en", "Ethernet", True, 400.0, 0, path[-1], path, (1,)))
+    return Topology(nics=tuple(nics))
+
+
 @contextlib.contextmanager
-def install(network: SrdNetwork, monkeypatch: pytest.MonkeyPatch, topology: Topology) -> Iterator[threading.local]:
-    """Let each rank's thread find the devices of its host; the thread says which rank it is in ``.rank``."""
+def install(
+    network: MemoryNetwork,
+    monkeypatch: pytest.MonkeyPatch,
+    topology: Topology | Callable[[int], Topology],
+    transport: str = "efa",
+) -> Iterator[threading.local]:
+    """Let each rank's thread find the devices of its host; the thread says which rank it is in ``.rank``.
+
+    ``topology``: of every host, or of each by rank.
+    """
     here = threading.local()
     with monkeypatch.context() as patch:
-        patch.setattr(nic_endpoints, "_LIBRARIES", {"efa": lambda: network.library(here.rank)})
-        patch.setattr(Topology, "read", lambda: topology)
+        patch.setattr(nic_endpoints, "_LIBRARIES", {transport: lambda: network.library(here.rank)})
+        of_host = topology if callable(topology) else lambda rank: topology
+        patch.setattr(Topology, "read", lambda: of_host(here.rank))
         yield here
 
 
 def run_ranks(
-    network: SrdNetwork, here: threading.local, settings: Settings, body: Callable[[Runtime], Any]
+    network: MemoryNetwork,
+    here: threading.local,
+    settings: Settings,
+    body: Callable[[Runtime], Any],
+    failed: dict[int, BaseException] | None = None,
 ) -> list[Any]:
-    """``body`` with a Runtime per rank, each in a thread; results by rank, or the first failure raised."""
+    """``body`` with a Runtime per rank, each in a thread; results by rank, or the first failure raised.
+
+    ``failed``: takes the failures by rank, instead of one being raised.
+    """
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
     results: list[Any] = [None] * network.ranks
-    failures: list[BaseException] = []
+    failures: dict[int, BaseException] = {} if failed is None else failed
 
     def work(rank: int) -> None:
         here.rank = rank
@@ -58,15 +84,15 @@ def run_ranks(
             finally:
                 runtime.close()
         except BaseException as failure:
-            failures.append(failure)
+            failures[rank] = failure
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(network.ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(100)
-    if failures:
-        raise failures[0]
+    if failures and failed is None:
+        raise next(iter(failures.values()))
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
     assert network.violation == 0
     assert not +network.objects, "a rank left C objects behind"

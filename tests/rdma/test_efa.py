@@ -16,12 +16,13 @@ from contract import Group, OpenGroup, Port, Traffic, TransportContract
 from provider_srd_library import SrdNetwork
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
+from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, TransportError
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, SENT
+from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, LOOK_SECONDS, SENT
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint, usable
 from uccl_ep_serving.proxy.transport.striping import rail_of, stripe_table
 from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
+from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle
 
 
 def connect(endpoints: Sequence[EfaEndpoint]) -> None:
@@ -111,7 +112,9 @@ class TestOrder:
             traffic.run()
             order = [number for _, number in traffic.order]
             assert order != sorted(order)
-            assert not group.endpoints[0].capabilities.ordered
+            # all of one stream
+            offered = group.endpoints[0].capabilities
+            assert (offered.ordered, offered.in_sequence) == (False, False)
 
     def test_the_same_seed_gives_the_same_run(self) -> None:
         def history(seed: int) -> list[tuple[int, int]]:
@@ -238,8 +241,9 @@ class TestFailures:
             traffic.ports[0].drop(1)
             assert [event for _ in range(200) for event in traffic.ports[0].poll()] == []
             assert network.in_flight == 0
-            while traffic.ports[1].poll():
-                pass
+            # nor is it told: there is no connection that could break
+            told = [event for _ in range(200) for event in traffic.ports[1].poll() if event.kind == DOWN]
+            assert bool(told) == group.endpoints[0].capabilities.tells_drop
             some_writes(group, 40, peer=2).run()
 
     @pytest.mark.parametrize(
@@ -362,6 +366,45 @@ class TestDevices:
         network.refuse["ibv_create_ah"] = errno.EHOSTUNREACH
         with pytest.raises(TransportError, match="address handle"):
             connect(endpoints)
+        endpoints[1].close()
+        assert not +network.objects
+
+
+class TestConnecting:
+    def test_a_peer_that_dies_meanwhile_is_named_and_nothing_stays_open(self) -> None:
+        network = SrdNetwork(3)
+        asked: list[int] = []
+
+        def watch() -> None:
+            asked.append(network.objects["ah"])
+            if network.objects["ah"]:
+                raise PeerLost("rank 2 is gone", peer=2)
+
+        windows = [np.zeros(4096, np.uint8) for _ in range(3)]
+        endpoints = open_endpoints(network, windows, watch=watch)
+        for endpoint in endpoints:
+            endpoint._lookout._next = 0.0
+        addresses = [one.address() for one in endpoints]
+        real = AddressHandle.__init__
+
+        def slow(self: AddressHandle, *arguments: Any) -> None:
+            real(self, *arguments)
+            time.sleep(LOOK_SECONDS)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AddressHandle, "__init__", slow)
+            with pytest.raises(PeerLost, match="rank 2 is gone"):
+                endpoints[0].connect([None, *addresses[1:]], time.monotonic() + 5)
+        assert asked[-2:] == [0, 1], "not looked for between two peers"
+        for endpoint in endpoints:
+            endpoint.close()
+        assert not +network.objects
+
+    def test_the_time_for_connecting_is_bounded(self) -> None:
+        network = SrdNetwork(2)
+        endpoints = open_endpoints(network, [np.zeros(4096, np.uint8) for _ in range(2)])
+        with pytest.raises(BootstrapError, match=r"rank 0 connects to rank 1 over efa.*time .* is over"):
+            endpoints[0].connect([None, endpoints[1].address()], time.monotonic())
         endpoints[1].close()
         assert not +network.objects
 

@@ -73,7 +73,7 @@ def test_a_message_over_two_queue_pairs_is_not_published_early() -> None:
         )  # fmt: skip
         sender = Port(group, 0)
         group.windows[0][:8192] = pattern(1, 8192)
-        first = endpoints[1]._links[0][0].number
+        first = endpoints[1]._rails[0].links[0][0].number
         with delayed("v0", first, 300):
             start = time.monotonic()
             for number in range(2):

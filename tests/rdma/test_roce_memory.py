@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import struct
 import time
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import provider_network as net
 import pytest
@@ -19,6 +19,7 @@ from provider_library import MemoryNetwork
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
+from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
 from uccl_ep_serving.proxy.transport import roce_state, verbs_memory
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import (
@@ -39,13 +40,16 @@ class TestRoceContract(TransportContract):
 
     network: ClassVar[dict[str, float]] = {}
     settings = Settings()
+    rails = 1
+    max_write = MAX_WRITE_BYTES
 
     @pytest.fixture
     def open_group(self) -> OpenGroup:
         @contextlib.contextmanager
         def open_group(ranks: int, window_bytes: int) -> Iterator[Group]:
-            network = MemoryNetwork(ranks, seed=7, **self.network)
-            with open_endpoints(network, ranks, window_bytes, settings=self.settings) as (group, _):
+            network = MemoryNetwork(ranks, seed=7, rails=self.rails, **self.network)
+            options = {"settings": self.settings, "max_write": self.max_write}
+            with open_endpoints(network, ranks, window_bytes, **options) as (group, _):
                 yield group
             assert network.word(net.OVERRUNS) == 0, "a completion queue was too small"
             assert network.word(net.NOT_READY) == 0, "an immediate found no receive"
@@ -57,6 +61,7 @@ class TestRoceContractOnASlowNetwork(TestRoceContract):
     """The contract while queue pairs stand still, payloads land in halves and completions come late."""
 
     network: ClassVar[dict[str, float]] = {"delay": 0.4, "linger": 0.5, "half": 0.5}
+    max_write = 1 << 20
 
 
 class TestRoceContractOverTwoQueuePairs(TestRoceContract):
@@ -64,6 +69,22 @@ class TestRoceContractOverTwoQueuePairs(TestRoceContract):
 
     network: ClassVar[dict[str, float]] = {"delay": 0.5, "linger": 0.2, "half": 0.3}
     settings = Settings(nic_qps=2)
+    max_write = 1 << 20
+
+
+class TestRoceContractOverThreeNics(TestRoceContract):
+    """The contract with streams spread over three NICs, two queue pairs a peer on each, few bytes in flight."""
+
+    network: ClassVar[dict[str, float]] = {"delay": 0.5, "linger": 0.2, "half": 0.3}
+    settings = Settings(nic_qps=2, nic_bytes_in_flight=1 << 17)
+    rails = 3
+    max_write = 1 << 20
+
+
+def _with_rail(address: dict[str, Any], **changes: object) -> bytes:
+    """An address whose only rail is changed."""
+    (rail,) = address["rails"]
+    return msgspec.msgpack.encode({**address, "rails": [{**rail, **changes}]})
 
 
 def imm(source: int, number: int) -> int:
@@ -237,7 +258,7 @@ class TestDeviceMemory:
     def open_chunked(self, monkeypatch: pytest.MonkeyPatch) -> OpenGroup:
         # monkeypatched: a chunk is 1 GiB, and a test must not need that much
         monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 16)
-        monkeypatch.setattr("uccl_ep_serving.proxy.transport.roce.MAX_WRITE_BYTES", 1 << 16)
+        monkeypatch.setattr("uccl_ep_serving.proxy.transport.roce_rail.MAX_WRITE_BYTES", 1 << 16)
 
         @contextlib.contextmanager
         def open_group(ranks: int, window_bytes: int) -> Iterator[tuple[MemoryNetwork, Group]]:
@@ -360,18 +381,22 @@ class TestControlPath:
         ("change", "words"),
         [
             (lambda a: b"", "is not the address of a roce endpoint"),
-            (lambda a: b"UEPM" + a[4:], "another kind of address"),
-            (lambda a: a[:-1], "is not the address of a roce endpoint"),
-            (lambda a: a[:-6], "its 0 queue pairs"),
-            (lambda a: a[:8] + struct.pack("<H", 3) + a[10:], "Start all ranks with the same settings"),
+            (lambda a: msgspec.msgpack.encode({**a, "type": "roce 1"}), "is not the address of a roce endpoint"),
+            (lambda a: msgspec.msgpack.encode(a)[:-1], "is not the address of a roce endpoint"),
+            (lambda a: _with_rail(a, numbers={}), r"its \[0\] queue pairs"),
+            (lambda a: _with_rail(a, gid=b"short"), "a GID of 5 bytes"),
+            (lambda a: _with_rail(a, keys={"shift": 10, "keys": [1]}), "1 keys of a window"),
+            (lambda a: msgspec.msgpack.encode({**a, "rails": []}), r"its \[\] queue pairs"),
+            (lambda a: msgspec.msgpack.encode({**a, "proxy": 3}), "Start all ranks with the same settings"),
         ],
-        ids=["empty", "other transport", "cut", "no queue pair", "other proxy"],
+        ids=["empty", "other version", "cut", "no queue pair", "GID", "few keys", "no rail", "other proxy"],
     )
     def test_a_strange_address_is_refused_by_name(self, change, words: str) -> None:
         network = MemoryNetwork(2)
         ends = [endpoint(network, rank, np.zeros(4096, np.uint8), ranks=2) for rank in range(2)]
+        changed = change(msgspec.msgpack.decode(ends[1].address()))
         with pytest.raises(BootstrapError, match=f"rank 0 connects to rank 1 over roce.*{words}"):
-            ends[0].connect([None, change(ends[1].address())], 0)
+            ends[0].connect([None, changed], time.monotonic() + 5)
         for one in ends:
             one.close()
         assert not +network.objects
@@ -381,6 +406,6 @@ class TestControlPath:
         ends = [endpoint(network, rank, np.zeros(4096, np.uint8), ranks=2) for rank in range(2)]
         network.refuse["ibv_modify_qp"] = errno.ETIMEDOUT
         with pytest.raises(TransportError, match=r"mem0: connecting GID 1 .* to rank 1 .*check routes"):
-            ends[0].connect([None, ends[1].address()], 0)
+            ends[0].connect([None, ends[1].address()], time.monotonic() + 5)
         for one in ends:
             one.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import struct
 import sys
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from contract import Group, Port, pattern
@@ -16,7 +16,7 @@ from device_endpoints import MAX_WRITE, devices
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT
-from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
+from uccl_ep_serving.proxy.transport.roce import NicPort, RoceEndpoint
 
 # Debian's package, for the interpreter of the same version
 sys.path.append("/usr/lib/python3/dist-packages")
@@ -61,38 +61,29 @@ class PyverbsPeer:
         self.qp.post_recv(RecvWR(num_sge=1, sg=[SGE(self.credits.buf, 0, self.credits.lkey)]))
 
     def address(self) -> bytes:
-        """As documented in ``roce.py``: one region, one queue pair, for rank 0."""
-        head = struct.pack(
-            "<4sHHHHHHHHIQQQI16s",
-            b"UER1",
-            1,  # rank
-            2,  # ranks
-            0,  # proxy
-            1,  # queue pairs per peer
-            62,  # one chunk
-            1,
-            3,  # MTU 1024
-            0,  # LID
-            RECEIVES,
-            self.window.buf,
-            WINDOW,
-            self.credits.buf,
-            self.credits.rkey,
-            self.gid.packed,
-        )
-        return head + struct.pack("<I", self.window.rkey) + struct.pack("<HI", 0, self.qp.qp_num)
+        """As documented in ``roce_address.py``: one NIC, one region, one queue pair, for rank 0."""
+        rail = {
+            "gid": self.gid.packed,
+            "lid": 0,
+            "mtu": 3,  # 1024
+            "keys": {"shift": 62, "keys": [self.window.rkey]},
+            "credit_key": self.credits.rkey,
+            "numbers": {0: [self.qp.qp_num]},
+        }
+        head = {"type": "roce 2", "rank": 1, "ranks": 2, "proxy": 0, "qps": 1, "receives": RECEIVES}
+        places = {"window": self.window.buf, "window_bytes": WINDOW, "credits": self.credits.buf}
+        return msgspec.msgpack.encode({**head, **places, "rails": [rail]})
 
     def connect(self, address: bytes) -> None:
         """To rank 0's address: take what is needed of it, INIT -> RTR -> RTS."""
         from pyverbs.addr import GID, AHAttr, GlobalRoute
 
-        fields = struct.unpack_from("<4sHHHHHHHHIQQQI16s", address)
-        self.target, self.credit_target, self.credit_rkey = fields[10], fields[12], fields[13]
-        size = struct.calcsize("<4sHHHHHHHHIQQQI16s")
-        (self.rkey,) = struct.unpack_from("<I", address, size)
-        _, number = struct.unpack_from("<HI", address, size + 4)
+        there = msgspec.msgpack.decode(address)
+        (rail,) = there["rails"]
+        self.target, self.rkey = there["window"], rail["keys"]["keys"][0]
+        (number,) = rail["numbers"][1]
         route = GlobalRoute(
-            dgid=GID(ipaddress.IPv6Address(fields[14]).exploded), sgid_index=self.gid_index, hop_limit=64
+            dgid=GID(ipaddress.IPv6Address(rail["gid"]).exploded), sgid_index=self.gid_index, hop_limit=64
         )
         attributes = self.attributes
         attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=1)
@@ -123,7 +114,8 @@ def test_a_pyverbs_program_receives_what_we_send_and_sends_what_we_receive() -> 
     window = np.zeros(WINDOW, np.uint8)
     names = devices()
     ours = RoceEndpoint(
-        0, 2, 0, window=window.ctypes.data, window_bytes=WINDOW, peers=[1], settings=Settings(), device=names[0],
+        0, 2, 0, window=window.ctypes.data, window_bytes=WINDOW, peers=[1], settings=Settings(),
+        nics=[NicPort(names[0])],
         max_write=MAX_WRITE,
     )  # fmt: skip
     try:

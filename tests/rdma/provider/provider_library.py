@@ -1,9 +1,9 @@
 """RDMA devices in memory, behind the C functions that the control path calls.
 
-:class:`MemoryNetwork` has one device per rank. :meth:`MemoryNetwork.library` gives libibverbs' functions as Python
-functions over structs at their real offsets, so that production's control path runs unchanged; the data path runs on
-the compiled functions of :mod:`provider_rc` (or of another provider) whose addresses the structs hold. Objects that
-still have parts refuse to go (EBUSY), and :attr:`MemoryNetwork.objects` says what has not been closed.
+:class:`MemoryNetwork` has one device per rank, or several. :meth:`MemoryNetwork.library` gives libibverbs' functions as
+Python functions over structs at their real offsets, so that production's control path runs unchanged; the data path
+runs on the compiled functions of :mod:`provider_rc` (or of another provider) whose addresses the structs hold. Objects
+that still have parts refuse to go (EBUSY), and :attr:`MemoryNetwork.objects` says what has not been closed.
 """
 
 from __future__ import annotations
@@ -88,14 +88,15 @@ class MemoryNetwork:
     """NICs and what connects them.
 
     Args:
-        devices: how many; device n is called ``mem<n>``.
+        ranks: how many hosts.
+        rails: devices of each: that of rank n is called ``mem<n>``, of several each ``mem<n>r<rail>``.
         seed: of everything random.
         delay, linger, half, repeat: probabilities, see :mod:`provider_network`.
         retry_ms: how long an unanswered write is tried.
         functions: the provider's data path.
 
     Attributes:
-        traits: of each device.
+        traits: of each device, those of rank 0 first.
         refuse: C function name -> errno: calls of it fail, once each time it is set.
         objects: live C objects by kind.
         calls: how often each C function was called.
@@ -103,9 +104,10 @@ class MemoryNetwork:
 
     def __init__(
         self,
-        devices: int,
+        ranks: int,
         seed: int = 1,
         *,
+        rails: int = 1,
         delay: float = 0.0,
         linger: float = 0.0,
         half: float = 0.0,
@@ -114,6 +116,7 @@ class MemoryNetwork:
         functions: DataFunctions | None = None,
     ) -> None:
         self.functions = functions or reliable_connection()
+        self.ranks, self.rails = ranks, rails
         self.traits = [
             DeviceTraits(
                 gids=[
@@ -121,7 +124,7 @@ class MemoryNetwork:
                     _gid(1, codes.GID_TYPE_ROCE_V2, f"10.0.{rank // 250}.{rank % 250 + 1}"),
                 ]
             )
-            for rank in range(devices)
+            for rank in range(ranks * rails)
         ]
         self.refuse: dict[str, int] = {}
         self.objects: Counter[str] = Counter()
@@ -148,12 +151,17 @@ class MemoryNetwork:
         }.items():
             self.words[word // 8] = value
         self._modify = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(self.functions.modify_qp)
-        self._devices = [self._device(rank) for rank in range(devices)]
+        self._devices = [self._device(index) for index in range(ranks * rails)]
         self._keys: dict[int, int] = {}
 
     def word(self, name: int) -> int:
         """A counter or knob of the network."""
         return int(self.words[name // 8])
+
+    @property
+    def violation(self) -> int:
+        """Completions that found no room and immediates that found no receive: faults of whoever posts."""
+        return self.word(net.OVERRUNS) + self.word(net.NOT_READY)
 
     def library(self, rank: int) -> VerbsLibrary:
         """libibverbs as the process of ``rank`` sees it: with its own device only."""
@@ -164,9 +172,9 @@ class MemoryNetwork:
             "ibv_get_device_name": lambda device: device + DEVICE["name"],
             "ibv_open_device": functools.partial(self._open_device, rank),
             "ibv_close_device": lambda context: self._destroy("context", context),
-            "ibv_query_device": functools.partial(self._query_device, rank),
-            "ibv_query_port": functools.partial(self._query_port, rank),
-            "_ibv_query_gid_table": functools.partial(self._query_gid_table, rank),
+            "ibv_query_device": functools.partial(self._of_device, self._query_device),
+            "ibv_query_port": functools.partial(self._of_device, self._query_port),
+            "_ibv_query_gid_table": functools.partial(self._of_device, self._query_gid_table),
             "ibv_alloc_pd": self._alloc_pd,
             "ibv_dealloc_pd": lambda pd: self._destroy("pd", pd),
             "ibv_reg_mr": functools.partial(self._reg_mr, rank),
@@ -180,6 +188,13 @@ class MemoryNetwork:
         }
         functions = {name: self._refusable(name, function) for name, function in named.items()}
         return VerbsLibrary(functions, {"ibv_modify_qp": self.functions.modify_qp}, name="memory verbs")
+
+    def _index_of(self, context: int) -> int:
+        """Of the device that was opened."""
+        return self._devices.index(CONTEXT.get(context, "device"))
+
+    def _of_device(self, function: Callable[..., int], context: int, *arguments: int) -> int:
+        return function(self._index_of(context), context, *arguments)
 
     def kill(self, rank: int) -> None:
         """The process of ``rank`` is gone, and its queue pairs with it: nothing answers, nothing is sent."""
@@ -254,15 +269,20 @@ class MemoryNetwork:
             self._memory.pop(place, None)
         return 0
 
-    def _device(self, rank: int) -> int:
+    def device_name(self, rank: int, rail: int = 0) -> str:
+        """Name of a device."""
+        return f"mem{rank}r{rail}" if self.rails > 1 else f"mem{rank}"
+
+    def _device(self, index: int) -> int:
         address = self._new(DEVICE.nbytes)
-        DEVICE.set_bytes(address, "name", f"mem{rank}".encode())
+        DEVICE.set_bytes(address, "name", self.device_name(*divmod(index, self.rails)).encode())
         return address
 
     def _get_device_list(self, rank: int, count: int) -> int:
-        ctypes.c_int.from_address(count).value = 1
-        table = self._new(16)
-        self._set(table, 0, self._devices[rank])
+        ctypes.c_int.from_address(count).value = self.rails
+        table = self._new(8 * (self.rails + 1))
+        for rail in range(self.rails):
+            self._set(table, 8 * rail, self._devices[rank * self.rails + rail])
         return table
 
     def _open_device(self, rank: int, device: int) -> int:
@@ -271,8 +291,8 @@ class MemoryNetwork:
             CONTEXT.set(context, f"ops.{name}", getattr(self.functions, name))
         return context
 
-    def _query_device(self, rank: int, context: int, found: int) -> int:
-        traits = self.traits[rank]
+    def _query_device(self, index: int, context: int, found: int) -> int:
+        traits = self.traits[index]
         DEVICE_ATTR.set_bytes(found, "fw_ver", b"1.0")
         for name, value in {
             "vendor_id": traits.vendor,
@@ -287,8 +307,8 @@ class MemoryNetwork:
             DEVICE_ATTR.set(found, name, value)
         return 0
 
-    def _query_port(self, rank: int, context: int, port: int, found: int) -> int:
-        traits = self.traits[rank]
+    def _query_port(self, index: int, context: int, port: int, found: int) -> int:
+        traits = self.traits[index]
         if port != 1:
             return errno.EINVAL
         for name, value in {
@@ -301,8 +321,8 @@ class MemoryNetwork:
             PORT_ATTR.set(found, name, value)
         return 0
 
-    def _query_gid_table(self, rank: int, context: int, entries: int, limit: int, flags: int, nbytes: int) -> int:
-        gids = self.traits[rank].gids
+    def _query_gid_table(self, index: int, context: int, entries: int, limit: int, flags: int, nbytes: int) -> int:
+        gids = self.traits[index].gids
         for place, gid in enumerate(gids):
             entry = entries + place * nbytes
             GID_ENTRY.set_bytes(entry, "gid", gid.raw)
@@ -358,7 +378,7 @@ class MemoryNetwork:
         send_cq, recv_cq = QP_INIT_ATTR.get(attributes, "send_cq"), QP_INIT_ATTR.get(attributes, "recv_cq")
         sends = QP_INIT_ATTR.get(attributes, "cap.max_send_wr")
         receives = QP_INIT_ATTR.get(attributes, "cap.max_recv_wr")
-        traits = self.traits[rank]
+        traits = self.traits[self._index_of(PD.get(pd, "context"))]
         if sends > traits.max_qp_wr or QP_INIT_ATTR.get(attributes, "cap.max_inline_data") > traits.max_inline:
             ctypes.set_errno(errno.EINVAL)
             return 0
