@@ -98,6 +98,69 @@ def test_a_cuda_error_is_named(cuda: list[tuple[Any, ...]]) -> None:
         CudaMemory(GPU).allocate(10)
 
 
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A ``cuda.bindings.driver`` that exports descriptor 77."""
+    module: Any = types.ModuleType("cuda.bindings.driver")
+    module.asked = []
+
+    def export(*arguments: Any) -> tuple[int, int]:
+        module.asked.append(arguments)
+        return module.code, 77
+
+    module.code = 0
+    module.CUmemRangeHandleType = lambda value: ("dma-buf", value)
+    module.cuMemGetHandleForAddressRange = export
+    module.cuGetErrorString = lambda code: (0, b"operation not supported")
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", module)
+    return module
+
+
+@pytest.mark.usefixtures("cuda")
+def test_cuda_exports_whole_pages_as_dma_buf(driver: Any) -> None:
+    page = mmap.PAGESIZE
+    assert CudaMemory(GPU).export_dmabuf(8 * page + 16, page) == (77, 16)
+    assert driver.asked == [(8 * page, 2 * page, ("dma-buf", 1), 0)]
+    driver.code = 801
+    with pytest.raises(
+        TransportError, match=r"cuda:0 exports no dma-buf.*operation not supported \(801\).*UCCL_EP_WINDOW=host"
+    ):
+        CudaMemory(GPU).export_dmabuf(0, page)
+
+
+@pytest.mark.parametrize(("ordering", "words"), [(0, "does not order the writes of NICs"), (100, ""), (200, "")])
+def test_a_gpu_that_does_not_order_writes_of_nics_is_found_out(
+    cuda: list[tuple[Any, ...]], ordering: int, words: str
+) -> None:
+    runtime: Any = sys.modules["cuda.bindings.runtime"]
+    runtime.cudaDeviceAttr = lambda value: f"attribute {value}"
+    runtime.cudaDeviceGetAttribute = lambda *arguments: (cuda.append(arguments), (0, ordering))[1]  # type: ignore[func-returns-value]
+    found = CudaMemory(GPU).unordered
+    assert words in found
+    assert bool(found) == bool(words)
+    assert cuda == [("attribute 118", 0)]
+
+
+def test_rocm_exports_through_its_runtime() -> None:
+    class Hsa:
+        code = 0
+
+        def hsa_amd_portable_export_dmabuf(self, address: Any, nbytes: Any, descriptor: Any, offset: Any) -> int:
+            assert (address.value, nbytes.value) == (0xB010, 1 << 33)
+            descriptor._obj.value, offset._obj.value = 55, 0x10
+            return self.code
+
+    hsa = Hsa()
+    memory = HipMemory(GPU, Hip(), hsa)
+    assert memory.export_dmabuf(0xB010, 1 << 33) == (55, 0x10)
+    assert memory.unordered == ""
+    hsa.code = 4096
+    with pytest.raises(TransportError, match=r"cuda:0 exports no dma-buf.*4096"):
+        memory.export_dmabuf(0xB010, 1 << 33)
+    with pytest.raises(TransportError, match="exports no dma-buf"):
+        HipMemory(GPU, Hip(), object()).export_dmabuf(0xB010, 16)
+
+
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(ConfigError, match="cuda-bindings"):
@@ -206,6 +269,16 @@ def test_memory_that_devices_map_shares_no_page() -> None:
     assert len(set(pages)) == len(pages) == 5
     assert not any(block.any() for block in blocks)
     assert all(block.ctypes.data % mmap.PAGESIZE == 0 for block in blocks)
+
+
+def test_interpreted_memory_is_exported_by_descriptor(interpreted: InterpretedMemory) -> None:
+    own = interpreted.allocate(8192)
+    descriptor, offset = interpreted.export_dmabuf(own + 4096, 4096)
+    assert (os.fstat(descriptor).st_size, offset) == (8192, 4096)
+    os.close(descriptor)
+    with pytest.raises(TransportError, match="no memory of this device"):
+        interpreted.export_dmabuf(own + 4096, 8192)
+    interpreted.free(own)
 
 
 def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,8 @@ SETTINGS: tuple[Variable, ...] = (
         _choice("auto", "host", "device"),
         True,
         "where windows of a GPU Buffer lie: host = pinned memory, which every transport reaches; device = GPU memory "
-        "that peers on this host map (CUDA IPC), needs all ranks on one host; auto = device where that is so",
+        "that peers on this host map (CUDA IPC) and NICs reach by GPUDirect; auto = device where all ranks are on one "
+        "host",
     ),
     Variable("proxies", _integer(1, 16), True, "proxy threads per Buffer"),
     Variable("channels", _integer(1, 16), True, "channels a message is striped over; raised to the number of proxies"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -9,13 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import ProxyDied, TransportError
+import msgspec
+
+from .errors import ProtocolError, ProxyDied, TransportError
 from .kernel_space import KernelSpace
 from .membership import Membership
 from .memory import Segment
 from .protocol import context as ctx
 from .protocol.layout import WindowLayout
 from .proxy.service import ProxyService
+from .proxy.transport.base import DeviceReach
 from .proxy.transport.select import DIRECT, Choice
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that a proxy thread has to stop, however little is left of the time for closing.
 _STOP_SECONDS = 2.0
+_LENDING = "registering device windows with the NICs"
 #: While writes drain, lost peers are looked for this often.
 _WATCH_SECONDS = 0.05
 
@@ -128,6 +133,43 @@ class DataPlane:
                 os.close(descriptor)
         return windows, mailboxes
 
+    def lend_to_nics(
+        self,
+        start: int,
+        nbytes: int,
+        export: Callable[[int, int], tuple[int, int]],
+        objection: str,
+        exchange: Callable[[str, bytes], list[bytes]],
+    ) -> None:
+        """Have NICs use device memory for the first bytes of the windows; see ``Runtime.lend_to_nics``.
+
+        Args:
+            exchange: all-gather of bytes among the ranks, told the step's name.
+        """
+        reached = [
+            (f"{kind} {proxy}", endpoint)
+            for proxy, row in enumerate(self.endpoints)
+            for kind, endpoint in zip(self.kinds, row, strict=True)
+            if isinstance(endpoint, DeviceReach)
+        ]
+        with contextlib.ExitStack() as undo:
+            for _, endpoint in reached:
+                undo.callback(endpoint.release_device)
+            offers: dict[str, bytes] = {}
+            try:
+                for name, endpoint in () if objection else reached:
+                    offers[name] = endpoint.offer_device(start, nbytes, export)
+            except TransportError as error:
+                objection = str(error)
+            answers = exchange(_LENDING, msgspec.msgpack.encode((objection, offers)))
+            theirs = [_read_offers(peer, text) if text else None for peer, text in enumerate(answers)]
+            for peer, answer in enumerate(theirs):
+                if answer is not None and answer[0]:
+                    raise TransportError(f"{_LENDING}: rank {peer}: {answer[0]}. Use UCCL_EP_WINDOW=host on all ranks")
+            for name, endpoint in reached:
+                endpoint.accept_device([answer[1].get(name) if answer is not None else None for answer in theirs])
+            self.releases.append(undo.pop_all().close)
+
     def forget(self, peer: int, reason: int) -> None:
         """Send nothing more to ``peer``, where proxies do; ``reason``: FAILURE_* for its transport."""
         if self.service is not None and self.routes.get(peer) not in (None, DIRECT):
@@ -178,3 +220,11 @@ class DataPlane:
         for segment in self.segments:
             segment.close()
         self.endpoints, self.segments = [], []
+
+
+def _read_offers(peer: int, text: bytes) -> tuple[str, dict[str, bytes]]:
+    """What ``peer`` objects, and its offers by transport and proxy."""
+    try:
+        return msgspec.msgpack.decode(text, type=tuple[str, dict[str, bytes]])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{_LENDING}: rank {peer} sent something that is no table of offers: {error}") from error

@@ -59,6 +59,14 @@ class DeviceMemory(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has finished what it was given. Raises TransportError when it has failed."""
 
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """A dma-buf over [address, address + nbytes) of an allocation, for a NIC: its descriptor, which the caller
+        closes, and where the memory starts in it."""
+
+    @property
+    def unordered(self) -> str:
+        """Why a kernel that was told of a NIC's write into device memory might read older bytes; "" = it never does."""
+
 
 class _Driver:
     """What CUDA and ROCm have in common: functions of the same meaning whose first result is an error code."""
@@ -120,6 +128,14 @@ class _Driver:
                 device=str(self.device),
             ) from error
 
+    def _no_dmabuf(self, text: str, code: int) -> TransportError:
+        return TransportError(
+            f"{self.device} exports no dma-buf of its memory: {text} ({code}). Next step: a driver and kernel (5.12 or "
+            "newer) that do, or a peer-memory module (nvidia-peermem; AMD has its own), or UCCL_EP_WINDOW=host",
+            device=str(self.device),
+            status=code,
+        )
+
 
 class CudaMemory(_Driver):
     """NVIDIA GPUs, through ``cuda.bindings.runtime``."""
@@ -151,6 +167,33 @@ class CudaMemory(_Driver):
         with torch.cuda.device(self.device):
             return int(self._call("IpcOpenMemHandle", opaque, _IPC_LAZY_PEER_ACCESS))
 
+    #: ``cudaDevAttrGPUDirectRDMAWritesOrdering``, and its value from which on writes are ordered for the GPU itself
+    #: (``cudaGPUDirectRDMAWritesOrderingOwner``).
+    _WRITES_ORDERING, _ORDERED_FOR_OWNER = 118, 100
+    #: ``CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD``
+    _DMA_BUF = 1
+
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """See :class:`DeviceMemory`. The driver takes whole pages of the host only."""
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        kind = driver.CUmemRangeHandleType(self._DMA_BUF)
+        with torch.cuda.device(self.device):
+            code, descriptor = driver.cuMemGetHandleForAddressRange(start, end - start, kind, 0)
+        if int(code) != 0:
+            _, text = driver.cuGetErrorString(code)
+            raise self._no_dmabuf(text.decode() if isinstance(text, bytes) else str(text), int(code))
+        return int(descriptor), address - start
+
+    @property
+    def unordered(self) -> str:
+        """See :class:`DeviceMemory`. Hopper and later order such writes; what came before needs a flush."""
+        attribute = self._runtime.cudaDeviceAttr(self._WRITES_ORDERING)
+        if int(self._call("DeviceGetAttribute", attribute, self.device.index)) >= self._ORDERED_FOR_OWNER:
+            return ""
+        return f"{self.device} does not order the writes of NICs (cudaDevAttrGPUDirectRDMAWritesOrdering)"
+
 
 class _HipHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
@@ -167,8 +210,9 @@ class HipMemory(_Driver):
     #: Functions that hand a pointer back, and how many arguments precede nothing but it.
     _RESULTS = frozenset({"HostGetDevicePointer", "ExtMallocWithFlags"})
 
-    def __init__(self, device: torch.device, library: Any = None) -> None:
+    def __init__(self, device: torch.device, library: Any = None, hsa: Any = None) -> None:
         super().__init__(device)
+        self._hsa = hsa
         try:
             self._library = library or ctypes.CDLL("libamdhip64.so")
         except OSError as error:
@@ -206,6 +250,25 @@ class HipMemory(_Driver):
         with torch.cuda.device(self.device):
             self._call("IpcOpenMemHandle", ctypes.byref(result), opaque, _IPC_LAZY_PEER_ACCESS)
         return int(result.value or 0)
+
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """See :class:`DeviceMemory`. ROCm's runtime below HIP does it (``hsa_amd_portable_export_dmabuf``)."""
+        descriptor, offset = ctypes.c_int(-1), ctypes.c_uint64(0)
+        try:
+            export = (self._hsa or ctypes.CDLL("libhsa-runtime64.so.1")).hsa_amd_portable_export_dmabuf
+        except (OSError, AttributeError) as error:
+            raise self._no_dmabuf(str(error), 0) from error
+        code = int(
+            export(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.byref(descriptor), ctypes.byref(offset))
+        )
+        if code != 0:
+            raise self._no_dmabuf("hsa_amd_portable_export_dmabuf failed", code)
+        return descriptor.value, offset.value
+
+    @property
+    def unordered(self) -> str:
+        """See :class:`DeviceMemory`. The memory is allocated uncached, so that nothing older is kept anywhere."""
+        return ""
 
 
 def _c_argument(name: str, place: int, value: int) -> Any:
@@ -276,6 +339,18 @@ class InterpretedMemory:
 
     def synchronize(self) -> None:
         """See :class:`DeviceMemory`."""
+
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """See :class:`DeviceMemory`. The memfd itself."""
+        for start, (descriptor, pages) in self._owned.items():
+            if start <= address and address + nbytes <= start + pages.nbytes:
+                return os.dup(descriptor), address - start
+        raise TransportError(f"{address:#x} is no memory of this device", device="memfd")
+
+    @property
+    def unordered(self) -> str:
+        """See :class:`DeviceMemory`."""
+        return ""
 
 
 def memory_of(device: torch.device, interpreted: bool) -> DeviceMemory:

@@ -44,6 +44,13 @@ class DeviceSpaceOwner(Protocol):
     def record(self) -> Callable[..., None]: ...
     @property
     def all_on_this_host(self) -> bool: ...
+    @property
+    def nic_peers(self) -> frozenset[int]: ...
+    @property
+    def beyond_device_memory(self) -> frozenset[int]: ...
+    def lend_to_nics(
+        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
+    ) -> None: ...
     def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
     def before_draining(self, finish: Callable[[], None]) -> None: ...
     def before_unmapping(self, release: Callable[[], None]) -> None: ...
@@ -169,10 +176,10 @@ class DeviceSession:
         """Collective where windows are in device memory."""
         runtime, window = self._runtime, None
         wanted = runtime.settings.window
-        if wanted == "device" and not runtime.all_on_this_host:
+        if wanted == "device" and (far := runtime.beyond_device_memory):
             raise ConfigError(
-                "UCCL_EP_WINDOW=device needs all ranks on one host: no transport of this version reads GPU memory. Use "
-                "UCCL_EP_WINDOW=host"
+                f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks {', '.join(map(str, sorted(far)))}, "
+                "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
             )
         if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
             window = DeviceWindow(
@@ -180,11 +187,19 @@ class DeviceSession:
                 runtime.layout,
                 runtime.rank,
                 lambda handle: runtime.exchange("sharing device windows", handle),
+                runtime.nic_peers,
             )
         space = DeviceSpace(runtime.space, self._memory, window)
         # what a kernel has not published yet, no proxy can wait for
         runtime.before_draining(self._memory.synchronize)
         runtime.before_unmapping(space.close)
+        if window is not None and runtime.nic_peers:
+            try:
+                # after what frees the memory was noted: the NICs let go of it first
+                runtime.lend_to_nics(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered)
+            except BaseException:
+                space.close()
+                raise
         return space
 
     def of(self, handle: object, owner: object, phase: str) -> Serving:

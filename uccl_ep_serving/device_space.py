@@ -1,8 +1,9 @@
 """The kernel space as kernels on a device see it: a copy of its tables in device memory, with the device's addresses.
 
 Two kinds of window. ``host``: the window of :class:`KernelSpace`, pinned and mapped into the GPU, so that every
-transport reaches it. ``device``: a twin of it in GPU memory with the same layout, which peers on this host map (CUDA
-IPC) and write directly, with the flags in GPU memory as well; it needs every peer to be one of those.
+transport reaches it. ``device``: a twin of it in GPU memory with the same layout. Peers on this host map it (CUDA IPC)
+and write directly, with the flags in GPU memory as well; others need NICs that reach GPU memory, and the counts of what
+they sent stay where the proxies publish them, in host memory.
 """
 
 from __future__ import annotations
@@ -77,30 +78,38 @@ def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class DeviceWindow:
-    """This rank's window in device memory and those of all peers, opened.
+    """This rank's window in device memory and those of peers on this host, opened.
 
     Args:
         memory: of this rank's device.
         layout: of the windows.
         rank: of this process.
-        exchange: all-gather of bytes among the ranks; each must be on this host.
+        exchange: all-gather of bytes among the ranks.
+        proxied: ranks whose windows are not opened: NICs reach them.
 
     Attributes:
-        addresses: of the windows by rank.
+        addresses: of the windows by rank, 0 for those that are not open.
+        nbytes: of each: the first bytes of the layout.
     """
 
     def __init__(
-        self, memory: DeviceMemory, layout: WindowLayout, rank: int, exchange: Callable[[bytes], list[bytes]]
+        self,
+        memory: DeviceMemory,
+        layout: WindowLayout,
+        rank: int,
+        exchange: Callable[[bytes], list[bytes]],
+        proxied: frozenset[int] = frozenset(),
     ) -> None:
         self._memory = memory
         self._rank = rank
         # what normal mode needs lies at the end and stays in host memory
-        self.own = memory.allocate(layout.normal_send)
+        self.nbytes = layout.normal_send
+        self.own = memory.allocate(self.nbytes)
         self.addresses = [0] * layout.ranks
         self.addresses[rank] = self.own
         try:
             for peer, handle in enumerate(exchange(memory.export(self.own))):
-                if peer != rank and handle:
+                if peer != rank and handle and peer not in proxied:
                     self.addresses[peer] = memory.open(handle)
         except BaseException:
             self.close()
@@ -173,17 +182,22 @@ class DeviceSpace:
         def device(table: _I64) -> _I64:
             return np.array([self._pages(int(address)) for address in table], dtype=np.int64)
 
+        arrived, completed = device(arrived), device(completed)
         if self._window is None:
-            arrived, completed, flag, windows = (device(table) for table in (arrived, completed, flag, windows))
+            flag, windows = device(flag), device(windows)
             own = self._pages(space.window)
         else:
             own = self._window.own
             windows = np.array(self._window.addresses, dtype=np.int64)
+            # by peer: kernels write its window themselves, or proxies publish counts in host memory
+            mapped = windows[:, None] != 0
             streams, peers = np.arange(STREAMS), np.arange(ranks)[:, None]
-            arrived = (own + layout.direct_flags + 8 * (peers * STREAMS + streams)).astype(np.int64).ravel()
+            arrived = np.where(
+                mapped, own + layout.direct_flags + 8 * (peers * STREAMS + streams), arrived.reshape(ranks, STREAMS)
+            ).ravel()
             flag = windows[:, None] + layout.direct_flags + 8 * (space.rank * STREAMS + streams)
-            flag = np.where(windows[:, None] != 0, flag, 0).astype(np.int64).ravel()
-            completed = np.zeros(ranks * STREAMS, dtype=np.int64)
+            flag = np.where(mapped, flag, 0).astype(np.int64).ravel()
+            completed = np.where(mapped, 0, completed.reshape(ranks, STREAMS)).ravel()
         context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
         for word, value in {
             ctx.RANK: space.rank,

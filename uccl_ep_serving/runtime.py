@@ -33,6 +33,7 @@ from .operation_log import OperationLog
 from .plane_builder import PlaneBuilder, normal_plan
 from .plane_watch import PlaneWatch
 from .protocol.layout import LowLatencyPlan, WindowLayout
+from .proxy.transport.select import NIC_TRANSPORTS
 
 __all__ = ["Runtime"]
 
@@ -203,6 +204,39 @@ class Runtime:
         """True when every rank that is not masked shares its memory with this one."""
         others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
         return others <= self._mesh.local_peers
+
+    @property
+    def nic_peers(self) -> frozenset[int]:
+        """Ranks that are not masked and that this one reaches over NICs."""
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        routes = self._plane.routes
+        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) - self._members.masked
+
+    @property
+    def beyond_device_memory(self) -> frozenset[int]:
+        """Ranks that are not masked whose device memory nothing of this rank reaches: neither on this host nor over
+        NICs."""
+        others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
+        return others - self._mesh.local_peers - self.nic_peers
+
+    def lend_to_nics(
+        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
+    ) -> None:
+        """Have the NICs of all ranks use device memory [start, start + nbytes) for the first bytes of the windows of
+        the present generation. Collective, before anything of low-latency mode is sent.
+
+        Args:
+            export: makes a dma-buf of a range (address, bytes): a descriptor, taken over, and the offset in it.
+            objection: why this rank cannot; it then raises on all ranks.
+
+        Raises:
+            TransportError: on every rank, when a NIC of one of them takes the memory in no way.
+            PeerError: a rank did not take part.
+        """
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        self._plane.lend_to_nics(start, nbytes, export, objection, self.exchange)
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""

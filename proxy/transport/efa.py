@@ -27,7 +27,7 @@ from .efa_state import State
 from .verbs import CompletionQueue, Context, ProtectionDomain, open_device
 from .verbs_gid import Gid, choose_gid
 from .verbs_library import VerbsLibrary
-from .verbs_memory import DmaBuf, WindowRegion, register_window
+from .verbs_memory import DeviceOffer, DmaBuf, WindowRegion, register_window
 from .verbs_qp import AddressHandle, Path
 
 __all__ = ["EfaEndpoint", "usable", "warm"]
@@ -154,6 +154,8 @@ class EfaEndpoint:
         self._how = ["not connected"] * ranks
         self._handles: dict[tuple[int, bytes], AddressHandle] = {}
         self._rails: list[_Rail] = []
+        self._device_regions: list[WindowRegion] = []
+        self._device_bytes = 0
         library = library or load_libefa()
         with contextlib.ExitStack() as opened:
             for device in devices:
@@ -273,6 +275,49 @@ class EfaEndpoint:
         record[words.LINK_COUNT], record[words.REMOTE_WINDOW] = count, theirs.window
         record[words.STATE] = words.UP
         self._how[peer] = f"efa, {count} rail{'s' if count > 1 else ''}, {', '.join(paths)}"
+
+    # --- windows in device memory -----------------------------------------------------------------------------------
+
+    def offer_device(self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]]) -> bytes:
+        """See :class:`.base.DeviceReach`."""
+        state, tables = self._state, []
+        for index, rail in enumerate(self._rails):
+            region = register_window(
+                rail.pd, start, nbytes, "device", lambda *part: DmaBuf(*export(*part)), overlap=self._max_write
+            )
+            self._device_regions.append(region)
+            tables.append(region.remote)
+            record, own = state.rails[index], region.local
+            record[words.DEVICE_SHIFT], record[words.DEVICE_KEYS] = own.shift, state.keep(own.keys)
+        self._device_bytes = nbytes
+        state.context[words.DEVICE_WINDOW] = start
+        return DeviceOffer(start, nbytes, tuple(tables)).encode()
+
+    def accept_device(self, offers: Sequence[bytes | None]) -> None:
+        """See :class:`.base.DeviceReach`."""
+        state = self._state
+        for peer, text in enumerate(offers):
+            if text is None or state.peers[peer, words.STATE] != words.UP:
+                continue
+            count = int(state.peers[peer, words.LINK_COUNT])
+            try:
+                offer = DeviceOffer.decode(text, self._device_bytes, count)
+            except ValueError as error:
+                who = f"rank {self._rank}: the device window of rank {peer} over efa (proxy {self._proxy})"
+                raise BootstrapError(f"{who}: {error}. Start all ranks with the same settings") from None
+            state.peers[peer, words.DEVICE_TARGET] = offer.start
+            for index, keys in enumerate(offer.rails[:count]):
+                link = state.links[peer, index]
+                link[words.DEVICE_TARGET_SHIFT] = keys.shift
+                link[words.DEVICE_REMOTE_KEYS] = state.keep(keys.keys)
+        # The last word of all: with it the data path looks at the others.
+        state.context[words.SPLIT] = self._device_bytes
+
+    def release_device(self) -> None:
+        """See :class:`.base.DeviceReach`."""
+        self._state.context[words.SPLIT] = 0
+        while self._device_regions:
+            self._device_regions.pop().close()
 
     def data_path(self) -> DataPath:
         """Addresses for the proxy loop; valid from ``connect`` to ``close``."""

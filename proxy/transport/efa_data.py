@@ -31,6 +31,12 @@ from .efa_state import (
     COMPLETIONS,
     CQ,
     CURSOR,
+    DEVICE_KEYS,
+    DEVICE_REMOTE_KEYS,
+    DEVICE_SHIFT,
+    DEVICE_TARGET,
+    DEVICE_TARGET_SHIFT,
+    DEVICE_WINDOW,
     ERRNOS,
     FREE,
     FREE_SLOTS,
@@ -68,6 +74,7 @@ from .efa_state import (
     SLOT_TICKET,
     SLOT_WORDS,
     SLOTS,
+    SPLIT,
     STATE,
     STATUSES,
     STRANGERS,
@@ -156,6 +163,10 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     if nbytes == 0:
         # The NIC still wants an address that its keys cover, and the end of a window is none.
         source = target = 0
+    split = peek(context + 8 * SPLIT)
+    on_device = target < split
+    if (source < split) != on_device or (on_device and max(source, target) + nbytes > split):
+        return -_EINVAL
     index = 0
     rails = peek(record + 8 * LINK_COUNT)
     if rails > 1:
@@ -175,24 +186,20 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     poke(entry + 8 * SLOT_TICKET, wr_id)
     poke(entry + 8 * SLOT_PEER, peer)
     link = _link(context, peer, index)
-    shift = peek(context + 8 * SHIFT)
+    if on_device:
+        lkey = peek(peek(rail + 8 * DEVICE_KEYS) + 8 * (source >> peek(rail + 8 * DEVICE_SHIFT)))
+        rkey = peek(peek(link + 8 * DEVICE_REMOTE_KEYS) + 8 * (target >> peek(link + 8 * DEVICE_TARGET_SHIFT)))
+        here, there = peek(context + 8 * DEVICE_WINDOW) + source, peek(record + 8 * DEVICE_TARGET) + target
+    else:
+        shift = peek(context + 8 * SHIFT)
+        lkey = peek(peek(rail + 8 * LOCAL_KEYS) + 8 * (source >> shift))
+        rkey = peek(peek(link + 8 * REMOTE_KEYS) + 8 * (target >> shift))
+        here, there = peek(context + 8 * WINDOW) + source, peek(record + 8 * REMOTE_WINDOW) + target
     poke(qp + _WR_ID, slot + 1)
     poke32(qp + _WR_FLAGS, _SIGNALED)
-    call4(
-        peek(rail + 8 * WR_WRITE_IMM),
-        qp,
-        peek(peek(link + 8 * REMOTE_KEYS) + 8 * (target >> shift)),
-        peek(record + 8 * REMOTE_WINDOW) + target,
-        _swapped(imm),
-    )
+    call4(peek(rail + 8 * WR_WRITE_IMM), qp, rkey, there, _swapped(imm))
     call4(peek(rail + 8 * WR_SET_ADDRESS), qp, peek(link + 8 * AH), peek(link + 8 * QPN), peek(link + 8 * QKEY))
-    call4(
-        peek(rail + 8 * WR_SET_SGE),
-        qp,
-        peek(peek(rail + 8 * LOCAL_KEYS) + 8 * (source >> shift)),
-        peek(context + 8 * WINDOW) + source,
-        nbytes,
-    )
+    call4(peek(rail + 8 * WR_SET_SGE), qp, lkey, here, nbytes)
     poke(rail + 8 * POSTED, peek(rail + 8 * POSTED) + 1)
     return ACCEPTED
 

@@ -1,8 +1,9 @@
 """Memory of the compiled EFA data path: one int64 context per endpoint, records per rail, peer and link.
 
-Written by the endpoint before the proxy thread starts, then by that thread alone; nothing here is shared with another
-process. Words are indices into int64 arrays. A *link* is a peer seen through one rail: an address handle, a QP number
-and the peer's keys.
+Written by the endpoint before the proxy thread starts, then by that thread alone; those of a window in device memory by
+the endpoint later, before the first command that names an offset in it is in a ring. Nothing here is shared with
+another process. Words are indices into int64 arrays. A *link* is a peer seen through one rail: an address handle, a QP
+number and the peer's keys.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ STRANGERS = 11  # immediates of QPs that are no peer's, dropped
 COMPLETIONS = 12  # address of room for COMPLETION_BATCH completions
 ERRNOS = 13  # address of the errno that a DOWN carries, by completion status
 SHIFT = 14  # offset >> SHIFT is the chunk of a window that an offset lies in, each with keys of its own
-CONTEXT_WORDS = 16
+SPLIT = 15  # offsets below it lie in device memory, at both ends; 0 = none does
+DEVICE_WINDOW = 16  # address of that part of this rank's window
+CONTEXT_WORDS = 24
 
 # --- a rail: one QP with its completion queue on one NIC --------------------------------------------------------------
 QP = 0  # address of the ibv_qp, 0 = closed
@@ -58,6 +61,8 @@ RECEIVES = 16  # receives kept posted, 0 = unsolicited writes need none
 RECEIVE_LIST = 17  # address of RECEIVE_BATCH chained ibv_recv_wr
 DEPTH = 18  # slots
 POSTED = 19  # writes posted, for the counters of tests and benchmarks
+DEVICE_SHIFT = 20  # SHIFT and LOCAL_KEYS of the part of the window that is device memory
+DEVICE_KEYS = 21
 RAIL_WORDS = 24
 
 # --- a slot of the send queue: what is needed when its write completes ------------------------------------------------
@@ -71,6 +76,7 @@ LINK_COUNT = 1  # rails that both ends have
 REMOTE_WINDOW = 2  # address of its window in its process
 LOST_STATUS = 3  # completion status that parted us from it, and the NIC's own code, for describe()
 LOST_VENDOR = 4
+DEVICE_TARGET = 5  # address of the part of its window that is device memory
 PEER_WORDS = 8
 
 ABSENT, UP, CLOSED = 0, 1, 2
@@ -81,6 +87,8 @@ QPN = 1  # of the peer's rail
 QKEY = 2
 AH_NUMBER = 3  # what a completion names as the sender's address, -1 = the library does not tell
 REMOTE_KEYS = 4  # address of the rkeys of the peer's window, one per chunk
+DEVICE_TARGET_SHIFT = 5  # the same of the part of the peer's window that is device memory
+DEVICE_REMOTE_KEYS = 6
 LINK_WORDS = 8
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -130,6 +138,7 @@ class State:
         self.local_keys: Words = np.zeros((count, chunks), np.int64)
         self.remote_keys: Words = np.zeros((ranks, count, chunks), np.int64)
         self._stripes = stripe_table(proxies)
+        self._tables: list[Words] = []
         self._completions = np.zeros(COMPLETION_BATCH * WC.nbytes // 8, np.int64)
         self._errnos = np.array([STATUS_ERRNO.get(status, errno.ECONNRESET) for status in range(STATUSES)], np.int64)
         self._slots = [np.zeros((depth, SLOT_WORDS), np.int64) for depth in depths]
@@ -163,6 +172,12 @@ class State:
         for peer in range(ranks):
             for index in range(count):
                 self.links[peer, index, REMOTE_KEYS] = self.remote_keys[peer, index].ctypes.data
+
+    def keep(self, values: Sequence[int]) -> int:
+        """Address of an int64 table of ``values`` that lives as long as this object."""
+        table = np.array(values, np.int64)
+        self._tables.append(table)
+        return int(table.ctypes.data)
 
     @property
     def address(self) -> int:

@@ -129,6 +129,8 @@ class MemoryNetwork:
         self.refuse: dict[str, int] = {}
         self.objects: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        #: Memory of a GPU without a peer-memory module, (address, bytes): registered by dma-buf only.
+        self.device_memory: list[tuple[int, int]] = []
         self._memory: dict[int, np.ndarray] = {}
         self._parts: Counter[int] = Counter()
         self._owners: dict[int, list[int]] = {}
@@ -177,7 +179,7 @@ class MemoryNetwork:
             "_ibv_query_gid_table": functools.partial(self._of_device, self._query_gid_table),
             "ibv_alloc_pd": self._alloc_pd,
             "ibv_dealloc_pd": lambda pd: self._destroy("pd", pd),
-            "ibv_reg_mr": functools.partial(self._reg_mr, rank),
+            "ibv_reg_mr": functools.partial(self._reg_directly, rank),
             "ibv_reg_dmabuf_mr": functools.partial(self._reg_dmabuf_mr, rank),
             "ibv_dereg_mr": self._dereg_mr,
             "ibv_create_cq": self._create_cq,
@@ -333,6 +335,15 @@ class MemoryNetwork:
 
     def _alloc_pd(self, context: int) -> int:
         return self._create("pd", PD, 128, [context], context=context)
+
+    def _is_device_memory(self, start: int, nbytes: int) -> bool:
+        return any(first < start + nbytes and start < first + length for first, length in self.device_memory)
+
+    def _reg_directly(self, rank: int, pd: int, start: int, nbytes: int, access: int) -> int:
+        if self._is_device_memory(start, nbytes):
+            ctypes.set_errno(errno.EFAULT)
+            return 0
+        return self._reg_mr(rank, pd, start, nbytes, access)
 
     def _reg_mr(self, rank: int, pd: int, start: int, nbytes: int, access: int) -> int:
         index = self.word(net.MR_COUNT)

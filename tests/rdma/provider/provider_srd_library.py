@@ -245,7 +245,7 @@ class SrdNetwork(MemoryNetwork):
         return pd
 
     def _register_directly(self, pd: int, start: int, nbytes: int, access: int) -> int:
-        if not self.peer_memory:
+        if not self.peer_memory or self._is_device_memory(start, nbytes):
             ctypes.set_errno(errno.EFAULT)
             return 0
         return self._register(pd, start, nbytes, access)

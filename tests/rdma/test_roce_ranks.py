@@ -1,0 +1,94 @@
+"""Whole ranks over RoCE NICs in memory: both modes over two NICs each, and a rank that dies while others connect."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import ll_cases
+import normal_cases
+import pytest
+from nic_ranks import efa_nics, install, roce_nics, run_ranks
+from provider_library import MemoryNetwork
+from provider_srd_library import SrdNetwork
+
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.errors import PeerLost
+from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.proxy.transport import roce_state
+from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
+from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle, QueuePair
+from uccl_ep_serving.runtime import Runtime
+
+FORCED = Settings(transport="roce", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(("rails", "proxies", "qps"), [(2, 1, 1), (3, 2, 2)])
+def test_both_modes_over_several_nics(rails: int, proxies: int, qps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = MemoryNetwork(3, seed=rails, rails=rails, delay=0.2, half=0.2)
+    settings = replace(FORCED, proxies=proxies, channels=4, nic_qps=qps)
+    cases = [ll_cases.Case(ranks=3, experts=12, counts=(8, 3, 0), seed=seed) for seed in range(3)]
+    inputs = [case.inputs() for case in cases]
+    normal = normal_cases.Case((60, 0, 33), experts=12).inputs()
+
+    def body(runtime: Runtime) -> Any:
+        low_latency = LowLatency(runtime)  # type: ignore[arg-type]
+        for case, given in zip(cases, inputs, strict=True):
+            combined = ll_cases.run_rank(case, low_latency, runtime.rank, given)
+            ll_cases.check_combined(case, given, runtime.rank, combined)
+        received = normal_cases.round_trip(Normal(runtime), normal, runtime.rank)
+        assert set(re.findall(r"': '(\w+)'", str(runtime.stats()["transport_by_peer"]))) == {"roce"}
+        assert runtime._plane is not None
+        used = [
+            row[0].state.links[:, roce_state.IMMEDIATES].reshape(3, -1, qps).sum(axis=(0, 2))  # type: ignore[attr-defined]
+            for row in runtime._plane.endpoints
+        ]
+        assert all((one > 0).all() for one in used), f"a NIC was idle: {used}"
+        return received
+
+    with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
+        normal_cases.check(normal, run_ranks(network, here, settings, body))
+
+
+@pytest.mark.parametrize("kind", ["roce", "efa"])
+def test_a_rank_that_dies_while_others_connect_is_named_soon(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 are at their connections for seconds; rank 2 is gone after the first moment."""
+    ranks = 6
+    network: Any = SrdNetwork(ranks) if kind == "efa" else MemoryNetwork(ranks)
+    topology: Any = efa_nics(1) if kind == "efa" else lambda rank: roce_nics(network, rank)
+    endpoint, connection, name = (
+        (EfaEndpoint, AddressHandle, "__init__") if kind == "efa" else (RoceEndpoint, QueuePair, "connect")
+    )
+    connect, make = endpoint.connect, getattr(connection, name)
+    died: list[float] = []
+
+    def dying(self: Any, *arguments: Any) -> None:
+        if self._rank != 2:
+            connect(self, *arguments)
+            return
+        time.sleep(0.2)
+        died.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    def slow(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        time.sleep(0.6)
+
+    goodbye = ControlMesh.goodbye
+    monkeypatch.setattr(endpoint, "connect", dying)
+    monkeypatch.setattr(connection, name, slow)
+    monkeypatch.setattr(ControlMesh, "goodbye", lambda mesh: None if mesh.rank == 2 else goodbye(mesh))
+    settings = replace(FORCED, transport=kind, connect_timeout=30.0)
+    failed: dict[int, BaseException] = {}
+    with install(network, monkeypatch, topology, kind) as here:
+        run_ranks(network, here, settings, lambda runtime: None, failed)
+    seconds = time.monotonic() - died[0]
+    others = [failed[rank] for rank in range(ranks) if rank != 2]
+    assert all(isinstance(error, PeerLost) for error in others), failed
+    assert {2} <= {error.peer for error in others if isinstance(error, PeerLost)}
+    assert seconds < 2.5, f"all connections would have taken 3 s, the loss was noticed after {seconds:.1f} s"
