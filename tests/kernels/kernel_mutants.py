@@ -1,13 +1,18 @@
 """The package with rules of the stream that live in kernels, and on the host, made removable.
 
-:func:`write_copy` copies the package into a directory and guards every rule of :data:`MUTANTS` with a switch at a fixed
-address, so that the copy is compiled once for all of them. :mod:`mutant_runner`, in a process of its own that imports
+:func:`write_copy` copies the package into a directory and guards every rule of a table (:data:`MUTANTS`, or that of
+``rdma/nic_mutants.py``) with a switch at a fixed address, so that the copy is compiled once for all of them. :mod:`mutant_runner`, in a process of its own that imports
 the copy, throws one switch after the other and runs the test that must notice.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -245,8 +250,8 @@ MUTANTS = {
 }
 
 
-def write_copy(directory: Path) -> None:
-    """Copy the package into ``directory``, every rule guarded.
+def write_copy(directory: Path, mutants: Mapping[str, Mutant] = MUTANTS) -> None:
+    """Copy the package into ``directory``, every rule of ``mutants`` guarded.
 
     Raises AssertionError when the text of a rule is not found exactly once.
     """
@@ -255,7 +260,7 @@ def write_copy(directory: Path) -> None:
         shutil.copytree(ROOT / part, directory / part, symlinks=True, ignore=ignored)
     native = directory / "uccl_ep_serving/native/__init__.py"
     native.write_text(native.read_text() + _MAP)
-    for number, (name, mutant) in enumerate(MUTANTS.items(), start=1):
+    for number, (name, mutant) in enumerate(mutants.items(), start=1):
         path = directory / mutant.path
         source = path.read_text()
         assert source.count(mutant.old) == 1, f"{name}: {source.count(mutant.old)} places in {mutant.path}"
@@ -271,3 +276,33 @@ def has_name(source: str, name: str) -> bool:
     """Whether a module imports ``name``."""
     imports = [line for line in source.splitlines() if line.startswith(("from ", "    ")) or "import" in line]
     return any(name in line.replace(",", " ").split() for line in imports if "import" in line)
+
+
+def run_without_rules(directory: Path, module: str, table: str, mutants: Mapping[str, Mutant]) -> dict[str, int]:
+    """Exit status of each rule's test without the rule; the copy is compiled once, into a cache of its own.
+
+    Args:
+        directory: empty, for the copy.
+        module, table: where the process finds ``mutants``.
+    """
+    write_copy(directory, mutants)
+    result = directory / "results.json"
+    paths = [directory, *(ROOT / "tests" / name for name in ("kernels", "rdma", "."))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "UCCL_EP_CACHE_DIR": str(directory / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/kernels/mutant_runner.py"), str(result), module, table],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert result.exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    found: dict[str, int] = json.loads(result.read_text())
+    assert found[""] == 0, f"a test fails with all rules in force: {done.stdout[-4000:]}"
+    return found

@@ -1,17 +1,19 @@
-"""Runs the tests of :mod:`kernel_mutants` on the copy of the package that stands first on ``sys.path``.
+"""Runs the tests of a table of mutants on the copy of the package that stands first on ``sys.path``.
 
-mutant_runner.py RESULT      writes JSON: {"": exit status of all tests with all rules in force, rule: exit status}
+mutant_runner.py RESULT MODULE TABLE    for example kernel_mutants MUTANTS; writes JSON: {"": exit status of all tests
+                                        with all rules in force, rule: exit status of its test without it}
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from kernel_mutants import MUTANTS, ROOT, SWITCH
+from kernel_mutants import ROOT, SWITCH
 
 
 def run(tests: list[str]) -> int:
@@ -25,9 +27,10 @@ def main() -> None:
     import uccl_ep_serving.native
 
     assert ROOT not in Path(uccl_ep_serving.native.__file__).parents, "the package itself runs, not its copy"
+    mutants = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])
     switch = ctypes.c_int64.from_address(SWITCH)
-    results = {"": run(sorted({mutant.test for mutant in MUTANTS.values()}))}
-    for number, (name, mutant) in enumerate(MUTANTS.items(), start=1):
+    results = {"": run(sorted({mutant.test for mutant in mutants.values()}))}
+    for number, (name, mutant) in enumerate(mutants.items(), start=1):
         switch.value = number
         results[name] = run([mutant.test])
         switch.value = 0

@@ -271,6 +271,18 @@ class TestFailures:
             others = some_writes(group, 4, peer=2)
             others.run()
 
+    def test_failures_of_one_peer_are_one_loss(self) -> None:
+        network = SrdNetwork(3, seed=4)
+        with open_network(network, 1 << 16) as group:
+            traffic = some_writes(group, 6)
+            network.kill(1)
+            for write in range(6):
+                assert traffic.try_post(write)
+            traffic.ports[0].flush()
+            events = [event for _ in range(200) for event in traffic.ports[0].poll()]
+            assert [(event.kind, event.peer) for event in events] == [(DOWN, 1)]
+            assert network.in_flight == 0
+
     def test_a_peer_that_has_no_handle_for_us_refuses_our_writes(self) -> None:
         network = SrdNetwork(2, seed=4)
         windows = [np.zeros(4096, np.uint8) for _ in range(2)]

@@ -139,6 +139,24 @@ def test_the_nic_that_failed_is_named() -> None:
         assert "; on mem0r1: work completion status 12" in endpoints[0].describe(1)
 
 
+def test_what_arrived_on_other_nics_is_delivered_before_down() -> None:
+    """More than one poll takes: the failure is seen first, on one NIC, what arrived waits on the other."""
+    network = MemoryNetwork(2, rails=2)
+    with open_endpoints(network, 2, 1 << 16) as (group, endpoints):
+        ours, theirs = Port(group, 0), Port(group, 1)
+        for number in range(200):
+            assert theirs.post(0, 0, 0, 16, imm(1, FIRST, number), number, FIRST) == ACCEPTED
+        theirs.flush()
+        poll_all([theirs])
+        network.fail(network.queue_pairs(0)[0], 0, codes.REM_ACCESS_ERR)
+        assert ours.post(1, 0, 0, 16, imm(0, SECOND, 0), 0, SECOND) == ACCEPTED
+        ours.flush()
+        poll_all([theirs])
+        endpoints[0].state.context[roce_state.CURSOR] = 0
+        events = poll_all([ours], 0.3)
+        assert [event.kind for event in events] == [ARRIVED] * 200 + [DOWN]
+
+
 class TestConnecting:
     def test_a_peer_that_dies_meanwhile_is_named_and_nothing_stays_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
         network, dead = MemoryNetwork(2, rails=2), False

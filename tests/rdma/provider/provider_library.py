@@ -13,6 +13,7 @@ import errno
 import functools
 import ipaddress
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,7 @@ class MemoryNetwork:
     ) -> None:
         self.functions = functions or reliable_connection()
         self.ranks, self.rails = ranks, rails
+        self._one_at_a_time = threading.Lock()
         self.traits = [
             DeviceTraits(
                 gids=[
@@ -241,12 +243,14 @@ class MemoryNetwork:
         pointer = name.startswith(("ibv_create", "efadv_create", "ibv_open", "ibv_alloc", "ibv_reg"))
 
         def call(*arguments: int) -> int | None:
-            self.calls[name] += 1
-            number = self.refuse.pop(name, 0)
-            if number:
-                ctypes.set_errno(number)
-                return 0 if pointer else number
-            return function(*arguments)
+            # ranks may be threads of one process: to the network each is a process of its own
+            with self._one_at_a_time:
+                self.calls[name] += 1
+                number = self.refuse.pop(name, 0)
+                if number:
+                    ctypes.set_errno(number)
+                    return 0 if pointer else number
+                return function(*arguments)
 
         return call
 
