@@ -99,12 +99,19 @@ class HostNics:
         if not rails.nics:
             reasons = [f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices]
             return Offer(reason="; ".join(reasons), present=True)
-        try:
-            words = {self._probe(transport, nic) for nic in rails.nics}
-        except (ConfigError, TransportError) as error:
-            return Offer(reason=str(error), present=True)
+        found: dict[str, str] = {}
+        failures = []
+        for nic in rails.nics:
+            try:
+                found[nic.name] = self._probe(transport, nic)
+            except (ConfigError, TransportError) as error:
+                failures.append(str(error))
+        if failures:
+            return Offer(reason="; ".join(dict.fromkeys(failures)), present=True)
+        alike = len(set(found.values())) == 1
+        words = next(iter(found.values())) if alike else "; ".join(f"{name}: {what}" for name, what in found.items())
         fabric = "EFA" if transport == EFA else rails.nics[0].link
-        return Offer(tuple(nic.name for nic in rails.nics), fabric, "; ".join(sorted(words)), present=True)
+        return Offer(tuple(nic.name for nic in rails.nics), fabric, words, present=True)
 
     def _probe(self, transport: str, nic: Nic) -> str:
         """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""

@@ -1,8 +1,9 @@
 """The package with rules of the stream that live in kernels, and on the host, made removable.
 
 :func:`write_copy` copies the package into a directory and guards every rule of a table (:data:`MUTANTS`, or that of
-``rdma/nic_mutants.py``) with a switch at a fixed address, so that the copy is compiled once for all of them. :mod:`mutant_runner`, in a process of its own that imports
-the copy, throws one switch after the other and runs the test that must notice.
+``rdma/nic_mutants.py``) with a switch at a fixed address, so that the copy is compiled once for all of them.
+:mod:`mutant_runner`, in a process of its own that imports the copy, throws one switch after the other and runs the test
+that must notice.
 """
 
 from __future__ import annotations

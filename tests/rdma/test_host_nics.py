@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nic_ranks import efa_nics
+from nic_ranks import efa_nics, roce_nics
 from provider_library import MemoryNetwork
 from provider_srd_library import SrdNetwork
 from sysfs_tree import machine
@@ -15,6 +15,7 @@ from sysfs_tree import machine
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.nic_endpoints import HostNics
+from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.select import Offer
 from uccl_ep_serving.proxy.transport.verbs_library import VerbsLibrary
 from uccl_ep_serving.topology import Nic, Topology
@@ -42,6 +43,31 @@ def test_an_offer_names_its_rails_and_what_they_are() -> None:
 def test_devices_without_a_library() -> None:
     nics = HostNics(Settings(), topology=efa_nics(1), libraries={"efa": no_library})
     assert nics.offers["efa"] == Offer(reason="libefa.so.1 cannot be loaded", present=True)
+
+
+def test_every_nic_that_cannot_be_used_is_named_with_its_reason() -> None:
+    network = MemoryNetwork(1, rails=3)
+    network.traits[0].state = codes.PORT_DOWN
+    network.traits[2].gids = []
+    libraries = {"roce": lambda: network.library(0)}
+    offer = HostNics(Settings(), topology=roce_nics(network, 0), libraries=libraries).offers["roce"]
+    assert (offer.nics, offer.present) == ((), True)
+    assert "mem0r0: port 1 is not active (state 1)" in offer.reason
+    assert "mem0r2: no RoCE v2 GID" in offer.reason
+    assert "mem0r1" not in offer.reason
+
+
+def test_an_offer_says_which_address_each_nic_uses() -> None:
+    network = MemoryNetwork(1, rails=2)
+    libraries = {"roce": lambda: network.library(0)}
+    offer = HostNics(Settings(), topology=roce_nics(network, 0), libraries=libraries).offers["roce"]
+    assert offer.nics == ("mem0r0", "mem0r1")
+    for name, address in (("mem0r0", "10.0.0.1"), ("mem0r1", "10.0.0.2")):
+        assert f"{name}: soft-RoCE (0xffffff:0), firmware 1.0, GID 1 (RoCE v2, {address}): the first" in offer.reason
+    chosen = Settings(nic_gid_index=7)
+    refused = HostNics(chosen, topology=roce_nics(network, 0), libraries=libraries).offers["roce"]
+    assert "mem0r0: the GID index that was set, 7, has no valid entry" in refused.reason
+    assert not +network.objects
 
 
 def test_devices_that_are_left_out_are_named(tmp_path: Path) -> None:

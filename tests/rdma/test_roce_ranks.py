@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.low_latency import LowLatency
 from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.proxy.transport import roce_state
+from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
 from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
 from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle, QueuePair
@@ -53,6 +55,36 @@ def test_both_modes_over_several_nics(rails: int, proxies: int, qps: int, monkey
 
     with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
         normal_cases.check(normal, run_ranks(network, here, settings, body))
+
+
+def test_a_failed_queue_pair_ends_the_pair_by_name_and_a_new_group_is_built_in_the_same_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = MemoryNetwork(2, rails=2)
+    case = ll_cases.Case(ranks=2, experts=8, counts=(8, 8))
+    given = case.inputs()
+    met = threading.Barrier(2)
+
+    def run(runtime: Runtime) -> None:
+        combined = ll_cases.run_rank(case, LowLatency(runtime), runtime.rank, given)  # type: ignore[arg-type]
+        ll_cases.check_combined(case, given, runtime.rank, combined)
+
+    def fails(runtime: Runtime) -> str:
+        run(runtime)
+        met.wait(30)
+        if runtime.rank == 0:
+            for qp in network.queue_pairs(0):
+                network.fail(qp, network.posted(qp), codes.RETRY_EXC_ERR)
+        met.wait(30)
+        with pytest.raises(PeerLost) as caught:
+            run(runtime)
+        assert caught.value.peer == 1 - runtime.rank
+        return str(caught.value)
+
+    with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
+        words = run_ranks(network, here, FORCED, fails)
+        assert any("on mem0r" in text and "work completion status 12" in text for text in words), words
+        run_ranks(network, here, FORCED, run)
 
 
 @pytest.mark.parametrize("kind", ["roce", "efa"])
