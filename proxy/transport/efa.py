@@ -326,7 +326,11 @@ class EfaEndpoint:
     def describe(self, peer: int) -> str:
         """How ``peer`` is reached, and what the NIC said when it was lost."""
         status, vendor = (int(self._state.peers[peer, word]) for word in (words.LOST_STATUS, words.LOST_VENDOR))
-        return self._how[peer] + (f": {explain_completion(status, vendor)}" if status else "")
+        if not status:
+            return self._how[peer]
+        reports = ", ".join(f"{rail.context.device}: {what}" for rail in self._rails for what in rail.context.reports())
+        also = f"; the devices have reported: {reports}" if reports else ""
+        return f"{self._how[peer]}: {explain_completion(status, vendor)}{also}"
 
     @property
     def strangers(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...config import Settings
 from ...errors import BootstrapError, ConfigError
-from ...protocol.command import MAX_WRITE_BYTES
+from ...protocol.command import MAX_WRITE_BYTES, UNIT
 from ...protocol.imm import IMM
 from . import roce_state as words
 from . import verbs_codes as codes
@@ -134,13 +134,17 @@ class RoceEndpoint:
                     self._lookout.look()
                     inline = inline if rail.add_link(peer, place, sends, receives) else 0
         state.context[words.INLINE] = inline
+        most = [max_write, *(rail.max_message for rail in self._rails)]
+        if len(self._rails) > 1:
+            # The proxy cuts writes by what all NICs together may have in flight; a stream is on one of them.
+            most += [rail.share // 4 // UNIT * UNIT for rail in self._rails]
         self._capabilities = Capabilities(
             name="roce",
             ordered=self._qps == len(self._rails) == 1,
             proves_source=True,
             memory_kinds=("shared", "host", "device"),
             immediate_bits=IMM.bits,
-            max_write=min([max_write, *(rail.max_message for rail in self._rails)]),
+            max_write=min(most),
             bytes_in_flight=sum(rail.share for rail in self._rails),
             # A stream keeps to one rail, and with one queue pair there to that: RC loses, repeats and reorders nothing.
             in_sequence=self._qps == 1,
@@ -283,9 +287,11 @@ class RoceEndpoint:
             return self._how[peer]
         rail = int(record[words.FAILED_LINK]) // self._qps % len(self._rails)
         on = f"on {self._rails[rail].nic.device}: " if len(self._rails) > 1 else ""
+        what = f"the NIC's driver refused a work request with errno {-status}"
         if status > 0:
-            return f"{self._how[peer]}; {on}{codes.completion_words(status, vendor)}"
-        return f"{self._how[peer]}; {on}the NIC's driver refused a work request with errno {-status}"
+            what = codes.completion_words(status, vendor)
+        reports = ", ".join(self._rails[rail].context.reports())
+        return f"{self._how[peer]}; {on}{what}" + (f"; the device has reported: {reports}" if reports else "")
 
     def close(self) -> None:
         """Destroy queue pairs, queues and regions, in this order, and close the devices."""

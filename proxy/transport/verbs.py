@@ -11,6 +11,7 @@ rdma-core. Where it is installed, ``uccl-ep doctor`` adds what it reports of the
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import errno
@@ -26,6 +27,7 @@ from typing import Self
 from ...errors import ConfigError, TransportError
 from . import verbs_codes as codes
 from .verbs_abi import (
+    ASYNC_EVENT,
     CONTEXT,
     CQ,
     DEVICE,
@@ -57,6 +59,8 @@ _log = logging.getLogger("uccl_ep_serving")
 _EXTENDED = (1 << 64) - 1
 #: Most GIDs read of a port; NICs have up to 1,024.
 _GIDS = 1024
+#: Most reports kept of a device, and read at once.
+_REPORTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class Context(VerbsObject):
     def __init__(self, library: VerbsLibrary, name: str, device: int) -> None:
         address = library.pointer("ibv_open_device", device, device=name, doing="opening the device")
         super().__init__(library, name, address, "ibv_close_device")
+        self._reported: collections.deque[str] = collections.deque(maxlen=_REPORTS)
         self.check(CONTEXT, device=device)
         _open.add(self)
 
@@ -200,6 +205,24 @@ class Context(VerbsObject):
                     )
                 )
         return sorted(found, key=lambda gid: gid.index)
+
+    def reports(self) -> Sequence[str]:
+        """What the device has reported of itself so far (a port that went down, a fatal error), in words, the latest
+        :data:`_REPORTS`. Asks the device; never waits, never raises."""
+        if self.address:
+            descriptor = CONTEXT.get(self.address, "async_fd")
+            # The call waits for an event otherwise.
+            if 2 < descriptor < 1 << 20:
+                os.set_blocking(descriptor, False)
+            event = Block(ASYNC_EVENT)
+            for _ in range(_REPORTS):
+                if self.library.call("ibv_get_async_event", self.address, event.address) != 0:
+                    break
+                if event["event_type"] not in codes.HARMLESS_EVENTS:
+                    self._reported.append(codes.event_words(event["event_type"]))
+                # Destroying the object that an event is about waits until it is acknowledged.
+                self.library.call("ibv_ack_async_event", event.address)
+        return tuple(self._reported)
 
     def operation(self, name: str) -> int:
         """Address of a data-path function of the provider: ``poll_cq``, ``post_send``, ``post_recv``.

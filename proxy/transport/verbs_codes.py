@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 
-__all__ = ["STATUS_ERRNO", "completion_words", "event_words"]
+__all__ = ["HARMLESS_EVENTS", "STATUS_ERRNO", "completion_words", "event_words"]
 
 # --- ibv_access_flags
 ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ = 1, 2, 4
@@ -122,6 +122,9 @@ STATUS_ERRNO = {
     FATAL_ERR: errno.EIO,
     GENERAL_ERR: errno.EIO,
 }
+
+#: Events of every connection's ordinary life: communication established, send queue drained, path migrated.
+HARMLESS_EVENTS = frozenset({4, 5, 6})
 
 _EVENTS = (
     "CQ error",

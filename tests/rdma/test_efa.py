@@ -266,7 +266,11 @@ class TestFailures:
             traffic.ports[0].flush()
             events = [event for _ in range(100) for port in traffic.ports for event in port.poll() if port.rank == 0]
             assert [(e.peer, e.status) for e in events if e.kind == DOWN] == [(1, number)]
-            assert words in group.endpoints[0].describe(1)
+            network.events.append(8)
+            for _ in range(2):
+                described = group.endpoints[0].describe(1)
+                assert words in described
+                assert described.endswith("; the devices have reported: efa0: device fatal error")
             assert traffic.ports[0].post(1, 0, 0, 0, 0, 7) == -errno.ENOTCONN
             others = some_writes(group, 4, peer=2)
             others.run()

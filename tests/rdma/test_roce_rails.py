@@ -86,7 +86,8 @@ class TestBytesInFlight:
     def test_a_nic_takes_no_more_than_its_share(self) -> None:
         network = MemoryNetwork(2, rails=2)
         with open_endpoints(network, 2, 1 << 20, settings=self.settings) as (group, endpoints):
-            assert endpoints[0].capabilities.bytes_in_flight == 2 * self.share
+            offered = endpoints[0].capabilities
+            assert (offered.bytes_in_flight, offered.max_write) == (2 * self.share, self.share // 4)
             sender, receiver = Port(group, 0), Port(group, 1)
             size = self.share // 4
             answers = [sender.post(1, 0, 0, size, imm(0, FIRST, n), n, FIRST) for n in range(5)]
@@ -137,6 +138,11 @@ def test_the_nic_that_failed_is_named() -> None:
         sender.flush()
         assert [event.peer for event in poll_all([sender], 0.3) if event.kind == DOWN] == [1]
         assert "; on mem0r1: work completion status 12" in endpoints[0].describe(1)
+        assert "reported" not in endpoints[0].describe(1)
+        network.events += [4, 10, 8]
+        for _ in range(2):
+            assert endpoints[0].describe(1).endswith("; the device has reported: port error, device fatal error")
+        assert network.acknowledged == [4, 10, 8]
 
 
 def test_what_arrived_on_other_nics_is_delivered_before_down() -> None:

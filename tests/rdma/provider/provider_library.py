@@ -24,6 +24,7 @@ import provider_network as net
 from uccl_ep_serving.proxy.state import aligned_zeros
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.verbs_abi import (
+    ASYNC_EVENT,
     CONTEXT,
     CQ,
     DEVICE,
@@ -119,6 +120,9 @@ class MemoryNetwork:
         self.functions = functions or reliable_connection()
         self.ranks, self.rails = ranks, rails
         self._one_at_a_time = threading.Lock()
+        #: Asynchronous events that the devices will report, and those that were acknowledged.
+        self.events: list[int] = []
+        self.acknowledged: list[int] = []
         self.traits = [
             DeviceTraits(
                 gids=[
@@ -175,6 +179,8 @@ class MemoryNetwork:
             "ibv_free_device_list": self._free,
             "ibv_get_device_name": lambda device: device + DEVICE["name"],
             "ibv_open_device": functools.partial(self._open_device, rank),
+            "ibv_get_async_event": self._take_event,
+            "ibv_ack_async_event": lambda event: self.acknowledged.append(ASYNC_EVENT.get(event, "event_type")),
             "ibv_close_device": lambda context: self._destroy("context", context),
             "ibv_query_device": functools.partial(self._of_device, self._query_device),
             "ibv_query_port": functools.partial(self._of_device, self._query_port),
@@ -290,6 +296,14 @@ class MemoryNetwork:
         for rail in range(self.rails):
             self._set(table, 8 * rail, self._devices[rank * self.rails + rail])
         return table
+
+    def _take_event(self, context: int, event: int) -> int:
+        """Its descriptor does not block: without an event the call fails."""
+        if not self.events:
+            ctypes.set_errno(errno.EAGAIN)
+            return -1
+        ASYNC_EVENT.set(event, "event_type", self.events.pop(0))
+        return 0
 
     def _open_device(self, rank: int, device: int) -> int:
         context = self._create("context", CONTEXT, 512, (), device=device, abi_compat=_EXTENDED, cmd_fd=0, async_fd=0)

@@ -173,6 +173,8 @@ class SrdNetwork(MemoryNetwork):
             "ibv_free_device_list": self._free,
             "ibv_get_device_name": lambda device: device + DEVICE["name"],
             "ibv_open_device": self._open,
+            "ibv_get_async_event": self._take_event,
+            "ibv_ack_async_event": lambda event: self.acknowledged.append(event),
             "ibv_close_device": lambda context: self._destroy("context", context),
             "ibv_query_device": lambda context, found: self._query_device(self._index[context], context, found),
             "ibv_query_port": lambda context, port, found: self._query_port(self._index[context], context, port, found),
