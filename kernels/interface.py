@@ -9,14 +9,24 @@ returns nothing, and reports there.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..config import Settings
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 
-__all__ = ["DeviceLowLatencyKernels", "DeviceStateBlock", "KernelLaunch", "LowLatencyKernels", "NormalKernels"]
+__all__ = [
+    "DeviceLowLatencyKernels",
+    "DeviceNormalKernels",
+    "DeviceNormalStateBlock",
+    "DeviceStateBlock",
+    "KernelLaunch",
+    "LowLatencyKernels",
+    "NormalFormat",
+    "NormalKernels",
+    "NormalTensors",
+]
 
 
 class LowLatencyKernels(Protocol):
@@ -277,3 +287,152 @@ class NormalKernels(Protocol):
         self, context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int
     ) -> int:
         """:meth:`exchange`, each row once to a node and, summed, once back."""
+
+
+class NormalFormat(NamedTuple):
+    """What all ranks agree on in a normal-mode operation on a device.
+
+    Attributes:
+        kind: NormalNotify.OPERATION_*.
+        dtype: DTYPE_* of the rows.
+        row_bytes, meta_bytes, scale_bytes: of a row.
+        topk: ids and weights per row of a dispatch, weights per row of a combine.
+        local_experts: experts per rank.
+        shape: digest for the handle of a dispatch with number -1.
+        shape_step: what it grows by with the number of that dispatch, modulo 2**63.
+    """
+
+    kind: int
+    dtype: int
+    row_bytes: int
+    meta_bytes: int
+    scale_bytes: int
+    topk: int
+    local_experts: int
+    shape: int
+    shape_step: int
+
+
+class NormalTensors(NamedTuple):
+    """Addresses of what an exchange moves, 0 for what there is not; see ``triton/normal_rows.move_rows``."""
+
+    x: int
+    lists: int
+    tokens: int
+    topk_idx: int
+    weights: int
+    scales: int
+    out: int
+    out_idx: int
+    out_weights: int
+    out_scales: int
+    capacity: int
+
+
+class DeviceNormalStateBlock(Protocol):
+    """Counters and tables of a window generation, in device memory.
+
+    Attributes:
+        address: what kernels get; valid while this object lives.
+    """
+
+    address: int
+
+
+class DeviceNormalKernels(Protocol):
+    """Normal mode of tensors on a device: launches of each step, to be run in order. Nothing here waits or moves.
+
+    Attributes:
+        ticket, different, total, most, away, in_heap, beyond, parted: words in which :meth:`open` tells the host the
+            caller's ticket (stored last), how many peers were given another shape (-1: failed), rows of the received
+            tensor, the most to or from one other rank, those for other ranks, whether all stay where they land; and
+            until the host clears them, how many came where fewer were promised, and ``different`` where it was not 0.
+        told, told_words: where, by rank, stands what a peer of another shape told; after it the rows per local expert.
+    """
+
+    name: str
+    ticket: int
+    different: int
+    total: int
+    most: int
+    away: int
+    in_heap: int
+    beyond: int
+    parted: int
+    told: int
+    told_words: int
+
+    def check(self, settings: Settings, topk: int) -> None:
+        """Raise ConfigError for what these kernels cannot serve."""
+
+    def new_state(self, layout: WindowLayout, device: torch.device) -> DeviceNormalStateBlock:
+        """Counters at zero."""
+
+    def warm(self, form: NormalFormat, experts: int, biases: int) -> None:
+        """Compile what an operation of this format launches."""
+
+    def info_bytes(self, local_experts: int) -> int:
+        """Bytes of what :meth:`open` tells the host."""
+
+    def mark(
+        self,
+        context: int,
+        state: int,
+        topk_idx: int,
+        tokens: int,
+        topk: int,
+        experts: int,
+        rank_counts: int,
+        expert_counts: int,
+        in_rank: int,
+        bad: int,
+    ) -> tuple[KernelLaunch, ...]:
+        """Counts and marks from ids."""
+
+    def list(self, in_rank: int, tokens: int, rows: int, lists: int, places: int) -> tuple[KernelLaunch, ...]:
+        """Lists of the tokens of each rank from marks."""
+
+    def open(
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        given: int,
+        taken: int,
+        expert_counts: int,
+        origin: int,
+        number_out: int,
+        rows_out: int,
+        info: int,
+        ticket: int,
+        capacity: int,
+    ) -> tuple[KernelLaunch, ...]:
+        """Tell every peer what this rank is about to do, and hear every peer."""
+
+    def exchange(
+        self, context: int, state: int, form: NormalFormat, tensors: NormalTensors, turns: int, programs: int
+    ) -> tuple[KernelLaunch, ...]:
+        """Move the rows of an opened operation."""
+
+    def reduce(
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        x: int,
+        weights: int,
+        places: int,
+        tokens: int,
+        gathered: int,
+        gathered_weights: int,
+        biases: tuple[int, ...],
+        out: int,
+        out_weights: int,
+        programs: int,
+    ) -> tuple[KernelLaunch, ...]:
+        """Sum the rows of a combine that has been exchanged."""
+
+    def turns(
+        self, layout: WindowLayout, channels: int, form: NormalFormat, rows: int, proxied: bool, fits: bool
+    ) -> int:
+        """Turns after which an exchange of ``rows`` rows between each two ranks is over."""

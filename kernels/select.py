@@ -6,9 +6,9 @@ import functools
 
 from ..errors import ConfigError
 from ..protocol.layout import LowLatencyPlan
-from .interface import DeviceLowLatencyKernels, LowLatencyKernels, NormalKernels
+from .interface import DeviceLowLatencyKernels, DeviceNormalKernels, LowLatencyKernels, NormalKernels
 
-__all__ = ["low_latency_kernels", "normal_kernels"]
+__all__ = ["device_low_latency_kernels", "device_normal_kernels", "low_latency_kernels", "normal_kernels"]
 
 
 @functools.cache
@@ -41,17 +41,35 @@ def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> Devic
     try:
         from .triton.low_latency import TritonLowLatencyKernels
     except ImportError as error:
-        raise ConfigError(
-            f"low-latency mode on a device needs Triton: {error}. Next step: pip install uccl_ep_serving[cuda]"
-        ) from error
+        raise _without_triton("low-latency mode", error) from error
     kernels = TritonLowLatencyKernels(plan)
-    if kernels.target.interpreted != interpreted:
+    _check_interpreter(kernels.target.interpreted, interpreted)
+    return kernels
+
+
+def device_normal_kernels(ranks: int, interpreted: bool) -> DeviceNormalKernels:
+    """The same for normal mode."""
+    try:
+        from .triton.normal import TritonNormalKernels
+    except ImportError as error:
+        raise _without_triton("normal mode", error) from error
+    kernels = TritonNormalKernels(ranks)
+    _check_interpreter(kernels.target.interpreted, interpreted)
+    return kernels
+
+
+def _without_triton(mode: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"{mode} on a device needs Triton: {error}. Next step: pip install uccl_ep_serving[cuda]")
+
+
+def _check_interpreter(present: bool, wanted: bool) -> None:
+    """Raise ConfigError when Triton was imported for something else than these kernels were asked for."""
+    if present != wanted:
         raise ConfigError(
             "UCCL_EP_DEVICE=interpreter needs TRITON_INTERPRET=1 in the environment before Triton is imported"
-            if interpreted
+            if wanted
             else "TRITON_INTERPRET=1 is set: kernels would run in Python on the host. Unset it"
         )
-    return kernels
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .bootstrap import Exchange, TorchExchange, refusing
 from .config import Settings
+from .device_ground import DeviceGround
 from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import low_latency_kernels, normal_kernels
@@ -24,6 +25,7 @@ from .low_latency import LowLatency
 from .low_latency_device import DeviceLowLatency
 from .nic_endpoints import nic_transports
 from .normal import Normal
+from .normal_device import DeviceNormal
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
 from .proxy.warm import warm as warm_proxies
@@ -152,9 +154,9 @@ class Buffer:
         try:
             self._device = settings.device
             self._low_latency: LowLatency | DeviceLowLatency = LowLatency(self.runtime)
+            self._normal: Normal | DeviceNormal = Normal(self.runtime)
             if settings.device in ("cuda", "interpreter"):
                 self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
-            self._normal = Normal(self.runtime)
         except BaseException:
             # its threads would keep it alive, and the others would wait for a rank that is never used
             self.runtime.close(0.0)
@@ -255,7 +257,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Where tokens go. See :meth:`Normal.get_dispatch_layout`."""
-        self._check_normal()
+        self._serve_kind_of(topk_idx)
         return self._normal.get_dispatch_layout(
             topk_idx,
             num_experts,
@@ -282,7 +284,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         """Send every token to the ranks of its experts, normal mode. See :meth:`Normal.dispatch`."""
-        self._check_normal()
+        self._serve_kind_of(x[0] if isinstance(x, tuple) and x else x)
         _check_config(config)
         return self._normal.dispatch(
             x,
@@ -295,7 +297,7 @@ class Buffer:
             topk_weights=topk_weights,
             expert_alignment=expert_alignment,
             num_worst_tokens=num_worst_tokens,
-            config=config,
+            config=config or self.get_dispatch_config(self.group_size),
             previous_event=previous_event,
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
@@ -313,32 +315,31 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Bring rows back and sum them, normal mode. See :meth:`Normal.combine`."""
-        self._check_normal()
         _check_config(config)
         return self._normal.combine(
             x,
             handle,
             topk_weights=topk_weights,
             bias=bias,
-            config=config,
+            config=config or self.get_combine_config(self.group_size),
             previous_event=previous_event,
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
 
-    def _check_normal(self) -> None:
-        if isinstance(self._low_latency, DeviceLowLatency):
-            raise ConfigError(
-                "normal mode has no kernels for a GPU in this version, and kernels of both kinds cannot share a "
-                "Buffer: this one serves low latency on a device"
-            )
+    def _serve_kind_of(self, tensor: object) -> None:
+        """With ``device`` = auto the first tensor decides."""
+        if self._device == "auto" and isinstance(tensor, torch.Tensor):
+            self._serve(tensor.device)
 
     def _serve(self, device: torch.device) -> None:
-        """Decide what kind of tensors this Buffer serves in low-latency mode, once."""
+        """Decide what kind of tensors this Buffer serves, once: kernels of both kinds cannot share counters."""
         interpreted = self._device == "interpreter"
         self._device = "cpu" if device.type == "cpu" else "cuda"
         if interpreted or device.type != "cpu":
-            self._low_latency = DeviceLowLatency(self.runtime, device)
+            ground = DeviceGround(self.runtime, device)
+            self._low_latency = DeviceLowLatency(self.runtime, device, ground=ground)
+            self._normal = DeviceNormal(self.runtime, ground)
 
     # -- low latency --------------------------------------------------------------------------------------------
 
@@ -371,8 +372,7 @@ class Buffer:
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
-        if self._device == "auto" and isinstance(x, torch.Tensor):
-            self._serve(x.device)
+        self._serve_kind_of(x)
         return self._low_latency.dispatch(
             x,
             topk_idx,

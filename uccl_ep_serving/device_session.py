@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .config import Settings
-from .device_lane import DeviceLane
+from .device_ground import DeviceGround
 from .device_launch import InFlight
-from .device_memory import DeviceMemory
-from .device_space import DeviceSpace, DeviceWindow
+from .device_space import DeviceSpace
 from .errors import ConfigError
 from .handles import LowLatencyHandle
 from .kernel_space import KernelSpace
@@ -82,23 +81,22 @@ class DeviceSession:
 
     Args:
         runtime: of the Buffer.
-        memory: of the device.
-        lane: on which its kernels run.
-        interpreted: in Triton's interpreter, on CPU tensors.
+        ground: memory, lane and space, shared with normal mode.
 
     Attributes:
         generation: of the window that serves, -1 before the first.
         dispatches, combines: the host's counts of what is in flight.
     """
 
-    def __init__(self, runtime: DeviceSpaceOwner, memory: DeviceMemory, lane: DeviceLane, interpreted: bool) -> None:
+    def __init__(self, runtime: DeviceSpaceOwner, ground: DeviceGround) -> None:
         self.generation = -1
         self.dispatches = InFlight("low-latency dispatch", "dispatches")
         self.combines = InFlight("low-latency combine", "combines")
         self._runtime = runtime
-        self._memory = memory
-        self._lane = lane
-        self._interpreted = interpreted
+        self._ground = ground
+        self._memory = ground.memory
+        self._lane = ground.lane
+        self._interpreted = ground.interpreted
         self._serving: Serving | None = None
         self._combine_buffer: torch.Tensor | None = None
 
@@ -149,7 +147,7 @@ class DeviceSession:
             laid_out = plan
         if self._serving is None or self.generation != runtime.generation:
             kernels = device_low_latency_kernels(laid_out, self._interpreted)
-            space = self._build_space()
+            space = self._ground.space()
             state = kernels.new_state(runtime.layout, runtime.settings.channels, self._memory.device)
             self._serving = Serving(state, kernels, space)
             self.generation = runtime.generation
@@ -171,36 +169,6 @@ class DeviceSession:
                 f"low-latency dispatch: {plan} needs another window layout, and an operation is in flight: call its "
                 "recv hook first"
             )
-
-    def _build_space(self) -> DeviceSpace:
-        """Collective where windows are in device memory."""
-        runtime, window = self._runtime, None
-        wanted = runtime.settings.window
-        if wanted == "device" and (far := runtime.beyond_device_memory):
-            raise ConfigError(
-                f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks {', '.join(map(str, sorted(far)))}, "
-                "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
-            )
-        if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
-            window = DeviceWindow(
-                self._memory,
-                runtime.layout,
-                runtime.rank,
-                lambda handle: runtime.exchange("sharing device windows", handle),
-                runtime.nic_peers,
-            )
-        space = DeviceSpace(runtime.space, self._memory, window)
-        # what a kernel has not published yet, no proxy can wait for
-        runtime.before_draining(self._memory.synchronize)
-        runtime.before_unmapping(space.close)
-        if window is not None and runtime.nic_peers:
-            try:
-                # after what frees the memory was noted: the NICs let go of it first
-                runtime.lend_to_nics(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered)
-            except BaseException:
-                space.close()
-                raise
-        return space
 
     def of(self, handle: object, owner: object, phase: str) -> Serving:
         """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or older than the window."""

@@ -89,7 +89,7 @@ class DeviceWindow:
 
     Attributes:
         addresses: of the windows by rank, 0 for those that are not open.
-        nbytes: of each: the first bytes of the layout.
+        nbytes: of each.
     """
 
     def __init__(
@@ -102,8 +102,7 @@ class DeviceWindow:
     ) -> None:
         self._memory = memory
         self._rank = rank
-        # what normal mode needs lies at the end and stays in host memory
-        self.nbytes = layout.normal_send
+        self.nbytes = layout.nbytes
         self.own = memory.allocate(self.nbytes)
         self.addresses = [0] * layout.ranks
         self.addresses[rank] = self.own
@@ -175,8 +174,7 @@ class DeviceSpace:
         ]
         pieces += [(space.error, 8 * ctx.ERROR_WORDS), (self._report.ctypes.data, 8 * ctx.ERROR_WORDS)]
         if self._window is None:
-            # what normal mode needs lies at the end
-            pieces += [(int(address), layout.normal_send) for address in windows if address]
+            pieces += [(int(address), layout.nbytes) for address in windows if address]
         self._pages.map(pieces)
 
         def device(table: _I64) -> _I64:
@@ -229,6 +227,11 @@ class DeviceSpace:
                 tail = int(_words(int(ring) + TAIL, 1)[0])
                 heads[rings == ring] = self._on_device(np.array([tail, tail], dtype=np.int64))
         return heads
+
+    @property
+    def all_mapped(self) -> bool:
+        """True when kernels write every peer's window themselves."""
+        return self._space.all_direct if self._window is None else all(self._window.addresses)
 
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .device_lane import DeviceLane, HostLane, StreamLane
+from .device_ground import DeviceGround
+from .device_lane import DeviceLane
 from .device_launch import Hook, InFlight, launch
-from .device_memory import memory_of
 from .device_session import DeviceSession, DeviceSpaceOwner
 from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle
@@ -45,14 +45,21 @@ class DeviceLowLatency:
         runtime: of the Buffer.
         device: of the tensors; "cpu" for kernels in Triton's interpreter.
         lane: on which kernels run; by default streams of the device, the calling thread in the interpreter.
+        ground: what it shares with normal mode, with a lane; by default its own.
     """
 
-    def __init__(self, runtime: DeviceSpaceOwner, device: torch.device, lane: DeviceLane | None = None) -> None:
+    def __init__(
+        self,
+        runtime: DeviceSpaceOwner,
+        device: torch.device,
+        lane: DeviceLane | None = None,
+        ground: DeviceGround | None = None,
+    ) -> None:
         self._runtime = runtime
-        self._interpreted = device.type == "cpu"
-        memory = memory_of(device, self._interpreted)
-        self._lane = lane or (HostLane() if self._interpreted else StreamLane(memory.device))
-        self._session = DeviceSession(runtime, memory, self._lane, self._interpreted)
+        ground = ground or DeviceGround(runtime, device, lane)
+        self._interpreted = ground.interpreted
+        self._lane = ground.lane
+        self._session = DeviceSession(runtime, ground)
 
     @property
     def comm_stream(self) -> Any:

@@ -12,11 +12,13 @@ from .protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32, DTYPE_FP8, DTYPE
 __all__ = [
     "bias_pair",
     "check_alignment",
+    "check_device",
     "check_handle",
     "check_layout",
     "check_topk",
     "combine_dtype",
     "combine_weights",
+    "plain_dtype",
     "rows_and_scales",
 ]
 
@@ -30,20 +32,23 @@ def _words(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _check_cpu(**tensors: torch.Tensor | None) -> None:
-    """Kernels read addresses: a tensor of another device would be a wild read."""
+_CPU = torch.device("cpu")
+
+
+def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Kernels read addresses: a tensor of another device would be a wild read. Raises ConfigError."""
     for name, tensor in tensors.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
-        if tensor is not None and tensor.device.type != "cpu":
-            raise ConfigError(f"{name} is on {tensor.device}: these kernels take CPU tensors")
+        if tensor is not None and tensor.device != device:
+            raise ConfigError(f"{name} is on {tensor.device}: this Buffer serves tensors on {device} in normal mode")
 
 
-def _check_rows(name: str, x: object) -> torch.Tensor:
-    """``x`` as a contiguous CPU matrix whose rows are multiples of 16 bytes."""
+def _check_rows(name: str, x: object, device: torch.device) -> torch.Tensor:
+    """``x`` as a contiguous matrix on ``device`` whose rows are multiples of 16 bytes."""
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
-    _check_cpu(**{name: x})
+    check_device(device, **{name: x})
     if x.dim() != 2 or x.shape[1] == 0:
         raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {_words(x)}")
     if not x.is_contiguous():
@@ -55,10 +60,10 @@ def _check_rows(name: str, x: object) -> torch.Tensor:
     return x
 
 
-def rows_and_scales(x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+def rows_and_scales(x: object, device: torch.device = _CPU) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """Take apart dispatch's ``x``: rows, contiguous scales or None, DTYPE_*. Raises ConfigError."""
     if not isinstance(x, tuple):
-        rows = _check_rows("x", x)
+        rows = _check_rows("x", x, device)
         if rows.dtype in _FLOAT8:
             raise ConfigError(f"x {_words(rows)} needs its scales: pass the pair (x, scales)")
         if rows.dtype not in _PLAIN:
@@ -66,10 +71,10 @@ def rows_and_scales(x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         return rows, None, _PLAIN[rows.dtype]
     if len(x) != 2 or not isinstance(x[1], torch.Tensor):
         raise ConfigError("x must be a tensor or a pair (float8 rows, scales)")
-    rows, scales = _check_rows("x[0]", x[0]), x[1]
+    rows, scales = _check_rows("x[0]", x[0], device), x[1]
     if rows.dtype not in _FLOAT8:
         raise ConfigError(f"x[0] {_words(rows)} beside scales must be float8_e4m3")
-    _check_cpu(scales=scales)
+    check_device(device, scales=scales)
     tokens, hidden = rows.shape
     if hidden % SCALE_BLOCK:
         raise ConfigError(f"hidden = {hidden}: block-scaled FP8 needs a multiple of {SCALE_BLOCK}")
@@ -83,12 +88,15 @@ def rows_and_scales(x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:
 
 
 def check_topk(
-    topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int | None
+    topk_idx: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    tokens: int | None,
+    device: torch.device = _CPU,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Contiguous ids and weights. ``tokens`` None: only the ids are there. Ranges are checked when they are counted."""
     if topk_idx is None or (topk_weights is None and tokens is not None):
         raise ConfigError("topk_idx and topk_weights go together: give both or none")
-    _check_cpu(topk_idx=topk_idx, topk_weights=topk_weights)
+    check_device(device, topk_idx=topk_idx, topk_weights=topk_weights)
     if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2 or topk_idx.shape[1] == 0:
         raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
     if topk_weights is None or tokens is None:
@@ -106,6 +114,7 @@ def check_layout(
     per_expert: torch.Tensor | None,
     tokens: int,
     ranks: int,
+    device: torch.device = _CPU,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, contiguous. Raises ConfigError."""
     if per_rank is None or in_rank is None or per_expert is None:
@@ -113,7 +122,7 @@ def check_layout(
             "dispatch without a handle needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: call "
             "get_dispatch_layout first"
         )
-    _check_cpu(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+    check_device(device, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
     if per_rank.dtype != torch.int32 or per_rank.shape != (ranks,):
         raise ConfigError(f"num_tokens_per_rank must be int32[{ranks}], not {_words(per_rank)}")
     if in_rank.dtype != torch.bool or in_rank.shape != (tokens, ranks):
@@ -146,20 +155,26 @@ def check_handle(handle: object, owner: object, tokens: int | None) -> None:
         raise ConfigError(f"handle belongs to a dispatch of {handle.origin.tokens} tokens, x has {tokens}")
 
 
-def combine_dtype(x: object, handle: NormalHandle) -> int:
-    """DTYPE_* of combine's ``x``, whose rows must be those of the dispatch. Raises ConfigError."""
-    rows = _check_rows("x", x)
+def plain_dtype(x: object, device: torch.device = _CPU) -> tuple[torch.Tensor, int]:
+    """Combine's ``x`` and its DTYPE_*. Raises ConfigError."""
+    rows = _check_rows("x", x, device)
     if rows.dtype not in _PLAIN:
         raise ConfigError(f"x {_words(rows)}: combine takes bfloat16, float16 or float32")
+    return rows, _PLAIN[rows.dtype]
+
+
+def combine_dtype(x: object, handle: NormalHandle) -> int:
+    """DTYPE_* of combine's ``x``, whose rows must be those of the dispatch. Raises ConfigError."""
+    rows, dtype = plain_dtype(x)
     received = sum(handle.recv_rows.tolist())
     if len(rows) not in (received, handle.capacity):
         raise ConfigError(f"x {_words(rows)} must have the {received} rows that the dispatch of this handle received")
-    return _PLAIN[rows.dtype]
+    return dtype
 
 
-def combine_weights(topk_weights: torch.Tensor, rows: int) -> torch.Tensor:
+def combine_weights(topk_weights: torch.Tensor, rows: int, device: torch.device = _CPU) -> torch.Tensor:
     """Contiguous float32 [rows, K] weights to bring back. Raises ConfigError."""
-    _check_cpu(topk_weights=topk_weights)
+    check_device(device, topk_weights=topk_weights)
     if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != rows:
         raise ConfigError(f"topk_weights must be float32[{rows}, topk], not {_words(topk_weights)}")
     return topk_weights.contiguous()
@@ -175,7 +190,7 @@ def bias_pair(
     if len(biases) > 2:
         raise ConfigError(f"bias must be one tensor or two, not {len(biases)}")
     for one in biases:
-        _check_cpu(bias=one)
+        check_device(x.device, bias=one)
         if one.dtype != x.dtype or one.shape != (tokens, x.shape[1]):
             raise ConfigError(f"bias must be {x.dtype}[{tokens}, {x.shape[1]}], not {_words(one)}")
     return tuple(one.contiguous() for one in biases)

@@ -1,7 +1,8 @@
-"""Compiles the low-latency kernels for GPUs that are not there, and finds the traps of Triton in what comes out.
+"""Compiles the Triton kernels for GPUs that are not there, and finds the traps of Triton in what comes out.
 
-``python compiled_kernels.py TARGET ...`` prints one JSON object per kernel and specialization, with the faults found.
-It is a process of its own because Triton must not be the interpreter here. PYTHONPATH chooses the version of Triton.
+``python compiled_kernels.py TARGET ... [everything]`` prints one JSON object per kernel and specialization, with the
+faults found. It is a process of its own because Triton must not be the interpreter here. PYTHONPATH chooses the version
+of Triton.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from compiled_traps import COPYING, WAITING
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from uccl_ep_serving.kernels.interface import NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.launch import Launch, Target
 from uccl_ep_serving.kernels.triton.low_latency import TritonLowLatencyKernels
+from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
-from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, DTYPE_FP8_UE8M0
+from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, DTYPE_FP8_UE8M0, NormalNotify
 
 TARGETS = {
     "sm_90": (GPUTarget("cuda", 90, 32), Target(1, 32)),
@@ -30,8 +33,35 @@ TARGETS = {
 }
 
 
-def launches(target: Target) -> list[Launch]:
-    """Every kernel in every specialization that an engine can ask for: DeepSeek-V3 on 8 ranks."""
+def normal_launches(target: Target) -> list[Launch]:
+    """Normal mode likewise: FP8 with scales and BF16 dispatches, cached ones, combines with weights and biases."""
+    kernels = TritonNormalKernels(8, target)
+    at = 1 << 40
+    found = [*kernels.mark(at, at, at, 128, 8, 256, at, at, at, at), *kernels.list(at, 128, at, at, at)]
+    tensors = NormalTensors(at, at, 128, at, at, at, at, at, at, at, 128)
+    for kind, dtype, row, meta, scale, topk in (
+        (NormalNotify.OPERATION_DISPATCH, DTYPE_FP8, 7168, 288, 224, 8),
+        (NormalNotify.OPERATION_CACHED_DISPATCH, DTYPE_BF16, 14336, 0, 0, 0),
+        (NormalNotify.OPERATION_COMBINE, DTYPE_BF16, 14336, 32, 0, 8),
+    ):
+        form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, at, at)
+        found += kernels.open(at, at, form, at, at, at, at, at, at, at, 1, 0)
+        found += kernels.exchange(at, at, form, tensors, 1, 20)
+        if kind == NormalNotify.OPERATION_COMBINE:
+            found += kernels.reduce(at, at, form, at, at, at, 128, at, at, (at, at), at, at, 20)
+    return found
+
+
+def quickly_compiled(launch: Launch) -> bool:
+    """False for kernels of normal mode that take a second and more, and hold what another one holds as well."""
+    kind = launch.constants.get("KIND", NormalNotify.OPERATION_DISPATCH)
+    name = launch.kernel.__name__
+    return name != "finish" and (name != "open_operation" or kind == NormalNotify.OPERATION_DISPATCH)
+
+
+def launches(target: Target, everything: bool) -> list[Launch]:
+    """Every kernel in every specialization that an engine can ask for: DeepSeek-V3 on 8 ranks. Those of normal mode
+    that are not :func:`quickly_compiled` only with ``everything``."""
     kernels = TritonLowLatencyKernels(LowLatencyPlan(8, 128, 7168, 256, 8, 2), target)
     at = 1 << 40
     found: list[Launch] = []
@@ -42,6 +72,7 @@ def launches(target: Target) -> list[Launch]:
     found += kernels.combine_send(at, at, at, at, at, at, DTYPE_BF16)
     for reduced in (False, True):
         found += kernels.combine_recv(at, at, at, at, at, at, 128, DTYPE_BF16, reduced, at)
+    found += [one for one in normal_launches(target) if everything or quickly_compiled(one)]
     unique = {(launch.kernel.__name__, tuple(launch.constants.items())): launch for launch in found}
     return list(unique.values())
 
@@ -69,9 +100,9 @@ def resources(gpu: GPUTarget, result: Any) -> dict[str, int]:
     }
 
 
-def main(target: str) -> None:
+def main(target: str, everything: bool) -> None:
     gpu, chosen = TARGETS[target]
-    for launch in launches(chosen):
+    for launch in launches(chosen, everything):
         name = launch.kernel.__name__
         result = compiled(launch, gpu)
         text = result.asm["ptx"] if gpu.backend == "cuda" else result.asm["amdgcn"]
@@ -91,4 +122,5 @@ def main(target: str) -> None:
 
 if __name__ == "__main__":
     for one in sys.argv[1:]:
-        main(one)
+        if one != "everything":
+            main(one, "everything" in sys.argv)

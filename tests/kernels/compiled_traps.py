@@ -11,10 +11,12 @@ import struct
 __all__ = ["COPYING", "WAITING", "cubin_resources", "cuda_faults", "hip_faults", "volatile_branches"]
 
 PUBLISHING = {"pack_dispatch", "pack_combine"}
-WAITING = {"route", "prepare_combine", "dispatch_arrival", "combine_arrival"}
+#: One program of one warp that publishes.
+TELLING = {"open_operation", "advance", "finish"}
+WAITING = {"route", "prepare_combine", "dispatch_arrival", "combine_arrival", *TELLING}
 #: Their last program to arrive goes on alone.
 ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine", "sum_rows"}
-COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows"}
+COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "reduce_rows"}
 
 
 def _loops(text: str, label: str, branch: str) -> list[str]:
@@ -62,6 +64,12 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
         last = ptx.rfind("st.global", 0, first)
         if "bar.sync" not in ptx[last:first]:
             faults.append("no barrier between the headers and the command")
+    if name in TELLING:
+        commands = [match.start() for match in re.finditer(r"st\.release\.sys\.global\.v2\.b64", ptx)]
+        if not commands:
+            faults.append("a command is not one 16-byte store")
+        if any("bar." not in ptx[max(ptx.rfind("st.global", 0, place), 0) : place] for place in commands):
+            faults.append("no barrier between what a message holds and its command")
     counted = [match.start() for match in re.finditer(r"atom\.[\w.]*acq_rel[\w.]*add", ptx)]
     if name in ARRIVING and not counted:
         faults.append("no arrival is counted")
@@ -85,11 +93,12 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
 def hip_faults(name: str, code: str) -> list[str]:
     """The same in AMDGCN."""
     faults = []
-    if name in PUBLISHING:
-        if not re.search(r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+global_store_dwordx2 [^\n]*sc0 sc1", code):
-            faults.append("a command is stored without a write-back before it")
-        if not re.search(r"s_waitcnt vmcnt\(0\)(?:(?!global_store)[\s\S])*?s_barrier", code):
-            faults.append("a barrier does not wait for stores")
+    command = r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+global_store_dwordx2 [^\n]*sc0 sc1"
+    if name in PUBLISHING | TELLING and not re.search(command, code):
+        faults.append("a command is stored without a write-back before it")
+    # a program of one wave has no barriers
+    if name in PUBLISHING and not re.search(r"s_waitcnt vmcnt\(0\)(?:(?!global_store)[\s\S])*?s_barrier", code):
+        faults.append("a barrier does not wait for stores")
     # Triton 3.6 drops its scope
     if "global_atomic_cmpswap" in code:
         faults.append("a compare-and-exchange, which may not be seen by the host")

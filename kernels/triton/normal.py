@@ -1,0 +1,321 @@
+"""The normal-mode kernels for tensors on a device as one object: ``kernels.interface.DeviceNormalKernels``."""
+
+from __future__ import annotations
+
+import torch
+
+from ...config import Settings
+from ...errors import ConfigError
+from ...protocol.layout import WindowLayout
+from ...protocol.message import NormalNotify, element_bytes
+from ..interface import NormalFormat, NormalTensors
+from .launch import Launch, Target, present_target
+from .low_latency import MAX_TOPK
+from .normal_advance import advance
+from .normal_blocks import (
+    DEVICE_CHUNK_BYTES,
+    I_AWAY,
+    I_BEYOND,
+    I_DIFFERENT,
+    I_IN_HEAP,
+    I_MOST,
+    I_PARTED,
+    I_TICKET,
+    I_TOTAL,
+    INFO_WORDS,
+    TOLD_WORDS,
+    DeviceNormalState,
+)
+from .normal_finish import finish
+from .normal_layout import list_tokens, mark_tokens, refuse_ids
+from .normal_notify import open_operation
+from .normal_reduce import reduce_rows
+from .normal_rows import move_rows
+
+__all__ = ["TritonNormalKernels"]
+
+#: Words (or values) of a row that a program moves at a time, its warps, and the rows that it moves together.
+_BLOCK, _WARPS, _ROWS = 1024, 8, 4
+#: Tokens that a program marks together; (token, rank) pairs that it holds.
+_MARKED, _PAIRS = 128, 4096
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+class TritonNormalKernels:
+    """Builds the launches of each step. Addresses are those of device memory; see the kernels for their meaning.
+
+    Args:
+        ranks: of the group.
+        target: what to compile for; by default this process's.
+    """
+
+    name = "triton"
+    #: Words of what the opening tells the host, see ``normal_blocks``.
+    ticket, different, total, most, away, in_heap, beyond, parted = (
+        I_TICKET,
+        I_DIFFERENT,
+        I_TOTAL,
+        I_MOST,
+        I_AWAY,
+        I_IN_HEAP,
+        I_BEYOND,
+        I_PARTED,
+    )
+    told, told_words = INFO_WORDS, TOLD_WORDS
+
+    def __init__(self, ranks: int, target: Target | None = None) -> None:
+        self.ranks = ranks
+        self.target = target or present_target()
+        self._ranks = _power_of_two(ranks)
+        # in the interpreter an operation costs the same for one row and for many, and programs take turns
+        interpreted = self.target.interpreted
+        self._rows = 16 if interpreted else _ROWS
+        self._most_programs = 2 if interpreted else 1 << 16
+        self._lanes = {"LANES": self.target.warp, "BACKEND": self.target.backend}
+
+    def check(self, settings: Settings, topk: int) -> None:
+        """Raise ConfigError for what these kernels cannot serve."""
+        if topk > MAX_TOPK:
+            raise ConfigError(f"normal mode: topk = {topk} exceeds {MAX_TOPK} on a device")
+        needed = 2 * self.target.warp
+        if needed > settings.ring_slots:
+            raise ConfigError(
+                f"normal mode on a device puts up to {needed} commands into a ring at once, which holds "
+                f"{settings.ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
+            )
+
+    def warm(self, form: NormalFormat, experts: int, biases: int) -> None:
+        """Compile what an operation of this format launches."""
+        # any address that is a multiple of 16 like the real ones, and fits an int64 only
+        at = 1 << 40
+        tensors = NormalTensors(at, at, 1, at, at, at, at, at, at, at, 1)
+        found = self.open(at, at, form, at, at, at, at, at, at, at, 1, 0) + self.exchange(at, at, form, tensors, 1, 1)
+        if form.kind == NormalNotify.OPERATION_COMBINE:
+            found += self.reduce(at, at, form, at, at, at, 1, at, at, (at,) * biases, at, at, 1)
+        elif form.kind == NormalNotify.OPERATION_DISPATCH:
+            found += self.list(at, 1, at, at, at)
+            if form.topk:
+                found += self.mark(at, at, at, 1, form.topk, experts, at, at, at, at)
+        for launch in found:
+            launch.compile()
+
+    def new_state(self, layout: WindowLayout, device: torch.device) -> DeviceNormalState:
+        """Counters at zero."""
+        return DeviceNormalState(layout, device)
+
+    def info_bytes(self, local_experts: int) -> int:
+        """Bytes of what the opening tells the host."""
+        return 8 * (INFO_WORDS + TOLD_WORDS * self.ranks + local_experts)
+
+    # -- routing ------------------------------------------------------------------------------------------------
+
+    def mark(
+        self,
+        context: int,
+        state: int,
+        topk_idx: int,
+        tokens: int,
+        topk: int,
+        experts: int,
+        rank_counts: int,
+        expert_counts: int,
+        in_rank: int,
+        bad: int,
+    ) -> tuple[Launch, ...]:
+        """Counts and marks of int64[tokens, topk] ids; ``context`` 0: whatever the ids are."""
+        block = min(_MARKED, max(_PAIRS // self._ranks, 1))
+        if self.target.interpreted:
+            block = min(max(_PAIRS // self._ranks, 1), _power_of_two(tokens))
+        first = Launch(
+            mark_tokens,
+            (max(-(-tokens // block), 1),),
+            (topk_idx, tokens, experts, self.ranks, rank_counts, expert_counts, in_rank, bad),
+            {"TOPK": topk, "RANKS": self._ranks, "BLOCK": block},
+            warps=4,
+        )
+        if context == 0:
+            return (first,)
+        return first, Launch(refuse_ids, (1,), (context, state, bad, experts), {"BACKEND": self.target.backend})
+
+    def list(self, in_rank: int, tokens: int, rows: int, lists: int, places: int) -> tuple[Launch, ...]:
+        """Lists of the tokens of each rank from bool[tokens, ranks] marks."""
+        return (
+            Launch(
+                list_tokens,
+                (self.ranks,),
+                (in_rank, tokens, self.ranks, rows, lists, places),
+                {"BLOCK": min(1024, _power_of_two(tokens)) if self.target.interpreted else 1024},
+                warps=4,
+            ),
+        )
+
+    # -- the exchange -------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        given: int,
+        taken: int,
+        expert_counts: int,
+        origin: int,
+        number_out: int,
+        rows_out: int,
+        info: int,
+        ticket: int,
+        capacity: int,
+    ) -> tuple[Launch, ...]:
+        """Tell every peer what this rank is about to do, and hear every peer: ``normal_notify.open_operation``."""
+        arguments = (
+            context,
+            state,
+            given,
+            taken,
+            expert_counts,
+            origin,
+            number_out,
+            rows_out,
+            info,
+            ticket,
+            capacity,
+            form.shape,
+            form.shape_step,
+            form.kind << 16 | form.dtype,
+            form.row_bytes,
+            form.meta_bytes,
+            form.local_experts,
+            max(form.topk, 1),
+        )
+        return (Launch(open_operation, (1,), arguments, {"KIND": form.kind, "RANKS": self._ranks, **self._lanes}),)
+
+    def exchange(
+        self, context: int, state: int, form: NormalFormat, tensors: NormalTensors, turns: int, programs: int
+    ) -> tuple[Launch, ...]:
+        """Move the rows of an opened operation in ``turns`` turns of ``programs`` programs, then what is left."""
+        arguments = (context, state, *tensors, form.local_experts)
+        words = form.row_bytes // 4
+        scale_words = form.scale_bytes // 4
+        constants = {
+            "KIND": form.kind,
+            "WORDS": words,
+            "TOPK": form.topk,
+            "SLOTS": _power_of_two(form.topk),
+            "SCALE_WORDS": scale_words,
+            "SCALES": _power_of_two(scale_words),
+            "BLOCK": min(_BLOCK, _power_of_two(words)),
+        }
+        turn = (
+            Launch(advance, (1,), (context, state), self._lanes),
+            Launch(
+                move_rows,
+                (max(min(programs, self._most_programs), 1),),
+                arguments,
+                {**constants, "ROWS": self._rows},
+                warps=_WARPS,
+            ),
+        )
+        rest = Launch(
+            finish,
+            (1,),
+            arguments,
+            {**constants, "ROWS": self._rows if self.target.interpreted else 1, **self._lanes},
+        )
+        return turn * turns + (rest,)
+
+    def reduce(
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        x: int,
+        weights: int,
+        places: int,
+        tokens: int,
+        gathered: int,
+        gathered_weights: int,
+        biases: tuple[int, ...],
+        out: int,
+        out_weights: int,
+        programs: int,
+    ) -> tuple[Launch, ...]:
+        """Sum the rows of a combine that has been exchanged."""
+        if tokens == 0:
+            return ()
+        hidden = form.row_bytes // element_bytes(form.dtype)
+        block = min(_BLOCK, _power_of_two(hidden))
+        columns = -(-hidden // block)
+        rows = self._rows if self.target.interpreted else 1
+        bias_0, bias_1 = (*biases, 0, 0)[:2]
+        return (
+            Launch(
+                reduce_rows,
+                (max(min(programs, self._most_programs) // columns, 1), columns),
+                (
+                    context,
+                    state,
+                    x,
+                    weights,
+                    places,
+                    tokens,
+                    gathered,
+                    gathered_weights,
+                    bias_0,
+                    bias_1,
+                    out,
+                    out_weights,
+                ),
+                {
+                    "HIDDEN": hidden,
+                    "DTYPE": form.dtype,
+                    "TOPK": form.topk,
+                    "SLOTS": _power_of_two(form.topk),
+                    "BIASES": len(biases),
+                    "ROWS": rows,
+                    "BLOCK": block,
+                    "BACKEND": self.target.backend,
+                },
+                warps=4,
+                fused=False,
+            ),
+        )
+
+    # -- how much there is to launch ----------------------------------------------------------------------------
+
+    def turns(
+        self, layout: WindowLayout, channels: int, form: NormalFormat, rows: int, proxied: bool, fits: bool
+    ) -> int:
+        """Turns after which an exchange of ``rows`` rows between each two ranks is over.
+
+        Args:
+            rows: the most that one rank has for another.
+            proxied: a peer is reached through proxies.
+            fits: every rank is known to have room for all its rows; else they may land in rounds.
+
+        A number too small costs time, not correctness: :func:`.normal_rows.finish` takes the rest.
+        """
+        if rows == 0:
+            return 0
+        plan = layout.normal
+        row = form.row_bytes + form.meta_bytes
+        most = max(plan.chunk // row, 1)
+        least = max(DEVICE_CHUNK_BYTES // form.row_bytes, 1)
+        batch = max(plan.depth // 2, 1)
+
+        def batches(chunk: int, slot_rows: int) -> int:
+            grants, rest = divmod(rows, slot_rows)
+            if not proxied:
+                return grants + (rest > 0)
+            return grants * -(-slot_rows // (chunk * batch)) + -(-rest // (chunk * batch))
+
+        chunk = min(max(-(-rows // channels), least), most)
+        found = batches(chunk, rows)
+        if not fits:
+            in_slot = max(plan.round_slot // row, 1)
+            chunk = min(chunk, in_slot)
+            found = max(found, batches(chunk, in_slot // chunk * chunk))
+        # one to pack, one more to unpack
+        return found + 1

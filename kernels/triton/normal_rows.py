@@ -1,0 +1,425 @@
+"""Rows and their meta: packed for the peers and unpacked from where they landed, by many programs.
+
+What is moved in a turn stands in the state block (``normal_advance``); programs share it row by row. A row goes
+straight to its place in the window of a mapped peer, for a proxied one into the staging. Arrived rows are copied from
+the landing area to the outputs: these are tensors of the caller's allocator, that no peer ever writes. Meta is laid out
+as in :mod:`..cpu.normal_rows`: int32 local experts, float32 weights, scales (dispatch), float32 weights (combine),
+zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import NormalNotify
+from .block_access import has_failed, own_rank, peer_window, rank_count, window_address
+from .normal_blocks import (
+    N_CONSUMED,
+    N_GRANT_CHUNK,
+    N_GRANT_META,
+    N_GRANT_ROW,
+    N_META_LANDING,
+    N_PACK_ROWS,
+    N_READY,
+    N_RECV_FIRST,
+    N_ROW_LANDING,
+    N_SEND_FIRST,
+    N_SENT,
+    N_SENT_CHUNKS,
+    N_SLOT_ROWS,
+    N_SLOT_STRIDE,
+    W_BAD_PEER,
+    W_CHUNK_BYTES,
+    W_DEPTH,
+    W_IN_HEAP,
+    W_META_BYTES,
+    W_OPEN,
+    W_STAGING,
+    entry,
+)
+from .words import aligned, int32s, int64s, peek
+
+__all__ = ["UNALIGNED", "move", "move_rows"]
+
+_COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
+#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
+UNALIGNED = [
+    "lists",
+    "tokens",
+    "topk_idx",
+    "weights",
+    "scales",
+    "out_idx",
+    "out_weights",
+    "out_scales",
+    "capacity",
+    "local_experts",
+]
+
+
+@triton.jit
+def _of(context: tl.tensor, state: tl.tensor, table: tl.tensor, peer: tl.tensor) -> tl.tensor:
+    """One peer's entry of a table."""
+    return peek(entry(context, state, table, peer))
+
+
+@triton.jit
+def _copy(
+    source: tl.tensor,
+    target: tl.tensor,
+    inside: tl.tensor,
+    words: tl.tensor,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Rows of WORDS int32 from addresses ``source`` to addresses ``target``, both [rows] and multiples of 16."""
+    for first in range(0, WORDS, BLOCK):
+        word = first + words
+        here = inside[:, None] & (word < WORDS)
+        part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=here, other=0)
+        tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here)
+
+
+@triton.jit
+def _meta_of(
+    token: tl.tensor,
+    inside: tl.tensor,
+    first_expert: tl.tensor,
+    local_experts: tl.tensor,
+    topk_idx: tl.tensor,
+    weights: tl.tensor,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> tl.tensor:
+    """(local experts or -1 as int64, bits of the weights or 0) of tokens for the rank whose experts begin there."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    given = inside[:, None] & (slot < TOPK)
+    at = token[:, None] * TOPK + slot
+    expert = tl.load(int64s(topk_idx + 8 * at), mask=given, other=-1) - first_expert
+    here = given & (expert >= 0) & (expert < local_experts)
+    weight = tl.load(int32s(weights + 4 * at), mask=here, other=0)
+    return tl.where(here, expert, -1), weight
+
+
+@triton.jit
+def _pack(
+    context: tl.tensor,
+    state: tl.tensor,
+    peer: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    x: tl.tensor,
+    lists: tl.tensor,
+    tokens: tl.tensor,
+    topk_idx: tl.tensor,
+    weights: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    out_idx: tl.tensor,
+    out_weights: tl.tensor,
+    out_scales: tl.tensor,
+    capacity: tl.tensor,
+    local_experts: tl.tensor,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Pack this program's part of the batch for ``peer``, or of this rank's own rows: these go to the outputs."""
+    rows = _of(context, state, N_PACK_ROWS, peer)
+    if rows > 0:
+        meta = peek(state + W_META_BYTES)
+        own = peer == own_rank(context)
+        done = _of(context, state, N_SENT, peer)
+        window = peer_window(context, peer)
+        row_at, meta_at = _of(context, state, N_GRANT_ROW, peer), _of(context, state, N_GRANT_META, peer)
+        chunk = tl.maximum(_of(context, state, N_GRANT_CHUNK, peer), 1)
+        depth, chunk_bytes = peek(state + W_DEPTH), peek(state + W_CHUNK_BYTES)
+        sent_chunks = _of(context, state, N_SENT_CHUNKS, peer)
+        staging = window_address(context) + peek(state + W_STAGING) + peer * depth * chunk_bytes
+        send_first = _of(context, state, N_SEND_FIRST, peer)
+        base = _of(context, state, N_RECV_FIRST, peer)
+        word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
+        for first in range(program * ROWS, rows, programs * ROWS):
+            index = first + tl.arange(0, ROWS).to(tl.int64)
+            inside = index < rows
+            if KIND == _COMBINE:
+                token = send_first + done + index
+            else:
+                token = tl.load(int32s(lists + 4 * (peer * tokens + done + index)), mask=inside, other=0).to(tl.int64)
+            at = index // chunk
+            stage = staging + (sent_chunks + at) % depth * chunk_bytes
+            within = index - at * chunk
+            stage_meta = stage + tl.minimum(chunk, rows - at * chunk) * (4 * WORDS) + within * meta
+            target = tl.where(window != 0, window + row_at + index * (4 * WORDS), stage + within * (4 * WORDS))
+            target_meta = tl.where(window != 0, window + meta_at + index * meta, stage_meta)
+            if own:
+                inside = inside & (base + index < capacity)
+                target = out + (base + index) * (4 * WORDS)
+            _copy(x + token * (4 * WORDS), target, inside, word, WORDS, BLOCK)
+            if KIND == _COMBINE:
+                if TOPK > 0:
+                    bits = tl.load(
+                        int32s(weights + 4 * (token[:, None] * TOPK + slot)),
+                        mask=inside[:, None] & (slot < TOPK),
+                        other=0,
+                    )
+                    there = inside[:, None] & (4 * slot < meta)
+                    tl.store(int32s(target_meta[:, None] + 4 * slot), bits, mask=there)
+                    _pad(target_meta, inside, SLOTS, meta)
+            else:
+                if TOPK > 0:
+                    expert, bits = _meta_of(
+                        token, inside, peer * local_experts, local_experts, topk_idx, weights, TOPK, SLOTS
+                    )
+                    given = inside[:, None] & (slot < TOPK)
+                    if own:
+                        row = (base + index)[:, None] * TOPK + slot
+                        tl.store(int64s(out_idx + 8 * row), expert, mask=given)
+                        tl.store(int32s(out_weights + 4 * row), bits, mask=given)
+                    else:
+                        tl.store(int32s(target_meta[:, None] + 4 * slot), expert.to(tl.int32), mask=given)
+                        tl.store(int32s(target_meta[:, None] + 4 * (TOPK + slot)), bits, mask=given)
+                if SCALE_WORDS > 0:
+                    place = tl.arange(0, SCALES)[None, :]
+                    given = inside[:, None] & (place < SCALE_WORDS)
+                    part = tl.load(int32s(scales + 4 * (token[:, None] * SCALE_WORDS + place)), mask=given, other=0)
+                    if own:
+                        at_scale = out_scales + 4 * ((base + index)[:, None] * SCALE_WORDS + place)
+                        tl.store(int32s(at_scale), part, mask=given)
+                    else:
+                        tl.store(int32s(target_meta[:, None] + 4 * (2 * TOPK + place)), part, mask=given)
+                if (TOPK > 0) | (SCALE_WORDS > 0):
+                    if own == 0:
+                        _pad(target_meta, inside, 2 * TOPK + SCALE_WORDS, meta)
+
+
+@triton.jit
+def _pad(target: tl.tensor, inside: tl.tensor, used: tl.tensor, meta: tl.tensor) -> None:
+    """Zeros after the ``used`` words of a meta, fewer than four."""
+    place = used + tl.arange(0, 4)[None, :]
+    zero = tl.zeros([target.shape[0], 4], tl.int32)
+    tl.store(int32s(target[:, None] + 4 * place), zero, mask=inside[:, None] & (4 * place < meta))
+
+
+@triton.jit
+def _unpack(
+    context: tl.tensor,
+    state: tl.tensor,
+    peer: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    out: tl.tensor,
+    out_idx: tl.tensor,
+    out_weights: tl.tensor,
+    out_scales: tl.tensor,
+    capacity: tl.tensor,
+    local_experts: tl.tensor,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Bring this program's part of the rows that have arrived from ``peer`` to the outputs; those of a combine in
+    rounds to ``out`` and ``out_weights``, by peer and row."""
+    begin, end = _of(context, state, N_CONSUMED, peer), _of(context, state, N_READY, peer)
+    if begin < end:
+        meta = peek(state + W_META_BYTES)
+        slot_rows = tl.maximum(_of(context, state, N_SLOT_ROWS, peer), 1)
+        stride = _of(context, state, N_SLOT_STRIDE, peer)
+        row_at = window_address(context) + _of(context, state, N_ROW_LANDING, peer)
+        meta_at = window_address(context) + _of(context, state, N_META_LANDING, peer)
+        base = _of(context, state, N_RECV_FIRST, peer)
+        word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
+        for first in range(begin + program * ROWS, end, programs * ROWS):
+            index = first + tl.arange(0, ROWS).to(tl.int64)
+            turn_of = index // slot_rows
+            within = index - turn_of * slot_rows
+            landed = row_at + (turn_of & 1) * stride + within * (4 * WORDS)
+            landed_meta = meta_at + (turn_of & 1) * stride + within * meta
+            row = base + index
+            inside = (index < end) & (row < capacity)
+            _copy(landed, out + row * (4 * WORDS), inside, word, WORDS, BLOCK)
+            given = inside[:, None] & (slot < TOPK)
+            if TOPK > 0:
+                place = row[:, None] * TOPK + slot
+                if KIND == _COMBINE:
+                    bits = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=0)
+                else:
+                    expert = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=-1).to(tl.int64)
+                    bits = tl.load(int32s(landed_meta[:, None] + 4 * (TOPK + slot)), mask=given, other=0)
+                    wrong = (expert < -1) | (expert >= local_experts)
+                    # the program that fails must be of one warp: the next turn does
+                    blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
+                    tl.store(blame, peer + 1 + tl.zeros_like(expert), mask=wrong)
+                    tl.store(int64s(out_idx + 8 * place), tl.where(wrong, -1, expert), mask=given)
+                tl.store(int32s(out_weights + 4 * place), bits, mask=given)
+            if SCALE_WORDS > 0:
+                part_of = tl.arange(0, SCALES)[None, :]
+                wanted = inside[:, None] & (part_of < SCALE_WORDS)
+                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * TOPK + part_of)), mask=wanted, other=0)
+                tl.store(int32s(out_scales + 4 * (row[:, None] * SCALE_WORDS + part_of)), part, mask=wanted)
+
+
+@triton.jit
+def move(
+    context: tl.tensor,
+    state: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    x: tl.tensor,
+    lists: tl.tensor,
+    tokens: tl.tensor,
+    topk_idx: tl.tensor,
+    weights: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    out_idx: tl.tensor,
+    out_weights: tl.tensor,
+    out_scales: tl.tensor,
+    capacity: tl.tensor,
+    local_experts: tl.tensor,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program ``program`` of ``programs``: its part of all rows of the turn."""
+    ranks, me = rank_count(context), own_rank(context)
+    for step in range(0, ranks):
+        # not all ranks write to the same peer first, nor all programs, when there are few rows for each
+        peer = (me + step) % ranks
+        part = (program + step * 7) % programs
+        _pack(
+            context,
+            state,
+            peer,
+            part,
+            programs,
+            x,
+            lists,
+            tokens,
+            topk_idx,
+            weights,
+            scales,
+            out,
+            out_idx,
+            out_weights,
+            out_scales,
+            capacity,
+            local_experts,
+            KIND,
+            WORDS,
+            TOPK,
+            SLOTS,
+            SCALE_WORDS,
+            SCALES,
+            ROWS,
+            BLOCK,
+        )
+    if (KIND != _COMBINE) | (peek(state + W_IN_HEAP) == 0):
+        for step in range(1, ranks):
+            peer = (me + step) % ranks
+            part = (program + step * 7) % programs
+            _unpack(
+                context,
+                state,
+                peer,
+                part,
+                programs,
+                out,
+                out_idx,
+                out_weights,
+                out_scales,
+                capacity,
+                local_experts,
+                KIND,
+                WORDS,
+                TOPK,
+                SLOTS,
+                SCALE_WORDS,
+                SCALES,
+                ROWS,
+                BLOCK,
+            )
+
+
+# any number of tokens with the same compiled code
+@triton.jit(do_not_specialize=UNALIGNED)
+def move_rows(
+    context: tl.int64,
+    state: tl.int64,
+    x: tl.int64,
+    lists: tl.int64,
+    tokens: tl.int64,
+    topk_idx: tl.int64,
+    weights: tl.int64,
+    scales: tl.int64,
+    out: tl.int64,
+    out_idx: tl.int64,
+    out_weights: tl.int64,
+    out_scales: tl.int64,
+    capacity: tl.int64,
+    local_experts: tl.int64,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Pack and unpack what :func:`.normal_advance.advance` has chosen; any grid of one dimension.
+
+    Args:
+        x: [tokens, WORDS x 4 bytes], rows of a dispatch; of a combine [received rows, …]. On a multiple of 16.
+        lists: int32[ranks, tokens], tokens for each rank (dispatch).
+        topk_idx: int64[tokens, TOPK]. weights: float32, as many, or [received rows, TOPK]. scales: [tokens,
+            SCALE_WORDS x 4 bytes].
+        out: rows of ``capacity``, on a multiple of 16; likewise out_idx int64, out_weights float32, out_scales. In a
+            combine: where rows are gathered that do not stay in the heap.
+        local_experts: experts per rank.
+        SLOTS, SCALES: TOPK and SCALE_WORDS rounded up to powers of two, at least 1. BLOCK: words moved at a time.
+    """
+    tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
+    if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
+        move(
+            context,
+            state,
+            tl.program_id(0).to(tl.int64),
+            tl.num_programs(0).to(tl.int64),
+            x,
+            lists,
+            tokens,
+            topk_idx,
+            weights,
+            scales,
+            out,
+            out_idx,
+            out_weights,
+            out_scales,
+            capacity,
+            local_experts,
+            KIND,
+            WORDS,
+            TOPK,
+            SLOTS,
+            SCALE_WORDS,
+            SCALES,
+            ROWS,
+            BLOCK,
+        )

@@ -1,0 +1,129 @@
+"""The Triton kernels of normal mode in Triton's interpreter: ranks as processes, real proxies, the same oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from normal_cases import Case
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+# after the path: rank processes inherit it and import the bodies
+import triton_normal_bodies as bodies
+from ranks import Ranks
+from triton_bodies import PATHS
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+SMALL = Case(tokens=(5, 3), experts=4, topk=2)
+FP8 = Case(tokens=(9, 6), experts=4, topk=2, dtype=torch.float8_e4m3fn, seed=1)
+FORMATS = [
+    SMALL,
+    Case(tokens=(0, 7), experts=8, topk=3, dtype=torch.float32, seed=2),
+    Case(tokens=(40, 33), experts=6, topk=3, hidden=136, dtype=torch.float16, hot=0, seed=3),
+    FP8,
+]
+#: No heap to speak of, and landing slots of a few rows: everything goes in rounds.
+ROUNDS = {"heap_bytes": 4096, "round_bytes": 16384, "chunk_bytes": 4096}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """Rank processes whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def test_over_mapped_windows(interpreted: Ranks) -> None:
+    assert interpreted.run(2, bodies.against_the_oracle, PATHS["mapped"], [SMALL, FP8], timeout=300) == [2, 2]
+
+
+def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
+    """Rank 0 runs Numba's kernels, rank 1 Triton's, through proxies: every byte of the formats must agree."""
+    assert interpreted.run(2, bodies.beside_the_cpu_kernels, PATHS["shm"], [SMALL], timeout=300) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_and_format(interpreted: Ranks, path: str) -> None:
+    assert interpreted.run(2, bodies.against_the_oracle, PATHS[path], FORMATS, timeout=580) == [4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["mapped", "shm"])
+def test_rounds(interpreted: Ranks, path: str) -> None:
+    """Landing slots of a few rows and a staging of small chunks, used many times in one operation."""
+    cases = [Case(tokens=(30, 22), experts=4, topk=2), Case(tokens=(26, 0), experts=4, topk=2, hot=1)]
+    assert interpreted.run(2, bodies.against_the_oracle, {**PATHS[path], **ROUNDS}, cases, timeout=580) == [2, 2]
+
+
+@pytest.mark.slow
+def test_rounds_with_the_cpu_kernels(interpreted: Ranks) -> None:
+    cases = [Case(tokens=(30, 22), experts=4, topk=2)]
+    assert interpreted.run(2, bodies.beside_the_cpu_kernels, {**PATHS["shm"], **ROUNDS}, cases, timeout=580) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["mapped", "shm"])
+def test_worst_case_and_cached(interpreted: Ranks, path: str) -> None:
+    """What the host does not look at: the same rows as with a look, from a handle as well, and too small a promise."""
+    interpreted.run(2, bodies.without_a_look, PATHS[path], timeout=580)
+
+
+@pytest.mark.slow
+def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
+    """The last kernel takes all turns itself."""
+    interpreted.run(2, bodies.no_turns, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580)
+
+
+@pytest.mark.slow
+def test_without_ids_and_alone(interpreted: Ranks) -> None:
+    interpreted.run(2, bodies.without_ids, PATHS["mapped"], timeout=300)
+    assert interpreted.run(1, bodies.against_the_oracle, PATHS["mapped"], [Case(tokens=(6,), experts=4)]) == [1]
+
+
+@pytest.mark.slow
+def test_biases_and_alignment(interpreted: Ranks) -> None:
+    interpreted.run(2, bodies.biases, PATHS["mapped"], timeout=300)
+
+
+def test_ranks_that_differ_go_on(interpreted: Ranks) -> None:
+    """Other sizes on one rank: both say so, and the next operation works."""
+    texts = interpreted.run(2, bodies.different, PATHS["mapped"], timeout=300)
+    assert all("the ranks were given different operations, nothing was sent" in text for text in texts)
+
+
+@pytest.mark.slow
+def test_a_silent_peer_is_named(interpreted: Ranks) -> None:
+    kind, peer, text = interpreted.run(2, bodies.silent_peer, PATHS["mapped"], timeout=300)[0]
+    assert (kind, peer) == ("PeerTimeout", 1)
+    assert "normal notify" in text
+
+
+@pytest.mark.slow
+def test_a_bad_expert_id_is_refused(interpreted: Ranks) -> None:
+    texts = interpreted.run(2, bodies.bad_id, PATHS["mapped"], timeout=300)
+    assert "position 3 of topk_idx is outside -1 .. 3" in texts[0]
+    assert "PeerTimeout" in texts[1] or "PeerLost" in texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "ranks"), [("shm", 3), ("mapped", 4)])
+def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
+    cases = [Case(tokens=(12, 0, 31, 7)[:ranks], experts=2 * ranks, topk=3, seed=7)]
+    assert interpreted.run(ranks, bodies.against_the_oracle, PATHS[path], cases, timeout=580) == [1] * ranks
+
+
+@pytest.mark.slow
+def test_both_modes_on_one_buffer(interpreted: Ranks) -> None:
+    interpreted.run(2, bodies.both_modes, PATHS["shm"], timeout=580)

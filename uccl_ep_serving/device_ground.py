@@ -1,0 +1,119 @@
+"""What both modes of a Buffer share on a device: memory, the order of kernels, the space of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .config import Settings
+from .device_lane import DeviceLane, HostLane, StreamLane
+from .device_memory import DeviceMemory, memory_of
+from .device_space import DeviceSpace, DeviceWindow
+from .errors import ConfigError
+from .kernel_space import KernelSpace
+from .protocol.layout import WindowLayout
+
+__all__ = ["DeviceGround", "GroundRuntime"]
+
+
+class GroundRuntime(Protocol):
+    """What this needs of a Runtime; see there."""
+
+    rank: int
+    generation: int
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def space(self) -> KernelSpace: ...
+    @property
+    def layout(self) -> WindowLayout: ...
+    @property
+    def all_on_this_host(self) -> bool: ...
+    @property
+    def nic_peers(self) -> frozenset[int]: ...
+    @property
+    def beyond_device_memory(self) -> frozenset[int]: ...
+    def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
+    def before_draining(self, finish: Callable[[], None]) -> None: ...
+    def before_unmapping(self, release: Callable[[], None]) -> None: ...
+    def lend_to_nics(
+        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
+    ) -> None: ...
+
+
+class DeviceGround:
+    """One per Buffer: ring heads live in device memory, so the kernels of both modes must use the same.
+
+    Args:
+        runtime: of the Buffer.
+        device: of the tensors; "cpu" for kernels in Triton's interpreter.
+        lane: on which kernels run; by default streams of the device, the calling thread in the interpreter.
+
+    Attributes:
+        interpreted: kernels run in the interpreter.
+        memory: of the device.
+        lane: the order in which all kernels of the Buffer run.
+    """
+
+    def __init__(self, runtime: GroundRuntime, device: torch.device, lane: DeviceLane | None = None) -> None:
+        self._runtime = runtime
+        self.interpreted = device.type == "cpu"
+        self.memory: DeviceMemory = memory_of(device, self.interpreted)
+        self.lane: DeviceLane = lane or (HostLane() if self.interpreted else StreamLane(self.memory.device))
+        self._space: DeviceSpace | None = None
+        self._generation = -1
+
+    @property
+    def comm_stream(self) -> Any:
+        """The stream that communication kernels run on, None in the interpreter."""
+        return self.lane.stream
+
+    def take_report(self) -> None:
+        """Make a failure that a kernel of the present generation has reported this rank's sticky error."""
+        if self._space is not None and self._generation == self._runtime.generation:
+            self._space.take_report()
+
+    def space(self) -> DeviceSpace:
+        """The space of the present generation. Its first use is collective where windows are in device memory.
+
+        Raises:
+            ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches.
+            TransportError: a NIC of some rank cannot use memory of its GPU.
+        """
+        runtime = self._runtime
+        if self._space is None or self._generation != runtime.generation:
+            self._space = self._build()
+            self._generation = runtime.generation
+        return self._space
+
+    def _build(self) -> DeviceSpace:
+        runtime, window = self._runtime, None
+        wanted = runtime.settings.window
+        if wanted == "device" and (far := runtime.beyond_device_memory):
+            raise ConfigError(
+                f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks {', '.join(map(str, sorted(far)))}, "
+                "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
+            )
+        if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
+            window = DeviceWindow(
+                self.memory,
+                runtime.layout,
+                runtime.rank,
+                lambda handle: runtime.exchange("sharing device windows", handle),
+                runtime.nic_peers,
+            )
+        space = DeviceSpace(runtime.space, self.memory, window)
+        # what a kernel has not published yet, no proxy can wait for
+        runtime.before_draining(self.memory.synchronize)
+        runtime.before_unmapping(space.close)
+        if window is not None and runtime.nic_peers:
+            try:
+                # after what frees the memory was noted: the NICs let go of it first
+                runtime.lend_to_nics(window.own, window.nbytes, self.memory.export_dmabuf, self.memory.unordered)
+            except BaseException:
+                space.close()
+                raise
+        return space
