@@ -158,7 +158,7 @@ def gpus() -> Iterator[Finding]:
             yield Finding(f"cuda:{index}", value)
             continue
         step = f"serve with uccl_ep on {', '.join(SERVED)} ranks, or with another all-to-all backend on this device"
-        value += ": engines are refused at launch: normal mode has no kernels for it in this version"
+        value += ": engines are refused at launch: the kernels have not run on a GPU yet"
         yield Finding(f"cuda:{index}", value, Status.NOTE, step)
 
 
