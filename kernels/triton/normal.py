@@ -278,7 +278,8 @@ class TritonNormalKernels:
                     "BLOCK": block,
                     "BACKEND": self.target.backend,
                 },
-                warps=4,
+                # 16 bytes of BF16 a lane
+                warps=min(max(128 // self.target.warp, 1), 4),
                 fused=False,
             ),
         )
