@@ -161,13 +161,11 @@ def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:
         )
 
 
-def check_stats(
-    name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int, device: torch.device | None = None
-) -> int:
+def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int, device: torch.device) -> int:
     """Address of an optional tensor of ``length`` counters, 0 for None.
 
     Args:
-        device: where kernels write it, None = not checked.
+        device: where kernels write it.
 
     Raises:
         ConfigError: it is not what kernels can count in.
@@ -176,7 +174,7 @@ def check_stats(
         return 0
     if not _is(stats, dtype, (length,)) or not stats.is_contiguous():
         raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {_words(stats)}")
-    if device is not None and stats.device != device:
+    if stats.device != device:
         raise ConfigError(f"{name} is on {stats.device} and the tokens on {device}")
     return stats.data_ptr()
 

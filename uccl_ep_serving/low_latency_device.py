@@ -102,9 +102,15 @@ class DeviceLowLatency:
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
         session.check_tensor(phase, "x", x)
         stats = check_stats(
-            "cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, torch.int32, plan.local_experts
+            "cumulative_local_expert_recv_stats",
+            cumulative_local_expert_recv_stats,
+            torch.int32,
+            plan.local_experts,
+            x.device,
         )
-        waited = check_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, plan.ranks)
+        waited = check_stats(
+            "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, plan.ranks, x.device
+        )
         ids = topk_idx.contiguous()
         weights = None if topk_weights is None else topk_weights.contiguous()
         state, kernels, space = session.adopt(plan, coding, x, round_scale, weights is not None)
@@ -192,7 +198,9 @@ class DeviceLowLatency:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet: call its recv hook first")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
         session.check_tensor(phase, "x", x)
-        waited = check_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, plan.ranks)
+        waited = check_stats(
+            "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, plan.ranks, x.device
+        )
         session.combines.check_room()
         coding = combine_coding(x)
         reduced = handle.topk_weights is not None
