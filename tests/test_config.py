@@ -37,6 +37,7 @@ def test_proxies_raise_channels() -> None:
         ("UCCL_EP_DIRECT", "maybe"),
         ("UCCL_EP_QUANTUM", "1T"),
         ("UCCL_EP_PROXY_CPUS", "7-4"),
+        ("UCCL_EP_PROXY_CPUS", "0-99999999999"),
     ],
 )
 def test_bad_values_are_named(name: str, value: str) -> None:

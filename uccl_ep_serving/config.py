@@ -83,6 +83,10 @@ def _flag(text: str) -> bool:
         raise ValueError("must be 1 or 0") from None
 
 
+#: What a Linux kernel is configured for at most (CONFIG_NR_CPUS of x86-64).
+_MOST_CPUS = 8192
+
+
 def _cpus(text: str) -> tuple[int, ...]:
     """``"4,5"`` or ``"4-7"`` or empty."""
     cpus: list[int] = []
@@ -91,6 +95,8 @@ def _cpus(text: str) -> tuple[int, ...]:
         found = range(int(first), int(last or first) + 1)
         if not found:
             raise ValueError(f"{part} names no core")
+        if found[-1] >= _MOST_CPUS:
+            raise ValueError(f"{part} names a core beyond {_MOST_CPUS - 1}")
         cpus.extend(found)
     return tuple(cpus)
 

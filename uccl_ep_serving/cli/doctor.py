@@ -157,7 +157,7 @@ def gpus() -> Iterator[Finding]:
         if "cuda" in SERVED:
             yield Finding(f"cuda:{index}", value)
             continue
-        step = f"serve with uccl_ep on {', '.join(SERVED)} ranks, or with another all-to-all backend on this device"
+        step = "make test-gpu, then UCCL_EP_DEVICE=cuda to serve with them all the same; or serve on cpu ranks"
         value += ": engines are refused at launch: the kernels have not run on a GPU yet"
         yield Finding(f"cuda:{index}", value, Status.NOTE, step)
 
