@@ -19,6 +19,7 @@ from .kernels import normal_block as block
 from .normal_inputs import (
     bias_pair,
     check_alignment,
+    check_experts,
     check_handle,
     check_layout,
     check_topk,
@@ -68,18 +69,17 @@ class Normal:
             num_tokens_per_expert int32 [E]; is_token_in_rank bool [T, R]; event.
 
         Raises:
-            ConfigError: wrong dtype or shape, an id out of range, or E not a multiple of R.
+            ConfigError: wrong dtype or shape, an id out of range, or E no integer or not a multiple of R.
         """
         _wait_for(previous_event)
         ranks = self._runtime.ranks
         check_topk(topk_idx, None, None)
-        if num_experts < 1 or num_experts % ranks:
-            raise ConfigError(f"num_experts = {num_experts} must be a positive multiple of the {ranks} ranks")
+        experts = check_experts(num_experts, ranks)
         topk_idx = topk_idx.contiguous()
         per_rank = torch.empty(ranks, dtype=torch.int32)
-        per_expert = torch.empty(num_experts, dtype=torch.int32)
+        per_expert = torch.empty(experts, dtype=torch.int32)
         in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool)
-        self._count(topk_idx, num_experts, per_rank, per_expert, in_rank)
+        self._count(topk_idx, experts, per_rank, per_expert, in_rank)
         return per_rank, self._per_node(per_rank, in_rank), per_expert, in_rank, EventOverlap()
 
     def dispatch(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from .errors import ConfigError
@@ -13,6 +15,7 @@ __all__ = [
     "bias_pair",
     "check_alignment",
     "check_device",
+    "check_experts",
     "check_handle",
     "check_layout",
     "check_topk",
@@ -134,11 +137,26 @@ def check_layout(
     return per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
 
 
+def _check_integer(name: str, value: object) -> int:
+    """``value``, of NumPy or not, as a plain integer. Raises ConfigError."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name} = {value!r} is no integer") from None
+
+
+def check_experts(num_experts: object, ranks: int) -> int:
+    """``num_experts`` as a plain integer, a positive multiple of the ranks. Raises ConfigError."""
+    experts = _check_integer("num_experts", num_experts)
+    if experts < 1 or experts % ranks:
+        raise ConfigError(f"num_experts = {experts} must be a positive multiple of the {ranks} ranks")
+    return experts
+
+
 def check_alignment(expert_alignment: int, num_worst_tokens: int) -> None:
     """Raises ConfigError unless both are sensible."""
-    for name, value in (("expert_alignment", expert_alignment), ("num_worst_tokens", num_worst_tokens)):
-        if not hasattr(value, "__index__"):
-            raise ConfigError(f"{name} = {value!r} is no integer")
+    _check_integer("expert_alignment", expert_alignment)
+    _check_integer("num_worst_tokens", num_worst_tokens)
     if expert_alignment < 1:
         raise ConfigError(f"expert_alignment = {expert_alignment} must be at least 1")
     if num_worst_tokens < 0:

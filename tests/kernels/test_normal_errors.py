@@ -145,6 +145,15 @@ def test_combine_refuses(change: Callable[[torch.Tensor], dict[str, Any]], words
     check(inputs, DirectGroup(2).run(body))
 
 
+@pytest.mark.parametrize("experts", [8.0, "8", None, 8.5, torch.tensor(8.0)])
+def test_a_layout_refuses_experts_that_are_no_integer(experts: Any):
+    normal = DirectGroup(1).run(Normal)[0]
+    with pytest.raises(ConfigError, match=r"num_experts = .* is no integer"):
+        normal.get_dispatch_layout(CASE.inputs().topk_idx[0], experts)
+    plain, numpys = (normal.get_dispatch_layout(CASE.inputs().topk_idx[0], one) for one in (8, np.int64(8)))
+    assert torch.equal(plain[2], numpys[2])
+
+
 def test_handles_of_another_buffer_and_of_other_tokens_are_refused():
     inputs = CASE.inputs()
     one, other = DirectGroup(2), DirectGroup(2)
