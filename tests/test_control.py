@@ -156,6 +156,46 @@ def test_why_a_connection_ended_is_told_where_it_says_more() -> None:
     assert "closed without a goodbye: [Errno 24] descriptors were lost on the way)" in in_threads(2, body)[0]
 
 
+def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """It must not end the thread that reads all connections: every later step would wait for its deadline."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        exchange.all_gather(b"")
+        try:
+            if exchange.rank == 0:
+                read = mesh._read_link
+
+                def fail_for_one(link: Any) -> None:
+                    if link.peer == 1:
+                        raise KeyError(17)
+                    read(link)
+
+                mesh._read_link = fail_for_one  # type: ignore[method-assign]
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                with pytest.raises(PeerLost, match="KeyError: 17") as caught:
+                    mesh.gather("next", timeout=5.0)
+                assert caught.value.peer == 1
+            elif exchange.rank == 1:
+                mesh._sequence += 1
+                mesh.announce_mask(2)  # a frame for rank 0 to read
+            else:
+                mesh._sequence += 1
+            if exchange.rank != 1:
+                return mesh.gather("further", b"%d" % exchange.rank, without=frozenset({1}), timeout=5.0)
+            return None
+        finally:
+            exchange.all_gather(b"")
+            mesh.goodbye()
+            mesh.close()
+
+    others = [(b"0", []), (b"", []), (b"2", [])]
+    assert in_threads(3, body) == [others, None, others]
+    assert "rank 0 lost rank 1: its control connection ended (KeyError: 17)" in caplog.text
+
+
 @pytest.mark.parametrize("tcp", [False, True])
 def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> None:
     def body(exchange: ThreadExchange) -> Any:

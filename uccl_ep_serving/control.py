@@ -127,8 +127,9 @@ class ControlMesh:
                     continue
                 try:
                     self._read_link(link)
-                except (OSError, ValueError, ConnectionError) as error:
-                    # abandon(), in another thread, may have closed both
+                except Exception as error:
+                    # whatever it is, the other connections are read on; abandon(), in another thread, may have closed
+                    # both of these
                     with contextlib.suppress(KeyError, ValueError):
                         self._selector.unregister(link.socket)
                     self._lose(link, error)
@@ -176,13 +177,22 @@ class ControlMesh:
     def _lose(self, link: Link, error: Exception) -> None:
         if link.said_goodbye or self._closing:
             return
+        expected = isinstance(error, (OSError, ValueError))
+        # what _read_link does not promise to raise is a fault of this rank: its words alone may say nothing
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
         with self._changed:
             if not isinstance(error, ConnectionError):
                 # not the usual end of a process, and maybe of this rank's own making
-                self.absences.endings[link.peer] = str(error)
+                self.absences.endings[link.peer] = reason
             self.absences.lost.append(link.peer)
             self._changed.notify_all()
-        _log.error("rank %d lost rank %d: its control connection ended (%s)", self.rank, link.peer, error)
+        _log.error(
+            "rank %d lost rank %d: its control connection ended (%s)",
+            self.rank,
+            link.peer,
+            reason,
+            exc_info=None if expected else error,
+        )
         self._tell(self.on_lost, link.peer)
 
     def _tell(self, callback: Callable[..., None], *ranks: int) -> None:
