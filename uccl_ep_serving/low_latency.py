@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from .errors import ConfigError
 from .handles import EventOverlap, LowLatencyHandle
 from .kernels.interface import LowLatencyKernels
-from .kernels.low_latency_state import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock
+from .kernels.low_latency_state import RouteBlock
 from .kernels.select import low_latency_kernels
 from .low_latency_arguments import (
     VALUE_CODES,
@@ -30,6 +28,7 @@ from .low_latency_arguments import (
 )
 from .low_latency_memory import DispatchOutputs, OutputMemory, rows_of
 from .low_latency_session import Receipt, Session, Space
+from .low_latency_steps import CombineSteps, DispatchSteps
 from .protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 
 __all__ = ["LowLatency"]
@@ -105,41 +104,24 @@ class LowLatency:
             self._runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights
         )
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
-        stats = check_stats(
-            "cumulative_local_expert_recv_stats",
-            cumulative_local_expert_recv_stats,
-            torch.int32,
-            plan.local_experts,
-            x.device,
-        )
-        waited = check_stats(
-            "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, torch.int64, plan.ranks, x.device
-        )
+        counts, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        stats = check_stats("cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, x.device)
+        waited = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, x.device)
         kernels = low_latency_kernels(x.device.type)
         # what the handle keeps must not change under it; contiguous for the kernels
         ids = topk_idx.clone(memory_format=torch.contiguous_format)
         weights = None if topk_weights is None else topk_weights.clone(memory_format=torch.contiguous_format)
         bad = kernels.first_bad_id(ids.data_ptr(), ids.numel(), num_experts)
         if bad >= 0:
-            token, slot = divmod(bad, ids.shape[1])
-            raise ConfigError(
-                f"{phase}: topk_idx[{token}, {slot}] = {int(ids[token, slot])} is outside -1 .. {num_experts - 1}"
-            )
+            raise _bad_id(phase, ids, bad, num_experts)
         state = session.adopt(plan)
         plan = state.plan
         if not state.next_dispatch_has_space:
-            raise ConfigError(
-                f"{phase}: {state.dispatches_in_flight} dispatches are in flight and the one before last is not "
-                "received: at most two at a time. Call its recv hook first"
-            )
+            raise _third_in_flight(phase, f"{state.dispatches_in_flight} dispatches")
         route = RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
-        runtime = self._runtime
         rows, stride = x.data_ptr(), coding.payload
         if coding.quantised:
             rows, stride = self._quantise(kernels, x, coding, round_scale), coding.row
-        context, progress = runtime.context, runtime.progress
-        weights_address = 0 if weights is None else weights.data_ptr()
-
         # all of it before the send: a message without a hook could never be received
         outputs = DispatchOutputs(self._memory, plan, coding)
         handle = LowLatencyHandle.build(
@@ -151,59 +133,11 @@ class LowLatency:
             topk_weights=weights,
         )
 
-        def send(slice_end_ns: int) -> int:
-            if route.words[NUMBER] < 0:
-                kernels.route(context, state.address, route.address, ids.data_ptr())
-            return kernels.dispatch_send(
-                context,
-                state.address,
-                route.address,
-                progress,
-                rows,
-                stride,
-                coding.row if coding.quantised else coding.payload,
-                coding.row,
-                ids.data_ptr(),
-                weights_address,
-                coding.dtype,
-                slice_end_ns,
-            )
-
-        def receive(slice_end_ns: int) -> int:
-            return kernels.dispatch_recv(
-                context,
-                state.address,
-                route.address,
-                progress,
-                coding.dtype,
-                outputs.values.data_ptr(),
-                coding.payload,
-                coding.row,
-                outputs.scales_address,
-                outputs.count.data_ptr(),
-                outputs.src_info.data_ptr(),
-                outputs.layout_range.data_ptr(),
-                stats,
-                waited,
-                slice_end_ns,
-            )
-
-        def received(nanoseconds: int) -> None:
-            handle.received = True
-            counts, pairs = route.table(COUNTS), route.table(PAIRS)
-            runtime.record(
-                "ll_dispatch",
-                int(ids.shape[0]),
-                int(counts.sum() - counts[runtime.rank]),
-                spent + nanoseconds,
-                expert_rows=int(pairs.sum() - pairs[runtime.rank]),
-            )
-
+        steps = DispatchSteps(self._runtime, kernels, state, handle, coding, outputs, (rows, stride), (stats, waited))
         # what the caller passed must live until the kernel has run
-        kept = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        hook = Receipt(session, f"{phase} recv", receive, received, kept)
-        session.send(f"{phase} send", send)
-        spent = time.monotonic_ns() - started
+        hook = Receipt(session, f"{phase} recv", steps.receive, steps.received, (counts, waits))
+        session.send(f"{phase} send", steps.send)
+        steps.spent = time.monotonic_ns() - started
         if not return_recv_hook:
             hook()
         return outputs.rows, outputs.count, handle, EventOverlap(), hook if return_recv_hook else None
@@ -254,69 +188,21 @@ class LowLatency:
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet: call its recv hook first")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
-        waited = check_stats(
-            "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, torch.int64, plan.ranks, x.device
-        )
+        waits = combine_wait_recv_cost_stats
+        waited = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, x.device)
         if not state.next_combine_has_space:
-            raise ConfigError(
-                f"{phase}: {state.combines_in_flight} combines are in flight and the one before last is not received: "
-                "at most two at a time. Call its recv hook first"
-            )
+            raise _third_in_flight(phase, f"{state.combines_in_flight} combines")
         kernels = low_latency_kernels(x.device.type)
         coding = combine_coding(x)
-        runtime = self._runtime
-        route: RouteBlock = handle.route
-        ticket: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         weights = handle.topk_weights
         if weights is None:
             # read only when the hook runs: the caller may change its own by then
             weights = topk_weights.clone(memory_format=torch.contiguous_format)
         result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype) if out is None else out
-        context, progress = runtime.context, runtime.progress
-
-        def send(slice_end_ns: int) -> int:
-            return kernels.combine_send(
-                context,
-                state.address,
-                route.address,
-                ticket.ctypes.data,
-                progress,
-                x.data_ptr(),
-                coding.payload,
-                coding.row,
-                coding.dtype,
-                slice_end_ns,
-            )
-
-        def receive(slice_end_ns: int) -> int:
-            return kernels.combine_recv(
-                context,
-                state.address,
-                route.address,
-                ticket.ctypes.data,
-                progress,
-                weights.data_ptr(),
-                result.data_ptr(),
-                coding.payload,
-                coding.row,
-                coding.dtype,
-                waited,
-                slice_end_ns,
-            )
-
-        def received(nanoseconds: int) -> None:
-            returned = route.table(RETURN_ROWS)
-            runtime.record(
-                "ll_combine",
-                int(result.shape[0]),
-                int(returned.sum() - returned[runtime.rank]),
-                spent + nanoseconds,
-                reduced=0 if handle.topk_weights is None else 1,
-            )
-
-        hook = Receipt(session, f"{phase} recv", receive, received, (combine_wait_recv_cost_stats,))
-        session.send(f"{phase} send", send)
-        spent = time.monotonic_ns() - started
+        steps = CombineSteps(self._runtime, kernels, state, handle, coding, x.data_ptr(), weights, result, waited)
+        hook = Receipt(session, f"{phase} recv", steps.receive, steps.received, (waits,))
+        session.send(f"{phase} send", steps.send)
+        steps.spent = time.monotonic_ns() - started
         if not return_recv_hook:
             hook()
         return result, EventOverlap(), hook if return_recv_hook else None
@@ -358,3 +244,17 @@ class LowLatency:
             self._block_scratch.data_ptr(),
         )
         return self._quantised.data_ptr()
+
+
+def _bad_id(phase: str, ids: torch.Tensor, at: int, experts: int) -> ConfigError:
+    """What to raise for the id that is the ``at``-th of ``ids``."""
+    token, slot = divmod(at, ids.shape[1])
+    return ConfigError(f"{phase}: topk_idx[{token}, {slot}] = {int(ids[token, slot])} is outside -1 .. {experts - 1}")
+
+
+def _third_in_flight(phase: str, in_flight: str) -> ConfigError:
+    """What to raise for an operation beside ``in_flight``, the number and the name of those that are."""
+    return ConfigError(
+        f"{phase}: {in_flight} are in flight and the one before last is not received: at most two at a time. Call its "
+        "recv hook first"
+    )
