@@ -28,7 +28,8 @@ from .normal_inputs import (
     rows_and_scales,
 )
 from .protocol.message import NormalNotify
-from .row_exchange import ExchangeRuntime, RowExchange, RowFormat
+from .row_exchange import ExchangeRuntime, RowExchange
+from .row_format import RowFormat
 
 __all__ = ["Normal"]
 

@@ -43,7 +43,7 @@ from .normal_inputs import (
 )
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
-from .row_exchange import RowFormat
+from .row_format import RowFormat
 
 __all__ = ["DeviceNormal", "DeviceNormalHandle", "DeviceNormalRuntime"]
 

@@ -8,7 +8,7 @@ from .errors import ConfigError
 from .kernels.interface import NormalFormat
 from .normal_device_told import Told
 from .protocol.layout import NormalPlan
-from .row_exchange import RowFormat
+from .row_format import RowFormat
 
 __all__ = ["check_room", "difference", "wire_format"]
 

@@ -7,8 +7,6 @@ and run.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -23,27 +21,19 @@ from .kernels import normal_block as block
 from .kernels.select import normal_kernels
 from .memory import HeapAllocator
 from .native.copy import last_cache_bytes
-from .node_relay import NodeRelay, mark_bytes
+from .node_relay import NodeRelay
 from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import LowLatencyPlan, WindowLayout
-from .protocol.message import NormalNotify, round_up
+from .protocol.message import NormalNotify
 from .protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
+from .row_format import RowFormat, in_words, operation_name
 
-__all__ = ["ExchangeRuntime", "Placement", "RowExchange", "RowFormat"]
+__all__ = ["ExchangeRuntime", "Placement", "RowExchange"]
 
 Int64s = npt.NDArray[np.int64]
 
-_NAMES = {
-    NormalNotify.OPERATION_DISPATCH: "normal dispatch",
-    NormalNotify.OPERATION_CACHED_DISPATCH: "normal cached dispatch",
-    NormalNotify.OPERATION_COMBINE: "normal combine",
-}
-_DTYPES = ("bfloat16", "float16", "float32", "float8 with scales", "float8 with packed scales")
 #: A message below this size costs more in latency than it gains by being striped over channels.
 _LEAST_CHUNK_BYTES = 64 << 10
-_NO_ORIGIN = (-1, -1)
-#: Odd, so that for one format every operation number gives another digest; far apart, so that generations do too.
-_NUMBER_STEP, _GENERATION_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 class ExchangeRuntime(Protocol):
@@ -81,57 +71,6 @@ class ExchangeRuntime(Protocol):
     def stale(self) -> str: ...
     def grow(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
     def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
-
-
-class RowFormat(NamedTuple):
-    """What all ranks must agree on in one operation.
-
-    Attributes:
-        kind: NormalNotify.OPERATION_*.
-        dtype: DTYPE_* of the rows.
-        hidden: values per row.
-        row_bytes: bytes of a row, a multiple of 16.
-        topk: expert ids and weights per row of a dispatch, weights per row of a combine; 0 = none travel.
-        scale_bytes: bytes of scales per row.
-        local_experts: experts per rank, 0 where they do not matter.
-        node_ranks: ranks of a node when each row crosses once to a node, else 0.
-        origin: (generation, number) of the dispatch whose handle is used, (-1, -1) when none is.
-    """
-
-    kind: int
-    dtype: int
-    hidden: int
-    row_bytes: int
-    topk: int = 0
-    scale_bytes: int = 0
-    local_experts: int = 0
-    node_ranks: int = 0
-    origin: tuple[int, int] = _NO_ORIGIN
-
-    @property
-    def name(self) -> str:
-        """The operation in words."""
-        return _NAMES[self.kind]
-
-    @property
-    def meta_bytes(self) -> int:
-        """Bytes of a row's meta: (id and weight) or weight per slot, then scales, then marks, rounded up to 16."""
-        if self.kind == NormalNotify.OPERATION_COMBINE:
-            return round_up(self.topk * 4, 16)
-        return round_up(self.topk * 8 + self.scale_bytes + mark_bytes(self.node_ranks), 16)
-
-    @property
-    def digest(self) -> int:
-        """Word SHAPE of the notify: 63 bits."""
-        generation, number = self.origin
-        mixed = _digest(self[:-1]) + (generation + 1) * _GENERATION_STEP + (number + 1) * _NUMBER_STEP
-        return mixed & ((1 << 63) - 1)
-
-
-@functools.lru_cache(maxsize=256)
-def _digest(fields: tuple[Any, ...]) -> int:
-    """63 bits that stand for a format. A hash costs microseconds and engines repeat a few formats for ever."""
-    return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Placement(NamedTuple):
@@ -191,7 +130,7 @@ class RowExchange:
         Raises:
             UcclEpError: an earlier operation ended half-way. What ``Runtime.check`` and ``Runtime.grow`` raise.
         """
-        self._catch_up(_NAMES[operation])
+        self._catch_up(operation_name(operation))
         return 0 if handle is not None and handle.nodes is None else self._node_ranks
 
     @property
@@ -306,7 +245,7 @@ class RowExchange:
         for word, value in (
             (block.KIND, form.kind),
             (block.PHASE, NORMAL_COMBINE if form.kind == NormalNotify.OPERATION_COMBINE else NORMAL_DISPATCH),
-            (block.CODING, form.kind << 16 | form.dtype),
+            (block.CODING, form.coding),
             (block.HIDDEN, form.hidden),
             (block.ELEMENT, form.dtype),
             (block.TOPK, form.topk),
@@ -385,12 +324,9 @@ class RowExchange:
             _, coding, row_bytes, meta_bytes = (
                 int(word) for word in self.peers[rank, block.TOLD_SHAPE : block.TOLD_META_BYTES + 1]
             )
-            name = _NAMES.get(coding >> 16, f"operation {coding >> 16}")
-            kind = _DTYPES[coding & 0xFFFF] if coding & 0xFFFF < len(_DTYPES) else f"dtype {coding & 0xFFFF}"
-            words.append(f"rank {rank} a {name} of {kind}, {row_bytes} bytes a row, {meta_bytes} bytes of meta")
+            words.append(f"rank {rank} {in_words(coding, row_bytes, meta_bytes)}")
         return (
-            f"the ranks were given different operations, nothing was sent: rank {self._runtime.rank} a {form.name} of "
-            f"{_DTYPES[form.dtype]}, {form.row_bytes} bytes a row, {form.meta_bytes} bytes of meta "
+            f"the ranks were given different operations, nothing was sent: rank {self._runtime.rank} {form.words} "
             f"(hidden {form.hidden}, top-k {form.topk}, {form.local_experts} local experts, handle {form.origin}); "
             f"{'; '.join(words)}. Where these agree, hidden, top-k, the experts or the handle differ"
         )
