@@ -7,7 +7,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["DispatchOrigin", "EventOverlap", "LowLatencyHandle", "NodeRoute", "NormalHandle", "StreamEvent"]
+__all__ = [
+    "DeviceNormalHandle",
+    "DispatchOrigin",
+    "EventOverlap",
+    "LowLatencyHandle",
+    "NodeRoute",
+    "NormalHandle",
+    "StreamEvent",
+]
 
 
 class StreamEvent(Protocol):
@@ -156,3 +164,32 @@ class NormalHandle(NamedTuple):
     is_token_in_rank: torch.Tensor
     origin: DispatchOrigin
     nodes: NodeRoute | None = None
+
+
+class DeviceNormalHandle(NamedTuple):
+    """What a dispatch on a device hands to combine and to cached dispatches. Tensors are on the device.
+
+    Attributes:
+        send_rows: int64 [R], rows sent to each rank.
+        recv_rows: int64 [R], rows received from each rank.
+        send_tokens: int32 [R, T], token indices sent to each rank; what follows is undefined.
+        places: int32 [T, R], the token's place in the list of the rank, or -1.
+        is_token_in_rank: bool [T, R].
+        number: int64 [1], number of the dispatch, equal on all ranks.
+        capacity: rows of the tensor that dispatch returned.
+        sent_away: rows for other ranks; most: rows to or from one other rank. -1 where the host has not looked.
+        copies: most ranks that a token goes to.
+        origin: the dispatch it comes from; its number stands in ``number``.
+    """
+
+    send_rows: torch.Tensor
+    recv_rows: torch.Tensor
+    send_tokens: torch.Tensor
+    places: torch.Tensor
+    is_token_in_rank: torch.Tensor
+    number: torch.Tensor
+    capacity: int
+    sent_away: int
+    most: int
+    copies: int
+    origin: DispatchOrigin

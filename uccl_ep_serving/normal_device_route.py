@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from .handles import DeviceNormalHandle, DispatchOrigin
 from .kernels.interface import DeviceNormalKernels, KernelLaunch
 
 __all__ = ["Marks", "Route", "all_of", "run_all"]
@@ -95,3 +96,24 @@ class Route:
             self.per_expert.copy_(torch.minimum(self._given.view(ranks, -1), most).clamp_(min=0).view(-1))
 
         return (*all_of(listing), bound)
+
+    def new_handle(self, origin: DispatchOrigin, copies: int, capacity: int) -> DeviceNormalHandle:
+        """Of a dispatch that takes this route and has not run: what it receives is not known.
+
+        Args:
+            copies: most ranks that a token goes to.
+            capacity: rows that dispatch is going to return, 0 where the host looks first.
+        """
+        return DeviceNormalHandle(
+            self.rows,
+            torch.zeros_like(self.rows),
+            self.lists,
+            self.places,
+            self.in_rank,
+            torch.empty(1, dtype=torch.int64, device=self.rows.device),
+            capacity,
+            -1,
+            -1,
+            copies,
+            origin,
+        )

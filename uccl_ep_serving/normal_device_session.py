@@ -1,0 +1,228 @@
+"""What outlives one normal-mode operation on a device: counters, kernels and words of the present window.
+
+Every window generation has its own counters in device memory and its own words in pinned memory. Operations of a Buffer
+do not overlap: what the words say belongs to the last one, and is raised by it or by the next call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import Settings
+from .device_ground import DeviceGround
+from .device_space import DeviceSpace
+from .errors import ConfigError, TransportError, UcclEpError
+from .kernel_space import SLICE_NS, KernelSpace
+from .kernels.interface import DeviceNormalKernels, DeviceNormalStateBlock, NormalFormat
+from .kernels.select import device_normal_kernels
+from .normal_device_format import check_room, difference, wire_format
+from .normal_device_told import Told
+from .protocol.layout import LowLatencyPlan, WindowLayout
+from .protocol.message import NormalNotify
+from .row_format import RowFormat
+
+__all__ = ["DeviceNormalRuntime", "DeviceNormalSession", "Generation"]
+
+#: Seconds that the device may take beyond the time limit of the kernel that the host waits for.
+_GRACE = 30.0
+
+
+class DeviceNormalRuntime(Protocol):
+    """What normal mode on a device needs of a Runtime; see there."""
+
+    rank: int
+    ranks: int
+    generation: int
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def space(self) -> KernelSpace: ...
+    @property
+    def layout(self) -> WindowLayout: ...
+    @property
+    def mask(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def record(self) -> Callable[..., None]: ...
+    @property
+    def all_direct(self) -> bool: ...
+    @property
+    def stale(self) -> str: ...
+    def before_unmapping(self, release: Callable[[], None]) -> None: ...
+    def check(self, phase: str) -> None: ...
+    def begin_operation(self) -> None: ...
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+
+
+class Generation(NamedTuple):
+    """What belongs to one window generation.
+
+    Attributes:
+        space: the kernel context, in device memory.
+        state: counters, in device memory.
+        told: what the opening of an operation tells the host.
+    """
+
+    space: DeviceSpace
+    state: DeviceNormalStateBlock
+    told: Told
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the kernel context and the state block."""
+        return self.space.context, self.state.address
+
+
+class DeviceNormalSession:
+    """Normal-mode state of one Buffer on one rank.
+
+    An operation adopts the present windows, takes a ticket for its opening, begins, perhaps waits for what the opening
+    tells, and ends.
+
+    Args:
+        runtime: of the Buffer.
+        ground: memory, lane and space, shared with low-latency mode.
+
+    Attributes:
+        kernels: of normal mode.
+    """
+
+    def __init__(self, runtime: DeviceNormalRuntime, ground: DeviceGround) -> None:
+        self.kernels: DeviceNormalKernels = device_normal_kernels(runtime.ranks, ground.interpreted)
+        self._runtime = runtime
+        self._ground = ground
+        self._present: Generation | None = None
+        self._generation = -1
+        self._ticket = 0
+        self._broken = ""
+        self._last: RowFormat | None = None
+        self._warm: set[tuple[RowFormat, int]] = set()
+
+    def adopt(self, form: RowFormat, biases: int) -> tuple[Generation, NormalFormat]:
+        """Refuse what is known to be wrong, and give what belongs to the present windows, with kernels compiled.
+
+        Raises:
+            ConfigError: a row does not fit a chunk or a round slot; or what an earlier operation has found by now.
+            UcclEpError: an earlier operation ended half-way.
+        """
+        runtime = self._runtime
+        self.check(form.name)
+        if self._broken:
+            raise UcclEpError(
+                f"{form.name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
+                "longer agree on message numbers. Close this Buffer on all ranks and build a new one"
+            )
+        if runtime.stale:
+            runtime.grow(None)
+        if runtime.ranks > 1:
+            check_room(form, runtime.layout.normal)
+        self.kernels.check(runtime.settings, form.topk)
+        if self._present is None or self._generation != runtime.generation:
+            self._present, self._generation = self._build(form.name), runtime.generation
+        wire = wire_format(form)
+        kind = (form._replace(origin=(-1, -1)), biases)
+        if kind not in self._warm:
+            # before this rank tells the others of the operation: compiling would eat into their deadline
+            self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
+            self._warm.add(kind)
+        return self._present, wire
+
+    def _build(self, phase: str) -> Generation:
+        """Counters at zero and words for the runtime's generation. Raises ConfigError while a graph is captured."""
+        runtime, kernels, memory = self._runtime, self.kernels, self._ground.memory
+        if self._ground.lane.capturing:
+            raise ConfigError(f"{phase}: dispatch and combine once before a graph is captured")
+        space = self._ground.space()
+        told = Told(
+            memory,
+            kernels.info_bytes(runtime.layout.normal.local_experts),
+            kernels.told,
+            kernels.told_words * runtime.ranks,
+        )
+        runtime.before_unmapping(told.close)
+        return Generation(space, kernels.new_state(runtime.layout, memory.device), told)
+
+    def new_ticket(self) -> int:
+        """What the opening of the next operation stores last, once it has told the host everything."""
+        self._ticket += 1
+        return self._ticket
+
+    def begin(self, form: RowFormat, looks: bool) -> None:
+        """Note that an operation is launched from here on.
+
+        Args:
+            looks: the host waits between its opening and its exchange. The peers count on the rows once it is opened:
+                what keeps this rank from reaching :meth:`end` leaves the group apart.
+        """
+        self._runtime.begin_operation()
+        self._last = form
+        if looks:
+            self._broken = f"{form.name}: opened and not run"
+
+    def wait_told(self, form: RowFormat, here: Generation) -> None:
+        """Wait until the opening of this operation has told the host what it knows. Raises what it found to be wrong.
+
+        Raises:
+            ConfigError: the ranks were given different operations; nothing was sent and the group goes on.
+            TransportError: the device has not run the opening in time.
+            UcclEpError: what a kernel has reported.
+        """
+        phase = form.name
+        runtime, kernels = self._runtime, self.kernels
+        begun = look = time.monotonic()
+        while here.told[kernels.ticket] != self._ticket:
+            now = time.monotonic()
+            if now - look > SLICE_NS * 1e-9:
+                look = now
+                runtime.space.watch()
+            if now - begun > runtime.settings.timeout + _GRACE:
+                raise TransportError(
+                    f"{phase}: {self._ground.memory.device} has not run the opening within {now - begun:.0f} s. Likely "
+                    "cause: other work on the device does not end. Next step: look at what runs there"
+                )
+            if now - begun > 1e-3:
+                time.sleep(20e-6)
+        different = here.told[kernels.different]
+        if different:
+            if different > 0:
+                self._broken = ""
+            self.check(phase)
+            raise UcclEpError(f"{phase}: a kernel failed and has not said why")
+
+    def end(self, form: RowFormat, tokens: int, sent_away: int, started: int) -> None:
+        """Note that all of an operation is launched; in the interpreter it is over, and what it reports is raised.
+
+        Args:
+            tokens: of this rank.
+            sent_away: rows for other ranks, -1 where the host has not looked.
+            started: ``time.monotonic_ns()`` when the caller came.
+        """
+        self._broken = ""
+        name = "normal_combine" if form.kind == NormalNotify.OPERATION_COMBINE else "normal_dispatch"
+        self._runtime.record(name, tokens, max(sent_away, 0), time.monotonic_ns() - started)
+        if self._ground.interpreted:
+            self.check(form.name)
+
+    def check(self, phase: str) -> None:
+        """Raise what is known to be wrong: of this Buffer, or of an operation whose end nobody waited for."""
+        self._ground.take_report()
+        self._runtime.check(phase)
+        if self._present is None or self._generation != self._runtime.generation:
+            return
+        told, kernels = self._present.told, self.kernels
+        if told[kernels.parted]:
+            told.clear(kernels.parted)
+            assert self._last is not None
+            raise ConfigError(difference(self._runtime.rank, self._last, told))
+        beyond = told[kernels.beyond]
+        if beyond:
+            told.clear(kernels.beyond)
+            raise ConfigError(
+                f"{beyond} rows arrived where num_worst_tokens promised fewer; all ranks received, the group goes on. "
+                "Next step: num_worst_tokens = ranks x the most tokens of a rank"
+            )
