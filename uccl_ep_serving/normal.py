@@ -9,24 +9,23 @@ channels, rounds or the order of arrival.
 from __future__ import annotations
 
 import time
-from typing import NoReturn
 
 import torch
 
 from .errors import ConfigError
-from .handles import DispatchOrigin, EventOverlap, NormalHandle
+from .handles import DispatchOrigin, EventOverlap, NodeRoute, NormalHandle
 from .kernels import normal_block as block
 from .normal_inputs import (
     bias_pair,
     check_alignment,
     check_experts,
     check_handle,
-    check_layout,
     check_topk,
     combine_dtype,
     combine_weights,
     rows_and_scales,
 )
+from .normal_layout import Layout, count_layout, given_layout, refuse_layout
 from .protocol.message import NormalNotify
 from .row_exchange import ExchangeRuntime, RowExchange
 from .row_format import RowFormat
@@ -77,10 +76,7 @@ class Normal:
         check_topk(topk_idx, None, None)
         experts = check_experts(num_experts, ranks)
         topk_idx = topk_idx.contiguous()
-        per_rank = torch.empty(ranks, dtype=torch.int32)
-        per_expert = torch.empty(experts, dtype=torch.int32)
-        in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool)
-        self._count(topk_idx, experts, per_rank, per_expert, in_rank)
+        per_rank, per_expert, in_rank = count_layout(self._exchange.kernels, topk_idx, experts, ranks)
         return per_rank, self._per_node(per_rank, in_rank), per_expert, in_rank, EventOverlap()
 
     def dispatch(
@@ -128,87 +124,26 @@ class Normal:
         """
         started = time.monotonic_ns()
         _wait_for(previous_event)
-        x, scales, dtype = rows_and_scales(x)
-        tokens, hidden = x.shape
-        runtime = self._runtime
-        ranks = runtime.ranks
-        topk = local_experts = 0
-        origin = (-1, -1)
-        kind = _DISPATCH if handle is None else _CACHED
+        rows, scales, dtype = rows_and_scales(x)
+        layout, tokens = None, len(rows)
+        given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         if handle is not None:
             check_handle(handle, self, tokens)
-            given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
             if any(one is not None for one in given) or num_worst_tokens:
                 raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
-            origin = handle.origin[1:3]
+            form = self._dispatch_form(rows, scales, dtype, None, handle)
         else:
             check_alignment(expert_alignment, num_worst_tokens)
-            per_rank, in_rank, per_expert = check_layout(
-                num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, tokens, ranks
-            )
-            local_experts = len(per_expert) // ranks
-            if topk_idx is not None or topk_weights is not None:
-                topk_idx, topk_weights = check_topk(topk_idx, topk_weights, tokens)
-                topk = topk_idx.shape[1]
+            layout = given_layout(*given, tokens, self._runtime.ranks)
+            form = self._dispatch_form(rows, scales, dtype, layout, None)
+            handle = self._route(layout, form.node_ranks)
+
+        nodes = self._open_dispatch(form, rows, scales, layout, handle)
         exchange = self._exchange
-        form = RowFormat(
-            kind,
-            dtype,
-            hidden,
-            hidden * x.element_size(),
-            topk,
-            0 if scales is None else scales.shape[1] * scales.element_size(),
-            local_experts,
-            exchange.node_ranks(kind, handle),
-            origin,
-        )
-        exchange.check(form)
-        if handle is None:
-            handle = self._route(topk_idx, in_rank, per_rank, per_expert)
-            if form.node_ranks:
-                handle = handle._replace(nodes=exchange.relay.route(in_rank, form.node_ranks))
-
-        exchange.begin(form, tokens)
-        operation = exchange.operation
-        operation[block.X] = x.data_ptr()
-        if scales is not None:
-            operation[block.SCALES] = scales.data_ptr()
-        if kind == _DISPATCH:
-            operation[block.EXPERT_COUNTS_SENT] = per_expert.data_ptr()
-            if topk_idx is not None and topk_weights is not None:
-                operation[block.TOPK_IDX] = topk_idx.data_ptr()
-                operation[block.WEIGHTS] = topk_weights.data_ptr()
-        exchange.prepare(handle, None if kind == _DISPATCH else handle.recv_rows)
-        exchange.open(form)
-        nodes = handle.nodes
-        if kind == _DISPATCH and nodes is not None:
-            nodes = exchange.relay.keep_marks(operation, exchange.peers, nodes)
-
-        total = int(operation[block.RECV_TOTAL])
-        capacity = max(total, num_worst_tokens) if kind == _DISPATCH else handle.capacity
-        placement = exchange.place(form, capacity)
-        recv_x = self._tensor(placement.rows, capacity, x)
-        recv_scales = recv_idx = recv_weights = None
-        operation[block.OUT] = recv_x.data_ptr()
-        operation[block.IN_PLACE] = placement.rows >= 0
-        if scales is not None:
-            recv_scales = torch.empty(capacity, scales.shape[1], dtype=scales.dtype)
-            operation[block.OUT_SCALES] = recv_scales.data_ptr()
-        if topk:
-            recv_idx = torch.empty(capacity, topk, dtype=torch.int64)
-            recv_weights = torch.empty(capacity, topk, dtype=torch.float32)
-            if capacity > total:
-                recv_idx[total:] = -1
-                recv_weights[total:] = 0
-            operation[block.OUT_IDX] = recv_idx.data_ptr()
-            operation[block.OUT_WEIGHTS] = recv_weights.data_ptr()
-        if kind == _CACHED and operation[block.MASKED]:
-            recv_x.view(torch.uint8).zero_()
-        exchange.run(form)
-        if placement.meta >= 0:
-            runtime.heap.give(placement.meta)
-
-        if kind == _DISPATCH:
+        total = int(exchange.operation[block.RECV_TOTAL])
+        capacity = handle.capacity if layout is None else max(total, num_worst_tokens)
+        received, recv_idx, recv_weights = self._run_dispatch(form, total, capacity, rows, scales)
+        if layout is not None:
             handle = NormalHandle(
                 handle.send_rows,
                 exchange.received(),
@@ -218,19 +153,19 @@ class Normal:
                 DispatchOrigin(self, *exchange.origin, tokens),
                 nodes,
             )
-        runtime.record("normal_dispatch", tokens, int(operation[block.SENT_AWAY]), time.monotonic_ns() - started)
+        sent_away = int(exchange.operation[block.SENT_AWAY])
+        self._runtime.record("normal_dispatch", tokens, sent_away, time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
             raise ConfigError(
                 f"{total} rows arrived where num_worst_tokens = {num_worst_tokens} was promised; all ranks received, "
                 "the group goes on. Next step: num_worst_tokens = ranks x the most tokens of a rank"
             )
         per_local: list[int] = []
-        if kind == _DISPATCH and not num_worst_tokens:
-            counts = exchange.expert_counts[:local_experts]
+        if layout is not None and not num_worst_tokens:
+            counts = exchange.expert_counts[: form.local_experts]
             per_local = (
                 counts if expert_alignment == 1 else -(-counts // expert_alignment) * expert_alignment
             ).tolist()
-        received = recv_x if recv_scales is None else (recv_x, recv_scales)
         return received, recv_idx, recv_weights, per_local, handle, EventOverlap()
 
     def combine(
@@ -307,37 +242,101 @@ class Normal:
         runtime.record("normal_combine", tokens, int(operation[block.SENT_AWAY]), time.monotonic_ns() - started)
         return combined, weights, EventOverlap()
 
-    def _route(
+    def _dispatch_form(
         self,
-        topk_idx: torch.Tensor | None,
-        in_rank: torch.Tensor,
-        per_rank: torch.Tensor,
-        per_expert: torch.Tensor,
-    ) -> NormalHandle:
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        dtype: int,
+        layout: Layout | None,
+        handle: NormalHandle | None,
+    ) -> RowFormat:
+        """What ranks must agree on in a dispatch of ``layout``, or of ``handle``. Raises ConfigError when no window can
+        carry it."""
+        kind, hidden = _CACHED if layout is None else _DISPATCH, rows.shape[1]
+        form = RowFormat(
+            kind,
+            dtype,
+            hidden,
+            hidden * rows.element_size(),
+            0 if layout is None else layout.topk,
+            0 if scales is None else scales.shape[1] * scales.element_size(),
+            0 if layout is None else len(layout.per_expert) // self._runtime.ranks,
+            self._exchange.node_ranks(kind, handle),
+            (-1, -1) if handle is None else handle.origin[1:3],
+        )
+        self._exchange.check(form)
+        return form
+
+    def _route(self, layout: Layout, node_ranks: int) -> NormalHandle:
         """Who gets which tokens. Raises ConfigError when the layout contradicts itself or the ids."""
+        exchange, topk_idx, in_rank = self._exchange, layout.topk_idx, layout.in_rank
         tokens, ranks = in_rank.shape
         rows = torch.empty(ranks, dtype=torch.int64)
         most = ranks if topk_idx is None else min(topk_idx.shape[1], ranks)
         lists = torch.empty(tokens * most, dtype=torch.int32)
-        if self._exchange.route(topk_idx, in_rank, per_rank, per_expert, rows, lists) != block.LAYOUT_RIGHT:
-            self._refuse_layout(topk_idx, in_rank, per_rank, per_expert)
-        return NormalHandle(rows, rows, lists, 0, in_rank, DispatchOrigin(self, -1, -1, tokens))
+        verdict = exchange.route(topk_idx, in_rank, layout.per_rank, layout.per_expert, rows, lists)
+        if verdict != block.LAYOUT_RIGHT:
+            refuse_layout(exchange.kernels, layout)
+        nodes = exchange.relay.route(in_rank, node_ranks) if node_ranks else None
+        return NormalHandle(rows, rows, lists, 0, in_rank, DispatchOrigin(self, -1, -1, tokens), nodes)
 
-    def _refuse_layout(
-        self, topk_idx: torch.Tensor | None, in_rank: torch.Tensor, per_rank: torch.Tensor, per_expert: torch.Tensor
-    ) -> NoReturn:
-        """Say what is wrong with a layout. Raises ConfigError."""
-        if topk_idx is not None:
-            own_rank, own_expert, own_marks = map(torch.empty_like, (per_rank, per_expert, in_rank))
-            self._count(topk_idx, len(per_expert), own_rank, own_expert, own_marks)
-            if not torch.equal(own_expert, per_expert):
-                raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
-            if not torch.equal(own_marks, in_rank):
-                raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")
-        raise ConfigError(
-            f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks "
-            f"{in_rank.sum(dim=0).tolist()}"
-        )
+    def _open_dispatch(
+        self,
+        form: RowFormat,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        layout: Layout | None,
+        handle: NormalHandle,
+    ) -> NodeRoute | None:
+        """Say what is sent and hear what comes. Returns ``handle.nodes``, with the marks that came when it is new.
+
+        The operation keeps addresses of the arguments until it has run.
+        """
+        exchange = self._exchange
+        exchange.begin(form, len(rows))
+        operation = exchange.operation
+        operation[block.X] = rows.data_ptr()
+        if scales is not None:
+            operation[block.SCALES] = scales.data_ptr()
+        if layout is not None:
+            operation[block.EXPERT_COUNTS_SENT] = layout.per_expert.data_ptr()
+            if layout.topk_idx is not None and layout.topk_weights is not None:
+                operation[block.TOPK_IDX] = layout.topk_idx.data_ptr()
+                operation[block.WEIGHTS] = layout.topk_weights.data_ptr()
+        exchange.prepare(handle, handle.recv_rows if layout is None else None)
+        exchange.open(form)
+        if layout is None or handle.nodes is None:
+            return handle.nodes
+        return exchange.relay.keep_marks(operation, exchange.peers, handle.nodes)
+
+    def _run_dispatch(
+        self, form: RowFormat, total: int, capacity: int, x: torch.Tensor, scales: torch.Tensor | None
+    ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None]:
+        """Exchange the rows of an opened dispatch: the ``total`` rows that arrive, their ids and their weights, in
+        tensors of ``capacity`` rows like ``x`` and ``scales``."""
+        exchange, operation = self._exchange, self._exchange.operation
+        placement = exchange.place(form, capacity)
+        recv_x = self._tensor(placement.rows, capacity, x)
+        recv_scales = recv_idx = recv_weights = None
+        operation[block.OUT] = recv_x.data_ptr()
+        operation[block.IN_PLACE] = placement.rows >= 0
+        if scales is not None:
+            recv_scales = torch.empty(capacity, scales.shape[1], dtype=scales.dtype)
+            operation[block.OUT_SCALES] = recv_scales.data_ptr()
+        if form.topk:
+            recv_idx = torch.empty(capacity, form.topk, dtype=torch.int64)
+            recv_weights = torch.empty(capacity, form.topk, dtype=torch.float32)
+            if capacity > total:
+                recv_idx[total:] = -1
+                recv_weights[total:] = 0
+            operation[block.OUT_IDX] = recv_idx.data_ptr()
+            operation[block.OUT_WEIGHTS] = recv_weights.data_ptr()
+        if form.kind == _CACHED and operation[block.MASKED]:
+            recv_x.view(torch.uint8).zero_()
+        exchange.run(form)
+        if placement.meta >= 0:
+            self._runtime.heap.give(placement.meta)
+        return recv_x if recv_scales is None else (recv_x, recv_scales), recv_idx, recv_weights
 
     def _per_node(self, per_rank: torch.Tensor, in_rank: torch.Tensor) -> torch.Tensor | None:
         """Tokens with an expert on each node, None when there is one node."""
@@ -347,32 +346,6 @@ class Normal:
         if size == 1:
             return per_rank.clone()
         return in_rank.view(len(in_rank), self._runtime.ranks // size, size).any(dim=2).sum(dim=0, dtype=torch.int32)
-
-    def _count(
-        self,
-        topk_idx: torch.Tensor,
-        experts: int,
-        per_rank: torch.Tensor,
-        per_expert: torch.Tensor,
-        in_rank: torch.Tensor,
-    ) -> None:
-        """Fill the three outputs of a layout. Raises ConfigError for an id out of range."""
-        tokens, topk = topk_idx.shape
-        bad = self._exchange.kernels.layout(
-            topk_idx.data_ptr(),
-            tokens,
-            topk,
-            experts,
-            self._runtime.ranks,
-            per_rank.data_ptr(),
-            per_expert.data_ptr(),
-            in_rank.data_ptr(),
-        )
-        if bad >= 0:
-            raise ConfigError(
-                f"topk_idx[{bad // topk}, {bad % topk}] = {int(topk_idx.flatten()[bad])} is not an expert: ids are "
-                f"-1 .. {experts - 1}"
-            )
 
     def _tensor(self, offset: int, rows: int, like: torch.Tensor) -> torch.Tensor:
         """[rows, H] over the heap range at ``offset``, or of its own when that is -1.
