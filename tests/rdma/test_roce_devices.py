@@ -35,7 +35,7 @@ class TestRoceOnDevices(TransportContract):
 
     @pytest.fixture
     def open_group(self, request: pytest.FixtureRequest) -> OpenGroup:
-        timeout = SHORT if "vanished" in request.node.name else PATIENT
+        timeout = SHORT if {"vanished", "dropped"} & {*request.node.name.split("_")} else PATIENT
 
         @contextlib.contextmanager
         def open_group(ranks: int, window_bytes: int) -> Iterator[Group]:

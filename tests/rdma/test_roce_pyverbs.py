@@ -120,7 +120,7 @@ def test_a_pyverbs_program_receives_what_we_send_and_sends_what_we_receive() -> 
     )  # fmt: skip
     try:
         # the devices' tables are alike
-        peer = PyverbsPeer(names[-1], ours._gid.index)
+        peer = PyverbsPeer(names[-1], ours._rails[0].gid.index)
         peer.connect(ours.address())
         ours.connect([None, peer.address()], time.monotonic() + 5)
         ours.established()
