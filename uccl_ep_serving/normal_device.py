@@ -27,7 +27,7 @@ from .kernels.interface import KernelLaunch, NormalFormat, NormalTensors
 from .normal_device_arguments import DispatchArguments, check_combine, check_dispatch
 from .normal_device_route import Marks, Route, all_of, run_all
 from .normal_device_session import DeviceNormalRuntime, DeviceNormalSession, Generation
-from .normal_inputs import check_topk
+from .normal_inputs import check_experts, check_topk
 from .protocol.message import NormalNotify
 from .row_format import RowFormat
 
@@ -67,11 +67,10 @@ class DeviceNormal:
         _wait_for(previous_event)
         ranks = self._runtime.ranks
         check_topk(topk_idx, None, None, self._device)
-        if num_experts < 1 or num_experts % ranks:
-            raise ConfigError(f"num_experts = {num_experts} must be a positive multiple of the {ranks} ranks")
+        experts = check_experts(num_experts, ranks)
         ids = topk_idx.contiguous()
         with self._allocating(allocate_on_comm_stream):
-            marks = Marks(ids, num_experts, ranks)
+            marks = Marks(ids, experts, ranks)
         launches = marks.launches(self._kernels, 0, 0)
         event = self._run(launches, marks.tensors, finish=not async_finish)
         nodes = None if self._runtime.all_direct else marks.per_rank
