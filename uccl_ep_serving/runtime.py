@@ -195,9 +195,13 @@ class Runtime:
 
     def _give_up(self, error: PeerError) -> NoReturn:
         named = self._watch.give_up(error)
-        if named is error:
-            raise error
-        raise named from error
+        try:
+            if named is error:
+                raise error
+            raise named from error
+        finally:
+            # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
+            del named, error
 
     @property
     def all_on_this_host(self) -> bool:
@@ -302,9 +306,12 @@ class Runtime:
             self._broken = (
                 f"rank {self.rank} could not lay its window out anew: {type(named).__name__}: {named}".rstrip(": ")
             )
-            if named is error:
-                raise
-            raise named from error
+            try:
+                if named is error:
+                    raise
+                raise named from error
+            finally:
+                del named  # as in _give_up
 
     def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
         masked = self._members.masked
