@@ -33,7 +33,7 @@ NIC_MUTANTS = {
         _LINK,
         "        owe_credit(context, link)\n\n\n@inlined\ndef retire",
         "        if not REMOVED:\n            owe_credit(context, link)\n\n\n@inlined\ndef retire",
-        _MEMORY + "TestCredits::test_a_receiver_that_stands_still_makes_its_sender_busy",
+        _MEMORY + "TestCredits::test_a_quarter_of_the_receives_used_is_a_credit",
     ),
     "roce: what a peer claims to have posted is checked": Mutant(
         _LINK,
@@ -70,7 +70,7 @@ NIC_MUTANTS = {
         _DATA,
         "        if open_links > 0 and monotonic_ns()",
         "        if open_links > 0 and not REMOVED and monotonic_ns()",
-        _RAILS + "test_what_arrived_on_other_nics_is_delivered_before_down",
+        _RAILS + "test_what_arrived_behind_another_peers_flushed_receives_is_delivered_before_down",
     ),
     "roce: the source in an immediate is the rank of its queue pair": Mutant(
         _DATA,

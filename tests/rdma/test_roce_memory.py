@@ -139,6 +139,31 @@ class TestCredits:
                     break
             assert network.word(net.NOT_READY) == 0
 
+    def test_a_quarter_of_the_receives_used_is_a_credit(self) -> None:
+        """The peer is told when receives are posted anew, not only when it is idle and written to for that."""
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 4096) as (group, endpoints):
+            sender, receiver = Port(group, 0), Port(group, 1)
+            # Without the writes to idle peers, which carry a credit too.
+            endpoints[1]._state.context[roce_state.WATCHING] = 0
+            receives = roce_state.LINK_RECEIVES
+            sent = 0
+            while sent < receives:
+                chain = min(roce_state.POOL_SLOTS, receives - sent)
+                for number in range(sent, sent + chain):
+                    assert sender.post(1, 0, 0, 64, imm(0, number), number) == ACCEPTED
+                sender.flush()
+                sent += chain
+                while chain > 0:
+                    chain -= len(poll_until(sender, SENT))
+            assert sender.post(1, 0, 0, 64, imm(0, sent), sent) == BUSY
+            arrived = 0
+            while arrived < receives // 4:
+                arrived += len(poll_until(receiver, ARRIVED))
+            for _ in range(4):
+                receiver.poll()
+            assert sender.post(1, 0, 0, 64, imm(0, sent), sent) == ACCEPTED
+
     def test_impossible_credits_are_a_fault_of_the_peer(self) -> None:
         network = MemoryNetwork(2)
         with open_endpoints(network, 2, 4096) as (group, endpoints):

@@ -163,6 +163,31 @@ def test_what_arrived_on_other_nics_is_delivered_before_down() -> None:
         assert [event.kind for event in events] == [ARRIVED] * 200 + [DOWN]
 
 
+def test_what_arrived_behind_another_peers_flushed_receives_is_delivered_before_down() -> None:
+    """A poll that stores no event does not mean that nothing is left: it may have taken flushed receives only."""
+    network = MemoryNetwork(3, rails=2)
+    with open_endpoints(network, 3, 1 << 16) as (group, endpoints):
+        ours, theirs = Port(group, 0), Port(group, 1)
+        # They write nothing of their own accord, and so do not notice the failure.
+        endpoints[1].state.context[roce_state.WATCHING] = 0
+        network.fail(network.queue_pairs(0)[0], 0, codes.REM_ACCESS_ERR)
+        assert ours.post(1, 0, 0, 16, imm(0, SECOND, 0), 0, SECOND) == ACCEPTED
+        ours.flush()
+        poll_all([theirs])
+        # The failure is the first thing on one NIC; on the other, more than one poll takes comes before what arrived.
+        ours.drop(2)
+        for number in range(10):
+            assert theirs.post(0, 0, 0, 16, imm(1, FIRST, number), number, FIRST) == ACCEPTED
+        theirs.flush()
+        poll_all([theirs])
+        assert ours.poll() == []
+        assert "work completion status 10" in endpoints[0].describe(1), "the failure has not been seen yet"
+        # The time for delivery starts again: a machine that stands still here does not end it.
+        endpoints[0].state.peers[1, roce_state.ENDED_AT] = time.monotonic_ns() + 10**9
+        events = poll_all([ours], 0.3)
+        assert [event.kind for event in events] == [ARRIVED] * 10 + [DOWN]
+
+
 class TestConnecting:
     def test_a_peer_that_dies_meanwhile_is_named_and_nothing_stays_open(self, monkeypatch: pytest.MonkeyPatch) -> None:
         network, dead = MemoryNetwork(2, rails=2), False
