@@ -11,48 +11,26 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .config import Settings
-from .device_ground import DeviceGround
+from .device_ground import DeviceGround, GroundRuntime
 from .device_launch import InFlight
 from .device_space import DeviceSpace
 from .errors import ConfigError
 from .handles import LowLatencyHandle
-from .kernel_space import KernelSpace
 from .kernels.interface import DeviceLowLatencyKernels, DeviceStateBlock
 from .kernels.select import device_low_latency_kernels
 from .low_latency_arguments import VALUE_CODES, Coding, covers
-from .protocol.layout import LowLatencyPlan, WindowLayout
+from .protocol.layout import LowLatencyPlan
 
 __all__ = ["DeviceSession", "DeviceSpaceOwner", "Serving"]
 
 
-class DeviceSpaceOwner(Protocol):
-    """What low-latency mode on a device needs of a Runtime; see there."""
+class DeviceSpaceOwner(GroundRuntime, Protocol):
+    """What low-latency mode on a device needs of a Runtime, besides its ground; see there."""
 
-    rank: int
     ranks: int
-    generation: int
 
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def space(self) -> KernelSpace: ...
-    @property
-    def layout(self) -> WindowLayout: ...
     @property
     def record(self) -> Callable[..., None]: ...
-    @property
-    def all_on_this_host(self) -> bool: ...
-    @property
-    def nic_peers(self) -> frozenset[int]: ...
-    @property
-    def beyond_device_memory(self) -> frozenset[int]: ...
-    def lend_to_nics(
-        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
-    ) -> None: ...
-    def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
-    def before_draining(self, finish: Callable[[], None]) -> None: ...
-    def before_unmapping(self, release: Callable[[], None]) -> None: ...
     def check(self, phase: str) -> None: ...
     def begin_operation(self) -> None: ...
     @property

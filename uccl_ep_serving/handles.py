@@ -15,6 +15,7 @@ __all__ = [
     "NodeRoute",
     "NormalHandle",
     "StreamEvent",
+    "wait_for",
 ]
 
 
@@ -52,6 +53,12 @@ class EventOverlap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.current_stream_wait()
+
+
+def wait_for(event: EventOverlap | None) -> None:
+    """Make the current stream wait for ``event``, if there is one: what DeepEP calls ``previous_event``."""
+    if event is not None:
+        event.current_stream_wait()
 
 
 class LowLatencyHandle(tuple[Any, ...]):

@@ -13,7 +13,7 @@ import time
 import torch
 
 from .errors import ConfigError
-from .handles import DispatchOrigin, EventOverlap, NodeRoute, NormalHandle
+from .handles import DispatchOrigin, EventOverlap, NodeRoute, NormalHandle, wait_for
 from .kernels import normal_block as block
 from .normal_inputs import (
     bias_pair,
@@ -71,7 +71,7 @@ class Normal:
         Raises:
             ConfigError: wrong dtype or shape, an id out of range, or E no integer or not a multiple of R.
         """
-        _wait_for(previous_event)
+        wait_for(previous_event)
         ranks = self._runtime.ranks
         check_topk(topk_idx, None, None)
         experts = check_experts(num_experts, ranks)
@@ -123,7 +123,7 @@ class Normal:
                 received). PeerTimeout, PeerLost, ProtocolError, TransportError, ProxyDied: the Buffer must be closed.
         """
         started = time.monotonic_ns()
-        _wait_for(previous_event)
+        wait_for(previous_event)
         rows, scales, dtype = rows_and_scales(x)
         layout, tokens = None, len(rows)
         given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
@@ -198,7 +198,7 @@ class Normal:
                 ProxyDied: the Buffer must be closed.
         """
         started = time.monotonic_ns()
-        _wait_for(previous_event)
+        wait_for(previous_event)
         check_handle(handle, self, None)
         dtype = combine_dtype(x, handle)
         tokens, hidden = handle.origin.tokens, x.shape[1]
@@ -358,8 +358,3 @@ class Normal:
             return torch.empty(rows, hidden, dtype=like.dtype)
         flat = self._runtime.heap.tensor(offset, rows * hidden * like.element_size())
         return flat.view(like.dtype).view(rows, hidden)
-
-
-def _wait_for(event: EventOverlap | None) -> None:
-    if event is not None:
-        event.current_stream_wait()

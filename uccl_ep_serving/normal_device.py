@@ -22,7 +22,7 @@ import torch
 
 from .device_ground import DeviceGround
 from .errors import ConfigError
-from .handles import DeviceNormalHandle, DispatchOrigin, EventOverlap
+from .handles import DeviceNormalHandle, DispatchOrigin, EventOverlap, wait_for
 from .kernels.interface import KernelLaunch, NormalFormat, NormalTensors
 from .normal_device_arguments import DispatchArguments, check_combine, check_dispatch
 from .normal_device_route import Marks, Route, all_of, run_all
@@ -64,7 +64,7 @@ class DeviceNormal:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """See :meth:`Normal.get_dispatch_layout`. Ids out of range count nowhere here; dispatch refuses them."""
-        _wait_for(previous_event)
+        wait_for(previous_event)
         ranks = self._runtime.ranks
         check_topk(topk_idx, None, None, self._device)
         experts = check_experts(num_experts, ranks)
@@ -108,7 +108,7 @@ class DeviceNormal:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: of this or an earlier operation.
         """
         started = time.monotonic_ns()
-        _wait_for(previous_event)
+        wait_for(previous_event)
         session, lane = self._session, self._ground.lane
         layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
         asked = check_dispatch(
@@ -239,7 +239,7 @@ class DeviceNormal:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """See :meth:`Normal.combine`; ``config`` and errors as for :meth:`dispatch`."""
         started = time.monotonic_ns()
-        _wait_for(previous_event)
+        wait_for(previous_event)
         asked = check_combine(x, handle, self, topk_weights, bias, self._device)
         form, rows, weights, biases, handle = asked
         tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
@@ -374,8 +374,3 @@ class _Outputs:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _wait_for(event: EventOverlap | None) -> None:
-    if event is not None:
-        event.current_stream_wait()

@@ -16,6 +16,7 @@ from .normal_inputs import (
     check_alignment,
     check_device,
     check_layout,
+    check_origin,
     check_topk,
     combine_weights,
     plain_dtype,
@@ -150,10 +151,7 @@ def check_combine(
 def _check_handle(handle: object, owner: object, tokens: int | None) -> DeviceNormalHandle:
     if not isinstance(handle, DeviceNormalHandle):
         raise ConfigError(f"handle must come from a normal-mode dispatch on a device, not {type(handle).__name__}")
-    if handle.origin.owner is not owner:
-        raise ConfigError("handle comes from another Buffer")
-    if tokens is not None and handle.origin.tokens != tokens:
-        raise ConfigError(f"handle belongs to a dispatch of {handle.origin.tokens} tokens, x has {tokens}")
+    check_origin(handle.origin, owner, tokens)
     return handle
 
 

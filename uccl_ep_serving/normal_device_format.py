@@ -4,31 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .errors import ConfigError
 from .kernels.interface import NormalFormat
 from .normal_device_told import Told
-from .protocol.layout import NormalPlan
 from .row_format import RowFormat
 
-__all__ = ["check_room", "difference", "wire_format"]
-
-
-def check_room(form: RowFormat, plan: NormalPlan) -> None:
-    """Raise ConfigError for what no window can carry, on every rank alike."""
-    row = form.row_bytes + form.meta_bytes
-    for name, room, setting in (
-        ("a chunk", plan.chunk, "UCCL_EP_CHUNK_BYTES"),
-        ("a round slot", plan.round_slot, "UCCL_EP_ROUND_BYTES"),
-    ):
-        if row > room:
-            raise ConfigError(
-                f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit {name} "
-                f"of {room} bytes. Next step: raise {setting} on all ranks"
-            )
-    if form.local_experts > plan.local_experts:
-        raise ConfigError(
-            f"{form.name}: {form.local_experts} experts per rank exceed the {plan.local_experts} of the window"
-        )
+__all__ = ["difference", "wire_format"]
 
 
 def wire_format(form: RowFormat) -> NormalFormat:

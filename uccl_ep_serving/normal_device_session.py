@@ -20,11 +20,11 @@ from .errors import ConfigError, TransportError, UcclEpError
 from .kernel_space import SLICE_NS, KernelSpace
 from .kernels.interface import DeviceNormalKernels, DeviceNormalStateBlock, NormalFormat
 from .kernels.select import device_normal_kernels
-from .normal_device_format import check_room, difference, wire_format
+from .normal_device_format import difference, wire_format
 from .normal_device_told import Told
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
-from .row_format import RowFormat
+from .row_format import RowFormat, check_room
 
 __all__ = ["DeviceNormalRuntime", "DeviceNormalSession", "Generation"]
 

@@ -7,7 +7,7 @@ import operator
 import torch
 
 from .errors import ConfigError
-from .handles import NormalHandle
+from .handles import DispatchOrigin, NormalHandle
 from .protocol.command import UNIT
 from .protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32, DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK
 
@@ -18,6 +18,7 @@ __all__ = [
     "check_experts",
     "check_handle",
     "check_layout",
+    "check_origin",
     "check_topk",
     "combine_dtype",
     "combine_weights",
@@ -167,10 +168,15 @@ def check_handle(handle: object, owner: object, tokens: int | None) -> None:
     """``handle`` must come from ``owner``, and (cached dispatch) from a dispatch of ``tokens`` tokens."""
     if not isinstance(handle, NormalHandle):
         raise ConfigError(f"handle must come from a normal-mode dispatch, not {type(handle).__name__}")
-    if handle.origin.owner is not owner:
+    check_origin(handle.origin, owner, tokens)
+
+
+def check_origin(origin: DispatchOrigin, owner: object, tokens: int | None) -> None:
+    """What :func:`check_handle` holds a handle of either kind to. Raises ConfigError."""
+    if origin.owner is not owner:
         raise ConfigError("handle comes from another Buffer")
-    if tokens is not None and handle.origin.tokens != tokens:
-        raise ConfigError(f"handle belongs to a dispatch of {handle.origin.tokens} tokens, x has {tokens}")
+    if tokens is not None and origin.tokens != tokens:
+        raise ConfigError(f"handle belongs to a dispatch of {origin.tokens} tokens, x has {tokens}")
 
 
 def plain_dtype(x: object, device: torch.device = _CPU) -> tuple[torch.Tensor, int]:

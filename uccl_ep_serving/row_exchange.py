@@ -26,7 +26,7 @@ from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
 from .protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
-from .row_format import RowFormat, in_words, operation_name
+from .row_format import RowFormat, check_room, in_words, operation_name
 
 __all__ = ["ExchangeRuntime", "Placement", "RowExchange"]
 
@@ -167,20 +167,7 @@ class RowExchange:
         runtime = self._runtime
         if runtime.ranks == 1 or form[:-1] in self._templates:
             return
-        plan, row = runtime.layout.normal, form.row_bytes + form.meta_bytes
-        for name, room, setting in (
-            ("a chunk", plan.chunk, "UCCL_EP_CHUNK_BYTES"),
-            ("a round slot", plan.round_slot, "UCCL_EP_ROUND_BYTES"),
-        ):
-            if row > room:
-                raise ConfigError(
-                    f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit "
-                    f"{name} of {room} bytes. Next step: raise {setting} on all ranks"
-                )
-        if form.local_experts > plan.local_experts:
-            raise ConfigError(
-                f"{form.name}: {form.local_experts} experts per rank exceed the {plan.local_experts} of the window"
-            )
+        check_room(form, runtime.layout.normal)
 
     def route(
         self,

@@ -6,10 +6,12 @@ import functools
 import hashlib
 from typing import Any, NamedTuple
 
+from .errors import ConfigError
 from .node_relay import mark_bytes
+from .protocol.layout import NormalPlan
 from .protocol.message import NormalNotify, round_up
 
-__all__ = ["RowFormat", "in_words", "operation_name"]
+__all__ = ["RowFormat", "check_room", "in_words", "operation_name"]
 
 _NAMES = {
     NormalNotify.OPERATION_DISPATCH: "normal dispatch",
@@ -87,6 +89,24 @@ class RowFormat(NamedTuple):
         generation, number = self.origin
         mixed = _digest(self[:-1]) + (generation + 1) * _GENERATION_STEP + (number + 1) * _NUMBER_STEP
         return mixed & ((1 << 63) - 1)
+
+
+def check_room(form: RowFormat, plan: NormalPlan) -> None:
+    """Raise ConfigError for what no window can carry, on every rank alike."""
+    row = form.row_bytes + form.meta_bytes
+    for name, room, setting in (
+        ("a chunk", plan.chunk, "UCCL_EP_CHUNK_BYTES"),
+        ("a round slot", plan.round_slot, "UCCL_EP_ROUND_BYTES"),
+    ):
+        if row > room:
+            raise ConfigError(
+                f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit {name} "
+                f"of {room} bytes. Next step: raise {setting} on all ranks"
+            )
+    if form.local_experts > plan.local_experts:
+        raise ConfigError(
+            f"{form.name}: {form.local_experts} experts per rank exceed the {plan.local_experts} of the window"
+        )
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,28 +49,13 @@ from .ll_header import (
     WEIGHTED,
 )
 from .routing import HEADER
-from .wait import FAILURE_PROTOCOL, fail_at, wait_messages
-from .words import clock_ns, int64s, peek, uniform
+from .wait import refuse, wait_messages
+from .words import clock_ns, int64s, peek
 
 __all__ = ["combine_arrival", "dispatch_arrival"]
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _EXPANDED, _REDUCED = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED)
-
-
-@triton.jit
-def _refuse(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    bad: tl.tensor,
-    stream: tl.tensor,
-    got: tl.tensor,
-    expected: tl.tensor,
-    BACKEND: tl.constexpr,
-) -> None:
-    if uniform(tl.max(bad.to(tl.int32), axis=0), BACKEND) != 0:
-        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected, BACKEND)
 
 
 @triton.jit
@@ -87,12 +72,12 @@ def _check_origin(
 ) -> None:
     """The message is of this kind, plan and number; and what it says of the receiver's own messages."""
     got = tl.load(int64s(header + AT_TAG), mask=live, other=0)
-    _refuse(context, state, peers, live & (got != tag), stream, got, tag, BACKEND)
+    refuse(context, state, peers, live & (got != tag), stream, got, tag, BACKEND)
     got = tl.load(int64s(header + AT_PLAN), mask=live, other=0)
     digest = peek(state + S_DIGEST)
-    _refuse(context, state, peers, live & (got != digest), stream, got, digest, BACKEND)
+    refuse(context, state, peers, live & (got != digest), stream, got, digest, BACKEND)
     got = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
-    _refuse(context, state, peers, live & (got != number), stream, got, number, BACKEND)
+    refuse(context, state, peers, live & (got != number), stream, got, number, BACKEND)
     dispatched_at = int64s(state_table(context, state, T_SEEN_DISPATCH, peers))
     combined_at = int64s(state_table(context, state, T_SEEN_COMBINE, peers))
     dispatched = tl.load(dispatched_at, mask=live, other=0)
@@ -131,13 +116,13 @@ def dispatch_arrival(
                 _check_origin(context, state, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
                 coding = tl.load(int64s(header + AT_CODING), mask=live, other=CODING)
                 wrong = (coding & ~WEIGHTED) != CODING
-                _refuse(context, state, peers, wrong, stream, coding, CODING, BACKEND)
+                refuse(context, state, peers, wrong, stream, coding, CODING, BACKEND)
                 form = tl.where((coding & WEIGHTED) != 0, _REDUCED, _EXPANDED)
                 rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
-                _refuse(context, state, peers, (rows < 0) | (rows > most), stream, rows, most, BACKEND)
+                refuse(context, state, peers, (rows < 0) | (rows > most), stream, rows, most, BACKEND)
                 back = tl.load(int64s(header + AT_RETURN_OFFSET), mask=live, other=0)
                 wrong = (back < 0) | ((back & 15) != 0) | (back > room - HEADER)
-                _refuse(context, state, peers, wrong, stream, back, 0, BACKEND)
+                refuse(context, state, peers, wrong, stream, back, 0, BACKEND)
                 inside = peers < ranks
                 # a lost source has sent nothing, and nothing returns to it
                 zero = tl.zeros_like(peers)
@@ -177,8 +162,8 @@ def combine_arrival(
                 header = tl.where(live, window_address(context) + region + base, state + S_SINK)
                 _check_origin(context, state, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
                 got = tl.load(int64s(header + AT_CODING), mask=live, other=coding)
-                _refuse(context, state, peers, got != coding, stream, got, coding, BACKEND)
+                refuse(context, state, peers, got != coding, stream, got, coding, BACKEND)
                 table = R_COUNTS if REDUCED else R_PAIRS
                 expected = tl.load(int64s(route_table(context, route, table, peers)), mask=live, other=0)
                 rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
-                _refuse(context, state, peers, rows != expected, stream, rows, expected, BACKEND)
+                refuse(context, state, peers, rows != expected, stream, rows, expected, BACKEND)

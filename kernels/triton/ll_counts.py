@@ -56,10 +56,11 @@ from .wait import (
     TOO_LATE,
     fail_at,
     messages_arrived,
+    refuse,
     turn_over,
     wait_messages,
 )
-from .words import acquire_each, int64s, peek, poke, settle, uniform
+from .words import acquire_each, any_of, int64s, peek, poke, settle, uniform
 
 __all__ = ["free_spaces", "mark_read", "take_counts", "tell_combines", "tell_dispatches", "wait_spaces"]
 
@@ -125,7 +126,7 @@ def take_counts(
     claim = acquire_each(where + tl.where(chosen, _CONSUMED_DISPATCH, 0), BACKEND)
     claim_combine = acquire_each(where + tl.where(chosen, _CONSUMED_COMBINE, 0), BACKEND)
     bad = chosen & ((claim < 0) | (claim > sent) | (claim_combine < 0) | (claim_combine > returned))
-    broken = uniform(tl.max(bad.to(tl.int32), axis=0), BACKEND)
+    broken = any_of(bad, BACKEND)
     if broken != 0:
         wrong = (claim < 0) | (claim > sent)
         fail_at(
@@ -219,9 +220,7 @@ def _hear(
     slot = inside * _NOTICE_SLOTS + tl.where(fresh, notices - 1, 0) % _NOTICE_SLOTS
     notice = window_address(context) + peek(state + S_NOTICE_RECV) + slot * _HEADER
     tag = tl.load(int64s(notice), mask=fresh, other=_NOTICE_TAG)
-    strange = uniform(tl.max((tag != _NOTICE_TAG).to(tl.int32), axis=0), BACKEND)
-    if strange != 0:
-        fail_at(context, state, FAILURE_PROTOCOL, peers, tag != _NOTICE_TAG, _NOTICE, tag, _NOTICE_TAG, BACKEND)
+    strange = refuse(context, state, peers, tag != _NOTICE_TAG, _NOTICE, tag, _NOTICE_TAG, BACKEND)
     dispatched, combined, broken = take_counts(
         context, state, peers, fresh & (tag == _NOTICE_TAG), notice, _NOTICE, dispatched, combined, BACKEND
     )
@@ -381,7 +380,7 @@ def tell_dispatches(
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
         told = tl.load(int64s(state_table(context, state, T_TOLD_DISPATCH, peers)), mask=live, other=1 << 60)
-        if uniform(tl.max((told < needed).to(tl.int32), axis=0), BACKEND) != 0:
+        if any_of(told < needed, BACKEND) != 0:
             _send_notices(context, state, peers, told < needed, read, free, start, LANES, BACKEND)
 
 
@@ -410,6 +409,6 @@ def tell_combines(
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
         told = tl.load(int64s(state_table(context, state, T_TOLD_COMBINE, peers)), mask=live, other=1 << 60)
-        if uniform(tl.max((told < needed).to(tl.int32), axis=0), BACKEND) != 0:
+        if any_of(told < needed, BACKEND) != 0:
             read = peek(state + S_DISPATCH_READ)
             _send_notices(context, state, peers, told < needed, read, free, start, LANES, BACKEND)

@@ -74,20 +74,18 @@ from .normal_blocks import (
     set_each,
 )
 from .normal_wait import (
-    any_of,
     arrived_each,
     chunks_arrived,
     completed_each,
     first_unfinished,
     message_at,
-    refuse,
     released,
     send_message,
     share_of,
 )
 from .publish import put_writes, store_flags, wait_room
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, turn_over
-from .words import clock_ns, int64s, peek, poke, settle, uniform
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, refuse, turn_over
+from .words import any_of, clock_ns, int64s, peek, poke, settle, uniform
 
 __all__ = ["advance", "batch_chunks", "turn"]
 

@@ -73,7 +73,8 @@ from .normal_blocks import (
     get_each,
     set_each,
 )
-from .normal_wait import message_at, refuse, released, send_message, wait_counts
+from .normal_wait import message_at, released, send_message, wait_counts
+from .wait import refuse
 from .words import clock_ns, int32s, int64s, peek, poke, release_each, settle
 
 __all__ = ["open_operation"]

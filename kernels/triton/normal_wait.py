@@ -15,17 +15,15 @@ from .block_access import (
     window_address,
 )
 from .publish import put_writes, store_flags, wait_room
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, turn_over
-from .words import acquire_each, settle, uniform
+from .wait import FAILURE_PEER_TIMEOUT, GO_ON, TOO_LATE, fail, fail_at, turn_over
+from .words import acquire_each, any_of, settle, uniform
 
 __all__ = [
-    "any_of",
     "arrived_each",
     "chunks_arrived",
     "completed_each",
     "first_unfinished",
     "message_at",
-    "refuse",
     "released",
     "send_message",
     "share_of",
@@ -33,12 +31,6 @@ __all__ = [
 ]
 
 _MANY = tl.constexpr(1 << 60)
-
-
-@triton.jit
-def any_of(chosen: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """1 when one of the lanes is chosen, the same in every lane."""
-    return uniform(tl.max(chosen.to(tl.int32), axis=0), BACKEND)
 
 
 @triton.jit
@@ -150,24 +142,6 @@ def wait_counts(
             missing = live
         fail_at(context, state, code, peers, missing, stream, late, needed, BACKEND)
     return ending == GO_ON
-
-
-@triton.jit
-def refuse(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    bad: tl.tensor,
-    stream: tl.tensor,
-    got: tl.tensor,
-    expected: tl.tensor,
-    BACKEND: tl.constexpr,
-) -> tl.tensor:
-    """Fail when one of the peers claimed what it must not (``bad``): 1 then, else 0."""
-    broken = any_of(bad, BACKEND)
-    if broken != 0:
-        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected, BACKEND)
-    return broken
 
 
 @triton.jit

@@ -24,9 +24,18 @@ from .block_access import (
     verdict_address,
     wait_limit,
 )
-from .words import acquire_each, clock_ns, int64s, poke, release_each, settle, uniform
+from .words import acquire_each, any_of, clock_ns, int64s, poke, release_each, settle, uniform
 
-__all__ = ["fail", "fail_at", "first_of", "messages_arrived", "messages_completed", "turn_over", "wait_messages"]
+__all__ = [
+    "fail",
+    "fail_at",
+    "first_of",
+    "messages_arrived",
+    "messages_completed",
+    "refuse",
+    "turn_over",
+    "wait_messages",
+]
 
 FAILURE_PEER_TIMEOUT = tl.constexpr(ctx.FAILURE_PEER_TIMEOUT)
 FAILURE_PROTOCOL = tl.constexpr(ctx.FAILURE_PROTOCOL)
@@ -100,6 +109,24 @@ def fail_at(
         tl.sum(tl.where(mine, zero + expected, 0), axis=0),
         BACKEND,
     )
+
+
+@triton.jit
+def refuse(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    bad: tl.tensor,
+    stream: tl.tensor,
+    got: tl.tensor,
+    expected: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Fail when one of the peers claimed what it must not (``bad``): 1 then, else 0."""
+    broken = any_of(bad, BACKEND)
+    if broken != 0:
+        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected, BACKEND)
+    return broken
 
 
 @triton.jit
@@ -211,7 +238,7 @@ def wait_messages(
         # whoever has come since the last look is not to blame, unless everybody has
         missing = live & (late < expected)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        if uniform(tl.max(missing.to(tl.int32), axis=0), BACKEND) == 0:
+        if any_of(missing, BACKEND) == 0:
             missing = live
         fail_at(context, state, code, peers, missing, stream, late, expected, BACKEND)
     return ending == GO_ON

@@ -17,6 +17,7 @@ __all__ = [
     "acquire",
     "acquire_each",
     "aligned",
+    "any_of",
     "arrives_last",
     "clock_ns",
     "floats",
@@ -124,6 +125,12 @@ def uniform(value: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
         return tl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, is_pure=False, pack=1)
     else:
         return value
+
+
+@triton.jit
+def any_of(chosen: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """1 when one of the lanes is chosen, the same in every lane. For kernels of one warp."""
+    return uniform(tl.max(chosen.to(tl.int32), axis=0), BACKEND)
 
 
 @triton.jit
