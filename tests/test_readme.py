@@ -26,7 +26,8 @@ def test_ten_lines_double_every_token_on_two_ranks(tmp_path: Path) -> None:
     check = (
         "expected = x.float() * 2 * weights.sum(1, keepdim=True)\n"
         "torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)\n"
-        "print('checked', dist.get_rank())\n"
+        # one write a line: two ranks share the pipe
+        "__import__('sys').stdout.write(f'checked {dist.get_rank()}\\n')\n"
     )
     script = tmp_path / "ten_lines.py"
     script.write_text(snippet() + check)

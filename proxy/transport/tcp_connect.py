@@ -53,6 +53,8 @@ _RETRY_ERRNO = frozenset(
     )
 )
 
+_NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
+
 Key = tuple[int, int]
 
 
@@ -157,6 +159,9 @@ class _Meeting:
             family, kind, protocol, _, sockaddr = found[0]
             connection = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
         except OSError as error:
+            if error.errno in _NO_DESCRIPTORS and self._push_out("no descriptors are left"):
+                heapq.heappush(self.retries, (now, key))
+                return
             raise self._transport_error(error, f"socket for rank {key[0]} at [{host}]:{port}") from None
         code = connection.connect_ex(sockaddr)
         talk = _Talk(
@@ -183,7 +188,7 @@ class _Meeting:
             except OSError as error:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.ENETDOWN):
                     continue
-                if error.errno in (errno.EMFILE, errno.ENFILE) and self._push_out("no descriptors are left"):
+                if error.errno in _NO_DESCRIPTORS and self._push_out("no descriptors are left"):
                     continue
                 raise self._transport_error(error, "accept") from None
             connection.setblocking(False)
@@ -275,7 +280,7 @@ class _Meeting:
 
     def _transport_error(self, error: OSError, what: str) -> TransportError:
         hint = ""
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if error.errno in _NO_DESCRIPTORS:
             hint = f". This endpoint needs {self.wanted} connections: raise ulimit -n or lower UCCL_EP_TCP_CONNECTIONS"
         return TransportError(
             f"rank {self.me.rank}: {what}: {error.strerror or error}{hint}", device="tcp", errno=error.errno or 0

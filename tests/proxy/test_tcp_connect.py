@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
 import threading
 import time
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -18,6 +20,38 @@ from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
 from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.proxy.transport import tcp_connect
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
+
+
+@contextlib.contextmanager
+def waiting_rank(begin: threading.Event | None = None) -> Iterator[tuple[tuple[str, int], list[BaseException]]]:
+    """Rank 0 of two, which waits for one connection in a thread (from ``begin`` on): its address, what it raised."""
+    raised: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            if begin is not None:
+                begin.wait(10)
+            endpoint.connect([None, frame.encode_address("127.0.0.1", 1)], time.monotonic() + 10)
+        except (BootstrapError, TransportError) as error:
+            raised.append(error)
+
+    with contextlib.closing(make(0, 2, np.zeros(WINDOW, np.uint8), connections=1)) as endpoint:
+        thread = threading.Thread(target=connect)
+        thread.start()
+        try:
+            yield frame.decode_address(endpoint.address()), raised
+        finally:
+            thread.join(15)
+            assert not thread.is_alive()
+
+
+def answer(peer: socket.socket, talk: Generator[bytes, bytes, object], challenge: bytes) -> None:
+    """Rank 1's second half of the handshake, on the ``challenge`` it got: it is welcomed."""
+    talk.send(None)  # type: ignore[arg-type]
+    talk.send(challenge[: frame.PREFIX_BYTES])
+    peer.sendall(talk.send(challenge[frame.PREFIX_BYTES :]))
+    verdict = peer.recv(frame.PREFIX_BYTES, socket.MSG_WAITALL)
+    assert frame.decode_prefix(verdict)[1:] == (frame.KIND_VERDICT, frame.Verdict.WELCOME)
 
 
 class TestSecret:
@@ -133,21 +167,7 @@ class TestStrangers:
     def test_silent_strangers_never_push_out_a_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A real rank 1 that is slow in its handshake keeps its place while strangers come and go."""
         monkeypatch.setattr(tcp_connect, "MAX_STRANGERS", 4)
-        window = np.zeros(WINDOW, np.uint8)
-        endpoint = make(0, 2, window, connections=1)
-        raised: list[BaseException] = []
-
-        def connect() -> None:
-            try:
-                endpoint.connect([None, frame.encode_address("127.0.0.1", 1)], time.monotonic() + 10)
-            except BootstrapError as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=connect)
-        thread.start()
-        address = frame.decode_address(endpoint.address())
-        with contextlib.ExitStack() as stack:
-            stack.callback(endpoint.close)
+        with waiting_rank() as (address, raised), contextlib.ExitStack() as stack:
             peer = stack.enter_context(socket.create_connection(address, timeout=5))
             talk = handshake.connect(identity(1, connections=1), 0, 0)
             peer.sendall(next(talk))
@@ -155,30 +175,53 @@ class TestStrangers:
             for _ in range(100):
                 stack.enter_context(socket.create_connection(address, timeout=5))
             time.sleep(0.3)  # all of them are accepted by now, and most were dropped again
-            talk.send(None)
-            talk.send(challenge[: frame.PREFIX_BYTES])
-            peer.sendall(talk.send(challenge[frame.PREFIX_BYTES :]))
-            verdict = peer.recv(frame.PREFIX_BYTES, socket.MSG_WAITALL)
-            assert frame.decode_prefix(verdict)[1:] == (frame.KIND_VERDICT, frame.Verdict.WELCOME)
-            thread.join(10)
-            assert raised == []
+            answer(peer, talk, challenge)
+        assert raised == []
 
     def test_strangers_that_use_up_the_descriptors(self) -> None:
-        """They are dropped for it; the group comes together."""
-        windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]
-        endpoints = [make(rank, 2, window) for rank, window in enumerate(windows)]
+        """They are dropped for it; the rank behind them in the queue gets in."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.ExitStack() as stack:
-            for endpoint in endpoints:
-                stack.callback(endpoint.close)
-            address = frame.decode_address(endpoints[0].address())
+            # all sockets of the other side are there before the limit is: it is rank 0's alone
+            address, raised = stack.enter_context(waiting_rank(accepting := threading.Event()))
             for _ in range(40):
                 stack.enter_context(socket.create_connection(address, timeout=5))
+            peer = stack.enter_context(socket.create_connection(address, timeout=5))
             stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-            # room for the group's own sockets and a few of the forty
             most = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most + 24, hard))
-            assert connect_all(endpoints) == [None, None]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most + 8, hard))
+            accepting.set()
+            talk = handshake.connect(identity(1, connections=1), 0, 0)
+            peer.sendall(next(talk))
+            challenge = peer.recv(frame.PREFIX_BYTES + frame.CHALLENGE_BYTES, socket.MSG_WAITALL)
+            answer(peer, talk, challenge)
+        assert raised == []
+
+    def test_strangers_leave_descriptors_to_connect_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A rank that asks for its peer again and again does not fail for the strangers it holds: one goes instead."""
+        asked = 0
+
+        class Scarce(socket.socket):
+            """The third socket to connect with finds no descriptor: the strangers have been accepted by then."""
+
+            def __init__(self, *arguments: int, **named: int) -> None:
+                nonlocal asked
+                asked += "fileno" not in named and len(arguments) < 4
+                if asked == 3:
+                    asked += 1
+                    raise OSError(errno.EMFILE, "Too many open files")
+                super().__init__(*arguments, **named)
+
+        endpoint = make(1, 3, np.zeros(WINDOW, np.uint8), connections=1)
+        with contextlib.closing(endpoint), contextlib.ExitStack() as stack:
+            for _ in range(4):
+                address = frame.decode_address(endpoint.address())
+                stack.enter_context(socket.create_connection(address, timeout=5))
+            monkeypatch.setattr(tcp_connect.socket, "socket", Scarce)
+            nobody = frame.encode_address("127.0.0.1", 1)
+            with pytest.raises(BootstrapError, match=r"rank 0: .*Connection refused"):
+                endpoint.connect([nobody, None, nobody], time.monotonic() + 1)
+            assert asked > 3
 
     def test_more_strangers_than_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tcp_connect, "MAX_STRANGERS", 3)
