@@ -82,10 +82,11 @@ test-all: env-sglang env-vllm
 lint: env
 	@scripts/lint
 
-# writes benchmarks/results/*.json and benchmarks/RESULTS.md; some minutes, on a machine with nothing else to do
+# writes benchmarks/results/*.json, benchmarks/RESULTS.md and the README's table; some minutes, on a machine with nothing else to do
 bench: env
 	@scripts/install bench || echo "bench: without Open MPI (see above), figures beside it are left out" >&2
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+	@$(BIN)/python scripts/docs.py
 
 # vLLM serving over each of its all-to-alls; writes its part of the same, five minutes and 16 GiB of memory
 bench-vllm: env-vllm

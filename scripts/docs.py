@@ -8,6 +8,7 @@ file differs from what would be written.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import tomllib
@@ -82,7 +83,30 @@ def layers_table() -> str:
     return "\n".join(rows)
 
 
+#: Cards of benchmarks/cards.toml that the README shows, and columns of their results.
+CARDS = ("prefill", "small-steady", "decode")
+SUBJECTS = ("direct", "shm", "tcp", "gloo", "mpi", "memcpy")
+
+
+def results_table() -> str:
+    """A row per workload and phase: median times that `make bench` has left in benchmarks/results."""
+    rows = [f"| milliseconds | {' | '.join(SUBJECTS)} | command |", "|---|" + "---:|" * len(SUBJECTS) + "---|"]
+    runs: dict[str, None] = {}
+    for name in CARDS:
+        result = json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+        card, machine, times = result["card"], result["machine"], result["us"]
+        runs[f"{machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}"] = None
+        what = f"{card['mode'].replace('-', ' ')}, {card['tokens']} x {card['hidden']} {card['dtype']}"
+        what += f", {card['ranks']} ranks, top-{card['topk']} of {card['experts']}"
+        for phase in ("dispatch", "combine"):
+            cells = [f"{times[who][phase]['median'] / 1e3:.3g}" if who in times else "-" for who in SUBJECTS]
+            command = f'`make bench ARGS="--only {name}"`' if phase == "dispatch" else ""
+            rows.append(f"| {what}: {phase} | {' | '.join(cells)} | {command} |")
+    return "\n".join([*rows, "", f"Medians ({'; '.join(runs)})."])
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "results"): results_table,
     ("README.md", "settings"): settings_table,
     ("examples/06_vllm/README.md", "vllm versions"): vllm_versions_table,
     ("examples/06_vllm/README.md", "vllm hooks"): vllm_hooks_table,
