@@ -41,7 +41,7 @@ from typing import Protocol, runtime_checkable
 
 from ...errors import BootstrapError
 from ...native.atomics import poke
-from ...native.jit import compiled
+from ...native.jit import c_function, compile_lock, compiled
 
 __all__ = [
     "ACCEPTED",
@@ -64,6 +64,7 @@ __all__ = [
     "Endpoint",
     "Lookout",
     "Watchful",
+    "c_functions",
     "put_event",
 ]
 
@@ -93,6 +94,25 @@ def put_event(events: int, index: int, kind: int, value: int, peer: int, status:
     poke(address + 8, value)
     poke(address + 16, peer)
     poke(address + 24, status)
+
+
+#: Machine code must not be unloaded while a loop may call it.
+_KEPT: list[object] = []
+
+
+def c_functions(
+    transport: str,
+    post: Callable[[int, int, int, int, int, int, int, int], int],
+    flush: Callable[[int], int],
+    poll: Callable[[int, int, int], int],
+    drop: Callable[[int, int, int], int],
+) -> tuple[int, int, int, int]:
+    """Compile (or load) the data path of ``transport``: addresses of its four functions, in the order given."""
+    one, three, eight = (f"int64({', '.join(['int64'] * count)})" for count in (1, 3, 8))
+    with compile_lock(f"the transport {transport}"):
+        made = c_function(eight)(post), c_function(one)(flush), c_function(three)(poll), c_function(three)(drop)
+    _KEPT.extend(made)
+    return made[0].address, made[1].address, made[2].address, made[3].address
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ import functools
 
 from ...native.atomics import peek, peek32, poke, poke32
 from ...native.calls import call1, call1_int, call3_int, call4
-from ...native.jit import c_function, compile_lock, compiled, inlined
+from ...native.jit import compiled, inlined
 from ...protocol.imm import IMM
-from .base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, put_event
+from .base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, c_functions, put_event
 from .efa_state import (
     AH,
     AH_NUMBER,
@@ -336,12 +336,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
 @functools.cache
 def warm() -> tuple[int, int, int, int]:
     """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    with compile_lock("the transport efa"):
-        functions = (
-            c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
-            c_function("int64(int64)")(_flush),
-            c_function("int64(int64, int64, int64)")(_poll),
-            c_function("int64(int64, int64, int64)")(_drop),
-        )
-    post, flush, poll, drop = (int(function.address) for function in functions)
-    return post, flush, poll, drop
+    return c_functions("efa", _post, _flush, _poll, _drop)

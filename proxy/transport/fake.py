@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import BootstrapError, ConfigError
 from ..state import aligned_zeros
 from .base import EVENT_BYTES, Capabilities, DataPath
-from .fake_data import functions
+from .fake_data import warm
 from .fake_state import (
     ENDPOINT_BLOCKED,
     ENDPOINT_BYTES,
@@ -244,7 +244,7 @@ class FakeEndpoint:
 
     def data_path(self) -> DataPath:
         """Addresses for the proxy loop."""
-        post, flush, poll, drop = functions()
+        post, flush, poll, drop = warm()
         return DataPath(int(self._memory.ctypes.data), post=post, flush=flush, poll=poll, drop=drop)
 
     def inject(self, kind: int, value: int, peer: int, status: int = 0) -> None:

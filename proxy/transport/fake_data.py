@@ -10,8 +10,8 @@ from errno import ECONNRESET
 
 from ...native.atomics import compare_exchange, copy, peek, poke, store64
 from ...native.calls import sched_yield
-from ...native.jit import c_function, compile_lock, compiled
-from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT, put_event
+from ...native.jit import compiled
+from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT, c_functions, put_event
 from .fake_state import (
     ENDPOINT_BLOCKED,
     ENDPOINT_DROPPED,
@@ -68,7 +68,7 @@ from .fake_state import (
     SEEN,
 )
 
-__all__ = ["functions"]
+__all__ = ["warm"]
 
 
 @compiled
@@ -172,7 +172,6 @@ def _post_locked(
     return ACCEPTED
 
 
-@compiled
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
     fabric = peek(context + ENDPOINT_FABRIC)
     _lock(fabric)
@@ -320,7 +319,6 @@ def _poll_locked(fabric: int, context: int, events: int, limit: int) -> int:
     return _poll_outbox(fabric, context, events, count, limit)
 
 
-@compiled
 def _poll(context: int, events: int, limit: int) -> int:
     fabric = peek(context + ENDPOINT_FABRIC)
     _lock(fabric)
@@ -329,12 +327,10 @@ def _poll(context: int, events: int, limit: int) -> int:
     return count
 
 
-@compiled
 def _flush(context: int) -> int:
     return 0
 
 
-@compiled
 def _drop(context: int, peer: int, reason: int) -> int:
     fabric = peek(context + ENDPOINT_FABRIC)
     _lock(fabric)
@@ -359,32 +355,6 @@ def _drop(context: int, peer: int, reason: int) -> int:
 
 
 @functools.cache
-def functions() -> tuple[int, int, int, int]:
-    """Addresses of post, flush, poll and drop; compiled when the first endpoint asks, not on import."""
-    with compile_lock("the transport fake"):
-        eight, three = "int64(" + ", ".join(["int64"] * 8) + ")", "int64(int64, int64, int64)"
-
-        @c_function(eight)
-        def post(
-            context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int
-        ) -> int:
-            return _post(context, peer, stream, local, target, nbytes, imm, wr_id)
-
-        @c_function("int64(int64)")
-        def flush(context: int) -> int:
-            return _flush(context)
-
-        @c_function(three)
-        def poll(context: int, events: int, limit: int) -> int:
-            return _poll(context, events, limit)
-
-        @c_function(three)
-        def drop(context: int, peer: int, reason: int) -> int:
-            return _drop(context, peer, reason)
-
-    # Kept for ever: their machine code must not be unloaded while a loop may call it.
-    _KEEP.extend((post, flush, poll, drop))
-    return post.address, flush.address, poll.address, drop.address
-
-
-_KEEP: list[object] = []
+def warm() -> tuple[int, int, int, int]:
+    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
+    return c_functions("fake", _post, _flush, _poll, _drop)

@@ -14,7 +14,7 @@ import functools
 
 from ...native.atomics import load64, peek, peek32, poke
 from ...native.calls import call3_int, monotonic_ns
-from ...native.jit import c_function, compile_lock, compiled, inlined
+from ...native.jit import compiled, inlined
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.imm import IMM
 from . import verbs_codes as codes
@@ -27,6 +27,7 @@ from .base import (
     FAULT_BAD_FRAME,
     FAULT_WRONG_SOURCE,
     SENT,
+    c_functions,
     put_event,
 )
 from .roce_link import (
@@ -407,12 +408,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
 @functools.cache
 def warm() -> tuple[int, int, int, int]:
     """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    with compile_lock("the transport roce"):
-        functions = (
-            c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
-            c_function("int64(int64)")(_flush),
-            c_function("int64(int64, int64, int64)")(_poll),
-            c_function("int64(int64, int64, int64)")(_drop),
-        )
-    post, flush, poll, drop = (int(function.address) for function in functions)
-    return post, flush, poll, drop
+    return c_functions("roce", _post, _flush, _poll, _drop)

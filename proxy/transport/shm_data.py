@@ -15,7 +15,7 @@ from numba import types
 
 from ...native.atomics import copy, load64, peek, peek32, poke, store64
 from ...native.calls import monotonic_ns
-from ...native.jit import c_function, compile_lock, compiled
+from ...native.jit import compiled
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.imm import IMM
 from ...protocol.mailbox import SLOTS, SLOTS_OFFSET, TAIL, TAIL_CLOSED, WORD
@@ -31,6 +31,7 @@ from .base import (
     FAULT_TOO_LONG,
     FAULT_WRONG_SOURCE,
     SENT,
+    c_functions,
     put_event,
 )
 
@@ -265,12 +266,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
 @functools.cache
 def warm() -> tuple[int, int, int, int]:
     """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    with compile_lock("the transport shm"):
-        functions = (
-            c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
-            c_function("int64(int64)")(_flush),
-            c_function("int64(int64, int64, int64)")(_poll),
-            c_function("int64(int64, int64, int64)")(_drop),
-        )
-    post, flush, poll, drop = (int(function.address) for function in functions)
-    return post, flush, poll, drop
+    return c_functions("shm", _post, _flush, _poll, _drop)

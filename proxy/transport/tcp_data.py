@@ -18,10 +18,10 @@ from numba import types
 
 from ...native.atomics import copy, peek, peek32, poke
 from ...native.calls import monotonic_ns
-from ...native.jit import c_function, compile_lock, compiled
+from ...native.jit import compiled
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET, connection_of
-from .base import ACCEPTED, BUSY, DOWN, EVENT_BYTES
+from .base import ACCEPTED, BUSY, DOWN, EVENT_BYTES, c_functions
 from .tcp_link import clear_flags, has_work, peer_record, queue_event, receive, send, set_flags
 from .tcp_state import (
     BY_FD,
@@ -274,12 +274,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
 @functools.cache
 def warm() -> tuple[int, int, int, int]:
     """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    with compile_lock("the transport tcp"):
-        functions = (
-            c_function("int64(int64, int64, int64, int64, int64, int64, int64, int64)")(_post),
-            c_function("int64(int64)")(_flush),
-            c_function("int64(int64, int64, int64)")(_poll),
-            c_function("int64(int64, int64, int64)")(_drop),
-        )
-    post, flush, poll, drop = (int(function.address) for function in functions)
-    return post, flush, poll, drop
+    return c_functions("tcp", _post, _flush, _poll, _drop)
