@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from direct_ranks import DirectGroup
@@ -14,6 +14,7 @@ from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.streams import CREDIT
 from uccl_ep_serving.proxy.service import ProxyService
+from uccl_ep_serving.proxy.transport.base import Endpoint
 from uccl_ep_serving.proxy.transport.fake import Adversary, FakeFabric
 
 #: Everything that a reliable, unordered wire may do.
@@ -73,13 +74,23 @@ class FakeGroup(DirectGroup):
             service.start()
 
     def _connect(self, rank: int, segments: list[Segment], layout: WindowLayout) -> KernelSpace:
-        settings = self.settings
-        direct = [peer == rank or self.mapped(rank, peer) for peer in range(self.ranks)]
-        space = KernelSpace(rank, self.ranks, settings.channels, segments[rank], layout, settings.timeout)
-        endpoints = [self.fabric.endpoint(rank, proxy) for proxy in range(settings.proxies)]
+        direct = self.written(rank)
+        endpoints = [self.fabric.endpoint(rank, proxy) for proxy in range(self.settings.proxies)]
         for proxy, endpoint in enumerate(endpoints):
             addresses = [None if direct[p] else f"fake:{p}.{proxy}".encode() for p in range(self.ranks)]
             endpoint.connect(addresses, time.monotonic() + 5)
+        return self.join(rank, segments, layout, endpoints)
+
+    def written(self, rank: int) -> list[bool]:
+        """By peer: whether the kernels of ``rank`` write its window themselves."""
+        return [peer == rank or self.mapped(rank, peer) for peer in range(self.ranks)]
+
+    def join(
+        self, rank: int, segments: list[Segment], layout: WindowLayout, endpoints: Sequence[Endpoint]
+    ) -> KernelSpace:
+        """The kernel space of ``rank``, with a proxy on each of ``endpoints``, which are connected; none is started."""
+        settings, direct = self.settings, self.written(rank)
+        space = KernelSpace(rank, self.ranks, settings.channels, segments[rank], layout, settings.timeout)
         service = ProxyService(
             rank=rank,
             ranks=self.ranks,

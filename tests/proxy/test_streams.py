@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from world import SLOT, Link, World, attach, drive
+from world import SLOT, Link, World, all_to_all, attach, drive
 
 from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.protocol.context import ERROR_CODE, ERROR_PEER, FAILURE_PEER_LOST
@@ -16,6 +16,8 @@ from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNE
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 _PROBABILITY = st.sampled_from([0.0, 0.1, 0.3, 0.5])
+#: What a wire may do that loses nothing.
+_HARMLESS = dict.fromkeys(("reorder", "delay", "duplicate", "linger", "busy"), _PROBABILITY)
 
 
 @st.composite
@@ -49,34 +51,10 @@ def _worlds(draw: st.DrawFn, adversaries: st.SearchStrategy[Adversary], ranks: i
         ring_slots=draw(st.sampled_from([2, 16, 256])),
         fabric_options={"depth": draw(st.sampled_from([2, 7, 256])), "proves_source": draw(st.booleans())},
     )
-    links = [
-        Link(
-            world,
-            a,
-            b,
-            stream,
-            send_base=(b * len(streams) + i) * span,
-            receive_base=window // 2 + (a * len(streams) + i) * span,
-            sizes=[sizes[(n + a + b) % len(sizes)] for n in range(len(sizes) + 2)],
-            parts=parts,
-            slots=slots,
-        )
-        for a in range(ranks)
-        for b in range(ranks)
-        if a != b
-        for i, stream in enumerate(streams)
-    ]
-    return world, links
+    return world, all_to_all(world, streams, span, window, sizes, parts=parts, slots=slots)
 
 
-_RECOVERABLE = st.builds(
-    Adversary,
-    reorder=_PROBABILITY,
-    delay=_PROBABILITY,
-    duplicate=_PROBABILITY,
-    linger=_PROBABILITY,
-    busy=_PROBABILITY,
-)
+_RECOVERABLE = st.builds(Adversary, **_HARMLESS)
 
 
 @given(world_and_links=_worlds(_RECOVERABLE))
@@ -104,11 +82,7 @@ def test_disorder_delay_and_repeats_recover(world_and_links: tuple[World, list[L
     world_and_links=_worlds(
         st.builds(
             Adversary,
-            reorder=_PROBABILITY,
-            delay=_PROBABILITY,
-            duplicate=_PROBABILITY,
-            linger=_PROBABILITY,
-            busy=_PROBABILITY,
+            **_HARMLESS,
             drop=st.sampled_from([0.02, 0.3]),
         )
     )
@@ -138,11 +112,7 @@ def test_a_dropped_write_ends_in_peer_lost(world_and_links: tuple[World, list[Li
     world_and_links=_worlds(
         st.builds(
             Adversary,
-            reorder=_PROBABILITY,
-            delay=_PROBABILITY,
-            duplicate=_PROBABILITY,
-            linger=_PROBABILITY,
-            busy=_PROBABILITY,
+            **_HARMLESS,
             kill=st.just(1),
             kill_after=st.integers(1, 30),
         )

@@ -278,3 +278,33 @@ def drive(world: World, links: Sequence[Link], steps: int = 20_000) -> bool:
     finished = world.run(done, steps)
     world.watchers.remove(watch)
     return finished
+
+
+def all_to_all(
+    world: World,
+    streams: Sequence[int],
+    span: int,
+    window: int,
+    sizes: Sequence[int],
+    *,
+    parts: int,
+    slots: int,
+) -> list[Link]:
+    """A link on each of ``streams`` between any two ranks, each with ``span`` bytes of either half of the window."""
+    return [
+        Link(
+            world,
+            a,
+            b,
+            stream,
+            send_base=(b * len(streams) + i) * span,
+            receive_base=window // 2 + (a * len(streams) + i) * span,
+            sizes=[sizes[(n + a + b) % len(sizes)] for n in range(len(sizes) + 2)],
+            parts=parts,
+            slots=slots,
+        )
+        for a in range(world.ranks)
+        for b in range(world.ranks)
+        if a != b
+        for i, stream in enumerate(streams)
+    ]

@@ -10,8 +10,6 @@ from provider_srd_library import SrdNetwork
 from uccl_ep_serving.kernel_space import KernelSpace
 from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
-from uccl_ep_serving.protocol.streams import CREDIT
-from uccl_ep_serving.proxy.service import ProxyService
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
 
 __all__ = ["EfaGroup"]
@@ -45,32 +43,10 @@ class EfaGroup(FakeGroup):
             service.start()
 
     def _join(self, rank: int, segments: list[Segment], layout: WindowLayout) -> KernelSpace:
-        direct = [peer == rank or self.mapped(rank, peer) for peer in range(self.ranks)]
-        settings = self.settings
-        space = KernelSpace(rank, self.ranks, settings.channels, segments[rank], layout, settings.timeout)
-        endpoint = self.endpoints[rank]
+        direct, endpoint = self.written(rank), self.endpoints[rank]
         addresses = [None if direct[peer] else self.endpoints[peer].address() for peer in range(self.ranks)]
         endpoint.connect(addresses, time.monotonic() + 5)
-        service = ProxyService(
-            rank=rank,
-            ranks=self.ranks,
-            window=segments[rank].address,
-            window_bytes=layout.nbytes,
-            settings=settings,
-            error=space.error,
-            endpoints=[[endpoint]],
-            route=[-1 if direct[peer] else 0 for peer in range(self.ranks)],
-        )
-        self.services.append(service)
-        for stream in range(CREDIT):
-            space.set_ring(stream, service.ring(stream))
-        for peer in range(self.ranks):
-            if direct[peer]:
-                space.connect_direct(peer, segments[peer].address)
-            else:
-                space.connect_proxied(peer, service.arrived, service.completed)
-        space.watch = service.check
-        return space
+        return self.join(rank, segments, layout, [endpoint])
 
     def close(self) -> None:
         """Stop all proxies and close their devices."""

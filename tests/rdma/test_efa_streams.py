@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from provider_srd_library import SrdNetwork
 from srd_world import SrdWorld
-from world import SLOT, Link, attach, drive
+from world import SLOT, Link, all_to_all, attach, drive
 
 from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.protocol.context import ERROR_CODE, ERROR_PEER, FAILURE_PEER_LOST
@@ -49,24 +49,7 @@ def worlds(draw: st.DrawFn, least: int = 2, most: int = 4) -> tuple[SrdWorld, li
         writes_in_flight=draw(st.sampled_from([2, 16, 4096])),
         ring_slots=draw(st.sampled_from([2, 256])),
     )
-    links = [
-        Link(
-            world,
-            a,
-            b,
-            stream,
-            send_base=(b * len(streams) + i) * span,
-            receive_base=window // 2 + (a * len(streams) + i) * span,
-            sizes=[sizes[(n + a + b) % len(sizes)] for n in range(len(sizes) + 2)],
-            parts=parts,
-            slots=slots,
-        )
-        for a in range(ranks)
-        for b in range(ranks)
-        if a != b
-        for i, stream in enumerate(streams)
-    ]
-    return world, links
+    return world, all_to_all(world, streams, span, window, sizes, parts=parts, slots=slots)
 
 
 @given(world_and_links=worlds())
