@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_lines import readme_lines, typed
 
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
 from uccl_ep_serving.cli.demo_client import Client
@@ -22,21 +22,6 @@ pytestmark = pytest.mark.engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "05_sglang"
 InEngine = Callable[..., Any]
-
-
-def typed(tmp_path: Path, script: str, *arguments: str, **environment: str) -> list[str]:
-    """The arguments that ``script`` gives to ``sglang``, which a stand-in prints."""
-    stand_in = tmp_path / "sglang"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stand_in.chmod(0o755)
-    output = subprocess.run(
-        ["bash", str(EXAMPLES / script), *arguments],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return output.stdout.split("\n")[:-1]
 
 
 def engine_parse(arguments: list[str]) -> dict[str, Any]:
@@ -82,20 +67,16 @@ def test_sglang_takes_what_the_scripts_type(
     environment: dict[str, str],
     expected: dict[str, Any],
 ) -> None:
-    command, *options = typed(tmp_path, script, *arguments, **environment)
+    command, *options = typed(tmp_path / "sglang", EXAMPLES / script, *arguments, **environment)
     assert command == "serve"
     parsed = in_engine(engine_parse, options)
     assert parsed["moe_a2a_backend"] == "uccl_ep"
     assert {name: parsed[name] for name in expected} == expected
 
 
-def readme_lines() -> Iterator[list[str]]:
-    """The arguments of each ``sglang.launch_server`` in README.md, as a shell with NODE_RANK=1 would give them."""
-    _, found, rest = (EXAMPLES.parents[1] / "README.md").read_text().partition("<!-- launch lines: ")
-    assert found, "README.md has lost the marker of its launch lines"
-    block = rest.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ").replace("$NODE_RANK", "1")
-    for line in filter(None, block.splitlines()):
-        words = shlex.split(line)
+def server_arguments() -> Iterator[list[str]]:
+    """The arguments of each ``sglang.launch_server`` in README.md, on the second node."""
+    for words in readme_lines("SGLang", NODE_RANK="1"):
         start = words.index("sglang.launch_server")
         assert words[start - 2 : start] == ["python", "-m"]
         yield words[start + 1 :]
@@ -103,7 +84,7 @@ def readme_lines() -> Iterator[list[str]]:
 
 def test_sglang_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
     """Every flag exists in the installed version and has the value that the line gives it."""
-    parsed = [in_engine(engine_parse, line) for line in readme_lines()]
+    parsed = [in_engine(engine_parse, line) for line in server_arguments()]
     assert all(one["moe_a2a_backend"] == "uccl_ep" for one in parsed)
     assert all(one["tp_size"] == one["attn_dp_size"] for one in parsed)
     assert [one["nnodes"] for one in parsed] == [1, 2, 1, 1]
@@ -115,7 +96,7 @@ def test_sglang_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
 
 def test_unknown_role_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failure:
-        typed(tmp_path, "prefill_decode.sh", "both")
+        typed(tmp_path / "sglang", EXAMPLES / "prefill_decode.sh", "both")
     assert "prefill, decode or router" in failure.value.stderr
 
 

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_lines import readme_lines, typed
 
 pytestmark = pytest.mark.engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "06_vllm"
 InEngine = Callable[..., Any]
-
-
-def typed(tmp_path: Path, script: str, *arguments: str, **environment: str) -> list[str]:
-    """The arguments that ``script`` gives to ``vllm``, which a stand-in prints."""
-    stand_in = tmp_path / "vllm"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stand_in.chmod(0o755)
-    output = subprocess.run(
-        ["bash", str(EXAMPLES / script), *arguments],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return output.stdout.split("\n")[:-1]
 
 
 def engine_parse(arguments: list[str]) -> dict[str, Any]:
@@ -88,28 +73,18 @@ def test_vllm_takes_what_the_scripts_type(
     environment: dict[str, str],
     expected: dict[str, Any],
 ) -> None:
-    command, *options = typed(tmp_path, script, *arguments, **environment)
+    command, *options = typed(tmp_path / "vllm", EXAMPLES / script, *arguments, **environment)
     assert command == "serve"
     parsed = in_engine(engine_parse, options)
     assert parsed["enable_expert_parallel"]
     assert {name: parsed[name] for name in expected} == expected
 
 
-def readme_lines() -> Iterator[list[str]]:
-    """The arguments of each ``vllm serve`` in README.md."""
-    marker = "<!-- launch lines: given to vLLM"
-    _, found, rest = (EXAMPLES.parents[1] / "README.md").read_text().partition(marker)
-    assert found, "README.md has lost the marker of vLLM's launch lines"
-    block = rest.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
-    for line in filter(None, block.splitlines()):
-        words = shlex.split(line, comments=True)
-        assert words[:2] == ["vllm", "serve"]
-        yield words[2:]
-
-
 def test_vllm_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
     """Every flag exists in the installed version and has the value that the line gives it."""
-    parsed = [in_engine(engine_parse, line) for line in readme_lines()]
+    lines = readme_lines("vLLM")
+    assert all(line[:2] == ["vllm", "serve"] for line in lines)
+    parsed = [in_engine(engine_parse, line[2:]) for line in lines]
     assert [one["data_parallel_size"] for one in parsed] == [8, 16, 8, 8]
     assert all(one["enable_expert_parallel"] for one in parsed)
     assert [one["all2all_backend"] for one in parsed] == [
@@ -118,11 +93,11 @@ def test_vllm_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
         "uccl_ep_high_throughput",
         "uccl_ep_low_latency",
     ]
-    second_node = in_engine(engine_parse, [*list(readme_lines())[1], "--headless", "--data-parallel-start-rank", "8"])
+    second_node = in_engine(engine_parse, [*lines[1][2:], "--headless", "--data-parallel-start-rank", "8"])
     assert (second_node["headless"], second_node["data_parallel_start_rank"]) == (True, 8)
 
 
 def test_unknown_role_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failure:
-        typed(tmp_path, "prefill_decode.sh", "router")
+        typed(tmp_path / "vllm", EXAMPLES / "prefill_decode.sh", "router")
     assert "prefill or decode" in failure.value.stderr

@@ -1,0 +1,33 @@
+"""Launch lines as users type them: those that the scripts of an example run, and those that stand in the README."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+from source_tree import ROOT
+
+
+def typed(stand_in: Path, script: Path, *arguments: str, **environment: str) -> list[str]:
+    """The arguments that ``script`` gives to the program of the name ``stand_in``, which prints them instead."""
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+    output = subprocess.run(
+        ["bash", str(script), *arguments],
+        env={"PATH": f"{stand_in.parent}:/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return output.stdout.split("\n")[:-1]
+
+
+def readme_lines(engine: str, **variables: str) -> list[list[str]]:
+    """The words of each line in the README's block for ``engine``, as a shell with these variables reads them."""
+    _, found, rest = (ROOT / "README.md").read_text().partition(f"<!-- launch lines: given to {engine}")
+    assert found, f"README.md has lost the marker of the launch lines of {engine}"
+    block = rest.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    for name, value in variables.items():
+        block = block.replace(f"${name}", value)
+    return [shlex.split(line, comments=True) for line in block.splitlines() if line]
