@@ -32,9 +32,18 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Handle:
-    """``cudaIpcMemHandle_t``."""
+    """``cudaIpcMemHandle_t`` as every release of cuda-bindings has it: bytes at an address."""
 
-    reserved = b""
+    def __init__(self, content: bytes = b"") -> None:
+        self._bytes = ctypes.create_string_buffer(content, 64)
+
+    def getPtr(self) -> int:
+        """Where they are."""
+        return ctypes.addressof(self._bytes)
+
+    @property
+    def content(self) -> bytes:
+        return self._bytes.raw
 
 
 @pytest.fixture
@@ -42,8 +51,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A ``cuda.bindings.runtime`` that notes its calls."""
     calls: list[tuple[Any, ...]] = []
     runtime: Any = types.ModuleType("cuda.bindings.runtime")
-    opened = Handle()
-    opened.reserved = b"h" * 64
+    opened = Handle(b"h" * 64)
 
     def function(name: str, *results: Any) -> None:
         def call(*arguments: Any) -> tuple[Any, ...]:
@@ -61,6 +69,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     function("cudaIpcGetMemHandle", opened)
     function("cudaIpcOpenMemHandle", 0xA000)
     function("cudaIpcCloseMemHandle")
+    # status "active", number 41, and a later release's extra results
+    function("cudaStreamGetCaptureInfo", 1, 41, None, None, None, 0)
     runtime.cudaIpcMemHandle_t = Handle
     runtime.cudaGetErrorString = lambda code: (0, b"out of memory")
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", runtime)
@@ -76,6 +86,7 @@ def test_cuda_calls(cuda: list[tuple[Any, ...]]) -> None:
     memory.close(0xA000)
     memory.free(0x9000)
     memory.unmap_host(4096)
+    assert memory.capture_of(0x5) == 41
     assert [call[0] for call in cuda] == [
         "cudaHostRegister",
         "cudaHostGetDevicePointer",
@@ -86,16 +97,46 @@ def test_cuda_calls(cuda: list[tuple[Any, ...]]) -> None:
         "cudaIpcCloseMemHandle",
         "cudaFree",
         "cudaHostUnregister",
+        "cudaStreamGetCaptureInfo",
     ]
+    # whole blocks, so that a peer maps nothing else
+    assert cuda[2][1:] == (2 << 20,)
     # portable and mapped
     assert cuda[0][1:] == (4096, 8192, 3)
-    assert cuda[5][1].reserved == b"x" * 64
+    assert cuda[5][1].content == b"x" * 64
 
 
 def test_a_cuda_error_is_named(cuda: list[tuple[Any, ...]]) -> None:
     sys.modules["cuda.bindings.runtime"].cudaMalloc = lambda nbytes: (2, 0)  # type: ignore[attr-defined]
     with pytest.raises(TransportError, match=r"cudaMalloc failed on cuda:0: out of memory \(2\).*UCCL_EP_WINDOW=host"):
         CudaMemory(GPU).allocate(10)
+
+
+def test_torch_gives_back_what_it_keeps_before_an_allocation_fails(
+    cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    sys.modules["cuda.bindings.runtime"].cudaMalloc = lambda nbytes: (0, 0x9000) if emptied else (2, None)  # type: ignore[attr-defined]
+    assert CudaMemory(GPU).allocate(10) == 0x9000
+    assert emptied == [True]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("HostRegister", "permission to pin memory.*UCCL_EP_HEAP_BYTES"),
+        ("IpcOpenMemHandle", "CUDA_VISIBLE_DEVICES.*UCCL_EP_WINDOW=host on all ranks"),
+        ("Malloc", "memory is taken.*memory fraction"),
+        ("Memset", "has failed before"),
+    ],
+)
+def test_each_call_has_its_cause(cuda: list[tuple[Any, ...]], call: str, words: str) -> None:
+    setattr(sys.modules["cuda.bindings.runtime"], f"cuda{call}", lambda *_: (1, None))
+    memory = CudaMemory(GPU)
+    steps = {"HostRegister": lambda: memory.map_host(4096, 4096), "IpcOpenMemHandle": lambda: memory.open(b"x" * 64)}
+    with pytest.raises(TransportError, match=f"cuda{call} failed.*{words}"):
+        steps.get(call, lambda: memory.allocate(16))()
 
 
 @pytest.fixture
@@ -181,6 +222,8 @@ class Hip:
             self.calls.append((name, *arguments))
             if name in ("hipHostGetDevicePointer", "hipExtMallocWithFlags", "hipIpcOpenMemHandle"):
                 arguments[0]._obj.value = 0xB000
+            if name == "hipStreamGetCaptureInfo":
+                arguments[2]._obj.value = 41
             if name == "hipIpcGetMemHandle":
                 ctypes.memmove(arguments[0], b"\0h" * 32, 64)
             return 0
@@ -196,6 +239,7 @@ def test_hip_calls() -> None:
     # a handle may hold zero bytes
     assert memory.export(0xB000) == b"\0h" * 32
     assert memory.open(b"\0x" * 32) == 0xB000
+    assert memory.capture_of(0x5) == 41
     names = [call[0] for call in library.calls]
     assert names == [
         "hipHostRegister",
@@ -204,6 +248,7 @@ def test_hip_calls() -> None:
         "hipMemset",
         "hipIpcGetMemHandle",
         "hipIpcOpenMemHandle",
+        "hipStreamGetCaptureInfo",
     ]
     _, size, flags = library.calls[2][1:]
     assert (size.value, flags.value) == (1 << 33, 3)

@@ -24,6 +24,27 @@ __all__ = ["CudaMemory", "DeviceMemory", "HipMemory", "InterpretedMemory", "memo
 _HANDLE_BYTES = 64
 _REGISTER_PORTABLE, _REGISTER_MAPPED = 1, 2
 _IPC_LAZY_PEER_ACCESS = 1
+#: ``cudaErrorMemoryAllocation``, ``hipErrorOutOfMemory``.
+_OUT_OF_MEMORY = 2
+#: Smaller allocations may share a block of this size, and IPC hands whole blocks over (CUDA's manual of
+#: ``cudaIpcGetMemHandle``).
+_BLOCK_BYTES = 2 << 20
+_HOST_WINDOWS = "UCCL_EP_WINDOW=host on all ranks"
+#: By function: the likely cause of its failure, and the next step.
+_CAUSES = {
+    "Malloc": ("the GPU's memory is taken", "give the engine less of it (its memory fraction), or " + _HOST_WINDOWS),
+    "HostRegister": (
+        "no permission to pin memory (ulimit -l, the container's limits), or not enough of it",
+        "raise the limit, or smaller windows (UCCL_EP_HEAP_BYTES, UCCL_EP_ROUND_BYTES)",
+    ),
+    "IpcOpenMemHandle": (
+        "GPUs without peer access to each other, a process that sees its own GPU only (CUDA_VISIBLE_DEVICES), or a "
+        "container that hides the peer's process (--ipc=host)",
+        _HOST_WINDOWS,
+    ),
+    "": ("a driver that lacks it, or a GPU that has failed before", "the driver's log, or " + _HOST_WINDOWS),
+}
+_CAUSES["ExtMallocWithFlags"] = _CAUSES["Malloc"]
 
 
 class DeviceMemory(Protocol):
@@ -59,6 +80,9 @@ class DeviceMemory(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has finished what it was given. Raises TransportError when it has failed."""
 
+    def capture_of(self, stream: int) -> int:
+        """Number of the graph capture that the stream with this handle takes part in; it must be capturing."""
+
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
         """A dma-buf over [address, address + nbytes) of an allocation, for a NIC: its descriptor, which the caller
         closes, and where the memory starts in it."""
@@ -78,9 +102,9 @@ class _Driver:
         raise NotImplementedError
 
     def _failed(self, name: str, code: int, text: str) -> TransportError:
+        cause, step = _CAUSES.get(name.removeprefix("cuda").removeprefix("hip"), _CAUSES[""])
         return TransportError(
-            f"{name} failed on {self.device}: {text} ({code}). Likely cause: no permission to pin memory (ulimit -l), "
-            "or a container that hides the peer's GPU or process (--ipc=host). Next step: UCCL_EP_WINDOW=host",
+            f"{name} failed on {self.device}: {text} ({code}). Likely cause: {cause}. Next step: {step}",
             device=str(self.device),
             status=code,
         )
@@ -98,8 +122,17 @@ class _Driver:
 
     def allocate(self, nbytes: int) -> int:
         """See :class:`DeviceMemory`."""
+        # whole blocks of the driver: what peers open is then nobody else's memory
+        nbytes = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
         with torch.cuda.device(self.device):
-            address = int(self._allocate(nbytes))
+            try:
+                address = int(self._allocate(nbytes))
+            except TransportError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                # what torch keeps for later allocations of its own may be enough
+                torch.cuda.empty_cache()
+                address = int(self._allocate(nbytes))
             self._call("Memset", address, 0, nbytes)
             torch.cuda.synchronize(self.device)
         return address
@@ -109,7 +142,8 @@ class _Driver:
 
     def free(self, address: int) -> None:
         """See :class:`DeviceMemory`."""
-        self._call("Free", address)
+        with torch.cuda.device(self.device):
+            self._call("Free", address)
 
     def close(self, address: int) -> None:
         """See :class:`DeviceMemory`."""
@@ -158,14 +192,23 @@ class CudaMemory(_Driver):
 
     def export(self, address: int) -> bytes:
         """See :class:`DeviceMemory`."""
-        return bytes(self._call("IpcGetMemHandle", address).reserved)
+        # by address: later releases of cuda-bindings 13 have no attribute for the bytes
+        return ctypes.string_at(self._call("IpcGetMemHandle", address).getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
         """See :class:`DeviceMemory`."""
         opaque = self._runtime.cudaIpcMemHandle_t()
-        opaque.reserved = handle
+        ctypes.memmove(opaque.getPtr(), handle, _HANDLE_BYTES)
         with torch.cuda.device(self.device):
             return int(self._call("IpcOpenMemHandle", opaque, _IPC_LAZY_PEER_ACCESS))
+
+    def capture_of(self, stream: int) -> int:
+        """See :class:`DeviceMemory`. Allowed in a capture, by the manual of ``cudaStreamGetCaptureInfo``."""
+        code, *results = self._runtime.cudaStreamGetCaptureInfo(stream)
+        if int(code) != 0:
+            raise self._failed("cudaStreamGetCaptureInfo", int(code), "not capturing")
+        # (status, number, ...), of which later versions have more
+        return int(results[1])
 
     #: ``cudaDevAttrGPUDirectRDMAWritesOrdering``, and its value from which on writes are ordered for the GPU itself
     #: (``cudaGPUDirectRDMAWritesOrderingOwner``).
@@ -231,6 +274,8 @@ class HipMemory(_Driver):
             describe = self._library.hipGetErrorString
             describe.restype = ctypes.c_char_p
             text = describe(code)
+            # else torch's next check would raise it once more, of a call that went well
+            self._library.hipGetLastError()
             raise self._failed(f"hip{name}", code, text.decode() if isinstance(text, bytes) else str(text))
         return result.value or 0
 
@@ -250,6 +295,12 @@ class HipMemory(_Driver):
         with torch.cuda.device(self.device):
             self._call("IpcOpenMemHandle", ctypes.byref(result), opaque, _IPC_LAZY_PEER_ACCESS)
         return int(result.value or 0)
+
+    def capture_of(self, stream: int) -> int:
+        """See :class:`DeviceMemory`."""
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        self._call("StreamGetCaptureInfo", stream, ctypes.byref(status), ctypes.byref(number))
+        return number.value
 
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
         """See :class:`DeviceMemory`. ROCm's runtime below HIP does it (``hsa_amd_portable_export_dmabuf``)."""
@@ -339,6 +390,10 @@ class InterpretedMemory:
 
     def synchronize(self) -> None:
         """See :class:`DeviceMemory`."""
+
+    def capture_of(self, stream: int) -> int:
+        """See :class:`DeviceMemory`. There are no streams."""
+        return 0
 
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
         """See :class:`DeviceMemory`. The memfd itself."""
