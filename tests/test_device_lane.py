@@ -24,6 +24,7 @@ class Stream:
 
     def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
         self.priority = priority
+        self.cuda_stream = id(self)
         self.after: set[str] = set()
 
     def wait_stream(self, other: Stream) -> None:
@@ -39,7 +40,7 @@ class Event:
 
     def __init__(self) -> None:
         self.after: set[str] = set()
-        self.captured = False
+        self.captured = 0
 
     def record(self, stream: Stream) -> None:
         self.after, self.captured = set(stream.after), Device.capturing
@@ -52,7 +53,8 @@ class Device:
     """The one device: its current stream, and what every kernel ran after."""
 
     current = Stream()
-    capturing = False
+    #: Number of the capture, 0 while there is none.
+    capturing = 0
     kernels: dict[str, set[str]]
 
     @classmethod
@@ -95,13 +97,13 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> type[Device]:
     """``torch.cuda`` is the model."""
-    Device.current, Device.capturing, Device.kernels = Stream(), False, {}
+    Device.current, Device.capturing, Device.kernels = Stream(), 0, {}
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Device.current)
     monkeypatch.setattr(torch.cuda, "stream", Device.on)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Device.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(Device.capturing))
     return Device
 
 
@@ -109,9 +111,15 @@ class OneBuffer:
     """Operations of one Buffer: its lane, and dispatches named by the test."""
 
     def __init__(self) -> None:
-        self.lane = StreamLane(GPU)
+        self.lane = StreamLane(GPU, self._capture_of)
         self.flight = InFlight("low-latency dispatch", "dispatches")
         self.received: list[str] = []
+
+    @staticmethod
+    def _capture_of(stream: int) -> int:
+        assert stream == Device.current.cuda_stream
+        assert Device.capturing, "only a capturing stream has a capture"
+        return Device.capturing
 
     def dispatch(
         self, name: str, *, async_finish: bool = False, hook: bool = False, tensor: Tensor | None = None
@@ -152,7 +160,15 @@ def test_async_finish_leaves_waiting_to_the_caller(device: type[Device]) -> None
     assert "a receive" in device.kernels["after"]
     # until the caller waits, nobody may take their memory
     assert event.extra_tensors == (tensor,)
-    assert buffer.lane.stream in tensor.streams
+    assert set(tensor.streams) == {buffer.lane.stream, device.current}
+
+
+def test_memory_is_kept_for_no_stream_that_the_current_one_waits_for(device: type[Device]) -> None:
+    """What is freed after the call is used again in the order of the current stream, which runs after the kernels. Kept
+    for the communication stream as well, the memory of each layer in a captured graph would be taken anew."""
+    buffer, tensor = OneBuffer(), Tensor()
+    buffer.dispatch("a", tensor=tensor)
+    assert set(tensor.streams) == {device.current}
 
 
 def test_overlap_inside_a_with_block(device: type[Device]) -> None:
@@ -218,12 +234,17 @@ def test_kernels_of_one_buffer_never_overlap_and_those_of_two_may(device: type[D
 def test_a_capture_waits_for_no_event_from_outside(device: type[Device]) -> None:
     buffer = OneBuffer()
     buffer.dispatch("warm")
-    device.capturing, device.current = True, Stream()
+    device.capturing, device.current = 1, Stream()
     buffer.lane._own.after.clear()
     _, hook = buffer.dispatch("a", hook=True)
     assert hook is not None
     hook()
     assert device.kernels["a receive"] == {"a send"}
-    device.capturing, device.current = False, Stream()
-    # nor does what follows the capture wait for an event inside it: the model would say so
+    # another graph, captured right after: the model would say if anything waited for the first one
+    device.capturing, device.current = 2, Stream()
+    buffer.lane._own.after.clear()
     buffer.dispatch("b")
+    assert device.kernels["b send"] == set()
+    device.capturing, device.current = 0, Stream()
+    # nor does what follows the captures wait for an event inside one
+    buffer.dispatch("c")

@@ -62,7 +62,9 @@ class DeviceGround:
         self._runtime = runtime
         self.interpreted = device.type == "cpu"
         self.memory: DeviceMemory = memory_of(device, self.interpreted)
-        self.lane: DeviceLane = lane or (HostLane() if self.interpreted else StreamLane(self.memory.device))
+        self.lane: DeviceLane = lane or (
+            HostLane() if self.interpreted else StreamLane(self.memory.device, self.memory.capture_of)
+        )
         self._space: DeviceSpace | None = None
         self._generation = -1
 

@@ -54,18 +54,26 @@ class HostLane:
 
 
 class StreamLane:
-    """Streams of a CUDA or ROCm device."""
+    """Streams of a CUDA or ROCm device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: theirs.
+        capture_of: number of the capture that the stream with a handle takes part in (``DeviceMemory.capture_of``).
+    """
+
+    def __init__(self, device: torch.device, capture_of: Callable[[int], int]) -> None:
         self._device = device
+        self._capture_of = capture_of
         self._own = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
-        self._last_captured = False
+        #: The capture that ``_last`` belongs to, None for none.
+        self._captured: int | None = None
 
     @property
     def capturing(self) -> bool:
         """See :class:`DeviceLane`."""
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     @property
     def stream(self) -> Any:
@@ -78,21 +86,26 @@ class StreamLane:
         """See :class:`DeviceLane`."""
         current = torch.cuda.current_stream(self._device)
         stream = self._own if own_stream else current
-        captured = self.capturing
-        if stream is not current:
-            stream.wait_stream(current)
-        # An event of another graph, or of none, cannot be waited for inside a capture, nor the other way round; a
-        # capture starts and a replay runs after what was launched before it.
-        if self._last is not None and captured == self._last_captured:
-            stream.wait_event(self._last)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            launch()
-            event = torch.cuda.Event()
-            event.record(stream)
-        self._last, self._last_captured = event, captured
-        # a hook may be called on another stream than the one that the tensors were allocated on
+        with torch.cuda.device(self._device):
+            capture = self._capture_of(current.cuda_stream) if self.capturing else None
+            if stream != current:
+                stream.wait_stream(current)
+            # An event of another capture, or of none, cannot be waited for inside a capture, nor the other way round; a
+            # capture starts and a replay runs after what was launched before it.
+            if self._last is not None and capture == self._captured:
+                stream.wait_event(self._last)
+            with torch.cuda.stream(stream):
+                launch()
+                event = torch.cuda.Event()
+                event.record(stream)
+            self._last, self._captured = event, capture
+            if stream != current and finish:
+                current.wait_event(event)
         for tensor in tensors:
-            tensor.record_stream(stream)
-        if stream is not current and finish:
-            current.wait_event(event)
+            # Memory that is freed is used again in the order of the stream that it was allocated on. The current one
+            # is another for what was allocated on the communication stream, or before a hook that is called elsewhere;
+            # the communication stream is, unless the current one waits for it. torch skips the stream's own.
+            tensor.record_stream(current)
+            if stream != current and not finish:
+                tensor.record_stream(stream)
         return EventOverlap(event, tuple(tensors) if not finish else None)
