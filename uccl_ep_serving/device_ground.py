@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,11 +12,13 @@ from .config import Settings
 from .device_lane import DeviceLane, HostLane, StreamLane
 from .device_memory import DeviceMemory, memory_of
 from .device_space import DeviceSpace, DeviceWindow
-from .errors import ConfigError
+from .errors import ConfigError, TransportError
 from .kernel_space import KernelSpace
 from .protocol.layout import WindowLayout
 
 __all__ = ["DeviceGround", "GroundRuntime"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 
 class GroundRuntime(Protocol):
@@ -83,7 +86,8 @@ class DeviceGround:
 
         Raises:
             ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches.
-            TransportError: a NIC of some rank cannot use memory of its GPU.
+            TransportError: a NIC of some rank cannot use memory of its GPU; or, with UCCL_EP_WINDOW=device, some rank
+                cannot allocate its window or open a peer's (auto takes windows in host memory then, on all ranks).
         """
         runtime = self._runtime
         if self._space is None or self._generation != runtime.generation:
@@ -100,13 +104,13 @@ class DeviceGround:
                 "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
             )
         if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
-            window = DeviceWindow(
-                self.memory,
-                runtime.layout,
-                runtime.rank,
-                lambda handle: runtime.exchange("sharing device windows", handle),
-                runtime.nic_peers,
-            )
+            try:
+                window = DeviceWindow(self.memory, runtime.layout, runtime.rank, runtime.exchange, runtime.nic_peers)
+            except TransportError as error:
+                # on every rank, so that all go on with the other kind
+                if wanted == "device":
+                    raise
+                _log.warning("%s. UCCL_EP_WINDOW=auto: the windows lie in host memory", error)
         space = DeviceSpace(runtime.space, self.memory, window)
         # what a kernel has not published yet, no proxy can wait for
         runtime.before_draining(self.memory.synchronize)

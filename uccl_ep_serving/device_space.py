@@ -13,12 +13,13 @@ import logging
 import mmap
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .device_memory import DeviceMemory
-from .errors import TransportError
+from .errors import ProtocolError, TransportError
 from .kernel_space import KernelSpace
 from .native.pages import own_pages
 from .protocol import context as ctx
@@ -30,6 +31,7 @@ __all__ = ["DeviceSpace", "DeviceWindow"]
 
 _I64 = npt.NDArray[np.int64]
 _PAGE = mmap.PAGESIZE
+_SHARING = "sharing device windows"
 _log = logging.getLogger("uccl_ep_serving")
 
 
@@ -84,12 +86,15 @@ class DeviceWindow:
         memory: of this rank's device.
         layout: of the windows.
         rank: of this process.
-        exchange: all-gather of bytes among the ranks.
+        exchange: all-gather of bytes among the ranks, told the step's name; nothing from those that are masked.
         proxied: ranks whose windows are not opened: NICs reach them.
 
     Attributes:
         addresses: of the windows by rank, 0 for those that are not open.
         nbytes: of each.
+
+    Raises:
+        TransportError: on every rank, when one of them cannot allocate its window or open a peer's.
     """
 
     def __init__(
@@ -97,32 +102,67 @@ class DeviceWindow:
         memory: DeviceMemory,
         layout: WindowLayout,
         rank: int,
-        exchange: Callable[[bytes], list[bytes]],
+        exchange: Callable[[str, bytes], list[bytes]],
         proxied: frozenset[int] = frozenset(),
     ) -> None:
         self._memory = memory
         self._rank = rank
         self.nbytes = layout.nbytes
-        self.own = memory.allocate(self.nbytes)
+        self.own = 0
         self.addresses = [0] * layout.ranks
-        self.addresses[rank] = self.own
+        objection, handle = "", b""
         try:
-            for peer, handle in enumerate(exchange(memory.export(self.own))):
-                if peer != rank and handle and peer not in proxied:
-                    self.addresses[peer] = memory.open(handle)
+            self.own = self.addresses[rank] = memory.allocate(self.nbytes)
+            handle = memory.export(self.own)
+        except TransportError as error:
+            objection = str(error)
+        try:
+            handles = _agree(exchange, objection, handle)
+            try:
+                for peer, one in enumerate(handles):
+                    if peer != rank and one and peer not in proxied:
+                        self.addresses[peer] = memory.open(one)
+            except TransportError as error:
+                objection = str(error)
+            try:
+                _agree(exchange, objection, b"")
+            except TransportError:
+                self._close_peers()
+                # a window is freed when nobody has it open
+                exchange(_SHARING, b"")
+                raise
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Close what was opened, free the own window. The ranks have agreed that nobody uses it any more."""
+    def _close_peers(self) -> None:
         for peer, address in enumerate(self.addresses):
             if address and peer != self._rank:
+                self.addresses[peer] = 0
                 self._memory.close(address)
+
+    def close(self) -> None:
+        """Close what was opened, free the own window. The ranks have agreed that nobody uses it any more."""
+        self._close_peers()
         self.addresses = []
         if self.own:
             self._memory.free(self.own)
             self.own = 0
+
+
+def _agree(exchange: Callable[[str, bytes], list[bytes]], objection: str, payload: bytes) -> list[bytes]:
+    """What every rank gave, empty for masked ones. Raises TransportError on every rank when one objects."""
+    answers = exchange(_SHARING, msgspec.msgpack.encode((objection, payload)))
+    given: list[bytes] = []
+    for peer, answer in enumerate(answers):
+        try:
+            refusal, content = msgspec.msgpack.decode(answer, type=tuple[str, bytes]) if answer else ("", b"")
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"{_SHARING}: rank {peer} sent something that is no answer: {error}") from error
+        if refusal:
+            raise TransportError(f"{_SHARING}: rank {peer}: {refusal}", device="memory of the GPUs")
+        given.append(content)
+    return given
 
 
 class DeviceSpace:

@@ -178,7 +178,7 @@ class OnDevice:
                 self._memory,
                 runtime.layout,
                 runtime.rank,
-                lambda handle: runtime.exchange("sharing device windows", handle),
+                runtime.exchange,
                 runtime.nic_peers,
             )
             self._space = DeviceSpace(runtime.space, self._memory, window)
