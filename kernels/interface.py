@@ -164,8 +164,11 @@ class DeviceLowLatencyKernels(Protocol):
     def check(self, settings: Settings) -> None:
         """Raise ConfigError for what these kernels cannot serve."""
 
-    def warm(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
-        """Compile for tokens of DTYPE_* ``source`` sent as ``coding``."""
+    def warm_dispatch(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
+        """Compile for tokens of DTYPE_* ``source`` sent as ``coding``, and load what is compiled."""
+
+    def warm_combine(self, dtype: int, reduced: bool) -> None:
+        """The same for experts' rows of DTYPE_* ``dtype``."""
 
     def new_state(self, layout: WindowLayout, channels: int, device: torch.device) -> DeviceStateBlock:
         """Counters at zero."""

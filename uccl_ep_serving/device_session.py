@@ -77,6 +77,7 @@ class DeviceSession:
         self._interpreted = ground.interpreted
         self._serving: Serving | None = None
         self._combine_buffer: torch.Tensor | None = None
+        self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
 
     def check(self, phase: str, begins: bool = False) -> None:
         """Raise what is known to be wrong; ``begins``: the operation needs nothing that was sent before."""
@@ -118,12 +119,14 @@ class DeviceSession:
                 kernels = device_low_latency_kernels(plan, self._interpreted)
                 kernels.check(runtime.settings)
                 # before the ranks meet: a rank that compiles while others wait would eat into their deadline
-                kernels.warm(VALUE_CODES[x.dtype], coding.dtype, round_scale, reduced)
+                self._compile_dispatch(plan, kernels, x, coding, round_scale, reduced)
+                self.compile_combine(plan, kernels, VALUE_CODES[x.dtype], reduced)
             except ConfigError as error:
                 objection = str(error)
             runtime.grow(plan, objection)
             laid_out = plan
         if self._serving is None or self.generation != runtime.generation:
+            self._refuse_capture(f"the windows for {laid_out} are not in use yet")
             kernels = device_low_latency_kernels(laid_out, self._interpreted)
             space = self._ground.space()
             state = kernels.new_state(runtime.layout, runtime.settings.channels, self._memory.device)
@@ -132,15 +135,46 @@ class DeviceSession:
             self._combine_buffer = None
             self.dispatches.clear()
             self.combines.clear()
+        self._compile_dispatch(laid_out, self._serving.kernels, x, coding, round_scale, reduced)
         return self._serving
+
+    def _compile_dispatch(
+        self,
+        plan: LowLatencyPlan,
+        kernels: DeviceLowLatencyKernels,
+        x: torch.Tensor,
+        coding: Coding,
+        round_scale: bool,
+        reduced: bool,
+    ) -> None:
+        """Compile what a dispatch launches, unless that was done. Raises ConfigError while a graph is captured."""
+        source = VALUE_CODES[x.dtype]
+        kind = (source, coding.dtype, round_scale, reduced)
+        if (plan, kind) not in self._compiled:
+            self._refuse_capture("its kernels are not compiled for these dtypes yet")
+            kernels.warm_dispatch(source, coding.dtype, round_scale, reduced)
+            self._compiled.add((plan, kind))
+
+    def compile_combine(
+        self, plan: LowLatencyPlan, kernels: DeviceLowLatencyKernels, dtype: int, reduced: bool
+    ) -> None:
+        """The same for a combine of rows of DTYPE_* ``dtype``."""
+        kind = (dtype, reduced)
+        if (plan, kind) not in self._compiled:
+            self._refuse_capture("its kernels are not compiled for these dtypes yet")
+            kernels.warm_combine(dtype, reduced)
+            self._compiled.add((plan, kind))
+
+    def _refuse_capture(self, why: str) -> None:
+        if self._lane.capturing:
+            raise ConfigError(
+                f"low-latency mode: {why}, and what that takes cannot be captured in a graph: dispatch and combine "
+                "once with the same shapes and dtypes before the capture"
+            )
 
     def _check_idle(self, plan: LowLatencyPlan) -> None:
         """Raise ConfigError where the windows cannot be laid out anew for ``plan`` now."""
-        if self._lane.capturing:
-            raise ConfigError(
-                f"low-latency dispatch: {plan} is new, and laying out windows cannot be captured in a graph: dispatch "
-                "and combine once with these shapes before the capture"
-            )
+        self._refuse_capture(f"{plan} is new")
         stale = self._runtime.stale or self.generation != self._runtime.generation
         if not stale and (self.dispatches.count or self.combines.count):
             raise ConfigError(

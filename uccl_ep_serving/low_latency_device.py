@@ -204,6 +204,7 @@ class DeviceLowLatency:
         session.combines.check_room()
         coding = combine_coding(x)
         reduced = handle.topk_weights is not None
+        session.compile_combine(plan, kernels, coding.dtype, reduced)
         weights = handle.topk_weights if handle.topk_weights is not None else topk_weights.contiguous()
         result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype, device=x.device) if out is None else out
         session.check_tensor(phase, "out", result)

@@ -127,6 +127,10 @@ class DeviceNormalSession:
         wire = wire_format(form)
         kind = (form._replace(origin=(-1, -1)), biases)
         if kind not in self._warm:
+            if self._ground.lane.capturing:
+                raise ConfigError(
+                    f"{form.name}: dispatch and combine once in the same formats before a graph is captured"
+                )
             # before this rank tells the others of the operation: compiling would eat into their deadline
             self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
             self._warm.add(kind)

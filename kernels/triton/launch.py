@@ -58,15 +58,20 @@ class Launch:
         self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=self.fused)
 
     def compile(self) -> None:
-        """Compile without launching. Does nothing in the interpreter."""
+        """Compile without launching, and load what is compiled into the device. Does nothing in the interpreter.
+
+        A launch loads it otherwise, which no graph can capture.
+        """
         if not triton.knobs.runtime.interpret:
-            self.kernel.warmup(
+            compiled = self.kernel.warmup(
                 *self.arguments,
                 **self.constants,
                 num_warps=self.warps,
                 enable_fp_fusion=self.fused,
                 grid=self.grid,
             )
+            # a launcher for this grid, which is not called: making it loads
+            compiled[self.grid]
 
 
 def present_target() -> Target:

@@ -32,6 +32,8 @@ MAX_TOPK = 64
 _COMPARED = 2048
 #: Words (or values) of a row that a program moves at a time, and its threads: 16 bytes of BF16 each, 8 of FP8.
 _BLOCK, _THREADS = 1024, 128
+#: A multiple of 16 like the real ones, for compiling ahead.
+_ANY_ADDRESS = 1 << 40
 #: (expert, source) pairs laid out at a time.
 _LAID_OUT = 1024
 
@@ -96,15 +98,18 @@ class TritonLowLatencyKernels:
                 f"{settings.ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
             )
 
-    def warm(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
-        """Compile for tokens of DTYPE_* ``source`` sent as ``coding``, and for results of the same dtype."""
-        # any address that is a multiple of 16 like the real ones, and fits an int64 only
-        at = 1 << 40
+    def warm_dispatch(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
+        """Compile for tokens of DTYPE_* ``source`` sent as ``coding``, and load what is compiled."""
+        at = _ANY_ADDRESS
         launches = self.dispatch_send(at, at, at, at, at, at, 1, source, coding, round_scale, reduced)
-        launches += self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0)
-        launches += self.combine_send(at, at, at, at, at, at, source)
-        launches += self.combine_recv(at, at, at, at, at, at, 1, source, reduced, 0)
-        for launch in launches:
+        for launch in launches + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0):
+            launch.compile()
+
+    def warm_combine(self, dtype: int, reduced: bool) -> None:
+        """The same for experts' rows of DTYPE_* ``dtype``."""
+        at = _ANY_ADDRESS
+        launches = self.combine_send(at, at, at, at, at, at, dtype)
+        for launch in launches + self.combine_recv(at, at, at, at, at, at, 1, dtype, reduced, 0):
             launch.compile()
 
     def new_state(self, layout: WindowLayout, channels: int, device: torch.device) -> DeviceState:

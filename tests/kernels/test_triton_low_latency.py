@@ -75,6 +75,18 @@ def test_through_the_proxies(interpreted: Ranks) -> None:
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS["shm"], QUICK[:1], timeout=300) == [1, 1]
 
 
+def test_windows_that_one_rank_cannot_open(interpreted: Ranks) -> None:
+    """GPUs without peer access: by default all ranks take windows in host memory, and else all say whose it is."""
+    body, case = triton_bodies.windows_that_one_rank_cannot_open, QUICK[0]
+    assert interpreted.run(2, body, "auto", case, timeout=300) == ["", ""]
+    for words in interpreted.run(2, body, "device", case, timeout=300):
+        assert "sharing device windows: rank 1: peer access is not supported" in words
+
+
+def test_what_no_graph_captures_is_refused(interpreted: Ranks) -> None:
+    interpreted.run(1, triton_bodies.captures, PATHS["mapped"], timeout=300)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["shm", "tcp", "ipc"])
 def test_every_path(interpreted: Ranks, path: str) -> None:

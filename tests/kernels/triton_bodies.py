@@ -18,7 +18,7 @@ from ll_replay import Layer, RecordingLane
 
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.errors import ConfigError, UcclEpError
+from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError
 
 #: What kernels of two ranks can go through.
 PATHS: dict[str, dict[str, Any]] = {
@@ -191,6 +191,62 @@ def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times
     check_drained(buffer)
     buffer.destroy()
     return times
+
+
+def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case: ll_cases.Case) -> str:
+    """Rank 1 opens no memory of other devices. What was raised; empty when windows in host memory served instead."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.device_memory import InterpretedMemory
+
+    class Apart(InterpretedMemory):
+        def open(self, handle: bytes) -> int:
+            raise TransportError("peer access is not supported between these two devices", device="cuda:1")
+
+    inputs = case.inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.rank == 1:
+            patch.setattr("uccl_ep_serving.device_memory.InterpretedMemory", Apart)
+        buffer = opened(exchange, {"window": window})
+    try:
+        combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
+        ll_cases.check_combined(case, inputs, exchange.rank, combined)
+        ground = buffer._low_latency._session._ground  # type: ignore[union-attr]
+        assert ground.space()._window is None  # type: ignore[union-attr]
+    except TransportError as error:
+        return str(error)
+    finally:
+        buffer.destroy()
+    return ""
+
+
+def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """What a graph cannot capture is refused before anything moves; what has run once is captured."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+
+    buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
+    lane: Any = RecordingLane()
+    buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
+    case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1, dtype=torch.float32)
+    narrow = ll_cases.Case(**{**case.__dict__, "dtype": torch.bfloat16})
+    given, other = case.inputs()[exchange.rank], narrow.inputs()[exchange.rank]
+    refused = pytest.raises(ConfigError, match="once with the same shapes and dtypes before the capture")
+    lane.capturing = True
+    with refused:
+        dispatch(buffer, case, given)
+    lane.capturing = False
+    rows, _, handle = dispatch(buffer, case, given)
+    buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, handle)
+    lane.capturing = True
+    rows, _, handle = dispatch(buffer, case, given)
+    # the windows have room for another dtype, but its kernels are not there
+    with refused:
+        dispatch(buffer, narrow, other)
+    with refused:
+        buffer.low_latency_combine(rows.bfloat16(), given.topk_idx, given.topk_weights, handle)
+    out, _, _ = buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, handle)
+    assert torch.allclose(out, given.x * given.topk_weights.sum(dim=1, keepdim=True))
+    buffer.destroy()
 
 
 def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, Any]:
