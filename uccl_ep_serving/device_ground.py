@@ -81,6 +81,19 @@ class DeviceGround:
         if self._space is not None and self._generation == self._runtime.generation:
             self._space.take_report()
 
+    def check_ids(self, phase: str) -> None:
+        """Raise ConfigError when a dispatch of the present generation was given an expert id out of range."""
+        if self._space is not None and self._generation == self._runtime.generation:
+            told = self._space.take_ids()
+            if told is not None:
+                position, experts = told
+                raise ConfigError(
+                    f"{phase}: a dispatch was given an expert id outside -1 .. {experts - 1}, at position {position} "
+                    "of topk_idx, counting all slots. Kernels took it for -1, no expert, and the dispatch ended well "
+                    "on all ranks; only what belongs to that token is wrong. Next step: look at the router; if this "
+                    "is a later call, which has moved nothing, make it again"
+                )
+
     def space(self) -> DeviceSpace:
         """The space of the present generation. Its first use is collective where windows are in device memory.
 

@@ -85,6 +85,7 @@ class DeviceSession:
         if self._serving is not None and self.generation == runtime.generation:
             self._serving.space.take_report()
         runtime.check(phase)
+        self._ground.check_ids(phase)
         if runtime.stale and not begins:
             raise ConfigError(
                 f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on every "

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import (
-    ConfigError,
     PeerLost,
     PeerTimeout,
     ProtocolError,
@@ -214,12 +213,6 @@ class KernelSpace:
                 f"Buffer on both ranks, or mask rank {peer}",
                 peer=peer,
                 channel=channel,
-            )
-        if code == ctx.FAILURE_EXPERT_ID:
-            return ConfigError(
-                f"{where}: the expert id at position {arrived} of topk_idx is outside -1 .. {expected - 1}. "
-                "Kernels on a device refuse it before anything is sent, but too late for this rank to go on: close "
-                "this Buffer on all ranks and build the group again"
             )
         if code == ctx.FAILURE_RING_FULL:
             return TransportError(

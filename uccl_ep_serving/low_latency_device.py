@@ -2,8 +2,8 @@
 
 The same operations, arguments and formats as :mod:`.low_latency`. The host never waits for the device and reads nothing
 back: message numbers, parities, routing and counts stay in device memory, so that a captured graph of a dispatch and
-its combine replays with other tokens. What a kernel reports (a silent peer, a refused header, an expert id out of
-range) is raised by the next call; until then the kernels leave zero counts and zero rows.
+its combine replays with other tokens. What a kernel reports (a silent peer, a refused header) is raised by the next
+call; until then the kernels leave zero counts and zero rows.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class DeviceLowLatency:
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
-        """See :meth:`LowLatency.dispatch`. Ids outside -1 .. experts - 1 are refused by the kernel, before anything is
-        sent, which ends the Buffer. ``x``, ``topk_idx`` and ``topk_weights`` are read in the order of the stream.
+        """See :meth:`LowLatency.dispatch`. Ids outside -1 .. experts - 1 count as -1, and the next call raises
+        ConfigError (in the interpreter this one). ``x``, ``topk_idx`` and ``topk_weights`` are read in the order of the
+        stream.
 
         Raises:
             ConfigError: wrong arguments, a third dispatch in flight, a new shape while a graph is captured.

@@ -5,8 +5,8 @@ host waits until the opening has told it; with ``num_worst_tokens``, from a hand
 back: numbers, routing and counts stay in device memory, and a captured graph replays. Returned tensors are the
 caller's allocator's; peers write to the window, from where kernels copy.
 
-What a kernel reports (a silent peer, a refused claim, an expert id out of range) is raised by the next call; until then
-ids are -1 and sums zero.
+What a kernel reports (a silent peer, a refused claim) is raised by the next call; until then ids are -1 and sums zero.
+An expert id out of range counts as -1; it is raised by the call whose host looks, else by the next.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Marks:
         return [self._ids, self.per_rank, self.per_expert, self.in_rank, self._bad]
 
     def launches(self, kernels: DeviceNormalKernels, context: int, state: int) -> tuple[KernelLaunch, ...]:
-        """``context`` not 0: an id out of range ends the Buffer."""
+        """``context`` not 0: the host is told of an id out of range."""
         tokens, topk = self._ids.shape
         return kernels.mark(
             context,

@@ -100,6 +100,7 @@ class DeviceNormalSession:
         self._generation = -1
         self._ticket = 0
         self._broken = ""
+        self._looks = False
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
 
@@ -164,7 +165,7 @@ class DeviceNormalSession:
                 what keeps this rank from reaching :meth:`end` leaves the group apart.
         """
         self._runtime.begin_operation()
-        self._last = form
+        self._last, self._looks = form, looks
         if looks:
             self._broken = f"{form.name}: opened and not run"
 
@@ -199,7 +200,8 @@ class DeviceNormalSession:
             raise UcclEpError(f"{phase}: a kernel failed and has not said why")
 
     def end(self, form: RowFormat, tokens: int, sent_away: int, started: int) -> None:
-        """Note that all of an operation is launched; in the interpreter it is over, and what it reports is raised.
+        """Note that all of an operation is launched, and raise what its opening has told where the host has waited for
+        it; in the interpreter it is over, and all that it reports is raised.
 
         Args:
             tokens: of this rank.
@@ -209,13 +211,14 @@ class DeviceNormalSession:
         self._broken = ""
         name = "normal_combine" if form.kind == NormalNotify.OPERATION_COMBINE else "normal_dispatch"
         self._runtime.record(name, tokens, max(sent_away, 0), time.monotonic_ns() - started)
-        if self._ground.interpreted:
+        if self._looks or self._ground.interpreted:
             self.check(form.name)
 
     def check(self, phase: str) -> None:
         """Raise what is known to be wrong: of this Buffer, or of an operation whose end nobody waited for."""
         self._ground.take_report()
         self._runtime.check(phase)
+        self._ground.check_ids(phase)
         if self._present is None or self._generation != self._runtime.generation:
             return
         told, kernels = self._present.told, self.kernels

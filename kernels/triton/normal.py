@@ -27,7 +27,7 @@ from .normal_blocks import (
     DeviceNormalState,
 )
 from .normal_finish import finish
-from .normal_layout import list_tokens, mark_tokens, refuse_ids
+from .normal_layout import list_tokens, mark_tokens, report_ids
 from .normal_notify import open_operation
 from .normal_reduce import reduce_rows
 from .normal_rows import move_rows
@@ -138,7 +138,7 @@ class TritonNormalKernels:
         )
         if context == 0:
             return (first,)
-        return first, Launch(refuse_ids, (1,), (context, state, bad, experts), {"BACKEND": self.target.backend})
+        return first, Launch(report_ids, (1,), (context, state, bad, experts), {"BACKEND": self.target.backend})
 
     def list(self, in_rank: int, tokens: int, rows: int, lists: int, places: int) -> tuple[Launch, ...]:
         """Lists of the tokens of each rank from bool[tokens, ranks] marks."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .block_access import has_failed
-from .wait import FAILURE_EXPERT_ID, fail
+from .wait import report_id
 from .words import int32s, int64s, poke, uint8s, uniform
 
-__all__ = ["list_tokens", "mark_tokens", "refuse_ids"]
+__all__ = ["list_tokens", "mark_tokens", "report_ids"]
 
 
 # any number of tokens with the same compiled code
@@ -95,10 +94,9 @@ def list_tokens(
 
 
 @triton.jit(do_not_specialize=["experts"])
-def refuse_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64, BACKEND: tl.constexpr) -> None:
-    """End the Buffer when :func:`mark_tokens` has found an id out of range, before anything is sent; grid (1,)."""
+def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64, BACKEND: tl.constexpr) -> None:
+    """Tell the host when :func:`mark_tokens` has found an id out of range, which it has counted nowhere; grid (1,)."""
     experts = experts.to(tl.int64)
-    if has_failed(context) == 0:
-        position = tl.load(int64s(bad))
-        if uniform((position < (1 << 62)).to(tl.int32), BACKEND) != 0:
-            fail(context, state, FAILURE_EXPERT_ID, -1, -1, position, experts, BACKEND)
+    position = tl.load(int64s(bad))
+    if uniform((position < (1 << 62)).to(tl.int32), BACKEND) != 0:
+        report_id(context, state, position, experts, BACKEND)

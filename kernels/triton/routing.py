@@ -41,7 +41,7 @@ from .block_access import (
     window_address,
 )
 from .ll_counts import tell_dispatches, wait_spaces
-from .wait import FAILURE_EXPERT_ID, fail
+from .wait import report_id
 from .words import arrives_last, clock_ns, int64s, peek, poke
 
 __all__ = ["HEADER", "MESSAGE_ALIGNMENT", "place_messages", "route"]
@@ -77,7 +77,8 @@ def _ranks_of(
     repeated = tl.zeros([BLOCK, SLOTS], tl.int32)
     for earlier in range(TOPK):
         other = tl.load(int64s(topk_idx + 8 * (token * TOPK + earlier)), mask=token < tokens, other=-1)
-        same = (other >= 0) & (other.to(tl.int32) // local == rank) & (slot > earlier)
+        right = (other >= 0) & (other < experts)
+        same = right & (other.to(tl.int32) // local == rank) & (slot > earlier)
         repeated = repeated | same.to(tl.int32)
     return rank, repeated, bad
 
@@ -115,7 +116,7 @@ def _fill_absent(
         position = tl.where(given & bad, token * TOPK + slot, 1 << 60).to(tl.int64)
         wrong = tl.minimum(wrong, tl.min(tl.min(position, axis=1), axis=0))
     if wrong < (1 << 60):
-        fail(context, state, FAILURE_EXPERT_ID, -1, -1, wrong, peek(state + S_EXPERTS), BACKEND)
+        report_id(context, state, wrong, peek(state + S_EXPERTS), BACKEND)
 
 
 @triton.jit

@@ -33,17 +33,18 @@ __all__ = [
     "messages_arrived",
     "messages_completed",
     "refuse",
+    "report_id",
     "turn_over",
     "wait_messages",
 ]
 
 FAILURE_PEER_TIMEOUT = tl.constexpr(ctx.FAILURE_PEER_TIMEOUT)
 FAILURE_PROTOCOL = tl.constexpr(ctx.FAILURE_PROTOCOL)
-FAILURE_EXPERT_ID = tl.constexpr(ctx.FAILURE_EXPERT_ID)
 FAILURE_RING_FULL = tl.constexpr(ctx.FAILURE_RING_FULL)
 ERROR_CODE, ERROR_PEER = tl.constexpr(8 * ctx.ERROR_CODE), tl.constexpr(8 * ctx.ERROR_PEER)
 ERROR_STREAM = tl.constexpr(8 * ctx.ERROR_STREAM)
 ERROR_ARRIVED, ERROR_EXPECTED = tl.constexpr(8 * ctx.ERROR_ARRIVED), tl.constexpr(8 * ctx.ERROR_EXPECTED)
+REPORT_IDS, REPORT_IDS_SHIFT = tl.constexpr(8 * ctx.REPORT_IDS), tl.constexpr(ctx.REPORT_IDS_SHIFT)
 #: How a turn of a waiting loop ends: go on; the time is over; released by the sticky error.
 GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -75,6 +76,18 @@ def fail(
             lane = tl.arange(0, 2)
             words = tl.zeros([2], tl.int64)
             release_each(words + report + ERROR_CODE, words + code, lane == 0, state + S_SINK, BACKEND)
+
+
+@triton.jit
+def report_id(
+    context: tl.tensor, state: tl.tensor, position: tl.tensor, experts: tl.tensor, BACKEND: tl.constexpr
+) -> None:
+    """Tell the host of an expert id out of range. Kernels take it for -1 and go on: what they send is right, and the
+    other ranks count on this operation."""
+    lane = tl.arange(0, 2)
+    words = tl.zeros([2], tl.int64)
+    told = ((position + 1) << REPORT_IDS_SHIFT) | experts
+    release_each(words + report_address(context) + REPORT_IDS, words + told, lane == 0, state + S_SINK, BACKEND)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ EVERYTHING = {
     "sum_rows": 2,
     "mark_tokens": 1,
     "list_tokens": 1,
-    "refuse_ids": 1,
+    "report_ids": 1,
     "open_operation": 1,
     "advance": 1,
     "move_rows": 3,

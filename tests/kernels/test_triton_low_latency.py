@@ -144,11 +144,10 @@ def test_replays_of_every_form(interpreted: Ranks, form: str, path: str) -> None
     assert interpreted.run(2, triton_bodies.replays, PATHS[path], form, 4, timeout=300) == [4, 4]
 
 
-def test_a_bad_expert_id_is_refused(interpreted: Ranks) -> None:
-    texts = interpreted.run(2, triton_bodies.bad_id, PATHS["mapped"], timeout=300)
-    assert texts[0].startswith("ConfigError")
-    assert "position 7 of topk_idx is outside -1 .. 7" in texts[0]
-    assert "PeerTimeout" in texts[1]
+def test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on(interpreted: Ranks) -> None:
+    texts = interpreted.run(2, triton_bodies.bad_ids, PATHS["mapped"], timeout=300)
+    assert "an expert id outside -1 .. 7, at position 0 of topk_idx" in texts[0]
+    assert texts[1] == ""
 
 
 @pytest.mark.slow

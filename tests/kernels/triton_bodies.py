@@ -276,18 +276,43 @@ def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str,
     return found
 
 
-def bad_id(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
-    """Rank 0 has an expert id that does not exist."""
-    buffer = opened(exchange, {**overrides, "timeout": 3.0})
-    case = ll_cases.Case(ranks=exchange.size, topk=2)
-    given = case.inputs()[exchange.rank]
-    if exchange.rank == 0:
-        given.topk_idx[3, 1] = case.experts
+def bad_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 0 has expert ids that do not exist, which count as -1. What was raised; everybody goes on."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    case = ll_cases.Case(ranks=exchange.size, topk=2, tokens=4, counts=(4,))
+    inputs = case.inputs()
+    given = inputs[rank]
+    # beside an id that is an expert of the same rank when it is cut to 32 bits
+    inputs[0].topk_idx[0, 1] = 2
+    ids = given.topk_idx.clone()
+    if rank == 0:
+        ids[0, 0], ids[1, 0], ids[1, 1] = (1 << 33) + 1, case.experts, -(1 << 40) + case.experts - 1
+    inputs[0].topk_idx[0, 0] = -1
+    inputs[0].topk_idx[1] = -1
     text = ""
+    hook = None
     try:
-        dispatch(buffer, case, given)
-    except UcclEpError as error:
-        text = f"{type(error).__name__}: {error}"
+        rows, count, handle, _, hook = buffer.low_latency_dispatch(
+            given.x,
+            ids,
+            case.tokens,
+            case.experts,
+            use_fp8=False,
+            topk_weights=given.topk_weights,
+            return_recv_hook=True,
+        )
+        assert hook is not None
+        hook()
+    except ConfigError as error:
+        text = str(error)
+        assert hook is not None
+        hook()
+    want = ll_cases.low_latency_dispatch(inputs, rank, case.tokens, case.experts)
+    ll_cases.check_received(case, rows, count, handle, want)
+    y = ll_cases.expert_output(ll_cases.received_values(case, rows, count), rank)
+    out, _, _ = buffer.low_latency_combine(y, ids, given.topk_weights, handle)
+    ll_cases.check_combined(case, inputs, rank, out)
+    check_drained(buffer)
     buffer.destroy()
     return text
 

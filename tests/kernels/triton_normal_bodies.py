@@ -149,18 +149,25 @@ def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str
     return found
 
 
-def bad_id(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
-    """Rank 0 has an expert id that does not exist."""
-    buffer = opened(exchange, {**overrides, "timeout": 6.0})
-    inputs = Case(tokens=(4, 3), experts=4, topk=2, lost=0.0).inputs()
-    if exchange.rank == 0:
-        inputs.topk_idx[0][1, 1] = 4
-    text = ""
+def bad_ids(exchange: StoreExchange, overrides: dict[str, Any], worst: int) -> str:
+    """Rank 0 has expert ids that do not exist, which count as -1. What was raised; everybody goes on."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    case = Case(tokens=(4, 3), experts=4, topk=2, lost=0.0)
+    inputs = case.inputs()
+    given = inputs.topk_idx[rank].clone()
+    if rank == 0:
+        given[1, 1], given[2, 0] = 4, (1 << 33) + 1
+    inputs.topk_idx[0][1, 1] = inputs.topk_idx[0][2, 0] = -1
+    text, received = "", None
     try:
-        normal_cases.dispatch(buffer, inputs, exchange.rank)
-    except UcclEpError as error:
-        text = f"{type(error).__name__}: {error}"
-    buffer.destroy()
+        mine = replace(inputs, topk_idx=[given] * len(case.tokens))
+        received = normal_cases.dispatch(buffer, mine, rank, num_worst_tokens=worst)[0]
+    except ConfigError as error:
+        text = str(error)
+    if received is not None:
+        there = inputs.delivered()[rank]
+        assert same_bits(received[: len(there.source)], there.rows(inputs.x))
+    run_cases(buffer, rank, [case])
     return text
 
 

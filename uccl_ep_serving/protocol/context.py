@@ -24,7 +24,8 @@ where the last column says so.
                            arrived, expected; nothing is published once the code is not 0     proxy
     12    VERDICT          address, in device memory, of an int64: 1 once a kernel failed     -
     13    REPORT           address, in host memory, of int64[8]: that failure, in the words   kernel, once
-                           of a sticky error; the host moves it there
+                           of a sticky error, which the host moves there; and, in word        kernel
+                           REPORT_IDS, an expert id out of range, which ends nothing
     14    HEADS            address of int64[256]: address, in device memory, of the head and  -
                            the last known tail of the ring that owns the stream
     15    LIMIT            nanoseconds that a wait may last                                   -
@@ -51,7 +52,6 @@ __all__ = [
     "FAILURE_CLAIMED",
     "FAILURE_CLOSED",
     "FAILURE_COMMAND",
-    "FAILURE_EXPERT_ID",
     "FAILURE_NONE",
     "FAILURE_PEER_LOST",
     "FAILURE_PEER_TIMEOUT",
@@ -67,6 +67,8 @@ __all__ = [
     "RANK",
     "RANKS",
     "REPORT",
+    "REPORT_IDS",
+    "REPORT_IDS_SHIFT",
     "RING",
     "STATUS_OK",
     "STATUS_PENDING",
@@ -83,6 +85,10 @@ CONTEXT_WORDS = 16
 
 ERROR_CODE, ERROR_PEER, ERROR_STREAM, ERROR_ARRIVED, ERROR_EXPECTED = range(5)
 ERROR_WORDS = 8
+#: Of the report only: (1 + position in topk_idx) << REPORT_IDS_SHIFT | number of experts; 0 = every id was right, or
+#: the host has raised it.
+REPORT_IDS = 5
+REPORT_IDS_SHIFT = 16
 
 #: Values of the sticky error's code. The first to be set wins (compare-and-exchange from 0, details stored before it
 #: under the private code FAILURE_CLAIMED); CLOSED is set by an orderly close.
@@ -96,10 +102,8 @@ FAILURE_TRANSPORT = 6
 FAILURE_CLOSED = 7
 #: A kernel of this rank was about to enqueue a write outside the window (words 3 and 4: where it ends, window bytes).
 FAILURE_COMMAND = 8
-#: Only from kernels on a device: an expert id outside -1 .. experts - 1 (its position, the number of experts), which
-#: the host cannot look at; and a ring whose proxy took no command within the limit (its tail, the tail needed).
-FAILURE_EXPERT_ID = 9
-FAILURE_RING_FULL = 10
+#: Only from kernels on a device: a ring whose proxy took no command within the limit (its tail, the tail needed).
+FAILURE_RING_FULL = 9
 
 #: What a kernel returns. PENDING: the slice of time it was given is over and a peer is still missing; call again.
 STATUS_OK = 0
