@@ -139,7 +139,7 @@ def _publish_batch(
         count = share_of(number + chunks, channel, channels)
         store_flags(context, state, peers, mapped & (count > 0), stream + channel, count, BACKEND)
     proxied = packed & (mapped == 0)
-    last = tl.full((), 1, tl.int64)
+    last, parts = tl.full((), 1, tl.int64), 1 + (meta != 0).to(tl.int32)
     staging, chunk_bytes = peek(state + W_STAGING), peek(state + W_CHUNK_BYTES)
     for index in range(batch_chunks(state)):
         there = proxied & (index < chunks)
@@ -149,31 +149,20 @@ def _publish_batch(
             chosen = there & ((number + index) % channels == channel)
             if any_of(chosen, BACKEND) != 0:
                 if wait_room(context, state, stream + channel, 2 * LANES, start, BACKEND):
-                    target = row_at + index * chunk * row
                     settle(BACKEND)
-                    put_writes(
-                        context,
-                        state,
-                        peers,
-                        chosen,
-                        stream + channel,
-                        slot,
-                        target,
-                        rows_here * row,
-                        (meta == 0).to(tl.int64),
-                        BACKEND,
-                    )
-                    if meta != 0:
+                    # rows, then their meta
+                    for part in range(parts):
+                        each = tl.where(part == 0, row, meta)
                         put_writes(
                             context,
                             state,
                             peers,
                             chosen,
                             stream + channel,
-                            slot + rows_here * row,
-                            meta_at + index * chunk * meta,
-                            rows_here * meta,
-                            last,
+                            slot + rows_here * (row * part),
+                            tl.where(part == 0, row_at, meta_at) + index * chunk * each,
+                            rows_here * each,
+                            tl.where(part == parts - 1, last, 0),
                             BACKEND,
                         )
     set_each(context, state, N_CHUNKS_SENT + phase, peers, packed, number + chunks)
@@ -256,6 +245,14 @@ def _outside(state: tl.tensor, offset: tl.tensor, nbytes: tl.tensor) -> tl.tenso
 
 
 @triton.jit
+def _or_else(
+    bad: tl.tensor, got: tl.tensor, want: tl.tensor, wrong: tl.tensor, claim: tl.tensor, expected: tl.tensor
+) -> tl.tensor:
+    """``bad`` claims with what was got and wanted, and where they are right those that are ``wrong``."""
+    return bad | wrong, tl.where(bad, got, claim), tl.where(bad, want, expected)
+
+
+@triton.jit
 def _take(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """Take the next grant of the ``live`` peers that have given one; 1 when a claim was refused."""
     row, meta, stream = peek(state + W_ROW_BYTES), peek(state + W_META_BYTES), peek(state + W_STREAM)
@@ -285,17 +282,17 @@ def _take(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tenso
         grants = get_each(context, state, N_GRANTS, peers, here)
         most = peek(state + W_CHUNK_BYTES) // (row + meta)
         begin = peek(state + W_ROUNDS)
-        broken = refuse(context, state, peers, here & (tag != _TAG_VALUE), _GRANT, tag, _TAG_VALUE, BACKEND)
         expected = peek(state + W_NUMBER)
-        broken |= refuse(context, state, peers, here & (number != expected), _GRANT, number, expected, BACKEND)
-        broken |= refuse(context, state, peers, here & (turn != grants), _GRANT, turn, grants, BACKEND)
-        broken |= refuse(context, state, peers, here & ((rows < 1) | (rows > left)), _GRANT, rows, left, BACKEND)
-        broken |= refuse(context, state, peers, here & ((chunk < 1) | (chunk > most)), _GRANT, chunk, most, BACKEND)
-        bad = here & _outside(state, row_at, rows * row)
-        broken |= refuse(context, state, peers, bad, _GRANT, row_at, begin, BACKEND)
-        if meta != 0:
-            bad = here & _outside(state, meta_at, rows * meta)
-            broken |= refuse(context, state, peers, bad, _GRANT, meta_at, begin, BACKEND)
+        # the first claim that is wrong is refused, in one place: every copy of the code costs a second to compile
+        bad, got, want = tag != _TAG_VALUE, tag, tl.zeros_like(tag) + _TAG_VALUE
+        bad, got, want = _or_else(bad, got, want, number != expected, number, expected)
+        bad, got, want = _or_else(bad, got, want, turn != grants, turn, grants)
+        bad, got, want = _or_else(bad, got, want, (rows < 1) | (rows > left), rows, left)
+        bad, got, want = _or_else(bad, got, want, (chunk < 1) | (chunk > most), chunk, most)
+        bad, got, want = _or_else(bad, got, want, _outside(state, row_at, rows * row), row_at, begin)
+        outside = (meta != 0) & _outside(state, meta_at, rows * meta)
+        bad, got, want = _or_else(bad, got, want, outside, meta_at, begin)
+        broken = refuse(context, state, peers, here & bad, _GRANT, got, want, BACKEND)
         if broken == 0:
             set_each(context, state, N_GRANTS_TAKEN, peers, here, taken + 1)
             set_each(context, state, N_GRANTS, peers, here, grants + 1)
@@ -394,27 +391,27 @@ def _blame(
     channels, stream, phase = channel_count(context), peek(state + W_STREAM), _phase(state)
     late = live & _late(context, state, peers, live)
     stuck = live & _stuck(context, state, peers, live)
+    ungranted = stuck & (get_each(context, state, N_GRANT_LEFT, peers, stuck) == 0)
+    # the completion of a grant, unless something else is missing; in one place, as in _take
+    bad, on = live, tl.zeros_like(peers) + _GRANT
+    got = completed_each(context, state, peers, live, _GRANT, BACKEND)
+    want = get_each(context, state, N_GRANTS_SENT, peers, live)
+    if any_of(stuck, BACKEND) != 0:
+        chunks = get_each(context, state, N_CHUNKS_SENT + phase, peers, stuck)
+        channel = tl.maximum(first_unfinished(context, state, peers, stuck, stream, chunks, BACKEND), 0)
+        bad, on = stuck, stream + channel
+        got = completed_each(context, state, peers, stuck, stream + channel, BACKEND)
+        want = share_of(chunks, channel, channels)
+    if any_of(ungranted, BACKEND) != 0:
+        bad, on = ungranted, tl.zeros_like(peers) + _GRANT
+        got = arrived_each(context, state, peers, ungranted, _GRANT, BACKEND)
+        want = get_each(context, state, N_GRANTS_TAKEN, peers, ungranted) + 1
     if any_of(late, BACKEND) != 0:
         come = chunks_arrived(context, state, peers, late, stream, BACKEND)
-        channel = tl.where(late, come % channels, 0)
-        count = tl.where(late, come // channels, 0)
-        fail_at(context, state, code, peers, late, stream + channel, count, count + 1, BACKEND)
-    elif any_of(stuck, BACKEND) != 0:
-        taken = get_each(context, state, N_GRANTS_TAKEN, peers, stuck)
-        ungranted = stuck & (get_each(context, state, N_GRANT_LEFT, peers, stuck) == 0)
-        if any_of(ungranted, BACKEND) != 0:
-            come = arrived_each(context, state, peers, ungranted, _GRANT, BACKEND)
-            fail_at(context, state, code, peers, ungranted, _GRANT, come, taken + 1, BACKEND)
-        else:
-            chunks = get_each(context, state, N_CHUNKS_SENT + phase, peers, stuck)
-            channel = tl.maximum(first_unfinished(context, state, peers, stuck, stream, chunks, BACKEND), 0)
-            done = completed_each(context, state, peers, stuck, stream + channel, BACKEND)
-            need = share_of(chunks, channel, channels)
-            fail_at(context, state, code, peers, stuck, stream + channel, done, need, BACKEND)
-    else:
-        given = get_each(context, state, N_GRANTS_SENT, peers, live)
-        done = completed_each(context, state, peers, live, _GRANT, BACKEND)
-        fail_at(context, state, code, peers, live, _GRANT, done, given, BACKEND)
+        bad, on = late, stream + tl.where(late, come % channels, 0)
+        got = tl.where(late, come // channels, 0)
+        want = got + 1
+    fail_at(context, state, code, peers, bad, on, got, want, BACKEND)
 
 
 @triton.jit
@@ -454,15 +451,14 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 ending = turn_over(context, start, BACKEND)
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-            for first in range(0, ranks, LANES):
+            for step in range(0, ranks, LANES):
+                first = (ranks - 1) // LANES * LANES - step
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 late = _late(context, state, peers, live) | _stuck(context, state, peers, live)
-                if any_of(live & late, BACKEND) != 0:
+                # the last look fails when no other has: only the completion of a grant is missing then
+                if (any_of(live & late, BACKEND) != 0) | (first == 0):
                     _blame(context, state, peers, live, code, BACKEND)
-            # fails when nobody has: only the completion of a grant is missing
-            peers = tl.arange(0, LANES).to(tl.int64)
-            _blame(context, state, peers, is_live(context, peers) & (peers != me), code, BACKEND)
         if found == _THERE:
             poke(state + W_TURN, before + 1)
             for first in range(0, ranks, LANES):
