@@ -23,8 +23,8 @@ where the last column says so.
     11    ERROR            address of int64[8], the sticky error: code, peer, stream,         kernel, host,
                            arrived, expected; nothing is published once the code is not 0     proxy
     12    VERDICT          address, in device memory, of an int64: 1 once a kernel failed     -
-    13    REPORT           address, in host memory, of int64[8]: that failure, in the words   kernel, once
-                           of a sticky error, which the host moves there; and, in word        kernel
+    13    REPORT           address, in host memory, of int64[8]: that failure, in the words   kernel
+                           of a sticky error, which the host moves there; and, in word
                            REPORT_IDS, an expert id out of range, which ends nothing
     14    HEADS            address of int64[256]: address, in device memory, of the head and  -
                            the last known tail of the ring that owns the stream
