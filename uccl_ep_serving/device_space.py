@@ -282,11 +282,11 @@ class DeviceSpace:
 
     def take_ids(self) -> tuple[int, int] | None:
         """(position in topk_idx, number of experts) of an id out of range that a dispatch was given, told once."""
-        told = int(self._report[ctx.REPORT_IDS])
+        told = int(self._report[ctx.ERROR_IDS])
         if not told:
             return None
-        self._report[ctx.REPORT_IDS] = 0
-        return (told >> ctx.REPORT_IDS_SHIFT) - 1, told & ((1 << ctx.REPORT_IDS_SHIFT) - 1)
+        self._report[ctx.ERROR_IDS] = 0
+        return (told >> ctx.ERROR_IDS_SHIFT) - 1, told & ((1 << ctx.ERROR_IDS_SHIFT) - 1)
 
     def close(self) -> None:
         """Let go of all memory once the device has finished; the sticky error has released waiting kernels."""

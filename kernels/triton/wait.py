@@ -44,7 +44,7 @@ FAILURE_RING_FULL = tl.constexpr(ctx.FAILURE_RING_FULL)
 ERROR_CODE, ERROR_PEER = tl.constexpr(8 * ctx.ERROR_CODE), tl.constexpr(8 * ctx.ERROR_PEER)
 ERROR_STREAM = tl.constexpr(8 * ctx.ERROR_STREAM)
 ERROR_ARRIVED, ERROR_EXPECTED = tl.constexpr(8 * ctx.ERROR_ARRIVED), tl.constexpr(8 * ctx.ERROR_EXPECTED)
-REPORT_IDS, REPORT_IDS_SHIFT = tl.constexpr(8 * ctx.REPORT_IDS), tl.constexpr(ctx.REPORT_IDS_SHIFT)
+ERROR_IDS, ERROR_IDS_SHIFT = tl.constexpr(8 * ctx.ERROR_IDS), tl.constexpr(ctx.ERROR_IDS_SHIFT)
 #: How a turn of a waiting loop ends: go on; the time is over; released by the sticky error.
 GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -86,8 +86,8 @@ def report_id(
     other ranks count on this operation."""
     lane = tl.arange(0, 2)
     words = tl.zeros([2], tl.int64)
-    told = ((position + 1) << REPORT_IDS_SHIFT) | experts
-    release_each(words + report_address(context) + REPORT_IDS, words + told, lane == 0, state + S_SINK, BACKEND)
+    told = ((position + 1) << ERROR_IDS_SHIFT) | experts
+    release_each(words + report_address(context) + ERROR_IDS, words + told, lane == 0, state + S_SINK, BACKEND)
 
 
 @triton.jit

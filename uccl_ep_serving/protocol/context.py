@@ -25,7 +25,7 @@ where the last column says so.
     12    VERDICT          address, in device memory, of an int64: 1 once a kernel failed     -
     13    REPORT           address, in host memory, of int64[8]: that failure, in the words   kernel
                            of a sticky error, which the host moves there; and, in word
-                           REPORT_IDS, an expert id out of range, which ends nothing
+                           ERROR_IDS, an expert id out of range, which ends nothing
     14    HEADS            address of int64[256]: address, in device memory, of the head and  -
                            the last known tail of the ring that owns the stream
     15    LIMIT            nanoseconds that a wait may last                                   -
@@ -67,8 +67,6 @@ __all__ = [
     "RANK",
     "RANKS",
     "REPORT",
-    "REPORT_IDS",
-    "REPORT_IDS_SHIFT",
     "RING",
     "STATUS_OK",
     "STATUS_PENDING",
@@ -85,10 +83,10 @@ CONTEXT_WORDS = 16
 
 ERROR_CODE, ERROR_PEER, ERROR_STREAM, ERROR_ARRIVED, ERROR_EXPECTED = range(5)
 ERROR_WORDS = 8
-#: Of the report only: (1 + position in topk_idx) << REPORT_IDS_SHIFT | number of experts; 0 = every id was right, or
+#: Of the report only: (1 + position in topk_idx) << ERROR_IDS_SHIFT | number of experts; 0 = every id was right, or
 #: the host has raised it.
-REPORT_IDS = 5
-REPORT_IDS_SHIFT = 16
+ERROR_IDS = 5
+ERROR_IDS_SHIFT = 16
 
 #: Values of the sticky error's code. The first to be set wins (compare-and-exchange from 0, details stored before it
 #: under the private code FAILURE_CLAIMED); CLOSED is set by an orderly close.
