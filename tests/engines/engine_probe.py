@@ -7,6 +7,9 @@ Loaded in the server's processes through a directory on ``PYTHONPATH`` (:func:`i
     table implies;
 ``drop``
     slots of experts on other ranks are dispatched as -1, so whatever remote experts would add is lost.
+
+``drop when told``
+    the same, while the file that :func:`told` names exists: one server answers without the fault and with it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ def install(directory: Path, mode: str) -> dict[str, str]:
     }
 
 
+def told(directory: Path) -> Path:
+    """The file whose presence makes ``drop when told`` drop; change it only while nothing is asked of the server."""
+    return directory / "routing.lose"
+
+
 def recorded(directory: Path) -> dict[int, dict[str, int]]:
     """Sums of the lines that each rank wrote."""
     ranks: dict[int, dict[str, int]] = {}
@@ -62,7 +70,8 @@ def register() -> None:
 
 def subclass(base: type[Any]) -> type[Any]:
     """A Buffer class that records, or drops, as ``PROBE_MODE`` says."""
-    drop = os.environ[MODE] == "drop"
+    mode = os.environ[MODE]
+    order = told(Path(os.environ[FILE]).parent)
 
     class Probed(base):
         def _owner(self, topk_idx: Any, experts: int) -> Any:
@@ -71,7 +80,7 @@ def subclass(base: type[Any]) -> type[Any]:
             return owner.masked_fill(topk_idx < 0, -1)
 
         def _kept(self, topk_idx: Any, experts: int) -> Any:
-            if not drop:
+            if not (mode == "drop" or (mode == "drop when told" and order.exists())):
                 return topk_idx
             return topk_idx.masked_fill(self._owner(topk_idx, experts) != self.rank, -1)
 

@@ -15,7 +15,9 @@ def install(directory: Path, mode: str) -> dict[str, str]:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: uccl_ep_vllm_probe\nVersion: 0\n")
     (information / "entry_points.txt").write_text("[vllm.general_plugins]\nuccl_ep_vllm_probe = vllm_probe:register\n")
     return {
-        "PYTHONPATH": os.pathsep.join([str(directory), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
         engine_probe.MODE: mode,
         engine_probe.FILE: str(directory / "routing"),
     }
