@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.cli.vllm_launch import MODELS
 from uccl_ep_serving.engines.vllm import targets
 from uccl_ep_serving.errors import ConfigError
 
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.engine
 
 InEngine = Callable[..., Any]
 NAMES = ["uccl_ep", "uccl_ep_high_throughput", "uccl_ep_low_latency"]
+QWEN = "qwen3-moe"
 MOE = "vllm.model_executor.layers.fused_moe"
 
 
@@ -145,12 +148,13 @@ def engine_moe(backend: str, data: int) -> dict[str, bool]:
     return {name: bool(getattr(moe, name)) for name in properties}
 
 
-def engine_vllm_config(backend: str, dbo: bool) -> dict[str, Any]:
+def engine_vllm_config(backend: str, dbo: bool, model: str) -> dict[str, Any]:
     """What ``VllmConfig`` makes of a backend where the platform would run dual-batch overlap.
 
-    ``graphs`` is the name that the rule about CUDA graphs is given; the rule itself is vLLM's.
+    ``graphs`` is the name that the rule about CUDA graphs is given; the rule itself is vLLM's. Overlap asks for a
+    model, up to 0.31 even a configuration without one.
     """
-    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config import CompilationConfig, ModelConfig, VllmConfig
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -165,7 +169,7 @@ def engine_vllm_config(backend: str, dbo: bool) -> dict[str, Any]:
 
     CompilationConfig.set_splitting_ops_for_v1 = spy
     try:
-        config = VllmConfig(parallel_config=parallel)
+        config = VllmConfig(parallel_config=parallel, model_config=ModelConfig(model=model, dtype="float32"))
     except (AssertionError, ValueError) as error:
         return {"refused": str(error), "after": parallel.all2all_backend}
     return {"after": config.parallel_config.all2all_backend, "graphs": given}
@@ -312,13 +316,17 @@ def engine_made(fields: dict[str, Any]) -> str:
     return type(made).__name__
 
 
-def engine_sms() -> dict[str, Any]:
+def engine_sms(backend: str, rocm: bool) -> dict[str, Any]:
     """SM control of dual-batch overlap on a manager without a group."""
+    import vllm.distributed.device_communicators.base_device_communicator as base
+    from vllm.platforms import current_platform
+
     from uccl_ep_serving import Buffer
     from uccl_ep_serving.engines.vllm.all2all import UcclEpAll2AllManager
 
-    manager = object.__new__(UcclEpAll2AllManager)
-    manager._num_sms, manager._buffer = Buffer.num_sms, None
+    base.All2AllManagerBase.__init__ = lambda *_arguments: None
+    type(current_platform).is_rocm = lambda _self: rocm
+    manager = UcclEpAll2AllManager(None, backend=backend)
     seen = []
     for asked in (8, 9, 132):
         manager.set_num_sms(asked)
@@ -376,17 +384,27 @@ def test_layers_treat_the_name_as_deepep(in_engine: InEngine, name: str, data: i
     assert in_engine(engine_moe, name, data) == in_engine(engine_moe, targets.twin(name), data)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a checkpoint that vLLM knows."""
+    directory = tmp_path_factory.mktemp("plugin") / QWEN
+    write_checkpoint(directory, model=MODELS[QWEN].shape)
+    return str(directory)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dbo", [False, True])
-def test_vllm_config_treats_the_name_as_deepep_and_keeps_it(in_engine: InEngine, name: str, dbo: bool) -> None:
-    ours = in_engine(engine_vllm_config, name, dbo)
-    assert ours == {**in_engine(engine_vllm_config, targets.twin(name), dbo), "after": name}
+def test_vllm_config_treats_the_name_as_deepep_and_keeps_it(
+    in_engine: InEngine, model: str, name: str, dbo: bool
+) -> None:
+    ours = in_engine(engine_vllm_config, name, dbo, model)
+    assert ours == {**in_engine(engine_vllm_config, targets.twin(name), dbo, model), "after": name}
     assert "refused" not in ours
     assert ours["graphs"] == [targets.twin(name)]
 
 
-def test_dual_batch_overlap_is_still_refused_for_others(in_engine: InEngine) -> None:
-    assert "Microbatching" in in_engine(engine_vllm_config, "allgather_reducescatter", True)["refused"]
+def test_dual_batch_overlap_is_still_refused_for_others(in_engine: InEngine, model: str) -> None:
+    assert "Microbatching" in in_engine(engine_vllm_config, "allgather_reducescatter", True, model)["refused"]
 
 
 def test_configuration_hooks_the_worker_that_receives_it(in_engine: InEngine) -> None:
@@ -473,9 +491,18 @@ def test_formats_are_refused_before_a_token_moves(in_engine: InEngine, hidden: i
     assert in_engine(engine_made_fp8, hidden, scale).startswith(expected)
 
 
-def test_sms_for_communication_are_even_and_bounded(in_engine: InEngine) -> None:
-    outcome = in_engine(engine_sms)
-    assert outcome == {"seen": [8, 8, 20], "most": 20}
+@pytest.mark.parametrize(
+    ("backend", "rocm", "most"),
+    [
+        ("uccl_ep", False, 20),
+        ("uccl_ep_high_throughput", False, 20),
+        ("uccl_ep_high_throughput", True, 0),
+        ("uccl_ep_low_latency", False, 0),
+    ],
+)
+def test_sms_for_communication(in_engine: InEngine, backend: str, rocm: bool, most: int) -> None:
+    """Even and bounded where overlap reserves any, and none where vLLM reserves none for the built-in twin."""
+    assert in_engine(engine_sms, backend, rocm) == {"seen": [8, 8, 20], "most": most}
 
 
 def test_a_device_without_kernels_is_refused_at_launch(in_engine: InEngine) -> None:

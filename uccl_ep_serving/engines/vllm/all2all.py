@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import vllm.distributed.device_communicators.base_device_communicator as base
+from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from uccl_ep_serving import Buffer
+from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
 
 __all__ = ["UcclEpAll2AllManager", "communicator_of", "manager_of_ep_group"]
 
@@ -21,17 +23,21 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
     """Opens one Buffer for the group at the first layer, closes it with the group.
 
     One is enough for every layer: both modes and all shapes work in it, and every rank builds its layers in the same
-    order, which makes opening collective. ``set_num_sms`` is the SM control of dual-batch overlap.
+    order, which makes opening collective. ``max_sms_used`` and ``set_num_sms`` are dual-batch overlap's SM control.
 
     Args:
         cpu_group: the group's gloo process group.
         tcp_store_group: of groups that elastic expert parallelism builds outside torch's world.
+        backend: the name under which vLLM runs it.
     """
 
-    def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
+    def __init__(self, cpu_group: Any, tcp_store_group: Any = None, *, backend: str = HIGH_THROUGHPUT) -> None:
         super().__init__(cpu_group, tcp_store_group)
         self._buffer: Buffer | None = None
         self._num_sms = Buffer.num_sms
+        # vLLM reserves none for DeepEP's low latency (device_communicators/all2all.py:397), whose kernels only send and
+        # unpack, nor for its high throughput on ROCm (v1/worker/ubatch_utils.py:88)
+        self._reserves_sms = backend != LOW_LATENCY and not current_platform.is_rocm()
 
     def get_handle(self, kwargs: dict[str, Any]) -> Buffer:
         """The group's Buffer. Collective at the first call. Raises what :class:`~uccl_ep_serving.Buffer` raises."""
@@ -44,8 +50,8 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
         Buffer.set_num_sms(min(num_sms, self._num_sms) // 2 * 2)
 
     def max_sms_used(self) -> int | None:
-        """The most that :meth:`set_num_sms` grants."""
-        return self._num_sms
+        """SMs to keep free of computation while micro-batches overlap; 0: none are reserved."""
+        return self._num_sms if self._reserves_sms else 0
 
     def destroy(self) -> None:
         """Close the Buffer. May be called twice."""
@@ -110,7 +116,9 @@ def _derive(communicator: type[Any]) -> type[Any]:
             super().__init__(cpu_group, device, device_group, unique_name, *args, use_all2all=False, **kwargs)
             self.use_all2all = self.is_ep_communicator and use_all2all
             if self.use_all2all:
-                self.all2all_manager = UcclEpAll2AllManager(self.cpu_group, tcp_store_group)
+                self.all2all_manager = UcclEpAll2AllManager(
+                    self.cpu_group, tcp_store_group, backend=self.all2all_backend
+                )
 
         def destroy(self) -> None:
             if self.all2all_manager is not None:
