@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
+#: Runs a command with a /dev/shm of its own: SGLang takes processes that share one for processes of one node.
+OWN_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
+
 
 def _enter(descriptor: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from namespaces import run as shell
 from namespaces import two_namespaces
-from network_namespace import inside
+from network_namespace import OWN_MEMORY, inside
 
 from uccl_ep_serving.cli import demo_supervisor
 from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
@@ -118,10 +118,6 @@ def test_redundant_experts(serve: Serve, placement: str) -> None:
     got = serve(replace(OURS, arguments=tuple(arguments)))
     assert_equal(serve(Launch("none")), got)
     assert_moved(got.traffic, 2, "shm")
-
-
-#: Runs a command with a /dev/shm of its own: SGLang takes processes that share one for processes of one node.
-OWN_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
 
 
 @dataclass(frozen=True)
