@@ -26,7 +26,7 @@ help:
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make docs                     regenerate the tables in the documentation"
 	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
-	@echo "make test-vllm-versions       its contract test against the sources of other vLLM versions"
+	@echo "make test-vllm-versions       those that need no server, on the sources of other versions"
 	@echo "make env / env-sglang / env-vllm   only install: for development / with SGLang on CPU / with vLLM on CPU"
 	@echo "make clean                    remove caches and build outputs, keep $(VENV) and $(VENV_VLLM)"
 
@@ -55,7 +55,7 @@ test: env
 test-vllm: env-vllm
 	@$(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS) $(ARGS)
 
-# the contract of the plugin with versions of vLLM that are not installed, from their sources (0.6 GB on first use)
+# the plugin on versions of vLLM that are not installed, from their sources (0.6 GB on first use)
 test-vllm-versions: env-vllm
 	@VENV=$(VENV_VLLM) scripts/vllm-versions $(ARGS)
 

@@ -86,6 +86,28 @@ def engine_open_to_any_name(backend: str) -> dict[str, Any]:
     }
 
 
+def engine_rebuild_fails() -> dict[str, Any]:
+    """pydantic does not take the widened type: vLLM must go on as if the plugin were not there."""
+    import typing
+
+    import pydantic.dataclasses as dataclasses
+    import vllm.config.parallel as parallel
+
+    rebuild, before = dataclasses.rebuild_dataclass, parallel.All2AllBackend
+
+    def refuse(config: Any, **options: Any) -> Any:
+        if "uccl_ep" in typing.get_args(parallel.All2AllBackend):
+            raise TypeError("no such schema")
+        return rebuild(config, **options)
+
+    dataclasses.rebuild_dataclass = refuse
+    return {
+        "ours": engine_config("uccl_ep"),
+        "other": engine_config("allgather_reducescatter"),
+        "type": parallel.All2AllBackend is before,
+    }
+
+
 def engine_logged(backend: str, configured: bool = False) -> tuple[list[str], bool]:
     """Lines of ours that vLLM's own handlers and formatter write, and whether the root logger saw one as well."""
     import io
@@ -359,6 +381,13 @@ def test_other_names_stay_refused(in_engine: InEngine, name: str) -> None:
 
 def test_a_vllm_without_the_setting_goes_on_without_us(in_engine: InEngine) -> None:
     assert in_engine(engine_parse, [], "All2AllBackend") == "allgather_reducescatter"
+
+
+def test_a_setting_that_cannot_be_widened_is_left_as_it_was(in_engine: InEngine) -> None:
+    outcome = in_engine(engine_rebuild_fails)
+    assert outcome["ours"].startswith("refused:")
+    assert outcome["other"] == "allgather_reducescatter"
+    assert outcome["type"]
 
 
 def test_a_vllm_that_takes_any_name_needs_none_of_ours(in_engine: InEngine) -> None:

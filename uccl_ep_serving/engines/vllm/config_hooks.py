@@ -81,8 +81,6 @@ def accept_names() -> None:
     """
     check_version()
     verify(NAME_TARGETS)
-    from pydantic.dataclasses import rebuild_dataclass
-
     parallel, _, backend = find(NAME_TARGETS[0])
     config = parallel.ParallelConfig
     known = typing.get_args(backend)
@@ -94,14 +92,27 @@ def accept_names() -> None:
         raise refusal(f"ParallelConfig has no field {_FIELD} any more")
     if not hooked(NAME_TARGETS[1]):
         config.__post_init__ = _after(config.__post_init__, _after_parallel_config)
+        if not hooked(NAME_TARGETS[1]):
+            raise refusal(f"the hook on {NAME_TARGETS[1].path} did not take")
     missing = [] if open_to_any else [name for name in BACKENDS if name not in known]
     if missing:
-        widened = Literal[(*known, *missing)]  # type: ignore[valid-type]
-        parallel.All2AllBackend = widened
-        config.__annotations__[_FIELD] = widened
-        config.__dataclass_fields__[_FIELD].type = widened
-        rebuild_dataclass(config, force=True)
+        try:
+            _set_type(parallel, Literal[(*known, *missing)])
+        except Exception as error:  # of pydantic; vLLM goes on with another backend, so it gets its own type back
+            _set_type(parallel, backend)
+            raise refusal(f"{NAME_TARGETS[0].path} cannot take more names ({error})") from error
     find(NAME_TARGETS[2])[2]()
+
+
+def _set_type(parallel: Any, backend: Any) -> None:
+    """Make ``backend`` the type of the setting, for the command line and for validation."""
+    from pydantic.dataclasses import rebuild_dataclass
+
+    config = parallel.ParallelConfig
+    parallel.All2AllBackend = backend
+    config.__annotations__[_FIELD] = backend
+    config.__dataclass_fields__[_FIELD].type = backend
+    rebuild_dataclass(config, force=True)
 
 
 def _after(function: Callable[..., Any], hook: Callable[[Any], None]) -> Any:

@@ -43,12 +43,14 @@ BACKENDS = {
 }
 """Values of ``--all2all-backend``, each with the built-in backend whose special cases in vLLM hold for it too."""
 
+_ON_SOURCES = "its sources have every hook point; the plugin's tests run on them"
+
 VERSIONS = (
     VersionRange((0,), (0, 29, 9), Standing.UNPROVEN, "its sources were not read"),
-    VersionRange((0, 30), (0, 30, 0), Standing.READ, "its sources have every hook point, and the contract test runs"),
-    VersionRange((0, 31), (0, 31, 0), Standing.READ, "its sources have every hook point, and the contract test runs"),
+    VersionRange((0, 30), (0, 30, 0), Standing.READ, _ON_SOURCES),
+    VersionRange((0, 31), (0, 31, 0), Standing.READ, _ON_SOURCES),
     VersionRange((0, 32), (0, 32, 0), Standing.SUPPORTED, "the engine tests serve with it, on CPU"),
-    VersionRange((0, 33), (0, 33, 0), Standing.READ, "its sources have every hook point, and the contract test runs"),
+    VersionRange((0, 33), (0, 33, 0), Standing.READ, _ON_SOURCES),
 )
 
 
