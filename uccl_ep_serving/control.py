@@ -56,6 +56,7 @@ class ControlMesh:
         blame: finds out because of whom.
         on_lost, on_goodbye: called from the reader thread with the peer's rank.
         on_masked: called from the reader thread with the rank that masked and the rank that was masked.
+        on_asked: called from the reader thread with a peer that takes part in a step (:meth:`asked`).
     """
 
     def __init__(self, rank: int, ranks: int, settings: Settings) -> None:
@@ -67,6 +68,7 @@ class ControlMesh:
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
+        self.on_asked: Callable[[int], None] = lambda peer: None
         self._settings = settings
         self._selector, self._wake, self._waker = waking_selector(rank)
         with contextlib.ExitStack() as undo:
@@ -157,7 +159,8 @@ class ControlMesh:
                 return False
             self._inbox.setdefault(frame.sequence, {})[peer] = (frame.payload, frame.descriptors)
             self._changed.notify_all()
-            return True
+        self._tell(self.on_asked, peer)
+        return True
 
     def _note_goodbye(self, link: Link) -> None:
         link.said_goodbye = True

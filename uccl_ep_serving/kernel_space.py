@@ -220,6 +220,17 @@ class KernelSpace:
                 f"within {self.timeout:g} s. Likely cause: its thread gets no core, or the network takes nothing. Next "
                 "step: UCCL_EP_PROXY_CPUS, and the counters that Buffer.stats() returns"
             )
+        if code == ctx.FAILURE_LAYOUT:
+            return PeerTimeout(
+                f"{where}: rank {peer} asked for other windows while kernels of this rank waited for it, and has given "
+                "up by now. Likely cause: the ranks made different calls, or the same with other sizes. Next step: "
+                "compare the ranks' last operations, close this Buffer on all of them and build the group again",
+                peer=peer,
+                phase=phase,
+                channel=channel,
+                arrived=arrived,
+                expected=expected,
+            )
         if code == ctx.FAILURE_TRANSPORT:
             return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)
         return UcclEpError(f"{where}: this Buffer is closed")

@@ -267,6 +267,9 @@ class DeviceLowLatency:
                 session.check(phase)
 
         self._runtime.begin_operation()
+        if self._runtime.grow_asked:
+            # for other windows, since this call began
+            session.check(phase)
         return launch(
             self._lane,
             flight,

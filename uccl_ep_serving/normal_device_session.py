@@ -53,6 +53,8 @@ class DeviceNormalRuntime(Protocol):
     def all_direct(self) -> bool: ...
     @property
     def stale(self) -> str: ...
+    @property
+    def grow_asked(self) -> bool: ...
     def before_unmapping(self, release: Callable[[], None]) -> None: ...
     def check(self, phase: str) -> None: ...
     def begin_operation(self) -> None: ...
@@ -113,6 +115,9 @@ class DeviceNormalSession:
         """
         runtime = self._runtime
         self.check(form.name)
+        if runtime.stale or self._generation != runtime.generation:
+            # message numbers begin anew, whatever became of the last operation
+            self._broken = ""
         if self._broken:
             raise UcclEpError(
                 f"{form.name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
@@ -166,6 +171,9 @@ class DeviceNormalSession:
         """
         self._runtime.begin_operation()
         self._last, self._looks = form, looks
+        if self._runtime.grow_asked:
+            # for other windows, since this call began
+            self.check(form.name)
         if looks:
             self._broken = f"{form.name}: opened and not run"
 

@@ -9,6 +9,7 @@ from .absences import Verdict
 from .control import ControlMesh
 from .data_plane import DataPlane
 from .errors import PeerError, PeerTimeout
+from .layout_agreement import SETUP, read_proposal
 from .membership import Membership
 from .protocol import context as ctx
 from .protocol.streams import channel_of
@@ -25,18 +26,27 @@ class PlaneWatch:
         mesh: its callbacks are taken over.
         members: who takes part.
         plane: returns the present data plane, None when there is none or the Buffer is closed.
+        begun: returns how many operations this rank has begun in it.
 
     Attributes:
         evicted: in words, that another rank has masked this one; empty while none has.
             Writer: the thread that reads the control connections. Reader: the host.
     """
 
-    def __init__(self, mesh: ControlMesh, members: Membership, plane: Callable[[], DataPlane | None]) -> None:
+    def __init__(
+        self,
+        mesh: ControlMesh,
+        members: Membership,
+        plane: Callable[[], DataPlane | None],
+        begun: Callable[[], int],
+    ) -> None:
         self.evicted = ""
         self._rank = mesh.rank
         self._mesh = mesh
         self._members = members
         self._plane = plane
+        self._begun = begun
+        mesh.on_asked = self._on_asked
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
         mesh.on_masked = self._on_masked
@@ -65,6 +75,20 @@ class PlaneWatch:
         if plane is not None:
             plane.forget(peer, ctx.FAILURE_CLOSED)
 
+    def asked_before(self) -> int | None:
+        """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
+        for peer, payload in self._mesh.asked(SETUP).items():
+            if read_proposal(peer, payload).begun < self._begun():
+                return peer
+        return None
+
+    def _on_asked(self, peer: int) -> None:
+        """Release kernels on a device that wait for a peer which wants something else. The host of this rank waits for
+        none of them: it would hear of it only when they have reached their limit."""
+        plane = self._plane()
+        if plane is not None and plane.finishes and (other := self.asked_before()) is not None:
+            self._stop_kernels(ctx.FAILURE_LAYOUT, other)
+
     def _on_masked(self, by: int, peer: int) -> None:
         """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
         if self._members.mask[by]:
@@ -87,7 +111,8 @@ class PlaneWatch:
         """Between slices of a wait: stop it, or raise, for what the proxies or the control connections know.
 
         Returns:
-            False when the sticky error is set: the kernel ends by itself.
+            False when the sticky error is set: the kernel ends by itself. Not for FAILURE_LAYOUT, which the caller
+            settles.
         """
         space, service, members = plane.space, plane.service, self._members
         assert space is not None
@@ -106,6 +131,8 @@ class PlaneWatch:
         elif code == ctx.FAILURE_PROTOCOL:
             # of what a peer sent the proxies know more than the sticky error
             service.check()
+        if code == ctx.FAILURE_LAYOUT:
+            return True
         if code != ctx.FAILURE_NONE:
             return False
         service.check()

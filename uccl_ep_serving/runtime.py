@@ -84,7 +84,9 @@ class Runtime:
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._members = Membership(self._mesh)
         self._plane: DataPlane | None = None
-        self._watch = PlaneWatch(self._mesh, self._members, lambda: None if self._closed else self._plane)
+        self._watch = PlaneWatch(
+            self._mesh, self._members, lambda: None if self._closed else self._plane, lambda: self._begun
+        )
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -387,9 +389,7 @@ class Runtime:
             self._check_usable()
         if not self._watch.look(plane):
             return
-        asked = self._mesh.asked(SETUP)
-        if any(read_proposal(peer, payload).begun < self._begun for peer, payload in asked.items()):
-            # That peer wants another layout before an operation that this rank has begun: neither would ever end.
+        if self._watch.asked_before() is not None:
             with self._breaking():
                 outcome = self._agree(plane.layout.low_latency, "")
             self._refuse(outcome)

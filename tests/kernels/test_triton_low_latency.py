@@ -87,6 +87,27 @@ def test_what_no_graph_captures_is_refused(interpreted: Ranks) -> None:
     interpreted.run(1, triton_bodies.captures, PATHS["mapped"], timeout=300)
 
 
+@pytest.mark.parametrize(
+    ("mode", "path"),
+    [
+        ("low latency", "mapped"),
+        *(
+            pytest.param(mode, path, marks=pytest.mark.slow)
+            for mode, path in (("normal", "mapped"), ("low latency", "shm"), ("normal", "shm"), ("low latency", "ipc"))
+        ),
+    ],
+)
+def test_different_calls_are_named_at_once_on_every_rank(interpreted: Ranks, path: str, mode: str) -> None:
+    """A kernel that waits for a rank which wants other windows ends long before its deadline, with the reason."""
+    for text, seconds in interpreted.run(2, triton_bodies.disagreement, PATHS[path], mode, timeout=300):
+        assert "the ranks disagree: rank 0 began" in text
+        assert "hidden=128" in text
+        assert "rank 1 began" in text
+        assert "hidden=256" in text
+        assert "The group stays usable" in text
+        assert seconds < 20.0  # the deadline is 60 s
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["shm", "tcp", "ipc"])
 def test_every_path(interpreted: Ranks, path: str) -> None:

@@ -219,6 +219,23 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
     return ""
 
 
+def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) -> tuple[str, float]:
+    """Rank 1 begins low latency with wider rows, the others usual ones or normal mode; then all do the same in both
+    modes. (what was raised, seconds)."""
+    buffer = opened(exchange, overrides)
+    assert bodies.round_trip(buffer, tokens=4) < 0.02
+    trip = bodies.normal_trip if mode == "normal" and exchange.rank == 0 else bodies.round_trip
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        trip(buffer, tokens=4, hidden=256 if exchange.rank else 128)
+    seconds = time.monotonic() - started
+    for _ in range(2):
+        assert bodies.round_trip(buffer, tokens=4) < 0.02
+        assert bodies.normal_trip(buffer, tokens=4) < 0.02
+    buffer.destroy()
+    return str(caught.value), seconds
+
+
 def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """What a graph cannot capture is refused before anything moves; what has run once is captured."""
     os.environ["TRITON_INTERPRET"] = "1"

@@ -52,6 +52,7 @@ __all__ = [
     "FAILURE_CLAIMED",
     "FAILURE_CLOSED",
     "FAILURE_COMMAND",
+    "FAILURE_LAYOUT",
     "FAILURE_NONE",
     "FAILURE_PEER_LOST",
     "FAILURE_PEER_TIMEOUT",
@@ -102,6 +103,9 @@ FAILURE_CLOSED = 7
 FAILURE_COMMAND = 8
 #: Only from kernels on a device: a ring whose proxy took no command within the limit (its tail, the tail needed).
 FAILURE_RING_FULL = 9
+#: Only where kernels on a device wait: the peer asks for other windows before an operation that this rank has begun. It
+#: releases the kernels; the host's next call settles it with the peer.
+FAILURE_LAYOUT = 10
 
 #: What a kernel returns. PENDING: the slice of time it was given is over and a peer is still missing; call again.
 STATUS_OK = 0
