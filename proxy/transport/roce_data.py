@@ -73,7 +73,7 @@ from .roce_state import (
     LINK_LOAD,
     LKEYS,
     LOAD,
-    NEXT_LINK,
+    NEXT_PLACE,
     OWED,
     PEER,
     PEER_LINKS,
@@ -188,13 +188,17 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     qps, rails, rail = peek(context + 8 * QPS), peek(record + 8 * COMMON_RAILS), 0
     if rails > 1:
         rail = _rail_of(peek(peek(context + 8 * STRIPES) + 8 * stream), peek(context + 8 * RANK), peer, rails)
-    place = peek(record + 8 * NEXT_LINK)
-    index = peer * peek(context + 8 * PEER_LINKS) + rail * qps + place
-    link = link_record(context, index)
+    index = peer * peek(context + 8 * PEER_LINKS) + rail * qps
+    link = first = link_record(context, index)
+    place = peek(first + 8 * NEXT_PLACE)
+    if place > 0:
+        index += place
+        link = link_record(context, index)
     if not _open_link(context, link, nbytes):
         return BUSY
     if qps > 1:
-        poke(record + 8 * NEXT_LINK, place + 1 if place + 1 < qps else 0)
+        # Counted for each rail: streams that alternate between two rails would keep to one queue pair of each.
+        poke(first + 8 * NEXT_PLACE, place + 1 if place + 1 < qps else 0)
     poke(link + 8 * IMMEDIATES, peek(link + 8 * IMMEDIATES) + 1)
     _count_bytes(context, link, nbytes)
     # A write lies whole in the chunk in which it starts, at either end: chunks overlap by the longest write.

@@ -103,21 +103,21 @@ DEVICE_SHIFT = 27  # SHIFT to RKEYS for the part of the windows that is device m
 DEVICE_LKEYS = 28
 DEVICE_TARGET_SHIFT = 29
 DEVICE_RKEYS = 30
+NEXT_PLACE = 31  # used in the first link of a peer and rail: which of that rail's links takes the next write
 LINK_WORDS = 32
 
 DIRTY_LINK, READY_LINK, OWES, RECEIVE_OVER = 1, 2, 4, 8
 
 # --- a peer -----------------------------------------------------------------------------------------------------------
 STATE = 0
-NEXT_LINK = 1  # the link of a rail that takes the next write
-TARGET = 2  # address of the peer's window there
-COMMON_RAILS = 3  # rails that both ends have
-STATUS = 4  # status of the completion that failed, -errno for a call that did
-VENDOR = 5  # vendor code of that completion
-FAILED_LINK = 6  # the link it was on
-ENDED_AT = 7  # CLOCK_MONOTONIC ns of the failure
-PROBLEM = 8  # FAULT_* code to report, 0 = none
-DEVICE_TARGET = 9  # address of the part of the peer's window that is device memory
+TARGET = 1  # address of the peer's window there
+COMMON_RAILS = 2  # rails that both ends have
+STATUS = 3  # status of the completion that failed, -errno for a call that did
+VENDOR = 4  # vendor code of that completion
+FAILED_LINK = 5  # the link it was on
+ENDED_AT = 6  # CLOCK_MONOTONIC ns of the failure
+PROBLEM = 7  # FAULT_* code to report, 0 = none
+DEVICE_TARGET = 8  # address of the part of the peer's window that is device memory
 PEER_WORDS = 12
 
 ABSENT = 0

@@ -56,6 +56,17 @@ def test_streams_are_spread_over_the_nics_and_keep_to_theirs() -> None:
         assert endpoints[0].describe(1).startswith("roce, 2 rails, mem0r0 port 1, GID 1")
 
 
+def test_queue_pairs_of_a_rail_take_turns_whatever_goes_to_the_other_rail() -> None:
+    network = MemoryNetwork(2, rails=2)
+    with open_endpoints(network, 2, 1 << 16, settings=Settings(nic_qps=2)) as (group, endpoints):
+        port = Port(group, 0)
+        for number in range(8):
+            assert port.post(1, 0, 0, 64, imm(0, SECOND, number), 2 * number, SECOND) == ACCEPTED
+            assert port.post(1, 0, 0, 64, imm(0, FIRST, number), 2 * number + 1, FIRST) == ACCEPTED
+        port.flush()
+        assert list(endpoints[0].state.links[4:8, roce_state.IMMEDIATES]) == [4, 4, 4, 4]
+
+
 @pytest.mark.parametrize("rails", [(3, 1), (1, 3), (2, 3)])
 def test_ranks_with_different_numbers_of_nics_use_what_both_have(rails: tuple[int, int]) -> None:
     network = MemoryNetwork(2, rails=3, delay=0.2)
