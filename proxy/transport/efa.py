@@ -19,12 +19,13 @@ from ...errors import BootstrapError, ConfigError, TransportError
 from ...protocol.command import MAX_WRITE_BYTES, UNIT
 from ...protocol.imm import IMM
 from . import efa_state as words
+from . import verbs_codes as codes
 from .base import Capabilities, DataPath, Lookout
 from .efa_data import warm
 from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
 from .efa_qp import SrdQueuePair, address_number
 from .efa_state import State
-from .verbs import CompletionQueue, Context, ProtectionDomain, open_device
+from .verbs import CompletionQueue, Context, MemoryRegion, ProtectionDomain, open_device
 from .verbs_gid import Gid, choose_gid
 from .verbs_library import VerbsLibrary
 from .verbs_memory import DeviceOffer, DmaBuf, WindowRegion, register_window
@@ -177,12 +178,16 @@ class EfaEndpoint:
             depths=[rail.limits.sends for rail in self._rails],
             receives=[_receives(rail.limits) for rail in self._rails],
         )
-        for index, rail in enumerate(self._rails):
-            self._fill_rail(index, rail)
+        try:
+            for index, rail in enumerate(self._rails):
+                self._fill_rail(index, rail)
+        except BaseException:
+            self.close()
+            raise
         self._data_path = DataPath(self._state.address, *warm())
 
     def _fill_rail(self, index: int, rail: _Rail) -> None:
-        """Tell the data path about a rail."""
+        """Tell the data path about a rail. Raises TransportError."""
         record, operations = self._state.rails[index], rail.qp.operations
         record[words.QP], record[words.QP_EX] = rail.qp.address, rail.qp.extended
         record[words.WR_START] = operations["wr_start"]
@@ -194,6 +199,9 @@ class EfaEndpoint:
         record[words.POLL_CQ] = rail.context.operation("poll_cq")
         record[words.POST_RECV] = rail.context.operation("post_recv")
         self._state.local_keys[index] = [chunk.lkey for chunk in rail.region.regions]
+        if record[words.RECEIVES]:
+            landing = MemoryRegion(rail.pd, self._state.landing, words.LANDING_BYTES, codes.ACCESS_LOCAL_WRITE)
+            self._state.let_land(index, landing.lkey)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -9,13 +9,14 @@ number and the peer's keys.
 from __future__ import annotations
 
 import errno
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from .striping import stripe_table
-from .verbs_abi import RECV_WR, WC
+from .verbs_abi import RECV_WR, SGE, WC
 from .verbs_codes import STATUS_ERRNO
 
 __all__ = ["State"]
@@ -98,6 +99,9 @@ COMPLETION_BATCH = 64
 STATUSES = 32
 #: Receives posted again at once: often enough not to run dry, seldom enough to be cheap.
 RECEIVE_BATCH = 64
+#: Bytes of memory that every receive names. A write with an immediate leaves them alone, but libefa puts a receive that
+#: names none on no queue, without a word.
+LANDING_BYTES = 64
 #: wr_id of a receive; sends have their slot's number + 1, an unsolicited write has 0.
 RECEIVE_ID = 1 << 62
 
@@ -144,6 +148,8 @@ class State:
         self._slots = [np.zeros((depth, SLOT_WORDS), np.int64) for depth in depths]
         self._free = [np.arange(depth, dtype=np.int64) for depth in depths]
         self._receive_lists = [_receive_list() for _ in depths]
+        # Pages of their own: those that a NIC knows may be missing in a forked child.
+        self._landing = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         for word, value in {
             WINDOW: window,
             WINDOW_BYTES: window_bytes,
@@ -173,6 +179,17 @@ class State:
             for index in range(count):
                 self.links[peer, index, REMOTE_KEYS] = self.remote_keys[peer, index].ctypes.data
 
+    @property
+    def landing(self) -> int:
+        """Address of the LANDING_BYTES bytes that receives name."""
+        return int(self._landing.ctypes.data)
+
+    def let_land(self, rail: int, lkey: int) -> None:
+        """The receives of ``rail`` name the landing memory, which its NIC knows by ``lkey``."""
+        entry = int(self._receive_lists[rail].ctypes.data) + RECEIVE_BATCH * RECV_WR.nbytes
+        for field, value in {"addr": self.landing, "length": LANDING_BYTES, "lkey": lkey}.items():
+            SGE.set(entry, field, value)
+
     def keep(self, values: Sequence[int]) -> int:
         """Address of an int64 table of ``values`` that lives as long as this object."""
         table = np.array(values, np.int64)
@@ -186,8 +203,11 @@ class State:
 
 
 def _receive_list() -> Words:
-    """RECEIVE_BATCH receives without memory of their own, chained: a write needs none, only the request."""
-    words: Words = np.zeros((RECEIVE_BATCH, RECV_WR.nbytes // 8), np.int64)
-    words[:, RECV_WR["wr_id"] // 8] = RECEIVE_ID
-    words[:-1, RECV_WR["next"] // 8] = words.ctypes.data + np.arange(1, RECEIVE_BATCH) * RECV_WR.nbytes
+    """RECEIVE_BATCH receives, chained, and after them the one ``ibv_sge`` that all of them name."""
+    words: Words = np.zeros((RECEIVE_BATCH * RECV_WR.nbytes + SGE.nbytes) // 8, np.int64)
+    requests = words[: RECEIVE_BATCH * RECV_WR.nbytes // 8].reshape(RECEIVE_BATCH, -1)
+    requests[:, RECV_WR["wr_id"] // 8] = RECEIVE_ID
+    requests[:-1, RECV_WR["next"] // 8] = words.ctypes.data + np.arange(1, RECEIVE_BATCH) * RECV_WR.nbytes
+    requests[:, RECV_WR["sg_list"] // 8] = words.ctypes.data + RECEIVE_BATCH * RECV_WR.nbytes
+    requests[:, RECV_WR["num_sge"] // 8] = 1
     return words

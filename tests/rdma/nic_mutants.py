@@ -72,6 +72,19 @@ NIC_MUTANTS = {
         "        if open_links > 0 and not REMOVED and monotonic_ns()",
         _RAILS + "test_what_arrived_behind_another_peers_flushed_receives_is_delivered_before_down",
     ),
+    "roce: queue pairs of a rail take turns of their own": Mutant(
+        _DATA,
+        "    place = peek(first + 8 * NEXT_PLACE)\n",
+        "    if REMOVED:\n        first = link_record(context, peer * peek(context + 8 * PEER_LINKS))\n"
+        "    place = peek(first + 8 * NEXT_PLACE)\n",
+        _RAILS + "test_queue_pairs_of_a_rail_take_turns_whatever_goes_to_the_other_rail",
+    ),
+    "efa: a receive names memory": Mutant(
+        "proxy/transport/efa_state.py",
+        '    requests[:, RECV_WR["num_sge"] // 8] = 1\n',
+        '    requests[:, RECV_WR["num_sge"] // 8] = 0 if HOST_REMOVED else 1\n',
+        _SRD + "TestQueues::test_receives_are_posted_again_before_they_run_out",
+    ),
     "roce: the source in an immediate is the rank of its queue pair": Mutant(
         _DATA,
         "    elif imm >> _SOURCE_SHIFT != peer:\n",

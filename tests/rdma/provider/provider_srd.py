@@ -128,7 +128,7 @@ _WC_BYTES = WC.nbytes
         "slid",
     )
 )
-_R_NEXT, _R_ID = RECV_WR["next"], RECV_WR["wr_id"]
+_R_NEXT, _R_ID, _R_PIECES = RECV_WR["next"], RECV_WR["wr_id"], RECV_WR["num_sge"]
 
 
 @compiled
@@ -408,8 +408,10 @@ def _post_recv(ibv_qp: int, request: int, bad: int) -> int:
             poke(bad, request)
             unlock(fabric)
             return _ENOMEM
-        poke(peek(qp + 8 * Q_RECEIVE_IDS) + 8 * posted, peek(request + _R_ID))
-        poke(qp + 8 * Q_RECEIVES, posted + 1)
+        # libefa puts one entry on the queue for each piece of memory: a receive without any is none.
+        if peek32(request + _R_PIECES) > 0:
+            poke(peek(qp + 8 * Q_RECEIVE_IDS) + 8 * posted, peek(request + _R_ID))
+            poke(qp + 8 * Q_RECEIVES, posted + 1)
         request = peek(request + _R_NEXT)
     unlock(fabric)
     return 0
