@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -18,6 +19,8 @@ from .rails import HcaFilter, Rails, choose_rails, deal
 from .topology import Nic, Topology
 
 __all__ = ["HostNics", "gpu_address", "nic_transports"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 #: By transport, what gives its C functions; a transport that is missing loads those of this machine.
 Libraries = Mapping[str, Callable[[], VerbsLibrary]]
@@ -70,48 +73,67 @@ class HostNics:
         self._topology = topology or Topology.read()
         self._libraries = libraries or _LIBRARIES
         self._wanted = HcaFilter.of(settings)
+        #: NICs that could not be opened, and why.
+        self._broken: dict[str, str] = {}
 
     @functools.cached_property
     def rails(self) -> dict[str, Rails]:
-        """This rank's NICs by transport."""
-        return {
-            transport: choose_rails(
-                self._topology,
-                transport,
-                gpu=self._gpu,
-                local_rank=self._place,
-                local_ranks=self._local_ranks,
-                wanted=self._wanted,
-            )
-            for transport in NIC_TRANSPORTS
-        }
+        """This rank's NICs by transport; once :attr:`offers` has been asked for, without those that do not work."""
+        return {transport: self._choose(transport) for transport in NIC_TRANSPORTS}
+
+    def _choose(self, transport: str) -> Rails:
+        return choose_rails(
+            self._topology,
+            transport,
+            gpu=self._gpu,
+            local_rank=self._place,
+            local_ranks=self._local_ranks,
+            wanted=self._wanted,
+            broken=self._broken,
+        )
 
     @functools.cached_property
     def offers(self) -> Offers:
-        """What this rank offers over NICs. Opens each of its NICs for a moment; never raises."""
+        """What this rank offers over NICs. Opens each of its NICs for a moment; never raises.
+
+        A NIC that cannot be used is left out, and the rails are chosen again without it, as if its port were down. Only
+        where the user named that very NIC, or none is left, the transport is not offered.
+        """
         return {transport: self._offer(transport) for transport in NIC_TRANSPORTS}
 
     def _offer(self, transport: str) -> Offer:
-        rails = self.rails[transport]
         devices = [nic for nic in self._topology.nics if nic.transport == transport]
         if not devices:
             return Offer()
+        found: dict[str, str] = {}
+        failures: dict[str, str] = {}
+        while untried := [nic for nic in self.rails[transport].nics if nic.name not in found]:
+            for nic in untried:
+                try:
+                    found[nic.name] = self._probe(transport, nic)
+                except (ConfigError, TransportError) as error:
+                    failures[nic.name] = str(error)
+            if demanded := [nic.name for nic in untried if nic.name in failures and self._wanted.names_exactly(nic)]:
+                variable = self._wanted.variable
+                reasons = [f"{failures[name]} ({variable} names {name})" for name in demanded]
+                return Offer(reason="; ".join(reasons), present=True)
+            self._broken.update(failures)
+            self.rails[transport] = self._choose(transport)
+        rails = self.rails[transport]
+        if failures and not rails.nics:
+            return Offer(reason="; ".join(dict.fromkeys(failures.values())), present=True)
         if not rails.nics:
             reasons = [f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices]
             return Offer(reason="; ".join(reasons), present=True)
-        found: dict[str, str] = {}
-        failures = []
-        for nic in rails.nics:
-            try:
-                found[nic.name] = self._probe(transport, nic)
-            except (ConfigError, TransportError) as error:
-                failures.append(str(error))
-        if failures:
-            return Offer(reason="; ".join(dict.fromkeys(failures)), present=True)
-        alike = len(set(found.values())) == 1
-        words = next(iter(found.values())) if alike else "; ".join(f"{name}: {what}" for name, what in found.items())
+        names = tuple(nic.name for nic in rails.nics)
+        texts = [found[name] for name in names]
+        words = texts[0] if len(set(texts)) == 1 else "; ".join(map(": ".join, zip(names, texts, strict=True)))
+        broken = tuple(dict.fromkeys(failures.values()))
+        if broken:
+            words_of = ", ".join(names), "; ".join(broken)
+            _log.warning("%s goes on over %s without NICs that fail: %s", transport, *words_of)
         fabric = "EFA" if transport == EFA else rails.nics[0].link
-        return Offer(tuple(nic.name for nic in rails.nics), fabric, words, present=True)
+        return Offer(names, fabric, words, present=True, broken=broken)
 
     def _probe(self, transport: str, nic: Nic) -> str:
         """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""

@@ -6,8 +6,8 @@ fabric traffic between equal GPUs of two hosts stays below one switch. Which str
 
 The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor`` prints):
 
-1. NICs that ``UCCL_EP_NICS`` (else ``NCCL_IB_HCA``) leaves out, that have no active port or that another transport
-   drives are not used. Software devices (soft-RoCE) only when such a variable names them.
+1. NICs that ``UCCL_EP_NICS`` (else ``NCCL_IB_HCA``) leaves out, that have no active port, that another transport
+   drives or that could not be opened are not used. Software devices (soft-RoCE) only when such a variable names them.
 2. Of the rest, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
    slow port for management or storage is no rail.
 3. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
@@ -16,7 +16,7 @@ The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,6 +75,10 @@ class HcaFilter:
         """Whether the list asks for ``nic``, rather than not excluding it."""
         return bool(self.text) and not self.text.startswith("^") and self._matches(nic)
 
+    def names_exactly(self, nic: Nic) -> bool:
+        """Whether the list asks for ``nic`` by its whole name: who wrote that wants this one and no other."""
+        return self.names(nic) and nic.name in (name for name, _ in self._names())
+
     def port(self, nic: Nic) -> int:
         """The port that the list asks for, 0 = any."""
         found = [int(port) for name, port in self._names() if port and self._equal(nic, name)]
@@ -126,6 +130,7 @@ def choose_rails(
     local_rank: int = 0,
     local_ranks: int = 1,
     wanted: HcaFilter | None = None,
+    broken: Mapping[str, str] | None = None,
 ) -> Rails:
     """The NICs that a rank uses with ``transport``.
 
@@ -135,10 +140,12 @@ def choose_rails(
         gpu: PCI address of the rank's GPU; "" for a rank without one, or whose GPU is not in the topology.
         local_rank, local_ranks: index among the ranks of this host; deals NICs to ranks without a GPU.
         wanted: devices the user asked for; None = all.
+        broken: devices that cannot be used, and why.
     """
     wanted = wanted or HcaFilter()
     here = topology.gpu(gpu) if gpu else None
     refused = {nic.name: why for nic in topology.nics if (why := _refusal(nic, transport, wanted))}
+    refused.update(broken or {})
     open_to_use = [nic for nic in topology.nics if nic.name not in refused]
     nearest = _nearest(here, open_to_use)
     for nic in open_to_use:

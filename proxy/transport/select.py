@@ -36,12 +36,14 @@ class Offer:
         fabric: what its NICs are plugged into; only equal fabrics reach each other.
         reason: why there is no NIC, or what the NICs are, in words.
         present: the machine has devices for it, usable or not: only then is the reason worth telling.
+        broken: what is wrong with NICs that would be among them.
     """
 
     nics: tuple[str, ...] = ()
     fabric: str = ""
     reason: str = "no device"
     present: bool = False
+    broken: tuple[str, ...] = ()
 
 
 #: By transport; a transport that is missing is not offered.

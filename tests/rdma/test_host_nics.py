@@ -12,13 +12,15 @@ from provider_library import MemoryNetwork
 from provider_srd_library import SrdNetwork
 from sysfs_tree import machine
 
+from uccl_ep_serving.cli.doctor_nics import examine_transports
+from uccl_ep_serving.cli.findings import Status
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.select import Offer
 from uccl_ep_serving.proxy.transport.verbs_library import VerbsLibrary
-from uccl_ep_serving.topology import Nic, Topology
+from uccl_ep_serving.topology import Gpu, Nic, Topology
 
 
 def no_library() -> VerbsLibrary:
@@ -45,16 +47,66 @@ def test_devices_without_a_library() -> None:
     assert nics.offers["efa"] == Offer(reason="libefa.so.1 cannot be loaded", present=True)
 
 
-def test_every_nic_that_cannot_be_used_is_named_with_its_reason() -> None:
+def two_of_three(**settings: str) -> tuple[HostNics, Offer]:
+    """A rank of a host with three NICs, of which only the second can be used, and its offer."""
     network = MemoryNetwork(1, rails=3)
     network.traits[0].state = codes.PORT_DOWN
     network.traits[2].gids = []
     libraries = {"roce": lambda: network.library(0)}
-    offer = HostNics(Settings(), topology=roce_nics(network, 0), libraries=libraries).offers["roce"]
+    nics = HostNics(Settings(**settings), topology=roce_nics(network, 0), libraries=libraries)  # type: ignore[arg-type]
+    offer = nics.offers["roce"]
+    assert not +network.objects
+    return nics, offer
+
+
+def test_a_rank_goes_on_with_the_nics_that_work(caplog: pytest.LogCaptureFixture) -> None:
+    nics, offer = two_of_three()
+    assert (offer.nics, offer.present) == (("mem0r1",), True)
+    for words in (" ".join(offer.broken), caplog.text):
+        assert "mem0r0: port 1 is not active (state 1)" in words
+        assert "mem0r2: no RoCE v2 GID" in words
+    assert "roce goes on over mem0r1 without NICs that fail" in caplog.text
+    # the proxies drive the same ones as the offer names, and the verdicts say why the others play no part
+    assert [nic.name for nic in nics.of_proxy("roce", 0)] == ["mem0r1"]
+    reasons = {one.nic.name: (one.used, one.reason) for one in nics.rails["roce"].verdicts}
+    assert reasons["mem0r1"] == (True, "rail 0")
+    assert not reasons["mem0r0"][0]
+    assert "port 1 is not active" in reasons["mem0r0"][1]
+    (found,) = [one for one in examine_transports(nics, Settings()) if one.name == "roce"]
+    assert found.status is Status.NOTE
+    assert "usable over mem0r1 (Ethernet)" in found.value
+    assert "Left out: mem0r0: port 1 is not active" in found.value
+
+
+def test_a_nic_that_the_user_named_is_not_done_without() -> None:
+    _, offer = two_of_three(nics="=mem0r0,mem0r1")
     assert (offer.nics, offer.present) == ((), True)
     assert "mem0r0: port 1 is not active (state 1)" in offer.reason
-    assert "mem0r2: no RoCE v2 GID" in offer.reason
-    assert "mem0r1" not in offer.reason
+    assert offer.reason.endswith("(UCCL_EP_NICS names mem0r0)")
+    # a prefix names none in particular
+    assert two_of_three(nics="mem")[1].nics == ("mem0r1",)
+    assert two_of_three(nics="^mem0r1")[1] == Offer(
+        reason="mem0r0: port 1 is not active (state 1); check its cable, bring its interface up; "
+        "mem0r2: no RoCE v2 GID (valid are: none). Give the NIC's interface an IP address and bring it up",
+        present=True,
+    )
+
+
+def test_the_next_nearest_nic_takes_the_place_of_a_broken_one() -> None:
+    """As where a port is down: two GPUs, each with a NIC of its own behind its switch."""
+    network = MemoryNetwork(1, rails=2)
+    network.traits[0].state = codes.PORT_DOWN
+    libraries = {"roce": lambda: network.library(0)}
+    nics = roce_nics(network, 0).nics
+    places = [(one.path[0], f"{one.path[0][3:]}:01.0") for one in nics]
+    gpus = tuple(Gpu(path[-1], "amd", 0, path) for path in places)
+    topology = Topology(nics=nics, gpus=gpus)
+    offers = [
+        HostNics(Settings(), place=place, local_ranks=2, gpu=gpu.address, topology=topology, libraries=libraries).offers
+        for place, gpu in enumerate(gpus)
+    ]
+    assert [one["roce"].nics for one in offers] == [("mem0r1",), ("mem0r1",)]
+    assert [len(one["roce"].broken) for one in offers] == [1, 0]
 
 
 def test_an_offer_says_which_address_each_nic_uses() -> None:

@@ -80,7 +80,12 @@ def examine_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
     for transport in NIC_TRANSPORTS:
         offer = nics.offers[transport]
         if offer.nics:
-            yield Finding(transport, f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}")
+            words = f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}"
+            if offer.broken:
+                left_out = f"{words}. Left out: {'; '.join(offer.broken)}"
+                yield Finding(transport, left_out, Status.NOTE, "correct what is wrong with the NICs that are left out")
+            else:
+                yield Finding(transport, words)
             continue
         demanded = settings.transport == transport
         status = Status.PROBLEM if demanded else Status.NOTE
