@@ -16,7 +16,8 @@ import pytest
 
 from uccl_ep_serving.bootstrap import Introduction, introduce
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.control import CLOSE, ControlMesh
+from uccl_ep_serving.control_frames import GATHER, GAVE_UP, send_frame
 from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, PeerTimeout, ProtocolError
 from uccl_ep_serving.live import LiveServer, query
 from uccl_ep_serving.operation_log import OperationLog
@@ -352,6 +353,57 @@ def test_an_answer_to_a_step_that_was_given_up_leaves_no_descriptor() -> None:
             mesh.close()
 
     assert in_threads(2, body) == [(set(), {}), None]
+
+
+@pytest.mark.parametrize("how", ["malformed", "twice", "no frame"])
+def test_descriptors_of_what_cannot_be_handled_are_closed(how: str) -> None:
+    """Rank 1 gets the reading end of a pipe with it; once nobody has that end open, writing fails."""
+
+    def body(exchange: ThreadExchange) -> bool:
+        mesh = joined(exchange)
+        closed = False
+        if mesh.rank == 0:
+            reading, writing = os.pipe()
+            link = mesh.blame.links[1]
+            if how == "malformed":
+                send_frame(link, GAVE_UP, body=b"x", descriptors=[reading])
+            elif how == "twice":
+                send_frame(link, GATHER, 7, b"\1\0x")
+                send_frame(link, GATHER, 7, b"\1\0x", [reading])
+            else:
+                socket.send_fds(link.socket, [b"no frame" * 10], [reading])
+            os.close(reading)
+            deadline = time.monotonic() + 5
+            while not closed and time.monotonic() < deadline:
+                time.sleep(0.01)
+                try:
+                    os.write(writing, b"x")
+                except BrokenPipeError:
+                    closed = True
+            os.close(writing)
+        exchange.all_gather(b"")
+        mesh.close()
+        return closed
+
+    assert in_threads(2, body)[0] is True
+
+
+@pytest.mark.parametrize("closing", [0, 1])
+def test_a_peer_that_closes_instead_is_named_with_what_it_did(closing: int) -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        with pytest.raises(PeerLost) as caught:
+            mesh.gather(CLOSE if mesh.rank == closing else "window layout")
+        exchange.all_gather(b"")
+        mesh.close()
+        return caught.value.peer, str(caught.value)
+
+    told = in_threads(2, body)
+    assert [peer for peer, _ in told] == [1, 0]
+    assert told[closing][1].startswith(f"rank {1 - closing} has begun another step (window layout): ")
+    assert told[1 - closing][1].startswith(
+        f"window layout, rank {1 - closing}: rank {closing} has closed its Buffer. Likely cause: "
+    )
 
 
 def test_a_step_that_fails_gives_back_the_descriptors_it_got() -> None:

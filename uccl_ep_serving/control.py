@@ -29,13 +29,15 @@ from .bootstrap import Introduction
 from .config import Settings
 from .control_frames import GATHER, GOODBYE, MASKED, MOST_PAYLOAD, Frame, close_all, read_frames, send_frame
 from .control_links import Link, Listeners, meet, waking_selector
-from .errors import ConfigError, PeerTimeout, ProtocolError, UcclEpError
+from .errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 from .handshake import tune
 
-__all__ = ["ControlMesh"]
+__all__ = ["CLOSE", "ControlMesh"]
 
 _log = logging.getLogger("uccl_ep_serving.control")
 
+#: Name of the step in which ranks wait for each other before they let go of their memory.
+CLOSE = "close"
 #: Steps numbered between two maskings, as a shift.
 _EPOCH_SHIFT = 32
 
@@ -134,33 +136,41 @@ class ControlMesh:
                     # both of these
                     with contextlib.suppress(KeyError, ValueError):
                         self._selector.unregister(link.socket)
+                    close_all(link.descriptors)  # of a frame that did not arrive whole
                     self._lose(link, error)
 
     def _read_link(self, link: Link) -> None:
         """Take what is there. Raises when the connection is over."""
         for frame in read_frames(link):
-            if frame.kind == GATHER:
-                if self._keep(link.peer, frame):
-                    continue
-            elif frame.kind == GOODBYE:
-                self._note_goodbye(link)
-            elif frame.kind == MASKED:
-                self._note_masked(link.peer, int.from_bytes(frame.payload, "little"))
-            else:
-                self.blame.note(link, frame)
-            # of an answer to a step that this rank has given up, or of a frame that needs none: nobody will take them
-            close_all(frame.descriptors)
+            try:
+                if frame.kind == GATHER:
+                    self._keep(link.peer, frame)
+                elif frame.kind == GOODBYE:
+                    self._note_goodbye(link)
+                elif frame.kind == MASKED:
+                    self._note_masked(link.peer, int.from_bytes(frame.payload, "little"))
+                else:
+                    self.blame.note(link, frame)
+            finally:
+                # what was not kept for a step nobody will take
+                close_all(frame.descriptors)
 
-    def _keep(self, peer: int, frame: Frame) -> bool:
-        """Keep a part of a step for :meth:`gather`; False when this rank has left that step."""
+    def _keep(self, peer: int, frame: Frame) -> None:
+        """Keep a part of a step, its descriptors too, for :meth:`gather`, unless this rank has left that step.
+
+        Raises ValueError when the peer has given its part of the step before.
+        """
         with self._changed:
             self.absences.verdicts.pop(peer, None)  # it takes part in steps again
             if frame.sequence < self._oldest:
-                return False
-            self._inbox.setdefault(frame.sequence, {})[peer] = (frame.payload, frame.descriptors)
+                return
+            received = self._inbox.setdefault(frame.sequence, {})
+            if peer in received:
+                raise ValueError(f"rank {peer} sent its part of step {frame.sequence} twice")
+            received[peer] = (frame.payload, frame.descriptors[:])
+            frame.descriptors.clear()
             self._changed.notify_all()
         self._tell(self.on_asked, peer)
-        return True
 
     def _note_goodbye(self, link: Link) -> None:
         link.said_goodbye = True
@@ -234,7 +244,8 @@ class ControlMesh:
             (payload, descriptors) by rank; own payload with no descriptors.
 
         Raises:
-            PeerLost, PeerTimeout: naming a missing peer. ProtocolError: a peer is in another step.
+            PeerLost, PeerTimeout: naming a missing peer, or one that has closed its Buffer. ProtocolError: a peer is in
+            another step.
             UcclEpError: :meth:`close` was called meanwhile.
         """
         label = name.encode()
@@ -293,7 +304,8 @@ class ControlMesh:
     def _result(
         self, label: bytes, payload: bytes, received: dict[int, tuple[bytes, list[int]]]
     ) -> list[tuple[bytes, list[int]]]:
-        """Everybody's part of a step by rank. Raises ProtocolError when a peer was in a step of another name."""
+        """Everybody's part of a step by rank. Raises PeerLost when one of the ranks was closing its Buffer instead,
+        ProtocolError when a peer was in a step of any other name."""
         result: list[tuple[bytes, list[int]]] = [(b"", []) for _ in range(self.ranks)]
         result[self.rank] = (payload, [])
         for peer, (data, taken) in received.items():
@@ -301,13 +313,20 @@ class ControlMesh:
             if data[2:end] != label:
                 for _, others in received.values():
                     close_all(others)
-                raise ProtocolError(
-                    f"rank {self.rank} is in step {label.decode()!r}, rank {peer} in "
-                    f"{data[2:end].decode(errors='replace')!r}: "
-                    "the ranks have not made the same calls"
-                )
+                raise self._astray(label.decode(), peer, data[2:end].decode(errors="replace"))
             result[peer] = (data[end:], taken)
         return result
+
+    def _astray(self, mine: str, peer: int, theirs: str) -> UcclEpError:
+        """What to raise in step ``mine`` when ``peer`` is in step ``theirs``."""
+        cause = "the ranks have not made the same calls"
+        if theirs == CLOSE:
+            words = f"{mine}, rank {self.rank}: rank {peer} has closed its Buffer. Likely cause: {cause}"
+        elif mine == CLOSE:
+            words = f"rank {peer} has begun another step ({theirs}): {cause}"
+        else:
+            return ProtocolError(f"rank {self.rank} is in step {mine!r}, rank {peer} in {theirs!r}: {cause}")
+        return PeerLost(words, peer=peer, phase=mine)
 
     # -- masking ------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from .bootstrap import Exchange, introduce, refusing
 from .config import Settings, unknown_variables
-from .control import ControlMesh
+from .control import CLOSE, ControlMesh
 from .data_plane import DataPlane
-from .errors import ConfigError, PeerError, UcclEpError
+from .errors import ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
 from .kernel_space import KernelSpace
 from .layout_agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .live import LiveServer
@@ -446,7 +446,7 @@ class Runtime:
             return
         try:
             plane.drain(deadline, self._members)
-            self._mesh.gather("close", without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
+            self._mesh.gather(CLOSE, without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
         except UcclEpError as error:
             # The others may keep working or be gone; this rank leaves all the same.
             level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR
