@@ -24,6 +24,7 @@ from .control import acknowledge, read, request_forget, request_stop
 from .faults import (
     FAULT_COMMAND_KIND,
     FAULT_CREDIT,
+    FAULT_DOWN,
     FAULT_IMMEDIATE,
     FAULT_SEQUENCE,
     FAULT_SOURCE,
@@ -55,6 +56,7 @@ from .transport.base import (
     FAULT_OUTSIDE_WINDOW,
     FAULT_TOO_LONG,
     FAULT_WRONG_SOURCE,
+    Diagnosed,
     Endpoint,
 )
 
@@ -307,6 +309,30 @@ class ProxyService:
             if read(state.address + FAULTS):
                 self._raise_fault(state)
 
+    def loss_of(self, peer: int) -> str:
+        """What a proxy noticed of the end of ``peer``, in words: how it was reached and what its transport said, with
+        the NIC and the status of its completion; "" when none noticed anything."""
+        for state in self.states:
+            words = state.peers[peer]
+            fault = int(read(words[PEER_FAULT // 8 :].ctypes.data))
+            if fault == FAILURE_PEER_LOST << 8 | FAULT_DOWN:
+                value, detail = int(words[PEER_FAULT_VALUE // 8]), int(words[PEER_FAULT_DETAIL // 8])
+                return self._ending(state, peer, int(words[PEER_FAULT_STREAM // 8]), value, detail)
+        return ""
+
+    def _ending(self, state: ProxyState, peer: int, stream: int, value: int, detail: int) -> str:
+        """A DOWN that the loop noted, in words."""
+        device = self._endpoints[state.proxy][self._route[peer]].describe(peer)
+        reason = os.strerror(value) if value > 0 else "no reason given"
+        if detail > 0:
+            reason += f"; its last frame was cut off, at least {detail} bytes are missing"
+        what = FAULT_WORDS[FAULT_DOWN]
+        return f"{device}: {what} ({reason}), noticed by {self._where(state, stream)}"
+
+    def _where(self, state: ProxyState, stream: int) -> str:
+        on = f", stream {stream} ({name_of(stream)})" if stream >= 0 else ""
+        return f"proxy {state.proxy} of rank {self._rank}{on}"
+
     def check_commands(self) -> None:
         """Raise, once for each, what was refused on streams that no operation waits for. Everything else goes on.
 
@@ -391,22 +417,19 @@ class ProxyService:
         failure, code = fault >> 8, fault & 255
         what = FAULT_WORDS.get(code, f"fault {code}")
         known = 0 <= peer < self._ranks and self._route[peer] >= 0
-        endpoint = self._endpoints[state.proxy][self._route[peer] if known else 0]
-        device = endpoint.describe(peer) if known else endpoint.capabilities.name
-        where = f"proxy {state.proxy} of rank {self._rank}"
-        if stream >= 0:
-            where += f", stream {stream} ({name_of(stream)})"
+        row = self._endpoints[state.proxy]
+        device = row[self._route[peer]].describe(peer) if known else ", ".join(one.capabilities.name for one in row)
+        where = self._where(state, stream)
         channel = channel_of(stream) if stream >= 0 else -1
         if failure == FAILURE_PEER_LOST:
-            reason = os.strerror(value) if value > 0 else "no reason given"
-            if detail > 0:
-                reason += f"; its last frame was cut off, at least {detail} bytes are missing"
+            cause = self._ending(state, peer, stream, value, detail)
             return PeerLost(
-                f"rank {peer} is gone ({device}): {what} ({reason}), noticed by {where}. Look at the log of rank "
-                f"{peer}: its process probably died; mask the rank or close the buffer",
+                f"rank {peer} is gone ({cause}). Next step: read its log; then mask it on every rank that is left, or "
+                "close the buffer on all of them",
                 peer=peer,
                 phase="proxy",
                 channel=channel,
+                cause=cause,
             )
         if failure == FAILURE_PROTOCOL and code >= FAULT_COMMAND_KIND:
             # of a command that parted from its destination, value and detail are the two words
@@ -428,6 +451,7 @@ class ProxyService:
             )
         number = -value if value < 0 else 0
         name = errno.errorcode.get(number, "")
+        device = "; ".join(words for one in row if isinstance(one, Diagnosed) and (words := one.diagnosis())) or device
         return TransportError(
             f"{what} ({device}, status {value} {name}), noticed by {where}"
             + (f", peer {peer}" if peer >= 0 else "")

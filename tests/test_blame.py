@@ -12,7 +12,7 @@ from test_control import ThreadExchange, in_threads, joined
 from uccl_ep_serving.absences import Absences, Verdict
 from uccl_ep_serving.control import ControlMesh
 from uccl_ep_serving.control_frames import ANSWER, GAVE_UP, send_frame
-from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout
+from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, TransportError
 
 
 def _timeout(peer: int) -> PeerTimeout:
@@ -49,11 +49,16 @@ def test_a_verdict_travels_whole() -> None:
     verdict = Verdict.of(2, _timeout(1))
     again = Verdict.decode(2, verdict.encode(), 3)
     assert again._replace(heard=0.0) == verdict == Verdict(2, 1, True, 3, 4, 5, "dispatch")
+    lost = Verdict.of(2, PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
+    again = Verdict.decode(2, lost.encode(), 3)
+    assert again._replace(heard=0.0) == lost == Verdict(2, 1, False, phase="combine", cause="mem0: status 12")
+    wordy = Verdict(0, 1, False, phase="combine", cause="ü" * 5000)
+    assert Verdict.decode(0, wordy.encode(), 2).cause == "ü" * 1024
     long = Verdict(0, 1, False, phase="a phase in many words " * 100)
     assert long.phase.startswith(Verdict.decode(0, long.encode(), 2).phase)
 
 
-@pytest.mark.parametrize("payload", [b"x", Verdict(0, 3, True).encode(), Verdict(0, 0, True).encode(), b"\0" * 300])
+@pytest.mark.parametrize("payload", [b"x", Verdict(0, 3, True).encode(), Verdict(0, 0, True).encode(), b"\0" * 3000])
 def test_a_verdict_that_is_none_is_refused(payload: bytes) -> None:
     with pytest.raises(ValueError, match="rank 0 sent a malformed control frame"):
         Verdict.decode(0, payload, 3)
@@ -96,6 +101,51 @@ def test_a_lost_rank_at_the_root_is_named_as_lost() -> None:
     assert isinstance(error, PeerLost)
     assert error.peer == 1
     assert "rank 0 lost it in combine" in str(error)
+
+
+def test_the_cause_reaches_who_hears_of_a_loss_from_another() -> None:
+    """Rank 0 loses rank 1 by a NIC's completion, and rank 2 learns which and why."""
+
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        if mesh.rank == 0:
+            mesh.blame.give_up(PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
+        exchange.all_gather(b"")
+        error = mesh.blame.give_up(_lost(0)) if mesh.rank == 2 else mesh.absences.how_gone(0)
+        exchange.all_gather(b"")
+        return error
+
+    _, how, error = in_meshes(3, body)
+    assert (type(error), error.peer, error.cause) == (PeerLost, 1, "mem0: status 12")
+    assert "rank 0 lost it in combine (mem0: status 12) and has stopped" in str(error)
+    assert how == "it has given up, because of this rank (mem0: status 12)"
+
+
+def test_a_rank_that_fails_by_itself_tells_the_others() -> None:
+    """A NIC of rank 0 fails: rank 1, which waits for it, and rank 2, which waits for rank 1, name rank 0 and why."""
+
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        if mesh.rank == 0:
+            mesh.blame.fall(TransportError("mem0: its completion queue could not be polled"), "dispatch")
+            mesh.blame.fall(TransportError("something else"), "combine")
+        exchange.all_gather(b"")
+        _until(lambda: mesh.rank == 0 or mesh.absences.given_up())
+        assert mesh.absences.given_up() == ([0] if mesh.rank else [])
+        error = mesh.blame.give_up(_lost(2)) if mesh.rank == 0 else None
+        if mesh.rank == 1:
+            with pytest.raises(PeerLost, match=r"rank 0 is gone \(it failed \(mem0: its completion queue") as caught:
+                mesh.absences.raise_absent("dispatch", frozenset())
+            error = mesh.blame.give_up(caught.value)
+        exchange.all_gather(b"")
+        if mesh.rank == 2:
+            error = mesh.blame.give_up(_lost(1))
+        exchange.all_gather(b"")
+        return error
+
+    own, *others = in_meshes(3, body)
+    assert own.peer == 2, "a rank that failed by itself names nobody as the root, least of all itself"
+    for error in others:
+        assert (type(error), error.peer) == (PeerLost, 0)
+        assert "it failed in dispatch (mem0: its completion queue could not be polled) and has stopped" in str(error)
 
 
 def test_who_waits_for_another_is_not_named() -> None:

@@ -14,9 +14,9 @@ __all__ = ["Absences", "Verdict"]
 
 #: A rank that leaves is often one that noticed the loss of another: this long the lost one is looked for.
 _ROOT_SECONDS = 0.3
-#: peer, silent, channel, arrived, expected; the phase follows
-_VERDICT = struct.Struct("<i?iqq")
-_MOST_PHASE = 256
+#: peer, silent, channel, arrived, expected, bytes of the phase, which follows; the cause is the rest
+_VERDICT = struct.Struct("<i?iqqH")
+_MOST_PHASE, _MOST_CAUSE = 256, 2048
 
 
 class Verdict(NamedTuple):
@@ -24,10 +24,11 @@ class Verdict(NamedTuple):
 
     Attributes:
         by: the rank whose operation it is.
-        peer: the other one.
+        peer: the other one; ``by`` itself when something of its own failed, a NIC or a proxy thread.
         silent: nothing came of ``peer`` (PeerTimeout), rather than that it is gone (PeerLost).
         channel, arrived, expected: as in PeerTimeout.
         phase: the operation, in words.
+        cause: what a transport said, in words; "" when it said nothing.
         heard: ``time.monotonic()`` instant at which this rank learned of it.
     """
 
@@ -38,42 +39,51 @@ class Verdict(NamedTuple):
     arrived: int = -1
     expected: int = -1
     phase: str = ""
+    cause: str = ""
     heard: float = 0.0
 
     @classmethod
     def of(cls, by: int, error: PeerError) -> Verdict:
         """What ``error``, raised on rank ``by``, says."""
         arrived, expected = (error.arrived, error.expected) if isinstance(error, PeerTimeout) else (-1, -1)
-        return cls(by, error.peer, isinstance(error, PeerTimeout), error.channel, arrived, expected, error.phase)
+        cause = error.cause if isinstance(error, PeerLost) else ""
+        return cls(by, error.peer, isinstance(error, PeerTimeout), error.channel, arrived, expected, error.phase, cause)
 
     def encode(self) -> bytes:
         """Payload of a control frame; its sender is ``by``."""
-        head = _VERDICT.pack(self.peer, self.silent, self.channel, self.arrived, self.expected)
-        return head + self.phase.encode()[:_MOST_PHASE]
+        phase, cause = self.phase.encode()[:_MOST_PHASE], self.cause.encode()[:_MOST_CAUSE]
+        head = _VERDICT.pack(self.peer, self.silent, self.channel, self.arrived, self.expected, len(phase))
+        return head + phase + cause
 
     @classmethod
     def decode(cls, by: int, payload: bytes, ranks: int) -> Verdict:
         """Of rank ``by``. Raises ValueError when it is none."""
-        if not _VERDICT.size <= len(payload) <= _VERDICT.size + _MOST_PHASE:
+        if not _VERDICT.size <= len(payload) <= _VERDICT.size + _MOST_PHASE + _MOST_CAUSE:
             raise ValueError(f"rank {by} sent a malformed control frame")
-        peer, silent, channel, arrived, expected = _VERDICT.unpack_from(payload)
-        if not 0 <= peer < ranks or peer == by:
+        peer, silent, channel, arrived, expected, length = _VERDICT.unpack_from(payload)
+        if not 0 <= peer < ranks or (peer == by and silent) or length > _MOST_PHASE:
             raise ValueError(f"rank {by} sent a malformed control frame")
-        phase = payload[_VERDICT.size :].decode(errors="replace")
-        return cls(by, peer, silent, channel, arrived, expected, phase, time.monotonic())
+        words = payload[_VERDICT.size :]
+        phase, cause = (part.decode(errors="replace") for part in (words[:length], words[length:]))
+        return cls(by, peer, silent, channel, arrived, expected, phase, cause, time.monotonic())
 
     def error(self, error: PeerError, rank: int) -> PeerError:
         """What rank ``rank`` raises in place of ``error``, which names a rank that is not to blame."""
         where = f"{error.phase}, rank {rank}"
         phase = f" in {self.phase}" if self.phase else ""
         if not self.silent:
+            cause = f" ({self.cause})" if self.cause else ""
+            how = f"rank {self.by} lost it{phase}{cause} and has stopped for that reason"
+            if self.by == self.peer:
+                how = f"it failed{phase}{cause} and has stopped"
             return PeerLost(
-                f"{where}: rank {self.peer} is gone: rank {self.by} lost it{phase} and has stopped for that reason. "
+                f"{where}: rank {self.peer} is gone: {how}. "
                 f"Next step: read rank {self.peer}'s log; then mask it on every rank that is left, or close this "
                 "Buffer on all of them and build the group again",
                 peer=self.peer,
                 phase=error.phase,
                 channel=self.channel,
+                cause=self.cause,
             )
         counts = f": {self.arrived} messages arrived, {self.expected} expected" if self.arrived >= 0 else ""
         return PeerTimeout(
@@ -180,25 +190,30 @@ class Absences:
             ranked = [*self.lost, *self.accused_by_others(), *sorted(self.broken_off()), *self.given_up()]
             peer = next((peer for peer in ranked if peer not in without), -1)
             peer = peer if peer >= 0 else min(self.absent() & candidates)
-            judges = [judge for judge in self.accused.get(peer, ()) if judge not in without]
-            verdict = self.verdict_of(peer)
-        if peer in self.lost:
-            ending = self.endings.get(peer, "")
-            how = f"its control connection closed without a goodbye{ending and ': '}{ending}"
-        elif peer in self.accused.get(self._rank, ()):
-            how = "it has masked this rank"
-        elif judges:
-            how = f"rank {judges[0]} has masked it"
-        elif verdict is not None:
-            how = f"it has given up, because of {'this rank' if verdict.peer == self._rank else f'rank {verdict.peer}'}"
-        else:
-            how = "it closed its Buffer"
+            how = self.how_gone(peer)
         raise PeerLost(
             f"{phase}, rank {self._rank}: rank {peer} is gone ({how}). Next step: read its log; then mask it on every "
             "rank that is left, or close this Buffer on all of them and build the group again",
             peer=peer,
             phase=phase,
         )
+
+    def how_gone(self, peer: int) -> str:
+        """In words how ``peer`` came to be absent, "" when nothing is known of that."""
+        judges = [judge for judge in list(self.accused.get(peer, ())) if judge not in self.masked]
+        verdict = self.verdict_of(peer)
+        if peer in self.lost:
+            ending = self.endings.get(peer, "")
+            return f"its control connection closed without a goodbye{ending and ': '}{ending}"
+        if peer in self.accused.get(self._rank, ()):
+            return "it has masked this rank"
+        if judges:
+            return f"rank {judges[0]} has masked it"
+        if verdict is not None:
+            cause = f" ({verdict.cause})" if verdict.cause else ""
+            whom = "this rank" if verdict.peer == self._rank else f"rank {verdict.peer}"
+            return f"it failed{cause}" if verdict.peer == peer else f"it has given up, because of {whom}{cause}"
+        return "it closed its Buffer" if peer in self.departed else ""
 
     def news_of(self, peer: int) -> Verdict | None:
         """Whom ``peer``, of which something else says that it is gone, blames; waits a moment for it to say so."""

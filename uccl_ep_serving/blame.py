@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from .absences import Absences, Verdict
 from .control_frames import ANSWER, GAVE_UP, QUESTION, Frame, send_frame
 from .control_links import Link
-from .errors import PeerError, PeerTimeout
+from .errors import PeerError, PeerTimeout, UcclEpError
 
 __all__ = ["Blame"]
 
@@ -64,7 +64,7 @@ class Blame:
         """
         mine = self._absences.verdict_of(self._rank)
         if mine is not None:
-            return error if mine.peer == error.peer else mine.error(error, self._rank)
+            return error if mine.peer in (error.peer, self._rank) else mine.error(error, self._rank)
         root, note = self._root_of(error)
         if note:
             error.args = (f"{error}. {note}",)
@@ -76,6 +76,16 @@ class Blame:
             for link in self.links.values():
                 send_frame(link, GAVE_UP, body=verdict.encode())
         return named
+
+    def fall(self, error: UcclEpError, phase: str) -> None:
+        """Tell every peer, once, that an operation of this rank has failed for a reason of its own: a NIC, a thread."""
+        if self._absences.verdict_of(self._rank) is not None:
+            return
+        verdict = Verdict(self._rank, self._rank, False, phase=phase, cause=str(error))
+        with self._absences.changed:
+            self._absences.verdicts[self._rank] = verdict
+        for link in self.links.values():
+            send_frame(link, GAVE_UP, body=verdict.encode())
 
     def _root_of(self, error: PeerError) -> tuple[Verdict | None, str]:
         """Go from the peer that ``error`` names to the one that it blames or waits for, and on from there.
@@ -106,6 +116,8 @@ class Blame:
             # a rank that has given up has asked already
             asking = asking and verdict.by not in self._absences.verdicts
             verdict = self._absences.verdict_of(peer) or (self._ask(peer)[1] if asking else None)
+        if verdict is not None and verdict.by == verdict.peer:
+            return verdict, note  # it has said itself what failed
         return named_by[peer if verdict is None else verdict.peer], note
 
     def _ask(self, peer: int) -> tuple[bool, Verdict | None]:

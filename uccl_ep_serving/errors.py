@@ -114,4 +114,12 @@ class PeerTimeout(PeerError, TimeoutError):
 
 
 class PeerLost(PeerError, ConnectionError):
-    """A peer's process died, or its connection closed without a goodbye."""
+    """A peer's process died, or its connection closed without a goodbye.
+
+    Attributes:
+        cause: what the transport to it said (NIC, completion status, usual cause), "" when it said nothing.
+    """
+
+    def __init__(self, message: str, *, peer: int, phase: str = "", channel: int = -1, cause: str = "") -> None:
+        super().__init__(message, peer=peer, phase=phase, channel=channel)
+        self.cause = cause

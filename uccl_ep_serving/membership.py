@@ -58,6 +58,10 @@ class Membership:
         if self.lost or self.accused or self._mesh.absences.given_up():
             self._mesh.absences.raise_absent(phase, self.masked)
 
+    def how_gone(self, peer: int) -> str:
+        """In words how ``peer`` came to be absent, "" when its control connection tells nothing of that."""
+        return self._mesh.absences.how_gone(peer)
+
     def check_all(self, phase: str, patience: float = 0.0) -> None:
         """Raise PeerLost when a peer is absent for any reason; ``patience``: seconds for the news to come."""
         self._mesh.absences.raise_absent(phase, self.masked, patience=patience)

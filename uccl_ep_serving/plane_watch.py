@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .absences import Verdict
 from .control import ControlMesh
 from .data_plane import DataPlane
-from .errors import PeerError, PeerTimeout
+from .errors import PeerError, PeerLost, PeerTimeout, UcclEpError
 from .layout_agreement import SETUP, read_proposal
 from .membership import Membership
 from .protocol import context as ctx
@@ -128,8 +128,10 @@ class PlaneWatch:
         if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
             service.forget(peer, code)
-        elif code == ctx.FAILURE_PROTOCOL:
-            # of what a peer sent the proxies know more than the sticky error
+        elif code == ctx.FAILURE_PEER_LOST:
+            self._raise_lost(space.phase, peer, service.loss_of(peer))
+        elif code in (ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT):
+            # of what a peer sent, or a device said, the proxies know more than the sticky error
             service.check()
         if code == ctx.FAILURE_LAYOUT:
             return True
@@ -137,6 +139,24 @@ class PlaneWatch:
             return False
         service.check()
         return True
+
+    def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
+        """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""
+        known = [words for words in (self._members.how_gone(peer), cause) if words]
+        if known:
+            raise PeerLost(
+                f"{phase}, rank {self._rank}: rank {peer} is gone ({'; '.join(known)}). Next step: read its log; then "
+                "mask it on every rank that is left, or close this Buffer on all of them and build the group again",
+                peer=peer,
+                phase=phase,
+                cause=cause,
+            )
+
+    def fall(self, error: UcclEpError, phase: str) -> None:
+        """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
+        plane = self._plane()
+        if plane is not None and plane.space is not None and plane.space.failed:
+            self._mesh.blame.fall(error, phase)
 
     def give_up(self, error: PeerError) -> PeerError:
         """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.

@@ -185,6 +185,9 @@ class Runtime:
             self.space.check(phase)
         except PeerError as error:
             self._give_up(error)
+        except (TransportError, ProxyDied) as error:
+            self._watch.fall(error, phase)
+            raise
         if self._plane is not None and self._plane.service is not None:
             self._plane.service.check_commands()
 
@@ -194,6 +197,9 @@ class Runtime:
             self.space.wait(phase, step)
         except PeerError as error:
             self._give_up(error)
+        except (TransportError, ProxyDied) as error:
+            self._watch.fall(error, phase)
+            raise
 
     def _give_up(self, error: PeerError) -> NoReturn:
         named = self._watch.give_up(error)

@@ -61,6 +61,7 @@ __all__ = [
     "Capabilities",
     "DataPath",
     "DeviceReach",
+    "Diagnosed",
     "Endpoint",
     "Lookout",
     "Watchful",
@@ -219,6 +220,14 @@ class Watchful(Protocol):
 
     def established(self) -> None:
         """Every peer has returned from ``connect``: from now on a peer that does not answer is lost."""
+
+
+@runtime_checkable
+class Diagnosed(Protocol):
+    """An endpoint that can tell which of its devices failed, once a function of its data path has."""
+
+    def diagnosis(self) -> str:
+        """The device that failed and what it said, in words; "" while none has."""
 
 
 class Endpoint(Protocol):

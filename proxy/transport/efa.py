@@ -340,6 +340,20 @@ class EfaEndpoint:
         also = f"; the devices have reported: {reports}" if reports else ""
         return f"{self._how[peer]}: {explain_completion(status, vendor)}{also}"
 
+    def diagnosis(self) -> str:
+        """See :class:`.base.Diagnosed`."""
+        broken, status, vendor = (
+            int(self._state.context[word]) for word in (words.BROKEN_RAIL, words.BROKEN_STATUS, words.BROKEN_VENDOR)
+        )
+        if not broken:
+            return ""
+        context = self._rails[broken - 1].context
+        what = f"its driver refused a call with {status}"
+        if status > 0:
+            what = f"a receive failed: {explain_completion(status, vendor)}"
+        also = f"; the device has reported: {', '.join(reports)}" if (reports := context.reports()) else ""
+        return f"{context.device}: {what}{also}"
+
     @property
     def strangers(self) -> int:
         """Immediates that were dropped because no peer's queue pair had sent them."""

@@ -26,6 +26,9 @@ from .base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, c_functions, put_event
 from .efa_state import (
     AH,
     AH_NUMBER,
+    BROKEN_RAIL,
+    BROKEN_STATUS,
+    BROKEN_VENDOR,
     CLOSED,
     COMPLETION_BATCH,
     COMPLETIONS,
@@ -142,13 +145,23 @@ def _link(context: int, rank: int, rail: int) -> int:
 
 
 @compiled
-def _close_session(rail: int) -> int:
-    """Ring the doorbell for what was posted since wr_start; 0 or a negative errno."""
+def _broken(context: int, index: int, status: int, vendor: int) -> int:
+    """Note why a rail is of no use any more; a negative errno."""
+    poke(context + 8 * BROKEN_RAIL, index + 1)
+    poke(context + 8 * BROKEN_STATUS, status)
+    poke(context + 8 * BROKEN_VENDOR, vendor)
+    return status if status < 0 else -_EIO
+
+
+@compiled
+def _close_session(context: int, index: int) -> int:
+    """Ring the doorbell for what was posted on a rail since wr_start; 0 or a negative errno."""
+    rail = _rail(context, index)
     if peek(rail + 8 * OPEN) == 0:
         return 0
     poke(rail + 8 * OPEN, 0)
     status = call1_int(peek(rail + 8 * WR_COMPLETE), peek(rail + 8 * QP_EX))
-    return -abs(status)
+    return _broken(context, index, -abs(status), 0) if status != 0 else 0
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
@@ -206,7 +219,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
 
 def _flush(context: int) -> int:
     for index in range(peek(context + 8 * RAIL_COUNT)):
-        status = _close_session(_rail(context, index))
+        status = _close_session(context, index)
         if status < 0:
             return status
     return 0
@@ -280,14 +293,14 @@ def _post_receives(rail: int) -> int:
 def _poll_rail(context: int, index: int, events: int, count: int, limit: int) -> int:
     """Take the completions of one rail; the new count of events or a negative errno."""
     rail = _rail(context, index)
-    status = _close_session(rail)
+    status = _close_session(context, index)
     if status < 0:
         return status
     completions = peek(context + 8 * COMPLETIONS)
     room = min(limit - count, COMPLETION_BATCH)
     found = call3_int(peek(rail + 8 * POLL_CQ), peek(rail + 8 * CQ), room, completions)
     if found < 0:
-        return found
+        return _broken(context, index, found, 0)
     for position in range(found):
         completion = completions + position * _WC_BYTES
         slot = peek(completion + _WC_WR_ID) - 1
@@ -300,11 +313,11 @@ def _poll_rail(context: int, index: int, events: int, count: int, limit: int) ->
         if status == _SUCCESS:
             count = _arrived(context, index, completion, events, count)
         elif status != _FLUSHED:
-            return -_EIO
+            return _broken(context, index, status, peek32(completion + _WC_VENDOR))
     if peek(rail + 8 * RECEIVES) > 0:
         status = _post_receives(rail)
         if status < 0:
-            return status
+            return _broken(context, index, status, 0)
     return count
 
 

@@ -293,6 +293,15 @@ class RoceEndpoint:
         reports = ", ".join(self._rails[rail].context.reports())
         return f"{self._how[peer]}; {on}{what}" + (f"; the device has reported: {reports}" if reports else "")
 
+    def diagnosis(self) -> str:
+        """See :class:`.base.Diagnosed`."""
+        broken = int(self.state.context[words.BROKEN_RAIL])
+        if not broken:
+            return ""
+        rail, status = self._rails[broken - 1], int(self.state.context[words.BROKEN_STATUS])
+        also = f"; the device has reported: {', '.join(reports)}" if (reports := rail.context.reports()) else ""
+        return f"{rail.nic.device}: its completion queue could not be polled ({status}){also}"
+
     def close(self) -> None:
         """Destroy queue pairs, queues and regions, in this order, and close the devices."""
         if self._state is not None:

@@ -47,6 +47,8 @@ from .roce_link import (
 from .roce_state import (
     ABSENT,
     ALLOWED,
+    BROKEN_RAIL,
+    BROKEN_STATUS,
     BYTE_LIMIT,
     CLOSED,
     COMMON_RAILS,
@@ -365,6 +367,8 @@ def _poll_rail(context: int, rail: int, events: int, count: int, limit: int) -> 
     entries = peek(context + 8 * COMPLETIONS)
     found = call3_int(peek(rail + 8 * POLL_CQ), cq, room, entries)
     if found < 0:
+        poke(context + 8 * BROKEN_RAIL, (rail - peek(context + 8 * RAILS)) // (8 * RAIL_WORDS) + 1)
+        poke(context + 8 * BROKEN_STATUS, found)
         return -_EIO
     for place in range(found):
         count = _completion(context, entries + place * _WC_BYTES, events, count)

@@ -59,6 +59,8 @@ SIGNALS = 33  # completions asked for, for tests
 DOORBELLS = 34  # calls of post_send, for tests
 SPLIT = 35  # offsets below it lie in device memory, at both ends; 0 = none does
 DEVICE_WINDOW = 36  # address of that part of this rank's window
+BROKEN_RAIL = 37  # 1 + the rail whose completion queue could not be polled, 0 = none. Loop stores, host reads later
+BROKEN_STATUS = 38  # what its poll_cq returned
 CONTEXT_WORDS = 40
 
 # --- a rail: one NIC with its completion queue ------------------------------------------------------------------------

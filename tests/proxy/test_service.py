@@ -264,6 +264,10 @@ def test_a_lost_peer_is_named_until_it_is_forgotten() -> None:
     with pytest.raises(PeerLost, match=r"rank 2 is gone \(fake.*Connection reset") as caught:
         service.check()
     assert caught.value.peer == 2
+    assert caught.value.cause == service.loss_of(2)
+    assert "fake" in service.loss_of(2)
+    assert service.loss_of(2).endswith("(Connection reset by peer), noticed by proxy 0 of rank 0")
+    assert service.loss_of(1) == ""
     service.forget(2)
     service.check()
     # The next loss is another one.

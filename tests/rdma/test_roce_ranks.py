@@ -17,10 +17,11 @@ from provider_srd_library import SrdNetwork
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control import ControlMesh
-from uccl_ep_serving.errors import PeerLost
+from uccl_ep_serving.errors import PeerLost, TransportError
 from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.native.jit import c_function
 from uccl_ep_serving.normal import Normal
-from uccl_ep_serving.proxy.transport import roce_state
+from uccl_ep_serving.proxy.transport import efa_state, roce_state
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
 from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
@@ -84,13 +85,87 @@ def test_a_failed_queue_pair_ends_the_pair_by_name_and_a_new_group_is_built_in_t
         with pytest.raises(PeerLost) as caught:
             run_often(runtime)
         assert caught.value.peer == 1 - runtime.rank
-        assert runtime._plane is not None
-        return runtime._plane.endpoints[0][0].describe(1 - runtime.rank)
+        return str(caught.value)
 
     with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
-        words = run_ranks(network, here, FORCED, fails)
-        assert any("mem0r" in text and "work completion status 12" in text for text in words), words
+        zero, one = run_ranks(network, here, FORCED, fails)
+        # the device, its queue pair, the status in words and its usual cause; the other end has it from there, or
+        # from its own NIC when that noticed first
+        assert re.match(r"low-latency [a-z ]+, rank 0: rank 1 is gone \(.*roce, mem0r[01] port 1, GID 1.*queue", zero)
+        assert re.search(r"work completion status 12, transport retry counter exceeded: no acknowledgement", zero), zero
+        assert re.search(r"(because of this rank \(roce, mem0r|rank 0 is gone \(roce, mem1r)[01].*status 12", one), one
         run_ranks(network, here, FORCED, run)
+
+
+def test_who_hears_of_a_failed_queue_pair_from_another_rank_is_told_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue pairs between ranks 0 and 1 fail; rank 2 has none that do, and is told of both."""
+    network = MemoryNetwork(3)
+    case = ll_cases.Case(ranks=3, experts=12, counts=(8, 8, 8))
+    given = case.inputs()
+    met = threading.Barrier(3)
+
+    def fails(runtime: Runtime) -> tuple[int, str]:
+        low_latency = LowLatency(runtime)  # type: ignore[arg-type]
+
+        def run_often() -> None:
+            for _ in range(1000):
+                ll_cases.run_rank(case, low_latency, runtime.rank, given)
+
+        ll_cases.run_rank(case, low_latency, runtime.rank, given)
+        met.wait(30)
+        if runtime.rank == 0:
+            for qp in network.queue_pairs(0)[:1]:
+                network.fail(qp, network.posted(qp) + 4, codes.RETRY_EXC_ERR)
+        met.wait(30)
+        with pytest.raises(PeerLost) as caught:
+            run_often()
+        return caught.value.peer, str(caught.value)
+
+    with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
+        zero, one, two = run_ranks(network, here, FORCED, fails)
+    assert (zero[0], one[0]) == (1, 0)
+    # which of the two it names first depends on whose word comes first; the NIC and its status are there in any case
+    assert two[0] in (0, 1)
+    assert re.search(r"roce, mem[01] port 1, .* work completion status 12, transport retry counter exceeded", two[1]), (
+        two
+    )
+
+
+@pytest.mark.parametrize("kind", ["roce", "efa"])
+def test_a_nic_that_cannot_be_polled_is_named_on_both_sides(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of no use for any peer: this rank says which device, and the others hear why it has stopped."""
+    network: Any = SrdNetwork(2) if kind == "efa" else MemoryNetwork(2)
+    topology: Any = efa_nics(1) if kind == "efa" else lambda rank: roce_nics(network, rank)
+    broken = c_function("int32(int64, int32, int64)")(_cannot_be_polled)
+    met = threading.Barrier(2)
+
+    def body(runtime: Runtime) -> tuple[str, float]:
+        met.wait(30)
+        if runtime.rank == 0:
+            assert runtime._plane is not None
+            endpoint: Any = runtime._plane.endpoints[0][0]
+            word = efa_state.POLL_CQ if kind == "efa" else roce_state.POLL_CQ
+            endpoint._state.rails[0, word] = broken.address
+        met.wait(30)
+        started = time.monotonic()
+        with pytest.raises((TransportError, PeerLost)) as caught:
+            normal_cases.round_trip(Normal(runtime), normal_cases.Case((8, 8), experts=4).inputs(), runtime.rank)
+        assert isinstance(caught.value, PeerLost if runtime.rank else TransportError), caught.value
+        text, took = str(caught.value), time.monotonic() - started
+        met.wait(30)
+        return text, took
+
+    with install(network, monkeypatch, topology, kind) as here:
+        (zero, _), (one, took) = run_ranks(network, here, replace(FORCED, transport=kind), body)
+    device = "efa0: its driver refused a call with -5" if kind == "efa" else "mem0: its completion queue could not be"
+    assert device in zero, zero
+    assert "rank 0 is gone" in one
+    assert device in one, one
+    assert took < 10
+
+
+def _cannot_be_polled(queue: int, room: int, entries: int) -> int:
+    return -5
 
 
 @pytest.mark.parametrize("kind", ["roce", "efa"])
