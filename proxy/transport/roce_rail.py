@@ -24,8 +24,10 @@ __all__ = ["NicPort", "RoceRail"]
 _POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 #: An InfiniBand or Ethernet path MTU of 4096, as verbs counts them.
 _LARGEST_MTU = 5
-#: Bytes of a credit word, which may travel inside a work request.
-_INLINE = 8
+#: Work requests and receives of all queue pairs of an endpoint on a NIC: to stay within it, queues that are not short
+#: already are shortened. Broadcom's NICs are reported to make no more queue pairs once their queues together pass a
+#: limit that they do not tell.
+_REQUESTS = 1 << 16
 #: Least bytes in flight that sharing a NIC leaves to an endpoint.
 _LEAST_SHARE = 64 << 10
 
@@ -113,7 +115,9 @@ class RoceRail:
         limits = self.context.limits
         sends = min(words.LINK_SENDS, limits.max_qp_wr)
         receives = min(words.LINK_RECEIVES, limits.max_qp_wr)
-        while links * (sends + receives) > limits.max_cqe:
+        while links * (sends + receives) > limits.max_cqe or (
+            links * (sends + receives) > _REQUESTS and receives > words.SHORT_RECEIVES
+        ):
             sends, receives = sends // 2, receives // 2
             if receives < 2 * words.RECEIVE_BATCH:
                 raise TransportError(

@@ -132,6 +132,8 @@ DROPPED = 4  # told to forget it
 #: Work requests and receives per link, where the NIC allows as many. A proxy has at most 1,024 writes of a stream and
 #: half of UCCL_EP_WRITES_IN_FLIGHT per peer under way; more than a few hundred hide no latency that matters.
 LINK_SENDS, LINK_RECEIVES = 512, 1024
+#: As many receives serve a peer well where there are many peers.
+SHORT_RECEIVES = 256
 #: Receives are posted anew in chains of this many.
 RECEIVE_BATCH = 32
 #: Work requests kept free for credits, so that data cannot hold them up.

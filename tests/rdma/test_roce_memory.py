@@ -32,6 +32,7 @@ from uccl_ep_serving.proxy.transport.base import (
     FAULT_WRONG_SOURCE,
     SENT,
 )
+from uccl_ep_serving.proxy.transport.roce_rail import NicPort, RoceRail
 from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
 
 
@@ -370,6 +371,16 @@ class TestControlPath:
             network.traits[0].vendor = network.traits[1].vendor = 0x14E4
             with open_endpoints(network, 2, 4096, settings=settings) as (_, endpoints):
                 assert expected in endpoints[0].describe(1)
+
+    def test_many_peers_have_shorter_queues_each(self) -> None:
+        network = MemoryNetwork(1)
+        network.traits[0].max_cqe = 8388607
+        rail = RoceRail(network.library(0), NicPort("mem0"), Settings())
+        depths = {links: rail.depths(links) for links in (1, 42, 43, 63, 255, 4095)}
+        rail.close()
+        assert depths[1] == depths[42] == (512, 1024)
+        assert depths[43] == depths[63] == (256, 512)
+        assert depths[255] == depths[4095] == (128, 256)
 
     def test_a_small_completion_queue_makes_links_shorter(self) -> None:
         network = MemoryNetwork(3)
