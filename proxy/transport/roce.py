@@ -127,13 +127,11 @@ class RoceEndpoint:
             # With one NIC the caps of the proxy are its caps.
             rail.enter(state, index, rail.share if len(self._rails) > 1 else 0)
         self._data_path = DataPath(state.address, *warm())
-        inline = codes.SEND_INLINE
         for peer in self._peers:
             for rail in self._rails:
                 for place in range(self._qps):
                     self._lookout.look()
-                    inline = inline if rail.add_link(peer, place, sends, receives) else 0
-        state.context[words.INLINE] = inline
+                    rail.add_link(peer, place, sends, receives)
         most = [max_write, *(rail.max_message for rail in self._rails)]
         if len(self._rails) > 1:
             # The proxy cuts writes by what all NICs together may have in flight; a stream is on one of them.

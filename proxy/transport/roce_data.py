@@ -214,7 +214,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         rkey = peek(peek(link + 8 * RKEYS) + (target >> peek(link + 8 * TARGET_SHIFT)) * 8)
         there = peek(record + 8 * TARGET) + target
     add_request(
-        context, index, link, _WRITE_WITH_IMM, local, nbytes, lkey, there, rkey, _swap(imm), wr_id + 1, 0
+        context, index, link, _WRITE_WITH_IMM, local, nbytes, lkey, there, rkey, _swap(imm), wr_id + 1
     )  # fmt: skip
     return ACCEPTED
 

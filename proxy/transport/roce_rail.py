@@ -158,13 +158,9 @@ class RoceRail:
         }.items():
             state.rails[index, word] = value
 
-    def add_link(self, peer: int, place: int, sends: int, receives: int) -> bool:
-        """Make queue pair ``place`` to ``peer``, in state INIT, with all its receives posted.
-
-        Returns:
-            Whether credit words may travel inside its work requests.
-        """
-        link = QueuePair(self._pd, self._cq, send_depth=sends, receive_depth=receives, inline=_INLINE)
+    def add_link(self, peer: int, place: int, sends: int, receives: int) -> None:
+        """Make queue pair ``place`` to ``peer``, in state INIT, with all its receives posted. Raises TransportError."""
+        link = QueuePair(self._pd, self._cq, send_depth=sends, receive_depth=receives)
         link.initialise(self.port.number)
         self.links.setdefault(peer, []).append(link)
         state = self._state
@@ -177,7 +173,6 @@ class RoceRail:
                 raise link.library.refused("post_recv", abs(status), self.nic.device, "posting receives")
         record = state.links[state.link_index(peer, self._index, place)]
         record[words.POSTED_RECEIVES] = record[words.GRANTED] = receives
-        return link.inline >= _INLINE
 
     def address(self) -> RailAddress:
         """What peers need to connect to this NIC."""

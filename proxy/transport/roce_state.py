@@ -48,19 +48,18 @@ READY_TAIL = 22
 SEND_SLOTS = 23  # work requests per link
 RECEIVE_SLOTS = 24  # receives per link
 SIGNAL_EVERY = 25  # at least every so many work requests one asks for a completion
-INLINE = 26  # SEND_INLINE when credit words may travel inside the work request
-OWED = 27  # links that owe a credit
-ENDING = 28  # peers that failed and are not reported yet
-WATCHING = 29  # 1 = every peer is connected: silence means loss. Host stores, loop loads (relaxed)
-WATCH_POLLS = 30  # polls since the clock was last read
-WATCH_TIME = 31  # CLOCK_MONOTONIC ns of the next look at idle peers
-ERRNOS = 32  # address of int64[32]: errno of a completion status
-SIGNALS = 33  # completions asked for, for tests
-DOORBELLS = 34  # calls of post_send, for tests
-SPLIT = 35  # offsets below it lie in device memory, at both ends; 0 = none does
-DEVICE_WINDOW = 36  # address of that part of this rank's window
-BROKEN_RAIL = 37  # 1 + the rail whose completion queue could not be polled, 0 = none. Loop stores, host reads later
-BROKEN_STATUS = 38  # what its poll_cq returned
+OWED = 26  # links that owe a credit
+ENDING = 27  # peers that failed and are not reported yet
+WATCHING = 28  # 1 = every peer is connected: silence means loss. Host stores, loop loads (relaxed)
+WATCH_POLLS = 29  # polls since the clock was last read
+WATCH_TIME = 30  # CLOCK_MONOTONIC ns of the next look at idle peers
+ERRNOS = 31  # address of int64[32]: errno of a completion status
+SIGNALS = 32  # completions asked for, for tests
+DOORBELLS = 33  # calls of post_send, for tests
+SPLIT = 34  # offsets below it lie in device memory, at both ends; 0 = none does
+DEVICE_WINDOW = 35  # address of that part of this rank's window
+BROKEN_RAIL = 36  # 1 + the rail whose completion queue could not be polled, 0 = none. Loop stores, host reads later
+BROKEN_STATUS = 37  # what its poll_cq returned
 CONTEXT_WORDS = 40
 
 # --- a rail: one NIC with its completion queue ------------------------------------------------------------------------

@@ -62,24 +62,17 @@ class QueuePair(VerbsObject):
     Args:
         pd, cq: what it is made from.
         send_depth, receive_depth: work requests.
-        inline: bytes of payload that may travel inside a work request; less when the NIC refuses as many.
 
     Raises:
         TransportError: the NIC or the kernel refused.
     """
 
-    def __init__(
-        self, pd: ProtectionDomain, cq: CompletionQueue, *, send_depth: int, receive_depth: int, inline: int = 0
-    ) -> None:
+    def __init__(self, pd: ProtectionDomain, cq: CompletionQueue, *, send_depth: int, receive_depth: int) -> None:
         attributes = Block(QP_INIT_ATTR, send_cq=cq.address, recv_cq=cq.address, qp_type=codes.QPT_RC)
         attributes["cap.max_send_wr"], attributes["cap.max_recv_wr"] = send_depth, receive_depth
         attributes["cap.max_send_sge"], attributes["cap.max_recv_sge"] = 1, 1
-        attributes["cap.max_inline_data"] = inline
         library = pd.library
         address = library.call("ibv_create_qp", pd.address, attributes.address)
-        if not address and inline:
-            attributes["cap.max_inline_data"] = 0
-            address = library.call("ibv_create_qp", pd.address, attributes.address)
         if not address:
             raise library.refused(
                 "ibv_create_qp",
@@ -98,7 +91,6 @@ class QueuePair(VerbsObject):
             state=codes.QPS_RESET,
         )
         self.number = QP.get(address, "qp_num")
-        self.inline = attributes["cap.max_inline_data"]
 
     def modify(self, attributes: Block, mask: int, doing: str) -> None:
         """Raises TransportError when the NIC or the kernel refuses."""

@@ -102,12 +102,6 @@ def test_a_struct_that_lies_otherwise_is_noticed_before_it_is_used(
     assert not +network.objects
 
 
-def test_inline_data_is_done_without_where_it_is_refused(network: MemoryNetwork) -> None:
-    network.traits[0].max_inline = 0
-    with device(network) as context, ProtectionDomain(context) as pd, CompletionQueue(context, 16) as cq:
-        assert QueuePair(pd, cq, send_depth=4, receive_depth=4, inline=8).inline == 0
-
-
 def test_a_queue_pair_goes_through_its_states(network: MemoryNetwork) -> None:
     with device(network) as context, ProtectionDomain(context) as pd, CompletionQueue(context, 16) as cq:
         qp = QueuePair(pd, cq, send_depth=4, receive_depth=4)

@@ -73,7 +73,7 @@ class DeviceTraits:
     max_qp_wr: int = 16384
     max_cqe: int = 1 << 20
     max_message: int = 1 << 31
-    max_inline: int = 64
+    max_inline: int = 0  # nothing here may need it: Broadcom's NICs are reported to fail at inline writes
     state: int = codes.PORT_ACTIVE
     link_layer: int = codes.LINK_ETHERNET
     mtu: int = 3
