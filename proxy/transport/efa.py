@@ -3,14 +3,14 @@
 SRD is reliable, unordered and connectionless: each rail is one queue pair that reaches every peer, and a peer is an
 address handle, a queue pair number and a QKEY. Both ends need the handle: a NIC refuses writes of an address that it
 does not know. The pieces: :mod:`.efa_device` asks what the device can do, :mod:`.efa_qp` makes queue pairs,
-:mod:`.efa_data` moves writes, :mod:`.efa_state` is the memory it works on, :mod:`.striping` spreads streams over rails.
+:mod:`.efa_address` is what peers must know, :mod:`.efa_data` moves writes on the memory of :mod:`.efa_state`, and
+:mod:`.striping` spreads streams over rails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from ...protocol.imm import IMM
 from . import efa_state as words
 from . import verbs_codes as codes
 from .base import Capabilities, DataPath, Lookout
+from .efa_address import EfaAddress, RailAddress
 from .efa_data import warm
 from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
 from .efa_qp import SrdQueuePair, address_number
@@ -34,10 +35,6 @@ from .verbs_qp import AddressHandle, Path
 __all__ = ["EfaEndpoint", "usable", "warm"]
 
 _PORT = 1  # EFA devices have one
-_MAGIC = b"UEEF"
-_HEAD = struct.Struct("<4sHHHHHHQQ")  # magic, rank, ranks, proxy, rails, chunk shift, chunks, window bytes, address
-_RAIL = struct.Struct("<16sII")  # GID, QP number, QKEY
-
 #: Most receives kept posted per rail where incoming writes need them.
 _RECEIVES = 1024
 #: Completions that may wait per peer and rail before they are polled: more than the kernels of a peer ever have under
@@ -57,59 +54,6 @@ class _Rail:
     qp: SrdQueuePair
     region: WindowRegion
     qkey: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """A peer's endpoint, decoded."""
-
-    rank: int
-    ranks: int
-    proxy: int
-    shift: int
-    window_bytes: int
-    window: int
-    rails: tuple[tuple[bytes, int, int], ...]  # GID, QP number, QKEY
-    keys: tuple[tuple[int, ...], ...]  # by rail and chunk
-
-    @property
-    def group(self) -> tuple[int, ...]:
-        """What all ranks must have alike: ranks, proxy, window bytes, chunk shift and chunks."""
-        return self.ranks, self.proxy, self.window_bytes, self.shift, len(self.keys[0])
-
-    def encode(self) -> bytes:
-        chunks = len(self.keys[0])
-        parts = [
-            _HEAD.pack(
-                _MAGIC,
-                self.rank,
-                self.ranks,
-                self.proxy,
-                len(self.rails),
-                self.shift,
-                chunks,
-                self.window_bytes,
-                self.window,
-            )
-        ]
-        for rail, keys in zip(self.rails, self.keys, strict=True):
-            parts += [_RAIL.pack(*rail), struct.pack(f"<{chunks}I", *keys)]
-        return b"".join(parts)
-
-    @classmethod
-    def decode(cls, text: bytes) -> _Address:
-        """Raises ValueError when ``text`` is no address of this transport."""
-        if len(text) < _HEAD.size or not text.startswith(_MAGIC):
-            raise ValueError(f"{text[:16]!r} is not the address of an efa endpoint")
-        _, rank, ranks, proxy, count, shift, chunks, window_bytes, window = _HEAD.unpack_from(text)
-        step = _RAIL.size + 4 * chunks
-        if not count or not chunks or len(text) != _HEAD.size + count * step:
-            raise ValueError(f"{len(text)} bytes for {count} rails with {chunks} keys each")
-        rails, keys = [], []
-        for at in range(_HEAD.size, len(text), step):
-            rails.append(_RAIL.unpack_from(text, at))
-            keys.append(struct.unpack_from(f"<{chunks}I", text, at + _RAIL.size))
-        return cls(rank, ranks, proxy, shift, window_bytes, window, tuple(rails), tuple(keys))
 
 
 class EfaEndpoint:
@@ -220,15 +164,17 @@ class EfaEndpoint:
         """Where the window is, and GID, queue pair, QKEY and keys of each rail."""
         return self._own_address().encode()
 
-    def _own_address(self) -> _Address:
-        return _Address(
+    def _own_address(self) -> EfaAddress:
+        return EfaAddress(
             self._rank,
             self._ranks,
             self._proxy,
             self._shift,
             self._window_bytes,
             self._window,
-            tuple((rail.gid.raw, rail.qp.number, rail.qkey) for rail in self._rails),
+            tuple(
+                RailAddress(rail.gid.raw, rail.qp.number, rail.qkey, rail.limits.unsolicited) for rail in self._rails
+            ),
             tuple(tuple(chunk.rkey for chunk in rail.region.regions) for rail in self._rails),
         )
 
@@ -255,7 +201,7 @@ class EfaEndpoint:
 
     def _connect(self, who: str, peer: int, text: bytes) -> None:
         try:
-            theirs = _Address.decode(text)
+            theirs = EfaAddress.decode(text)
         except ValueError as error:
             raise BootstrapError(f"{who}: {error}. The ranks run different versions") from None
         ours = self._own_address()
@@ -267,7 +213,13 @@ class EfaEndpoint:
         count = min(len(self._rails), len(theirs.rails))
         paths = []
         for index in range(count):
-            rail, (gid, number, qkey) = self._rails[index], theirs.rails[index]
+            rail, (gid, number, qkey, unsolicited) = self._rails[index], theirs.rails[index]
+            if unsolicited != rail.limits.unsolicited:
+                lacks = f"rank {self._rank}'s" if unsolicited else f"rank {peer}'s"
+                raise BootstrapError(
+                    f"{who}: {rail.context.device} and its peer do not agree on writes without receives: {lacks} EFA "
+                    "driver or rdma-core does not know them. Install the same versions on all hosts"
+                )
             # One handle per address, though several ranks of a host may share a NIC: completions name an address by
             # the number of its handle.
             handle = self._handles.get((index, gid))

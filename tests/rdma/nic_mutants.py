@@ -143,9 +143,9 @@ NIC_MUTANTS = {
     ),
     "efa: nothing is polled inside a posting session": Mutant(
         _EFA,
-        "    rail = _rail(context, index)\n    status = _close_session(rail)\n",
+        "    rail = _rail(context, index)\n    status = _close_session(context, index)\n",
         "    rail = _rail(context, index)\n"
-        "    status = 0\n    if not REMOVED:\n        status = _close_session(rail)\n",
+        "    status = 0\n    if not REMOVED:\n        status = _close_session(context, index)\n",
         _SRD + "TestFailures::test_a_write_without_payload_at_the_very_end_of_the_window",
     ),
     "efa: an immediate is believed only from its rank's queue pair": Mutant(

@@ -376,6 +376,34 @@ class TestDevices:
             open_endpoints(network, [np.zeros(4096, np.uint8)])
         assert not +network.objects
 
+    @pytest.mark.parametrize("lacking", [0, 1])
+    def test_ranks_that_differ_in_unsolicited_writes_are_told_who_lacks_them(self, lacking: int) -> None:
+        """A write is marked by its sender, and a queue pair of the other kind takes it in no way."""
+        network = SrdNetwork(2)
+        endpoints = []
+        for rank in range(2):
+            network.efa.capabilities |= codes.EFA_CAP_UNSOLICITED_WRITE_RECV
+            if rank == lacking:
+                network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
+            endpoints.append(
+                EfaEndpoint(
+                    rank,
+                    2,
+                    0,
+                    window=4096,
+                    window_bytes=4096,
+                    devices=["efa0"],
+                    settings=Settings(),
+                    library=network.library(rank),
+                )
+            )
+        addresses = [one.address() for one in endpoints]
+        for rank, one in enumerate(endpoints):
+            peers = [None if peer == rank else address for peer, address in enumerate(addresses)]
+            with pytest.raises(BootstrapError, match=rf"efa0 .* rank {lacking}'s EFA driver .* the same versions"):
+                one.connect(peers, time.monotonic() + 1)
+        assert not +network.objects
+
     def test_a_refused_handle_closes_the_endpoint(self) -> None:
         network = SrdNetwork(2)
         endpoints = open_endpoints(network, [np.zeros(4096, np.uint8) for _ in range(2)])
