@@ -97,6 +97,17 @@ def test_vllm_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
     assert (second_node["headless"], second_node["data_parallel_start_rank"]) == (True, 8)
 
 
+def engine_ray_key() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.ray_device_key)
+
+
+def test_vllm_runs_no_ray_on_a_cpu(in_engine: InEngine) -> None:
+    """Why ray.sh is parsed and not run: vLLM's Ray executor stops without a key. When this fails, run it."""
+    assert in_engine(engine_ray_key) == ""
+
+
 def test_unknown_role_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failure:
         typed(tmp_path / "vllm", EXAMPLES / "prefill_decode.sh", "router")
