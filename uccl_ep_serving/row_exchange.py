@@ -22,6 +22,7 @@ from .kernels.select import normal_kernels
 from .memory import HeapAllocator
 from .native.copy import last_cache_bytes
 from .node_relay import NodeRelay
+from .nodes import crossed_once
 from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
@@ -136,10 +137,7 @@ class RowExchange:
     @property
     def _node_ranks(self) -> int:
         runtime = self._runtime
-        size = runtime.node_ranks
-        if size in (1, runtime.ranks) or runtime.settings.hierarchy == "off" or runtime.mask.any():
-            return 0
-        return size
+        return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
 
     def _catch_up(self, name: str) -> None:
         """Begin anew where the windows did."""
