@@ -23,6 +23,7 @@ __all__ = [
     "DeviceStateBlock",
     "KernelLaunch",
     "LowLatencyKernels",
+    "NodeTensors",
     "NormalFormat",
     "NormalKernels",
     "NormalTensors",
@@ -303,6 +304,7 @@ class NormalFormat(NamedTuple):
         local_experts: experts per rank.
         shape: digest for the handle of a dispatch with number -1.
         shape_step: what it grows by with the number of that dispatch, modulo 2**63.
+        node_ranks: ranks of a node when each row crosses once to a node, else 0.
     """
 
     kind: int
@@ -314,6 +316,7 @@ class NormalFormat(NamedTuple):
     local_experts: int
     shape: int
     shape_step: int
+    node_ranks: int = 0
 
 
 class NormalTensors(NamedTuple):
@@ -330,6 +333,24 @@ class NormalTensors(NamedTuple):
     out_weights: int
     out_scales: int
     capacity: int
+
+
+class NodeTensors(NamedTuple):
+    """Addresses and sizes of what an exchange between nodes needs besides, 0 for what there is not.
+
+    Attributes:
+        in_rank: uint8[tokens, ranks], which ranks a dispatched token goes to.
+        passes, pass_rows: int32[ranks, pass_rows], scratch of a dispatch: rows of two landing slots for each rank.
+        marks, room: uint8[room, mark bytes], for which ranks of its node each row was that this rank hands on.
+        counts: int32[room + nodes, ranks of a node], scratch of a combine.
+    """
+
+    in_rank: int
+    passes: int
+    pass_rows: int
+    marks: int
+    room: int
+    counts: int
 
 
 class DeviceNormalStateBlock(Protocol):
@@ -350,6 +371,7 @@ class DeviceNormalKernels(Protocol):
             caller's ticket (stored last), how many peers were given another shape (-1: failed), rows of the received
             tensor, the most to or from one other rank, those for other ranks, whether all stay where they land; and
             until the host clears them, how many came where fewer were promised, and ``different`` where it was not 0.
+        relayed: word in which it tells how many rows of a dispatch this rank hands on.
         told, told_words: where, by rank, stands what a peer of another shape told; after it the rows per local expert.
     """
 
@@ -362,6 +384,7 @@ class DeviceNormalKernels(Protocol):
     in_heap: int
     beyond: int
     parted: int
+    relayed: int
     told: int
     told_words: int
 
@@ -392,8 +415,10 @@ class DeviceNormalKernels(Protocol):
     ) -> tuple[KernelLaunch, ...]:
         """Counts and marks from ids."""
 
-    def list(self, in_rank: int, tokens: int, rows: int, lists: int, places: int) -> tuple[KernelLaunch, ...]:
-        """Lists of the tokens of each rank from marks."""
+    def list(
+        self, in_rank: int, tokens: int, rank: int, node_ranks: int, rows: int, passing: int, lists: int, places: int
+    ) -> tuple[KernelLaunch, ...]:
+        """Lists of the tokens of each rank from marks; with ``node_ranks`` those of other nodes over the rails."""
 
     def open(
         self,
@@ -409,11 +434,19 @@ class DeviceNormalKernels(Protocol):
         info: int,
         ticket: int,
         capacity: int,
+        passing: int,
     ) -> tuple[KernelLaunch, ...]:
         """Tell every peer what this rank is about to do, and hear every peer."""
 
     def exchange(
-        self, context: int, state: int, form: NormalFormat, tensors: NormalTensors, turns: int, programs: int
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        tensors: NormalTensors,
+        nodes: NodeTensors | None,
+        turns: int,
+        programs: int,
     ) -> tuple[KernelLaunch, ...]:
         """Move the rows of an opened operation."""
 
@@ -439,3 +472,6 @@ class DeviceNormalKernels(Protocol):
         self, layout: WindowLayout, channels: int, form: NormalFormat, rows: int, proxied: bool, fits: bool
     ) -> int:
         """Turns after which an exchange of ``rows`` rows between each two ranks is over."""
+
+    def slot_rows(self, layout: WindowLayout, form: NormalFormat) -> int:
+        """Rows of one of the two slots in which rows to be handed on land."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 __all__ = [
+    "DeviceNodeRoute",
     "DeviceNormalHandle",
     "DispatchOrigin",
     "EventOverlap",
@@ -173,12 +174,27 @@ class NormalHandle(NamedTuple):
     nodes: NodeRoute | None = None
 
 
+class DeviceNodeRoute(NamedTuple):
+    """What a dispatch on a device between nodes of M ranks passed through forwarders. Tensors are on the device.
+
+    Attributes:
+        node_ranks: M.
+        passing: int64 [2, R], rows sent to, and received from, each rank, whoever carried them.
+        relay_marks: uint8 [rows handed on here, ceil(M / 8)]: for which ranks of this node each was, a bit each; of
+            rows beyond the last, as of those beyond ``num_worst_tokens``, nothing is known.
+    """
+
+    node_ranks: int
+    passing: torch.Tensor
+    relay_marks: torch.Tensor
+
+
 class DeviceNormalHandle(NamedTuple):
     """What a dispatch on a device hands to combine and to cached dispatches. Tensors are on the device.
 
     Attributes:
-        send_rows: int64 [R], rows sent to each rank.
-        recv_rows: int64 [R], rows received from each rank.
+        send_rows: int64 [R], rows sent to each rank; with ``nodes``, to near ranks and over the rails.
+        recv_rows: int64 [R], rows received from each rank, likewise.
         send_tokens: int32 [R, T], token indices sent to each rank; what follows is undefined.
         places: int32 [T, R], the token's place in the list of the rank, or -1.
         is_token_in_rank: bool [T, R].
@@ -187,6 +203,7 @@ class DeviceNormalHandle(NamedTuple):
         sent_away: rows for other ranks; most: rows to or from one other rank. -1 where the host has not looked.
         copies: most ranks that a token goes to.
         origin: the dispatch it comes from; its number stands in ``number``.
+        nodes: what passed through forwarders, None when each rank was sent its rows directly.
     """
 
     send_rows: torch.Tensor
@@ -200,3 +217,4 @@ class DeviceNormalHandle(NamedTuple):
     most: int
     copies: int
     origin: DispatchOrigin
+    nodes: DeviceNodeRoute | None = None

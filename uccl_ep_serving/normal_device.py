@@ -23,9 +23,9 @@ import torch
 from .device_ground import DeviceGround
 from .errors import ConfigError
 from .handles import DeviceNormalHandle, DispatchOrigin, EventOverlap, wait_for
-from .kernels.interface import KernelLaunch, NormalFormat, NormalTensors
+from .kernels.interface import NodeTensors, NormalFormat, NormalTensors
 from .normal_device_arguments import DispatchArguments, check_combine, check_dispatch
-from .normal_device_route import Marks, Route, all_of, run_all
+from .normal_device_route import Marks, Route, all_of, new_marks, node_tensors, run_all, without_nodes
 from .normal_device_session import DeviceNormalRuntime, DeviceNormalSession, Generation
 from .normal_inputs import check_experts, check_topk
 from .protocol.message import NormalNotify
@@ -71,10 +71,22 @@ class DeviceNormal:
         ids = topk_idx.contiguous()
         with self._allocating(allocate_on_comm_stream):
             marks = Marks(ids, experts, ranks)
-        launches = marks.launches(self._kernels, 0, 0)
-        event = self._run(launches, marks.tensors, finish=not async_finish)
-        nodes = None if self._runtime.all_direct else marks.per_rank
+            nodes = self._new_node_counts(marks)
+        steps, used = all_of(marks.launches(self._kernels, 0, 0)), marks.tensors
+        if nodes is not None and nodes is not marks.per_rank:
+            steps, used = (*steps, marks.node_counting(nodes)), [*used, nodes]
+        event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
         return marks.per_rank, nodes, marks.per_expert, marks.in_rank, event
+
+    def _new_node_counts(self, marks: Marks) -> torch.Tensor | None:
+        """Tokens with an expert on each node, to be filled: None when all ranks share one node; where nodes are not
+        equal groups of consecutive ranks, each rank counts as one."""
+        size = self._runtime.node_ranks
+        if self._runtime.all_direct:
+            return None
+        if size == 1:
+            return marks.per_rank
+        return torch.empty(self._runtime.ranks // size, dtype=torch.int32, device=self._device)
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -123,6 +135,7 @@ class DeviceNormal:
             self._runtime.ranks,
             self._device,
         )
+        asked, before = self._crossing(asked)
         form, tokens = asked.form, len(asked.rows)
         looks = asked.handle is None and not num_worst_tokens
         if looks and lane.capturing:
@@ -132,7 +145,7 @@ class DeviceNormal:
         here, wire = session.adopt(form, 0)
         programs = self._programs(config, tokens * form.row_bytes * asked.copies)
 
-        opening = self._prepare(asked, here, wire, num_worst_tokens)
+        opening = self._prepare(asked, before, here, wire, num_worst_tokens)
         steps, handle, used = opening
         per_local: list[int] = []
         session.begin(form, looks)
@@ -151,16 +164,36 @@ class DeviceNormal:
         session.end(form, tokens, handle.sent_away, started)
         return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, handle, event
 
+    def _crossing(self, asked: DispatchArguments) -> tuple[DispatchArguments, tuple[Callable[[], None], ...]]:
+        """With how rows cross to other nodes, and what must be launched first where a handle knows another way."""
+        crossed = self._session.node_ranks(asked.form.name)
+        handle, steps = self._on_its_way(asked.handle, crossed)
+        crossed = crossed if handle is None or handle.nodes is not None else 0
+        return asked._replace(form=asked.form._replace(node_ranks=crossed), handle=handle), steps
+
+    def _on_its_way(
+        self, handle: DeviceNormalHandle | None, crossed: int
+    ) -> tuple[DeviceNormalHandle | None, tuple[Callable[[], None], ...]]:
+        """A handle goes the way of its dispatch, unless a rank has been masked since."""
+        if handle is None or handle.nodes is None or handle.nodes.node_ranks == crossed:
+            return handle, ()
+        return without_nodes(handle, self._kernels)
+
     def _prepare(
-        self, asked: DispatchArguments, here: Generation, wire: NormalFormat, num_worst_tokens: int
+        self,
+        asked: DispatchArguments,
+        before: tuple[Callable[[], None], ...],
+        here: Generation,
+        wire: NormalFormat,
+        num_worst_tokens: int,
     ) -> _Opening:
         """The route, where no handle has it, and the opening. Nothing is launched yet."""
         used, handle = asked.tensors, asked.handle
-        before: tuple[Callable[[], None], ...] = ()
         cached = handle is not None
         if handle is None:
             assert asked.layout is not None
-            route = Route(*asked.layout, asked.topk_idx, self._runtime.ranks)
+            runtime = self._runtime
+            route = Route(*asked.layout, asked.topk_idx, runtime.ranks, runtime.rank, wire.node_ranks)
             used += route.tensors
             before = route.steps(self._kernels, here.addresses)
             origin = DispatchOrigin(self, self._runtime.generation, -1, len(asked.rows))
@@ -169,6 +202,7 @@ class DeviceNormal:
         else:
             counts = handle.recv_rows
         used += [handle.send_rows, handle.recv_rows, handle.send_tokens, handle.number, counts]
+        used += node_tensors(handle)
         launches = self._kernels.open(
             *here.addresses,
             wire,
@@ -181,6 +215,7 @@ class DeviceNormal:
             here.told.address,
             self._session.new_ticket(),
             num_worst_tokens,
+            0 if handle.nodes is None else handle.nodes.passing.data_ptr(),
         )
         return _Opening((*before, *all_of(launches)), handle, used)
 
@@ -194,6 +229,9 @@ class DeviceNormal:
         handle = opening.handle._replace(
             capacity=told[kernels.total], sent_away=told[kernels.away], most=told[kernels.most]
         )
+        if handle.nodes is not None:
+            marks = new_marks(told[kernels.relayed], handle.nodes.node_ranks, handle.send_rows)
+            handle = handle._replace(nodes=handle.nodes._replace(relay_marks=marks))
         return handle, told.counts(form.local_experts)
 
     def _exchange(
@@ -220,8 +258,22 @@ class DeviceNormal:
             _address(outputs.scales),
             handle.capacity,
         )
+        nodes = None
+        if handle.nodes is not None:
+            room = 2 * self._kernels.slot_rows(self._runtime.layout, wire)
+            passes = torch.empty(self._runtime.ranks, room, dtype=torch.int32, device=self._device)
+            outputs.scratch = [passes, *node_tensors(handle)]
+            marks, kept = handle.nodes.relay_marks, wire.kind == NormalNotify.OPERATION_DISPATCH
+            nodes = NodeTensors(
+                handle.is_token_in_rank.data_ptr(),
+                passes.data_ptr(),
+                room,
+                marks.data_ptr() if kept else 0,
+                len(marks),
+                0,
+            )
         turns = self._turns(wire, here, handle, tokens)
-        return all_of(self._kernels.exchange(*here.addresses, wire, tensors, turns, programs))
+        return all_of(self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs))
 
     # -- combine ------------------------------------------------------------------------------------------------
 
@@ -242,6 +294,9 @@ class DeviceNormal:
         wait_for(previous_event)
         asked = check_combine(x, handle, self, topk_weights, bias, self._device)
         form, rows, weights, biases, handle = asked
+        crossed = self._session.node_ranks(form.name)
+        handle, before = self._on_its_way(handle, crossed)
+        form = form._replace(node_ranks=0 if handle.nodes is None else crossed)
         tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
         here, wire = self._session.adopt(form, len(biases))
         programs = self._programs(config, tokens * form.row_bytes * handle.copies)
@@ -265,11 +320,18 @@ class DeviceNormal:
             here.told.address,
             self._session.new_ticket(),
             0,
+            0 if handle.nodes is None else handle.nodes.passing.data_ptr(),
         )
+        nodes, scratch = None, node_tensors(handle)
+        if handle.nodes is not None:
+            marks, size = handle.nodes.relay_marks, handle.nodes.node_ranks
+            counts = torch.empty(len(marks) + self._runtime.ranks // size, size, dtype=torch.int32, device=self._device)
+            scratch.append(counts)
+            nodes = NodeTensors(0, 0, 0, marks.data_ptr(), len(marks), counts.data_ptr())
         tensors = NormalTensors(
             rows.data_ptr(),
             0,
-            tokens,
+            len(rows),
             0,
             _address(weights),
             0,
@@ -280,7 +342,7 @@ class DeviceNormal:
             back,
         )
         turns = self._turns(wire, here, handle, tokens)
-        launches += self._kernels.exchange(*here.addresses, wire, tensors, turns, programs)
+        launches += self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs)
         launches += self._kernels.reduce(
             *here.addresses,
             wire,
@@ -295,10 +357,11 @@ class DeviceNormal:
             _address(out_weights),
             programs,
         )
-        used = [rows, out, gathered, gathered_weights, *biases, *handle[:6]]
+        used = [rows, out, gathered, gathered_weights, *biases, *handle[:6], *scratch]
         used += [one for one in (weights, out_weights) if one is not None]
         self._session.begin(form, looks=False)
-        event = self._run(launches, used, finish=not async_finish)
+        steps = before + all_of(launches)
+        event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
         self._session.end(form, tokens, handle.sent_away, started)
         return out, out_weights, event
 
@@ -330,9 +393,6 @@ class DeviceNormal:
         stream = self._ground.comm_stream
         return torch.cuda.stream(stream) if on_comm_stream and stream is not None else contextlib.nullcontext()
 
-    def _run(self, launches: tuple[KernelLaunch, ...], used: list[torch.Tensor], finish: bool) -> EventOverlap:
-        return self._ground.lane.run(lambda: run_all(all_of(launches)), used, own_stream=True, finish=finish)
-
 
 class _Opening(NamedTuple):
     """A dispatch that is ready to be opened.
@@ -355,6 +415,7 @@ class _Outputs:
         rows, scales, topk = asked.rows, asked.scales, asked.form.topk
         self.rows = torch.empty(capacity, rows.shape[1], dtype=rows.dtype, device=device)
         self.scales = self.topk_idx = self.topk_weights = None
+        self.scratch: list[torch.Tensor] = []
         if scales is not None:
             self.scales = torch.empty(capacity, scales.shape[1], dtype=scales.dtype, device=device)
         if topk:
@@ -369,7 +430,8 @@ class _Outputs:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
-        return [self.rows, *(one for one in (self.scales, self.topk_idx, self.topk_weights) if one is not None)]
+        given = [one for one in (self.scales, self.topk_idx, self.topk_weights) if one is not None]
+        return [self.rows, *given, *self.scratch]
 
 
 def _address(tensor: torch.Tensor | None) -> int:

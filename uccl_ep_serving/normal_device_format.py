@@ -25,6 +25,7 @@ def wire_format(form: RowFormat) -> NormalFormat:
         form.local_experts,
         form.digest,
         step & np.iinfo(np.int64).max,
+        form.node_ranks,
     )
 
 

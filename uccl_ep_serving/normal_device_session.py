@@ -20,6 +20,7 @@ from .errors import ConfigError, TransportError, UcclEpError
 from .kernel_space import SLICE_NS, KernelSpace
 from .kernels.interface import DeviceNormalKernels, DeviceNormalStateBlock, NormalFormat
 from .kernels.select import device_normal_kernels
+from .nodes import crossed_once
 from .normal_device_format import difference, wire_format
 from .normal_device_told import Told
 from .protocol.layout import LowLatencyPlan, WindowLayout
@@ -51,6 +52,8 @@ class DeviceNormalRuntime(Protocol):
     def record(self) -> Callable[..., None]: ...
     @property
     def all_direct(self) -> bool: ...
+    @property
+    def node_ranks(self) -> int: ...
     @property
     def stale(self) -> str: ...
     @property
@@ -106,25 +109,33 @@ class DeviceNormalSession:
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
 
-    def adopt(self, form: RowFormat, biases: int) -> tuple[Generation, NormalFormat]:
-        """Refuse what is known to be wrong, and give what belongs to the present windows, with kernels compiled.
+    def node_ranks(self, phase: str) -> int:
+        """In the present windows: ranks of a node when each row crosses once to a node, else 0; equal on all ranks.
 
         Raises:
-            ConfigError: a row does not fit a chunk or a round slot; or what an earlier operation has found by now.
-            UcclEpError: an earlier operation ended half-way.
+            ConfigError: what an earlier operation has found by now. UcclEpError: it ended half-way.
         """
         runtime = self._runtime
-        self.check(form.name)
+        self.check(phase)
         if runtime.stale or self._generation != runtime.generation:
             # message numbers begin anew, whatever became of the last operation
             self._broken = ""
         if self._broken:
             raise UcclEpError(
-                f"{form.name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
+                f"{phase}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
                 "longer agree on message numbers. Close this Buffer on all ranks and build a new one"
             )
         if runtime.stale:
             runtime.grow(None)
+        return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
+
+    def adopt(self, form: RowFormat, biases: int) -> tuple[Generation, NormalFormat]:
+        """After :meth:`node_ranks`: what belongs to the present windows, with kernels compiled.
+
+        Raises:
+            ConfigError: a row does not fit a chunk or a round slot.
+        """
+        runtime = self._runtime
         if runtime.ranks > 1:
             check_room(form, runtime.layout.normal)
         self.kernels.check(runtime.settings, form.topk)

@@ -8,7 +8,7 @@ from ...config import Settings
 from ...errors import ConfigError
 from ...protocol.layout import WindowLayout
 from ...protocol.message import NormalNotify, element_bytes
-from ..interface import NormalFormat, NormalTensors
+from ..interface import NodeTensors, NormalFormat, NormalTensors
 from .launch import Launch, Target, present_target
 from .low_latency import MAX_TOPK
 from .normal_advance import advance
@@ -20,6 +20,7 @@ from .normal_blocks import (
     I_IN_HEAP,
     I_MOST,
     I_PARTED,
+    I_RELAYED,
     I_TICKET,
     I_TOTAL,
     INFO_WORDS,
@@ -28,6 +29,7 @@ from .normal_blocks import (
 )
 from .normal_finish import finish
 from .normal_layout import list_tokens, mark_tokens, report_ids
+from .normal_node_launches import exchange_nodes
 from .normal_notify import open_operation
 from .normal_reduce import reduce_rows
 from .normal_rows import move_rows
@@ -54,7 +56,7 @@ class TritonNormalKernels:
 
     name = "triton"
     #: Words of what the opening tells the host, see ``normal_blocks``.
-    ticket, different, total, most, away, in_heap, beyond, parted = (
+    ticket, different, total, most, away, in_heap, beyond, parted, relayed = (
         I_TICKET,
         I_DIFFERENT,
         I_TOTAL,
@@ -63,6 +65,7 @@ class TritonNormalKernels:
         I_IN_HEAP,
         I_BEYOND,
         I_PARTED,
+        I_RELAYED,
     )
     told, told_words = INFO_WORDS, TOLD_WORDS
 
@@ -92,11 +95,13 @@ class TritonNormalKernels:
         # any address that is a multiple of 16 like the real ones, and fits an int64 only
         at = 1 << 40
         tensors = NormalTensors(at, at, 1, at, at, at, at, at, at, at, 1)
-        found = self.open(at, at, form, at, at, at, at, at, at, at, 1, 0) + self.exchange(at, at, form, tensors, 1, 1)
+        nodes = NodeTensors(at, at, 1, at, 1, at) if form.node_ranks else None
+        found = self.open(at, at, form, at, at, at, at, at, at, at, 1, 0, at)
+        found += self.exchange(at, at, form, tensors, nodes, 1, 1)
         if form.kind == NormalNotify.OPERATION_COMBINE:
             found += self.reduce(at, at, form, at, at, at, 1, at, at, (at,) * biases, at, at, 1)
         elif form.kind == NormalNotify.OPERATION_DISPATCH:
-            found += self.list(at, 1, at, at, at)
+            found += self.list(at, 1, 0, form.node_ranks, at, at, at, at)
             if form.topk:
                 found += self.mark(at, at, at, 1, form.topk, experts, at, at, at, at)
         for launch in found:
@@ -140,14 +145,17 @@ class TritonNormalKernels:
             return (first,)
         return first, Launch(report_ids, (1,), (context, state, bad, experts), {"BACKEND": self.target.backend})
 
-    def list(self, in_rank: int, tokens: int, rows: int, lists: int, places: int) -> tuple[Launch, ...]:
-        """Lists of the tokens of each rank from bool[tokens, ranks] marks."""
+    def list(
+        self, in_rank: int, tokens: int, rank: int, node_ranks: int, rows: int, passing: int, lists: int, places: int
+    ) -> tuple[Launch, ...]:
+        """Lists of the tokens of each rank from bool[tokens, ranks] marks; see ``normal_layout.list_tokens``."""
+        block = min(1024, _power_of_two(tokens)) if self.target.interpreted else 1024
         return (
             Launch(
                 list_tokens,
                 (self.ranks,),
-                (in_rank, tokens, self.ranks, rows, lists, places),
-                {"BLOCK": min(1024, _power_of_two(tokens)) if self.target.interpreted else 1024},
+                (in_rank, tokens, self.ranks, rank, node_ranks, rows, passing, lists, places),
+                {"NODES": node_ranks > 0, "BLOCK": block},
                 warps=4,
             ),
         )
@@ -168,6 +176,7 @@ class TritonNormalKernels:
         info: int,
         ticket: int,
         capacity: int,
+        passing: int,
     ) -> tuple[Launch, ...]:
         """Tell every peer what this rank is about to do, and hear every peer: ``normal_notify.open_operation``."""
         arguments = (
@@ -189,13 +198,24 @@ class TritonNormalKernels:
             form.meta_bytes,
             form.local_experts,
             max(form.topk, 1),
+            form.node_ranks,
+            passing,
         )
-        return (Launch(open_operation, (1,), arguments, {"KIND": form.kind, "RANKS": self._ranks, **self._lanes}),)
+        constants = {"KIND": form.kind, "NODES": form.node_ranks > 0, "RANKS": self._ranks, **self._lanes}
+        return (Launch(open_operation, (1,), arguments, constants),)
 
     def exchange(
-        self, context: int, state: int, form: NormalFormat, tensors: NormalTensors, turns: int, programs: int
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        tensors: NormalTensors,
+        nodes: NodeTensors | None,
+        turns: int,
+        programs: int,
     ) -> tuple[Launch, ...]:
         """Move the rows of an opened operation in ``turns`` turns of ``programs`` programs, then what is left."""
+        programs = max(min(programs, self._most_programs), 1)
         arguments = (context, state, *tensors, form.local_experts)
         words = form.row_bytes // 4
         scale_words = form.scale_bytes // 4
@@ -208,11 +228,26 @@ class TritonNormalKernels:
             "SCALES": _power_of_two(scale_words),
             "BLOCK": min(_BLOCK, _power_of_two(words)),
         }
+        if nodes is not None:
+            return exchange_nodes(
+                self.target,
+                self.ranks,
+                context,
+                state,
+                form,
+                tensors,
+                nodes,
+                turns,
+                programs,
+                constants,
+                self._rows,
+                _WARPS,
+            )
         turn = (
             Launch(advance, (1,), (context, state), self._lanes),
             Launch(
                 move_rows,
-                (max(min(programs, self._most_programs), 1),),
+                (programs,),
                 arguments,
                 {**constants, "ROWS": self._rows},
                 warps=_WARPS,
@@ -314,9 +349,18 @@ class TritonNormalKernels:
 
         chunk = min(max(-(-rows // channels), least), most)
         found = batches(chunk, rows)
-        if not fits:
-            in_slot = max(plan.round_slot // row, 1)
+        if not fits or form.node_ranks:
+            in_slot = self.slot_rows(layout, form) if form.node_ranks else max(plan.round_slot // row, 1)
             chunk = min(chunk, in_slot)
             found = max(found, batches(chunk, in_slot // chunk * chunk))
+        if form.node_ranks and form.kind == NormalNotify.OPERATION_COMBINE:
+            # a batch is summed a turn later than laid out, and may miss parts: a turn with nothing to do costs little
+            found = 2 * found + 2
         # one to pack, one more to unpack
         return found + 1
+
+    def slot_rows(self, layout: WindowLayout, form: NormalFormat) -> int:
+        """Rows of one of the two landing slots of a rail peer: see ``normal_node_place.place_nodes``."""
+        lanes = form.node_ranks + self.ranks // form.node_ranks
+        slot = layout.normal.round_slot * self.ranks // lanes // 128 * 128
+        return max(slot // (form.row_bytes + form.meta_bytes), 1)

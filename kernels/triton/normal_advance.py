@@ -18,7 +18,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_GRANT
 from .block_access import (
     channel_count,
@@ -27,7 +26,6 @@ from .block_access import (
     own_rank,
     peer_window,
     rank_count,
-    window_address,
 )
 from .normal_blocks import (
     N_ARRIVED,
@@ -40,64 +38,58 @@ from .normal_blocks import (
     N_GRANT_LEFT,
     N_GRANT_META,
     N_GRANT_ROW,
-    N_GRANT_START,
     N_GRANTED,
-    N_GRANTS,
     N_GRANTS_SENT,
     N_GRANTS_TAKEN,
-    N_META_LANDING,
     N_PACK_ROWS,
     N_READY,
     N_RECV_ROWS,
-    N_ROW_LANDING,
     N_SEND_ROWS,
     N_SENT,
     N_SENT_CHUNKS,
     N_SLOT_ROWS,
-    N_SLOT_STRIDE,
     W_BAD_PEER,
     W_CHUNK_BYTES,
     W_DEPTH,
-    W_GRANT_RECV,
-    W_GRANT_SEND,
     W_IN_HEAP,
-    W_LANDING_END,
     W_META_BYTES,
-    W_NUMBER,
     W_OPEN,
-    W_ROUNDS,
     W_ROW_BYTES,
     W_STAGING,
     W_STREAM,
     W_TURN,
     get_each,
+    phase_of,
     set_each,
 )
+from .normal_grants import give_grants, take_grants
 from .normal_wait import (
     arrived_each,
     chunks_arrived,
     completed_each,
     first_unfinished,
-    message_at,
     released,
-    send_message,
     share_of,
 )
 from .publish import put_writes, store_flags, wait_room
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, refuse, turn_over
-from .words import any_of, clock_ns, int64s, peek, poke, settle, uniform
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, turn_over
+from .words import any_of, clock_ns, peek, poke, settle, uniform
 
-__all__ = ["advance", "batch_chunks", "turn"]
+__all__ = [
+    "advance",
+    "batch_chunks",
+    "blame_peer",
+    "choose_rows",
+    "is_late",
+    "is_stuck",
+    "note_arrivals",
+    "publish_batch",
+    "turn",
+]
 
 _GRANT, _COMBINE = tl.constexpr(NORMAL_GRANT), tl.constexpr(NORMAL_COMBINE)
-_SLOTS, _HEADER = tl.constexpr(GRANT_SLOTS), tl.constexpr(HEADER_BYTES)
-_TAG_VALUE = tl.constexpr(NormalGrant.TAG_VALUE)
-_AT_NUMBER, _AT_ROUND = tl.constexpr(8 * NormalGrant.NUMBER), tl.constexpr(8 * NormalGrant.ROUND)
-_AT_ROWS, _AT_ROW_OFFSET = tl.constexpr(8 * NormalGrant.ROWS), tl.constexpr(8 * NormalGrant.ROW_OFFSET)
-_AT_META_OFFSET = tl.constexpr(8 * NormalGrant.META_OFFSET)
-_AT_CHUNK_ROWS, _AT_REST = tl.constexpr(8 * NormalGrant.CHUNK_ROWS), tl.constexpr(8 * 7)
 #: What a look at some peers finds: somebody is missing, all is there, the kernel has failed.
-_MISSING, _THERE, _FAILED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MISSING, THERE, FAILED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -107,13 +99,7 @@ def batch_chunks(state: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _phase(state: tl.tensor) -> tl.tensor:
-    """0 in a dispatch, 1 in a combine."""
-    return (peek(state + W_STREAM) == _COMBINE).to(tl.int64)
-
-
-@triton.jit
-def _publish_batch(
+def publish_batch(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -124,7 +110,7 @@ def _publish_batch(
 ) -> None:
     """Publish what the turn before has packed for the ``live`` peers, and move every position past it."""
     row, meta, stream = peek(state + W_ROW_BYTES), peek(state + W_META_BYTES), peek(state + W_STREAM)
-    channels, phase, depth = channel_count(context), _phase(state), peek(state + W_DEPTH)
+    channels, phase, depth = channel_count(context), phase_of(state), peek(state + W_DEPTH)
     rows = get_each(context, state, N_PACK_ROWS, peers, live)
     packed = rows > 0
     chunk = tl.maximum(get_each(context, state, N_GRANT_CHUNK, peers, packed), 1)
@@ -190,122 +176,7 @@ def _expect(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.ten
 
 
 @triton.jit
-def _give(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    start: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
-) -> tl.tensor:
-    """Give the ``live`` peers their next grant where there is room. True for those to whom one is still owed."""
-    turn, slot_rows = (
-        get_each(context, state, N_GRANTED, peers, live),
-        get_each(context, state, N_SLOT_ROWS, peers, live),
-    )
-    first = turn * slot_rows
-    left = get_each(context, state, N_RECV_ROWS, peers, live) - first
-    consumed = get_each(context, state, N_CONSUMED, peers, live)
-    due = live & (left > 0) & ((turn < 2) | (consumed >= first - slot_rows))
-    given = get_each(context, state, N_GRANTS_SENT, peers, live)
-    # the peer has read the grant of four before, since rows of later ones have arrived; its write may still be repeated
-    chosen = due & (completed_each(context, state, peers, due, _GRANT, BACKEND) >= given - _SLOTS + 1)
-    if any_of(chosen, BACKEND) != 0:
-        zero = tl.zeros_like(peers)
-        slot = given % _SLOTS
-        source = peek(state + W_GRANT_SEND) + (peers * _SLOTS + slot) * _HEADER
-        target = peek(state + W_GRANT_RECV) + (own_rank(context) * _SLOTS + slot) * _HEADER
-        at = message_at(context, peers, chosen, source, target)
-        step = (turn & 1) * get_each(context, state, N_SLOT_STRIDE, peers, chosen)
-        tl.store(int64s(at), zero + _TAG_VALUE, mask=chosen)
-        tl.store(int64s(at + _AT_NUMBER), zero + peek(state + W_NUMBER), mask=chosen)
-        tl.store(int64s(at + _AT_ROUND), turn, mask=chosen)
-        tl.store(int64s(at + _AT_ROWS), tl.minimum(left, slot_rows), mask=chosen)
-        row_at = get_each(context, state, N_ROW_LANDING, peers, chosen)
-        tl.store(int64s(at + _AT_ROW_OFFSET), row_at + step, mask=chosen)
-        meta_at = get_each(context, state, N_META_LANDING, peers, chosen)
-        tl.store(int64s(at + _AT_META_OFFSET), meta_at + step, mask=chosen)
-        tl.store(int64s(at + _AT_CHUNK_ROWS), get_each(context, state, N_CHUNK_ROWS, peers, chosen), mask=chosen)
-        tl.store(int64s(at + _AT_REST), zero, mask=chosen)
-        nbytes = zero + _HEADER
-        if send_message(
-            context, state, peers, chosen, _GRANT, source, target, nbytes, given + 1, start, LANES, BACKEND
-        ):
-            set_each(context, state, N_GRANTS_SENT, peers, chosen, given + 1)
-            set_each(context, state, N_GRANTED, peers, chosen, turn + 1)
-    return due & (chosen == 0)
-
-
-@triton.jit
-def _outside(state: tl.tensor, offset: tl.tensor, nbytes: tl.tensor) -> tl.tensor:
-    """True when a claimed range is not in the area that grants may name (offsets are claims: no overflow here)."""
-    begin, end = peek(state + W_ROUNDS), peek(state + W_LANDING_END)
-    return (offset % 16 != 0) | (offset < begin) | (offset > end) | (nbytes > end - offset)
-
-
-@triton.jit
-def _or_else(
-    bad: tl.tensor, got: tl.tensor, want: tl.tensor, wrong: tl.tensor, claim: tl.tensor, expected: tl.tensor
-) -> tl.tensor:
-    """``bad`` claims with what was got and wanted, and where they are right those that are ``wrong``."""
-    return bad | wrong, tl.where(bad, got, claim), tl.where(bad, want, expected)
-
-
-@triton.jit
-def _take(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """Take the next grant of the ``live`` peers that have given one; 1 when a claim was refused."""
-    row, meta, stream = peek(state + W_ROW_BYTES), peek(state + W_META_BYTES), peek(state + W_STREAM)
-    left = get_each(context, state, N_SEND_ROWS, peers, live) - get_each(context, state, N_SENT, peers, live)
-    wanted = live & (left > 0) & (get_each(context, state, N_GRANT_LEFT, peers, live) == 0)
-    taken = get_each(context, state, N_GRANTS_TAKEN, peers, wanted)
-    here = wanted & (arrived_each(context, state, peers, wanted, _GRANT, BACKEND) > taken)
-    broken = tl.full((), 0, tl.int32)
-    if any_of(here, BACKEND) != 0:
-        # It names the landing slot of the grant before the last one, whose rows the receiver has read: a NIC must not
-        # repeat their writes any more.
-        sent = get_each(context, state, N_SENT_CHUNKS, peers, here)
-        life = get_each(context, state, N_CHUNKS_SENT + _phase(state), peers, here)
-        chunks = life - sent + get_each(context, state, N_GRANT_START, peers, here)
-        chunks = tl.where(get_each(context, state, N_GRANTS, peers, here) == 0, 0, chunks)
-        here = here & (first_unfinished(context, state, peers, here, stream, chunks, BACKEND) < 0)
-        settle(BACKEND)
-        slot = peek(state + W_GRANT_RECV) + (tl.where(here, peers * _SLOTS + taken % _SLOTS, 0)) * _HEADER
-        at = window_address(context) + slot
-        tag = tl.load(int64s(at), mask=here, other=0)
-        number = tl.load(int64s(at + _AT_NUMBER), mask=here, other=0)
-        turn = tl.load(int64s(at + _AT_ROUND), mask=here, other=0)
-        rows = tl.load(int64s(at + _AT_ROWS), mask=here, other=0)
-        row_at = tl.load(int64s(at + _AT_ROW_OFFSET), mask=here, other=0)
-        meta_at = tl.load(int64s(at + _AT_META_OFFSET), mask=here, other=0)
-        chunk = tl.load(int64s(at + _AT_CHUNK_ROWS), mask=here, other=0)
-        grants = get_each(context, state, N_GRANTS, peers, here)
-        most = peek(state + W_CHUNK_BYTES) // (row + meta)
-        begin = peek(state + W_ROUNDS)
-        expected = peek(state + W_NUMBER)
-        # the first claim that is wrong is refused, in one place: every copy of the code costs a second to compile
-        bad, got, want = tag != _TAG_VALUE, tag, tl.zeros_like(tag) + _TAG_VALUE
-        bad, got, want = _or_else(bad, got, want, number != expected, number, expected)
-        bad, got, want = _or_else(bad, got, want, turn != grants, turn, grants)
-        bad, got, want = _or_else(bad, got, want, (rows < 1) | (rows > left), rows, left)
-        bad, got, want = _or_else(bad, got, want, (chunk < 1) | (chunk > most), chunk, most)
-        bad, got, want = _or_else(bad, got, want, _outside(state, row_at, rows * row), row_at, begin)
-        outside = (meta != 0) & _outside(state, meta_at, rows * meta)
-        bad, got, want = _or_else(bad, got, want, outside, meta_at, begin)
-        broken = refuse(context, state, peers, here & bad, _GRANT, got, want, BACKEND)
-        if broken == 0:
-            set_each(context, state, N_GRANTS_TAKEN, peers, here, taken + 1)
-            set_each(context, state, N_GRANTS, peers, here, grants + 1)
-            set_each(context, state, N_GRANT_LEFT, peers, here, rows)
-            set_each(context, state, N_GRANT_ROW, peers, here, row_at)
-            set_each(context, state, N_GRANT_META, peers, here, meta_at)
-            set_each(context, state, N_GRANT_CHUNK, peers, here, chunk)
-            set_each(context, state, N_GRANT_START, peers, here, sent)
-    return broken
-
-
-@triton.jit
-def _choose(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr) -> None:
+def choose_rows(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr) -> None:
     """Decide what to pack for the ``live`` peers that have a grant and whose staging is free."""
     stream, depth = peek(state + W_STREAM), peek(state + W_DEPTH)
     left = get_each(context, state, N_GRANT_LEFT, peers, live)
@@ -317,20 +188,22 @@ def _choose(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.ten
         rows = tl.where(mapped, left, tl.minimum(left, batch_chunks(state) * chunk))
         chunks = (rows + chunk - 1) // tl.maximum(chunk, 1)
         # the writes from the slots that are used again are over
-        number = get_each(context, state, N_CHUNKS_SENT + _phase(state), peers, proxied)
+        number = get_each(context, state, N_CHUNKS_SENT + phase_of(state), peers, proxied)
         over = tl.maximum(number + chunks - depth, 0)
         busy = first_unfinished(context, state, peers, proxied, stream, over, BACKEND) >= 0
         set_each(context, state, N_PACK_ROWS, peers, mapped | (proxied & (busy == 0)), rows)
 
 
 @triton.jit
-def _note(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr) -> None:
+def note_arrivals(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr
+) -> None:
     """Move ARRIVED of the ``live`` peers past every chunk that has arrived in order."""
     chunk = get_each(context, state, N_CHUNK_ROWS, peers, live)
     granted = get_each(context, state, N_GRANTED, peers, live) * get_each(context, state, N_SLOT_ROWS, peers, live)
     limit = tl.minimum(get_each(context, state, N_RECV_ROWS, peers, live), granted)
     wanted = live & (get_each(context, state, N_ARRIVED, peers, live) < limit)
-    taken = get_each(context, state, N_CHUNKS_TAKEN + _phase(state), peers, wanted)
+    taken = get_each(context, state, N_CHUNKS_TAKEN + phase_of(state), peers, wanted)
     come = chunks_arrived(context, state, peers, wanted, peek(state + W_STREAM), BACKEND) - taken
     set_each(context, state, N_ARRIVED, peers, wanted, tl.minimum(tl.where(wanted, come, 0) * chunk, limit))
 
@@ -345,41 +218,41 @@ def _look(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Do for the ``live`` peers what can be done now: _MISSING, _THERE or _FAILED."""
+    """Do for the ``live`` peers what can be done now: MISSING, THERE or FAILED."""
     settle(BACKEND)
-    owed = any_of(_give(context, state, peers, live, start, LANES, BACKEND), BACKEND)
+    owed = any_of(give_grants(context, state, peers, live, start, LANES, BACKEND), BACKEND)
     settle(BACKEND)
-    found = tl.full((), _FAILED, tl.int32)
-    if _take(context, state, peers, live, BACKEND) == 0:
+    found = tl.full((), FAILED, tl.int32)
+    if take_grants(context, state, peers, live, BACKEND) == 0:
         settle(BACKEND)
-        _choose(context, state, peers, live, BACKEND)
-        _note(context, state, peers, live, BACKEND)
+        choose_rows(context, state, peers, live, BACKEND)
+        note_arrivals(context, state, peers, live, BACKEND)
         settle(BACKEND)
-        late = live & _late(context, state, peers, live)
-        stuck = live & _stuck(context, state, peers, live)
+        late = live & is_late(context, state, peers, live)
+        stuck = live & is_stuck(context, state, peers, live)
         missing = owed | any_of(late | stuck, BACKEND)
-        found = tl.where(missing != 0, _MISSING, _THERE)
+        found = tl.where(missing != 0, MISSING, THERE)
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
-            found = tl.full((), _FAILED, tl.int32)
+            found = tl.full((), FAILED, tl.int32)
     return found
 
 
 @triton.jit
-def _late(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
+def is_late(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
     """True for peers whose batch has not arrived."""
     arrived = get_each(context, state, N_ARRIVED, peers, live)
     return arrived < get_each(context, state, N_EXPECTED, peers, live)
 
 
 @triton.jit
-def _stuck(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
+def is_stuck(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
     """True for peers to which the next batch cannot be packed yet."""
     left = get_each(context, state, N_SEND_ROWS, peers, live) - get_each(context, state, N_SENT, peers, live)
     return (left > 0) & (get_each(context, state, N_PACK_ROWS, peers, live) == 0)
 
 
 @triton.jit
-def _blame(
+def blame_peer(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -388,11 +261,11 @@ def _blame(
     BACKEND: tl.constexpr,
 ) -> None:
     """Fail with a peer that is missing, and what of it: its rows, its grant, or the completion of own writes."""
-    channels, stream, phase = channel_count(context), peek(state + W_STREAM), _phase(state)
-    late = live & _late(context, state, peers, live)
-    stuck = live & _stuck(context, state, peers, live)
+    channels, stream, phase = channel_count(context), peek(state + W_STREAM), phase_of(state)
+    late = live & is_late(context, state, peers, live)
+    stuck = live & is_stuck(context, state, peers, live)
     ungranted = stuck & (get_each(context, state, N_GRANT_LEFT, peers, stuck) == 0)
-    # the completion of a grant, unless something else is missing; in one place, as in _take
+    # the completion of a grant, unless something else is missing; in one place, as in take_grants
     bad, on = live, tl.zeros_like(peers) + _GRANT
     got = completed_each(context, state, peers, live, _GRANT, BACKEND)
     want = get_each(context, state, N_GRANTS_SENT, peers, live)
@@ -429,25 +302,25 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
             peers = first + tl.arange(0, LANES).to(tl.int64)
             live = is_live(context, peers) & (peers != me)
             if before > 0:
-                _publish_batch(context, state, peers, live, start, LANES, BACKEND)
+                publish_batch(context, state, peers, live, start, LANES, BACKEND)
                 mine = peers == me
                 set_each(context, state, N_PACK_ROWS, peers, mine, tl.zeros_like(peers))
                 set_each(context, state, N_CONSUMED, peers, live, get_each(context, state, N_READY, peers, live))
                 _expect(context, state, peers, live)
         settle(BACKEND)
-        found = tl.full((), _MISSING, tl.int32)
+        found = tl.full((), MISSING, tl.int32)
         ending = tl.full((), 0, tl.int32)
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
-            found = tl.full((), _FAILED, tl.int32)
-        while (found == _MISSING) & (ending == GO_ON):
-            found = tl.full((), _THERE, tl.int32)
+            found = tl.full((), FAILED, tl.int32)
+        while (found == MISSING) & (ending == GO_ON):
+            found = tl.full((), THERE, tl.int32)
             for first in range(0, ranks, LANES):
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
-                if found != _FAILED:
+                if found != FAILED:
                     one = _look(context, state, peers, live, start, LANES, BACKEND)
-                    found = tl.where(one == _FAILED, one, tl.minimum(found, one))
-            if found == _MISSING:
+                    found = tl.where(one == FAILED, one, tl.minimum(found, one))
+            if found == MISSING:
                 ending = turn_over(context, start, BACKEND)
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
@@ -455,18 +328,18 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 first = (ranks - 1) // LANES * LANES - step
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
-                late = _late(context, state, peers, live) | _stuck(context, state, peers, live)
+                late = is_late(context, state, peers, live) | is_stuck(context, state, peers, live)
                 # the last look fails when no other has: only the completion of a grant is missing then
                 if (any_of(live & late, BACKEND) != 0) | (first == 0):
-                    _blame(context, state, peers, live, code, BACKEND)
-        if found == _THERE:
+                    blame_peer(context, state, peers, live, code, BACKEND)
+        if found == THERE:
             poke(state + W_TURN, before + 1)
             for first in range(0, ranks, LANES):
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 arrived = get_each(context, state, N_ARRIVED, peers, live)
                 set_each(context, state, N_READY, peers, live, arrived)
-                if (peek(state + W_IN_HEAP) != 0) & (_phase(state) == 1):
+                if (peek(state + W_IN_HEAP) != 0) & (phase_of(state) == 1):
                     # the rows of a combine stay in the heap until they are summed
                     set_each(context, state, N_CONSUMED, peers, live, arrived)
                 total = get_each(context, state, N_RECV_ROWS, peers, live)

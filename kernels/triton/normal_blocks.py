@@ -29,7 +29,10 @@ in a window.
     21    META_BYTES
     22    STREAM        of channel 0
     23    RAN           1 = the operation opened last has been exchanged                              open, finish
+    24    NODE_RANKS    ranks of a node when rows pass through forwarders, else 0                   open
     25    SINK          takes stores that cannot be predicated (same place as in :mod:`.blocks`)    all
+    26    BOARDS        what ranks of a node tell each other (``protocol.relay``)                   host
+    27    LINES
     32    tables of int64[ranks], in the order of TABLES:
 
     over the Buffer's life, by peer (writer: advance and finish):
@@ -50,6 +53,14 @@ in a window.
     PACK_ROWS      rows that this turn packs                   ARRIVED       rows that have arrived without a gap
     EXPECTED       rows that must be here to go on             CONSUMED      rows unpacked
     READY          rows that this turn unpacks end here
+
+    and between nodes (see :mod:`.normal_nodes`), by far rank where nothing else is said:
+    PASS_SEND      rows for it, whoever carries them           PASS_RECV     rows of it likewise
+    PASSED         of these, unpacked, or laid out             PASS_READY    those of this turn end here
+    RELAY_FIRST    rail peer: index of its first row in the marks that a dispatch keeps for its combine
+    SHOWN          rail peer: 1 + rows on its board            SCANNED       rows of its forwarder's board looked at
+    SCAN_END       those of this turn end here
+    VIEW_ROWS, VIEW_ROW, VIEW_META, VIEW_SLOT_ROWS, VIEW_STRIDE   what that board says, checked; 0 rows = not yet read
 """
 
 from __future__ import annotations
@@ -59,11 +70,22 @@ import triton
 import triton.language as tl
 
 from ...protocol.layout import WindowLayout
+from ...protocol.streams import NORMAL_COMBINE
 from .block_access import rank_count
 from .blocks import SINK
-from .words import int64s
+from .words import int64s, peek
 
-__all__ = ["DEVICE_CHUNK_BYTES", "INFO_WORDS", "TABLES", "TOLD_WORDS", "DeviceNormalState", "get_each", "set_each"]
+__all__ = [
+    "DEVICE_CHUNK_BYTES",
+    "INFO_WORDS",
+    "TABLES",
+    "TOLD_WORDS",
+    "DeviceNormalState",
+    "entry",
+    "get_each",
+    "phase_of",
+    "set_each",
+]
 
 (
     NUMBER,
@@ -90,9 +112,11 @@ __all__ = ["DEVICE_CHUNK_BYTES", "INFO_WORDS", "TABLES", "TOLD_WORDS", "DeviceNo
     META_BYTES,
     STREAM,
     RAN,
-) = range(24)
+    NODE_RANKS,
+) = range(25)
+BOARDS, LINES = 26, 27
 STATE_WORDS = 32
-assert RAN < SINK < STATE_WORDS
+assert NODE_RANKS < SINK < BOARDS < LINES < STATE_WORDS
 
 TABLES = (
     "GRANTS_SENT",
@@ -124,21 +148,34 @@ TABLES = (
     "EXPECTED",
     "CONSUMED",
     "READY",
+    "PASS_SEND",
+    "PASS_RECV",
+    "PASSED",
+    "PASS_READY",
+    "RELAY_FIRST",
+    "SHOWN",
+    "SCANNED",
+    "SCAN_END",
+    "VIEW_ROWS",
+    "VIEW_ROW",
+    "VIEW_META",
+    "VIEW_SLOT_ROWS",
+    "VIEW_STRIDE",
 )
 
 #: What the opening tells the host, int64 words in host memory: the caller's ticket (stored last), peers that were given
 #: another shape (-1: the opening failed), rows of the received tensor, most rows to or from one other rank, rows for
-#: other ranks, IN_HEAP; and two that stay until the host has raised them: rows that came where fewer were promised, and
-#: DIFFERENT where it was not 0.
-I_TICKET, I_DIFFERENT, I_TOTAL, I_MOST, I_AWAY, I_IN_HEAP, I_BEYOND, I_PARTED = range(8)
-INFO_WORDS = 8
+#: other ranks, IN_HEAP; two that stay until the host has raised them: rows that came where fewer were promised, and
+#: DIFFERENT where it was not 0; and rows that a first dispatch hands on.
+I_TICKET, I_DIFFERENT, I_TOTAL, I_MOST, I_AWAY, I_IN_HEAP, I_BEYOND, I_PARTED, I_RELAYED = range(9)
+INFO_WORDS = 9
 #: After these, by rank: SHAPE, CODING, ROW_BYTES, META_BYTES that a peer told, when its shape differs; then rows per
 #: local expert.
 TOLD_WORDS = 4
 #: As in ``row_exchange``: both sides of the wire choose the same chunks, though only the receiver's choice counts.
 DEVICE_CHUNK_BYTES = 64 << 10
 
-_STATE_WORDS = tl.constexpr(STATE_WORDS)
+_STATE_WORDS, _COMBINE_STREAM = tl.constexpr(STATE_WORDS), tl.constexpr(NORMAL_COMBINE)
 W_NUMBER, W_NOTICES = tl.constexpr(8 * NUMBER), tl.constexpr(8 * NOTICES)
 W_NOTIFY_SEND, W_NOTIFY_RECV = tl.constexpr(8 * NOTIFY_SEND), tl.constexpr(8 * NOTIFY_RECV)
 W_NOTIFY_STRIDE = tl.constexpr(8 * NOTIFY_STRIDE)
@@ -150,6 +187,7 @@ W_LANDING_END, W_LEAST_CHUNK = tl.constexpr(8 * LANDING_END), tl.constexpr(8 * L
 W_OPEN, W_IN_HEAP, W_BAD_PEER = tl.constexpr(8 * OPEN), tl.constexpr(8 * IN_HEAP), tl.constexpr(8 * BAD_PEER)
 W_TURN, W_STREAM, W_RAN = tl.constexpr(8 * TURN), tl.constexpr(8 * STREAM), tl.constexpr(8 * RAN)
 W_ROW_BYTES, W_META_BYTES = tl.constexpr(8 * ROW_BYTES), tl.constexpr(8 * META_BYTES)
+W_NODE_RANKS, W_BOARDS, W_LINES = tl.constexpr(8 * NODE_RANKS), tl.constexpr(8 * BOARDS), tl.constexpr(8 * LINES)
 
 
 def _table(name: str) -> tl.constexpr:
@@ -168,6 +206,12 @@ N_GRANT_ROW, N_GRANT_META = _table("GRANT_ROW"), _table("GRANT_META")
 N_GRANT_CHUNK, N_GRANT_START = _table("GRANT_CHUNK"), _table("GRANT_START")
 N_SENT, N_SENT_CHUNKS, N_PACK_ROWS = _table("SENT"), _table("SENT_CHUNKS"), _table("PACK_ROWS")
 N_ARRIVED, N_EXPECTED, N_CONSUMED, N_READY = _table("ARRIVED"), _table("EXPECTED"), _table("CONSUMED"), _table("READY")
+N_PASS_SEND, N_PASS_RECV = _table("PASS_SEND"), _table("PASS_RECV")
+N_PASSED, N_PASS_READY = _table("PASSED"), _table("PASS_READY")
+N_RELAY_FIRST, N_SHOWN = _table("RELAY_FIRST"), _table("SHOWN")
+N_SCANNED, N_SCAN_END = _table("SCANNED"), _table("SCAN_END")
+N_VIEW_ROWS, N_VIEW_ROW, N_VIEW_META = _table("VIEW_ROWS"), _table("VIEW_ROW"), _table("VIEW_META")
+N_VIEW_SLOT_ROWS, N_VIEW_STRIDE = _table("VIEW_SLOT_ROWS"), _table("VIEW_STRIDE")
 
 
 @triton.jit
@@ -188,6 +232,12 @@ def set_each(
 ) -> None:
     """Set the entries of the ``chosen`` peers."""
     tl.store(int64s(entry(context, state, table, peers)), tl.zeros_like(peers) + value, mask=chosen)
+
+
+@triton.jit
+def phase_of(state: tl.tensor) -> tl.tensor:
+    """0 in a dispatch, 1 in a combine."""
+    return (peek(state + W_STREAM) == _COMBINE_STREAM).to(tl.int64)
 
 
 class DeviceNormalState:
@@ -216,6 +266,8 @@ class DeviceNormalState:
             (HEAP_BYTES, plan.heap),
             (LANDING_END, layout.normal_heap + plan.heap),
             (LEAST_CHUNK, DEVICE_CHUNK_BYTES),
+            (BOARDS, layout.relay_boards),
+            (LINES, layout.relay_lines),
         ):
             words[word] = value
         self.words = words.to(device)

@@ -26,16 +26,14 @@ from .normal_rows import UNALIGNED, move
 from .normal_wait import released, send_message, share_of, wait_counts
 from .words import clock_ns, peek, poke, settle
 
-__all__ = ["finish"]
+__all__ = ["close", "finish"]
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
 
 
 @triton.jit
-def _close(
-    context: tl.tensor, state: tl.tensor, KIND: tl.constexpr, LANES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
+def close(context: tl.tensor, state: tl.tensor, KIND: tl.constexpr, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """See all own writes over and, after a dispatch, tell the peers so; then the counters move on."""
     start = clock_ns(BACKEND)
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
@@ -147,4 +145,4 @@ def finish(
                 )
                 settle(BACKEND)
         if has_failed(context) == 0:
-            _close(context, state, KIND, LANES, BACKEND)
+            close(context, state, KIND, LANES, BACKEND)

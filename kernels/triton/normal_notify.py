@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import HEADER_BYTES, NormalNotify
-from ...protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH, NORMAL_NOTIFY
+from ...protocol.streams import NORMAL_NOTIFY
 from .block_access import (
     S_SINK,
-    channel_count,
     has_failed,
     is_live,
     own_rank,
@@ -31,48 +30,23 @@ from .normal_blocks import (
     I_TICKET,
     I_TOTAL,
     INFO_WORDS,
-    N_ARRIVED,
-    N_CHUNK_ROWS,
-    N_CONSUMED,
-    N_EXPECTED,
-    N_GRANT_LEFT,
-    N_GRANTED,
-    N_GRANTS,
-    N_META_LANDING,
-    N_PACK_ROWS,
-    N_READY,
-    N_RECV_FIRST,
+    N_PASS_RECV,
+    N_PASS_SEND,
     N_RECV_ROWS,
-    N_ROW_LANDING,
-    N_SEND_FIRST,
     N_SEND_ROWS,
-    N_SENT,
-    N_SENT_CHUNKS,
-    N_SLOT_ROWS,
-    N_SLOT_STRIDE,
     TOLD_WORDS,
-    W_BAD_PEER,
-    W_CHUNK_BYTES,
-    W_HEAP,
-    W_HEAP_BYTES,
-    W_IN_HEAP,
-    W_LEAST_CHUNK,
-    W_META_BYTES,
+    W_NODE_RANKS,
     W_NOTICES,
     W_NOTIFY_RECV,
     W_NOTIFY_SEND,
     W_NOTIFY_STRIDE,
     W_NUMBER,
     W_OPEN,
-    W_RAN,
-    W_ROUND_SLOT,
-    W_ROUNDS,
-    W_ROW_BYTES,
-    W_STREAM,
-    W_TURN,
     get_each,
     set_each,
 )
+from .normal_nodes import is_far, is_rail
+from .normal_place import begin, begin_nodes, place, place_nodes
 from .normal_wait import message_at, released, send_message, wait_counts
 from .wait import refuse
 from .words import clock_ns, int32s, int64s, peek, poke, release_each, settle
@@ -80,7 +54,6 @@ from .words import clock_ns, int32s, int64s, peek, poke, release_each, settle
 __all__ = ["open_operation"]
 
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
-_DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
 CACHED = tl.constexpr(NormalNotify.OPERATION_CACHED_DISPATCH)
 COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
@@ -92,11 +65,9 @@ _AT_TAG, _AT_NUMBER, _AT_ROWS = (
 )
 _AT_CODING, _AT_SHAPE = tl.constexpr(8 * NormalNotify.CODING), tl.constexpr(8 * NormalNotify.SHAPE)
 _AT_ROW_BYTES, _AT_META_BYTES = tl.constexpr(8 * NormalNotify.ROW_BYTES), tl.constexpr(8 * NormalNotify.META_BYTES)
-_AT_REST = tl.constexpr(8 * 7)
+_AT_RAIL_ROWS = tl.constexpr(8 * NormalNotify.RAIL_ROWS)
 #: More rows than any operation can have: indices are int32.
 _MOST_ROWS = tl.constexpr((1 << 31) - 1)
-#: Each rank's meta starts on a line of its own: no two ranks write the same one.
-_LINE = tl.constexpr(128)
 _INFO_DIFFERENT, _INFO_TOTAL, _INFO_MOST = (
     tl.constexpr(8 * I_DIFFERENT),
     tl.constexpr(8 * I_TOTAL),
@@ -109,69 +80,6 @@ _INFO_BEYOND, _INFO_TICKET, _INFO_PARTED = (
     tl.constexpr(8 * I_PARTED),
 )
 _INFO_TOLD, _TOLD = tl.constexpr(8 * INFO_WORDS), tl.constexpr(8 * TOLD_WORDS)
-
-
-@triton.jit
-def _lines(nbytes: tl.tensor) -> tl.tensor:
-    return (nbytes + _LINE - 1) // _LINE * _LINE
-
-
-@triton.jit
-def _begin(
-    context: tl.tensor,
-    state: tl.tensor,
-    given: tl.tensor,
-    taken: tl.tensor,
-    row_bytes: tl.tensor,
-    meta_bytes: tl.tensor,
-    KIND: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> None:
-    """Set every entry of the operation that no peer has a say in."""
-    me, ranks = own_rank(context), rank_count(context)
-    peers = tl.arange(0, RANKS).to(tl.int64)
-    inside = peers < ranks
-    live = is_live(context, peers)
-    sent = tl.load(int64s(given + 8 * peers), mask=inside, other=0)
-    if KIND == DISPATCH:
-        came = tl.zeros_like(sent)
-    else:
-        came = tl.load(int64s(taken + 8 * peers), mask=inside, other=0)
-    # a combine sends back what was received, and what was sent comes back
-    if KIND == COMBINE:
-        send, receive = tl.where(live, came, 0), tl.where(live, sent, 0)
-        set_each(context, state, N_SEND_FIRST, peers, inside, tl.cumsum(came, axis=0) - came)
-    else:
-        send, receive = tl.where(live, sent, 0), tl.where(live, came, 0)
-        set_each(context, state, N_SEND_FIRST, peers, inside, tl.zeros_like(sent))
-        # a cached dispatch keeps the places of its handle
-        set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(came, axis=0) - came)
-        receive = tl.where(peers == me, send, receive)
-    set_each(context, state, N_SEND_ROWS, peers, inside, send)
-    set_each(context, state, N_RECV_ROWS, peers, inside, receive)
-    zero = tl.zeros_like(sent)
-    set_each(context, state, N_GRANTED, peers, inside, zero)
-    set_each(context, state, N_GRANTS, peers, inside, zero)
-    set_each(context, state, N_GRANT_LEFT, peers, inside, zero)
-    set_each(context, state, N_SENT, peers, inside, zero)
-    set_each(context, state, N_SENT_CHUNKS, peers, inside, zero)
-    set_each(context, state, N_PACK_ROWS, peers, inside, zero)
-    set_each(context, state, N_ARRIVED, peers, inside, zero)
-    set_each(context, state, N_EXPECTED, peers, inside, zero)
-    set_each(context, state, N_CONSUMED, peers, inside, zero)
-    set_each(context, state, N_READY, peers, inside, zero)
-    if KIND != COMBINE:
-        # own rows are packed in the first turn, straight to the outputs; in a combine they are summed where they are
-        set_each(context, state, N_PACK_ROWS, peers, inside & (peers == me), send)
-    poke(state + W_TURN, 0)
-    poke(state + W_RAN, 0)
-    poke(state + W_BAD_PEER, 0)
-    poke(state + W_ROW_BYTES, row_bytes)
-    poke(state + W_META_BYTES, meta_bytes)
-    if KIND == COMBINE:
-        poke(state + W_STREAM, _COMBINE_STREAM)
-    else:
-        poke(state + W_STREAM, _DISPATCH_STREAM)
 
 
 @triton.jit
@@ -188,6 +96,7 @@ def _tell(
     local_experts: tl.tensor,
     start: tl.tensor,
     KIND: tl.constexpr,
+    NODES: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
@@ -202,7 +111,11 @@ def _tell(
         source = peek(state + W_NOTIFY_SEND) + parity + peers * stride
         target = peek(state + W_NOTIFY_RECV) + parity + me * stride + zero
         at = message_at(context, peers, live, source, target)
-        rows = get_each(context, state, N_SEND_ROWS, peers, live)
+        rows, rail_rows = get_each(context, state, N_SEND_ROWS, peers, live), zero
+        if NODES:
+            rail_rows = tl.where(is_rail(context, state, peers), rows, 0)
+            far = is_far(context, state, peers)
+            rows = tl.where(far, get_each(context, state, N_PASS_SEND, peers, live), rows)
         tl.store(int64s(at), zero + _TAG_VALUE, mask=live)
         tl.store(int64s(at + _AT_NUMBER), zero + number, mask=live)
         tl.store(int64s(at + _AT_ROWS), rows, mask=live)
@@ -210,7 +123,7 @@ def _tell(
         tl.store(int64s(at + _AT_SHAPE), zero + shape, mask=live)
         tl.store(int64s(at + _AT_ROW_BYTES), zero + row_bytes, mask=live)
         tl.store(int64s(at + _AT_META_BYTES), zero + meta_bytes, mask=live)
-        tl.store(int64s(at + _AT_REST), zero, mask=live)
+        tl.store(int64s(at + _AT_RAIL_ROWS), rail_rows, mask=live)
         nbytes = zero + _HEADER
         if KIND == DISPATCH:
             for expert in range(local_experts):
@@ -233,6 +146,7 @@ def _hear(
     info: tl.tensor,
     start: tl.tensor,
     KIND: tl.constexpr,
+    NODES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Wait for the notify of the ``live`` peers, read and check it. Peers of another shape; -1 after a failure."""
@@ -259,16 +173,48 @@ def _hear(
         tl.store(int64s(told + 24), tl.load(int64s(at + _AT_META_BYTES), mask=other, other=0), mask=other)
         same = live & (other == 0)
         if broken == 0:
-            if KIND == DISPATCH:
-                bad = same & ((rows < 0) | (rows > _MOST_ROWS))
-                broken = refuse(context, state, peers, bad, _NOTIFY, rows, _MOST_ROWS, BACKEND)
-                set_each(context, state, N_RECV_ROWS, peers, same, rows)
-            else:
-                expected = get_each(context, state, N_RECV_ROWS, peers, same)
-                broken = refuse(context, state, peers, same & (rows != expected), _NOTIFY, rows, expected, BACKEND)
+            rail_rows = tl.load(int64s(at + _AT_RAIL_ROWS), mask=live, other=0)
+            broken = _take_rows(context, state, peers, same, rows, rail_rows, KIND, NODES, BACKEND)
         if broken == 0:
             different = tl.sum(other.to(tl.int32), axis=0)
     return different
+
+
+@triton.jit
+def _take_rows(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    same: tl.tensor,
+    rows: tl.tensor,
+    rail_rows: tl.tensor,
+    KIND: tl.constexpr,
+    NODES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Take over how many rows the ``same`` peers have, or hold it against what is known; 1 when it is refused."""
+    far, rail = tl.zeros_like(same), tl.zeros_like(same)
+    if NODES:
+        far, rail = is_far(context, state, peers), is_rail(context, state, peers)
+    if KIND == DISPATCH:
+        bad = same & ((rows < 0) | (rows > _MOST_ROWS))
+        broken = refuse(context, state, peers, bad, _NOTIFY, rows, _MOST_ROWS, BACKEND)
+        most = tl.where(rail, _MOST_ROWS, 0)
+        bad = same & ((rail_rows < 0) | (rail_rows > most))
+        broken |= refuse(context, state, peers, bad, _NOTIFY, rail_rows, most, BACKEND)
+        set_each(context, state, N_RECV_ROWS, peers, same, tl.where(far, rail_rows, rows))
+        if NODES:
+            set_each(context, state, N_PASS_RECV, peers, same & far, rows)
+    else:
+        known = get_each(context, state, N_RECV_ROWS, peers, same)
+        expected = known
+        if NODES:
+            expected = tl.where(far, get_each(context, state, N_PASS_RECV, peers, same), known)
+        broken = refuse(context, state, peers, same & (rows != expected), _NOTIFY, rows, expected, BACKEND)
+        expected = tl.where(rail, known, 0)
+        bad = same & (rail_rows != expected)
+        broken |= refuse(context, state, peers, bad, _NOTIFY, rail_rows, expected, BACKEND)
+    return broken
 
 
 @triton.jit
@@ -279,6 +225,7 @@ def _count_experts(
     local_experts: tl.tensor,
     most_each: tl.tensor,
     told: tl.tensor,
+    NODES: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
@@ -295,62 +242,14 @@ def _count_experts(
             zero = tl.zeros_like(expert)
             live = inside & is_live(context, zero + peer)
             count = tl.load(int32s(base + peer * stride + _HEADER + 4 * expert), mask=live, other=0).to(tl.int64)
-            most = get_each(context, state, N_RECV_ROWS, zero + peer, live) * most_each
+            rows = get_each(context, state, N_RECV_ROWS, zero + peer, live)
+            if NODES:
+                passing = get_each(context, state, N_PASS_RECV, zero + peer, live)
+                rows = tl.where(is_far(context, state, zero + peer), passing, rows)
+            most = rows * most_each
             refuse(context, state, zero + peer, live & ((count < 0) | (count > most)), _NOTIFY, count, most, BACKEND)
             total += count
         tl.store(int64s(told + 8 * expert), total, mask=inside)
-
-
-@triton.jit
-def _place(
-    context: tl.tensor,
-    state: tl.tensor,
-    row: tl.tensor,
-    meta: tl.tensor,
-    capacity: tl.tensor,
-    info: tl.tensor,
-    KIND: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> None:
-    """Say where the rows of every peer land: all of them in the heap, or in rounds; see :mod:`..cpu.normal_prepare`."""
-    me, ranks, channels = own_rank(context), rank_count(context), channel_count(context)
-    peers = tl.arange(0, RANKS).to(tl.int64)
-    inside = peers < ranks
-    rows = get_each(context, state, N_RECV_ROWS, peers, inside)
-    away = tl.where(peers == me, 0, get_each(context, state, N_SEND_ROWS, peers, inside))
-    remote = tl.where(peers == me, 0, rows)
-    before = tl.cumsum(remote, axis=0) - remote
-    total = tl.sum(rows, axis=0)
-    if KIND == DISPATCH:
-        set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(rows, axis=0) - rows)
-    elif KIND == COMBINE:
-        set_each(context, state, N_RECV_FIRST, peers, inside, before)
-    room = _lines(remote * meta)
-    rows_room = _lines(tl.sum(remote, axis=0) * row)
-    heap = peek(state + W_HEAP)
-    fits = rows_room + tl.sum(room, axis=0) <= peek(state + W_HEAP_BYTES)
-    slot = peek(state + W_ROUND_SLOT)
-    most = peek(state + W_CHUNK_BYTES) // (row + meta)
-    in_slot = tl.maximum(slot // (row + meta), 1)
-    least = tl.maximum(peek(state + W_LEAST_CHUNK) // row, 1)
-    chunk = tl.minimum(tl.maximum((remote + channels - 1) // channels, least), most)
-    chunk = tl.where(fits, chunk, tl.minimum(chunk, in_slot))
-    slot_rows = in_slot // chunk * chunk
-    landing = peek(state + W_ROUNDS) + peers * 2 * slot
-    set_each(context, state, N_CHUNK_ROWS, peers, inside, chunk)
-    set_each(context, state, N_SLOT_ROWS, peers, inside, tl.where(fits, tl.maximum(remote, 1), slot_rows))
-    set_each(context, state, N_SLOT_STRIDE, peers, inside, tl.where(fits, 0, slot))
-    set_each(context, state, N_ROW_LANDING, peers, inside, tl.where(fits, heap + before * row, landing))
-    meta_at = heap + rows_room + tl.cumsum(room, axis=0) - room
-    set_each(context, state, N_META_LANDING, peers, inside, tl.where(fits, meta_at, landing + slot_rows * row))
-    poke(state + W_IN_HEAP, fits.to(tl.int64))
-    poke(info + _INFO_TOTAL, total)
-    poke(info + _INFO_MOST, tl.maximum(tl.max(remote, axis=0), tl.max(away, axis=0)))
-    poke(info + _INFO_AWAY, tl.sum(away, axis=0))
-    poke(info + _INFO_IN_HEAP, fits.to(tl.int64))
-    if (KIND == DISPATCH) & (capacity > 0):
-        if total > capacity:
-            poke(info + _INFO_BEYOND, total)
 
 
 # one compiled kernel whatever the numbers
@@ -369,6 +268,8 @@ def _place(
         "local_experts",
         "meta_bytes",
         "most_each",
+        "node_ranks",
+        "passing",
     ]
 )
 def open_operation(
@@ -390,7 +291,10 @@ def open_operation(
     meta_bytes: tl.int64,
     local_experts: tl.int64,
     most_each: tl.int64,
+    node_ranks: tl.int64,
+    passing: tl.int64,
     KIND: tl.constexpr,
+    NODES: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
@@ -407,6 +311,10 @@ def open_operation(
         capacity: rows that were promised to be enough, 0 = no promise.
         shape, shape_step: the digest that all ranks must share, and what it grows by with the number of ``origin``.
         most_each: most experts of a rank that a token can choose.
+        node_ranks: ranks of a node when rows pass through forwarders (``NODES``), else 0. ``given``, ``taken`` and
+            ``rows_out`` are then rows of near ranks and over the rails.
+        passing: int64[2, ranks], rows sent to, and received from, each rank, whoever carries them (``NODES``); in a
+            first dispatch the latter are written.
     """
     ticket, capacity, most_each = ticket.to(tl.int64), capacity.to(tl.int64), most_each.to(tl.int64)
     shape, shape_step, coding = shape.to(tl.int64), shape_step.to(tl.int64), coding.to(tl.int64)
@@ -416,8 +324,12 @@ def open_operation(
     if has_failed(context) == 0:
         start = clock_ns(BACKEND)
         if released(context, state, BACKEND) == 0:
-            _begin(context, state, given, taken, row_bytes, meta_bytes, KIND, RANKS)
+            poke(state + W_NODE_RANKS, node_ranks.to(tl.int64))
+            begin(context, state, given, taken, row_bytes, meta_bytes, KIND, RANKS)
             settle(BACKEND)
+            if NODES:
+                begin_nodes(context, state, taken, passing, KIND, RANKS)
+                settle(BACKEND)
             if KIND != DISPATCH:
                 # in halves: the product need not fit
                 number = peek(origin) + 1
@@ -441,6 +353,7 @@ def open_operation(
                         local_experts,
                         start,
                         KIND,
+                        NODES,
                         LANES,
                         BACKEND,
                     ).to(tl.int32)
@@ -449,7 +362,7 @@ def open_operation(
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 if different >= 0:
-                    found = _hear(context, state, peers, live, shape, info, start, KIND, BACKEND)
+                    found = _hear(context, state, peers, live, shape, info, start, KIND, NODES, BACKEND)
                     different = tl.where(found < 0, -1, different + found)
             settle(BACKEND)
     if different > 0:
@@ -460,7 +373,7 @@ def open_operation(
     if different == 0:
         if KIND == DISPATCH:
             told = info + _INFO_TOLD + ranks * _TOLD
-            _count_experts(context, state, expert_counts, local_experts, most_each, told, LANES, BACKEND)
+            _count_experts(context, state, expert_counts, local_experts, most_each, told, NODES, LANES, BACKEND)
             number = peek(state + W_NUMBER)
             poke(number_out, number)
             every = tl.arange(0, RANKS).to(tl.int64)
@@ -468,7 +381,14 @@ def open_operation(
             tl.store(
                 int64s(rows_out + 8 * every), get_each(context, state, N_RECV_ROWS, every, in_group), mask=in_group
             )
-        _place(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
+            if NODES:
+                far = in_group & is_far(context, state, every)
+                came = get_each(context, state, N_PASS_RECV, every, far)
+                tl.store(int64s(passing + 8 * (ranks + every)), came, mask=in_group)
+        if NODES:
+            place_nodes(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
+        else:
+            place(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
         poke(state + W_OPEN, 1)
     poke(info + _INFO_DIFFERENT, different.to(tl.int64))
     settle(BACKEND)

@@ -34,13 +34,15 @@ from .normal_blocks import (
     W_DEPTH,
     W_IN_HEAP,
     W_META_BYTES,
+    W_NODE_RANKS,
     W_OPEN,
     W_STAGING,
     entry,
 )
-from .words import aligned, int32s, int64s, peek
+from .normal_nodes import is_far, mark_bytes
+from .words import aligned, int32s, int64s, peek, uint8s
 
-__all__ = ["UNALIGNED", "move", "move_rows"]
+__all__ = ["UNALIGNED", "copy_rows", "move", "move_rows", "pack", "pad", "unpack"]
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
@@ -65,7 +67,7 @@ def _of(context: tl.tensor, state: tl.tensor, table: tl.tensor, peer: tl.tensor)
 
 
 @triton.jit
-def _copy(
+def copy_rows(
     source: tl.tensor,
     target: tl.tensor,
     inside: tl.tensor,
@@ -103,7 +105,7 @@ def _meta_of(
 
 
 @triton.jit
-def _pack(
+def pack(
     context: tl.tensor,
     state: tl.tensor,
     peer: tl.tensor,
@@ -121,7 +123,9 @@ def _pack(
     out_scales: tl.tensor,
     capacity: tl.tensor,
     local_experts: tl.tensor,
+    in_rank: tl.tensor,
     KIND: tl.constexpr,
+    NODES: tl.constexpr,
     WORDS: tl.constexpr,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -130,7 +134,11 @@ def _pack(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Pack this program's part of the batch for ``peer``, or of this rank's own rows: these go to the outputs."""
+    """Pack this program's part of the batch for ``peer``, or of this rank's own rows: these go to the outputs.
+
+    With ``NODES`` a row of a dispatch for a far peer has the ids that the peer's node counts for its experts, and
+    behind its scales the marks of the ranks of that node that ``in_rank``, uint8[tokens, ranks], says get it.
+    """
     rows = _of(context, state, N_PACK_ROWS, peer)
     if rows > 0:
         meta = peek(state + W_META_BYTES)
@@ -145,11 +153,18 @@ def _pack(
         send_first = _of(context, state, N_SEND_FIRST, peer)
         base = _of(context, state, N_RECV_FIRST, peer)
         word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
+        first_expert, experts = peer * local_experts, local_experts
+        if NODES:
+            if is_far(context, state, peer):
+                size = peek(state + W_NODE_RANKS)
+                first_expert, experts = peer // size * size * local_experts, size * local_experts
         for first in range(program * ROWS, rows, programs * ROWS):
             index = first + tl.arange(0, ROWS).to(tl.int64)
             inside = index < rows
             if KIND == _COMBINE:
                 token = send_first + done + index
+                # of a dispatch that received more than was promised, the rest is not there
+                inside = inside & (token < tokens)
             else:
                 token = tl.load(int32s(lists + 4 * (peer * tokens + done + index)), mask=inside, other=0).to(tl.int64)
             at = index // chunk
@@ -161,7 +176,7 @@ def _pack(
             if own:
                 inside = inside & (base + index < capacity)
                 target = out + (base + index) * (4 * WORDS)
-            _copy(x + token * (4 * WORDS), target, inside, word, WORDS, BLOCK)
+            copy_rows(x + token * (4 * WORDS), target, inside, word, WORDS, BLOCK)
             if KIND == _COMBINE:
                 if TOPK > 0:
                     bits = tl.load(
@@ -174,9 +189,7 @@ def _pack(
                     _pad(target_meta, inside, SLOTS, meta)
             else:
                 if TOPK > 0:
-                    expert, bits = _meta_of(
-                        token, inside, peer * local_experts, local_experts, topk_idx, weights, TOPK, SLOTS
-                    )
+                    expert, bits = _meta_of(token, inside, first_expert, experts, topk_idx, weights, TOPK, SLOTS)
                     given = inside[:, None] & (slot < TOPK)
                     if own:
                         row = (base + index)[:, None] * TOPK + slot
@@ -194,7 +207,10 @@ def _pack(
                         tl.store(int32s(at_scale), part, mask=given)
                     else:
                         tl.store(int32s(target_meta[:, None] + 4 * (2 * TOPK + place)), part, mask=given)
-                if (TOPK > 0) | (SCALE_WORDS > 0):
+                if NODES:
+                    if own == 0:
+                        _mark(context, state, peer, token, target_meta, inside, in_rank, 2 * TOPK + SCALE_WORDS)
+                elif (TOPK > 0) | (SCALE_WORDS > 0):
                     if own == 0:
                         _pad(target_meta, inside, 2 * TOPK + SCALE_WORDS, meta)
 
@@ -208,7 +224,43 @@ def _pad(target: tl.tensor, inside: tl.tensor, used: tl.tensor, meta: tl.tensor)
 
 
 @triton.jit
-def _unpack(
+def pad(target: tl.tensor, inside: tl.tensor, used: tl.tensor, meta: tl.tensor) -> None:
+    """Zeros after the ``used`` words of a meta, however many."""
+    zero = tl.zeros([target.shape[0]], tl.int32)
+    for word in range(used, meta // 4):
+        tl.store(int32s(target + 4 * word), zero, mask=inside)
+
+
+@triton.jit
+def _mark(
+    context: tl.tensor,
+    state: tl.tensor,
+    peer: tl.tensor,
+    token: tl.tensor,
+    target: tl.tensor,
+    inside: tl.tensor,
+    in_rank: tl.tensor,
+    USED: tl.constexpr,
+) -> None:
+    """After the USED words of the metas for ``peer``: a bit for each rank of its node that gets the row, where that is
+    another node; then zeros."""
+    used = tl.full((), USED, tl.int64)
+    if is_far(context, state, peer):
+        ranks, size = rank_count(context), peek(state + W_NODE_RANKS)
+        marks = in_rank + token * ranks + peer // size * size
+        bit = tl.arange(0, 32)[None, :]
+        for word in range((mark_bytes(state) + 3) // 4):
+            place = 32 * word + bit
+            wanted = inside[:, None] & (place < size)
+            marked = tl.load(uint8s(marks[:, None] + place), mask=wanted, other=0) != 0
+            bits = tl.sum(marked.to(tl.int32) << bit, axis=1)
+            tl.store(int32s(target + 4 * (USED + word)), bits, mask=inside)
+        used += (mark_bytes(state) + 3) // 4
+    pad(target, inside, used, peek(state + W_META_BYTES))
+
+
+@triton.jit
+def unpack(
     context: tl.tensor,
     state: tl.tensor,
     peer: tl.tensor,
@@ -248,7 +300,7 @@ def _unpack(
             landed_meta = meta_at + (turn_of & 1) * stride + within * meta
             row = base + index
             inside = (index < end) & (row < capacity)
-            _copy(landed, out + row * (4 * WORDS), inside, word, WORDS, BLOCK)
+            copy_rows(landed, out + row * (4 * WORDS), inside, word, WORDS, BLOCK)
             given = inside[:, None] & (slot < TOPK)
             if TOPK > 0:
                 place = row[:, None] * TOPK + slot
@@ -303,7 +355,7 @@ def move(
         # not all ranks write to the same peer first, nor all programs, when there are few rows for each
         peer = (me + step) % ranks
         part = (program + step * 7) % programs
-        _pack(
+        pack(
             context,
             state,
             peer,
@@ -321,7 +373,9 @@ def move(
             out_scales,
             capacity,
             local_experts,
+            0,
             KIND,
+            False,
             WORDS,
             TOPK,
             SLOTS,
@@ -334,7 +388,7 @@ def move(
         for step in range(1, ranks):
             peer = (me + step) % ranks
             part = (program + step * 7) % programs
-            _unpack(
+            unpack(
                 context,
                 state,
                 peer,
@@ -388,6 +442,7 @@ def move_rows(
     Args:
         x: [tokens, WORDS x 4 bytes], rows of a dispatch; of a combine [received rows, …]. On a multiple of 16.
         lists: int32[ranks, tokens], tokens for each rank (dispatch).
+        tokens: rows of x.
         topk_idx: int64[tokens, TOPK]. weights: float32, as many, or [received rows, TOPK]. scales: [tokens,
             SCALE_WORDS x 4 bytes].
         out: rows of ``capacity``, on a multiple of 16; likewise out_idx int64, out_weights float32, out_scales. In a

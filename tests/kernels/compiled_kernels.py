@@ -18,7 +18,7 @@ from compiled_traps import COPYING, WAITING
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from uccl_ep_serving.kernels.interface import NormalFormat, NormalTensors
+from uccl_ep_serving.kernels.interface import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.launch import Launch, Target
 from uccl_ep_serving.kernels.triton.low_latency import TritonLowLatencyKernels
 from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels
@@ -37,7 +37,9 @@ def normal_launches(target: Target) -> list[Launch]:
     """Normal mode likewise: FP8 with scales and BF16 dispatches, cached ones, combines with weights and biases."""
     kernels = TritonNormalKernels(8, target)
     at = 1 << 40
-    found = [*kernels.mark(at, at, at, 128, 8, 256, at, at, at, at), *kernels.list(at, 128, at, at, at)]
+    found = [*kernels.mark(at, at, at, 128, 8, 256, at, at, at, at), *kernels.list(at, 128, 0, 0, at, at, at, at)]
+    found += kernels.list(at, 128, 0, 4, at, at, at, at)
+    nodes = NodeTensors(at, at, 128, at, 128, at)
     tensors = NormalTensors(at, at, 128, at, at, at, at, at, at, at, 128)
     for kind, dtype, row, meta, scale, topk in (
         (NormalNotify.OPERATION_DISPATCH, DTYPE_FP8, 7168, 288, 224, 8),
@@ -45,8 +47,12 @@ def normal_launches(target: Target) -> list[Launch]:
         (NormalNotify.OPERATION_COMBINE, DTYPE_BF16, 14336, 32, 0, 8),
     ):
         form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, at, at)
-        found += kernels.open(at, at, form, at, at, at, at, at, at, at, 1, 0)
-        found += kernels.exchange(at, at, form, tensors, 1, 20)
+        found += kernels.open(at, at, form, at, at, at, at, at, at, at, 1, 0, 0)
+        found += kernels.exchange(at, at, form, tensors, None, 1, 20)
+        # the marks of a row between nodes take 16 bytes more at most
+        between = form._replace(meta_bytes=meta + 16 if kind != NormalNotify.OPERATION_COMBINE else meta, node_ranks=4)
+        found += kernels.open(at, at, between, at, at, at, at, at, at, at, 1, 0, at)
+        found += kernels.exchange(at, at, between, tensors, nodes, 1, 20)
         if kind == NormalNotify.OPERATION_COMBINE:
             found += kernels.reduce(at, at, form, at, at, at, 128, at, at, (at, at), at, at, 20)
     return found
@@ -56,7 +62,9 @@ def quickly_compiled(launch: Launch) -> bool:
     """False for kernels of normal mode that take a second and more, and hold what another one holds as well."""
     kind = launch.constants.get("KIND", NormalNotify.OPERATION_DISPATCH)
     name = launch.kernel.__name__
-    return name != "finish" and (name != "open_operation" or kind == NormalNotify.OPERATION_DISPATCH)
+    return name not in {"finish", "finish_nodes", "advance_nodes"} and (
+        name != "open_operation" or kind == NormalNotify.OPERATION_DISPATCH
+    )
 
 
 def launches(target: Target, everything: bool) -> list[Launch]:

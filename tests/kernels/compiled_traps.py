@@ -12,11 +12,11 @@ __all__ = ["COPYING", "WAITING", "cubin_resources", "cuda_faults", "hip_faults",
 
 PUBLISHING = {"pack_dispatch", "pack_combine"}
 #: One program of one warp that publishes.
-TELLING = {"open_operation", "advance", "finish"}
+TELLING = {"open_operation", "advance", "finish", "advance_nodes", "finish_nodes"}
 WAITING = {"route", "prepare_combine", "dispatch_arrival", "combine_arrival", *TELLING}
 #: Their last program to arrive goes on alone.
 ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine", "sum_rows"}
-COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "reduce_rows"}
+COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "move_node_rows", "reduce_rows"}
 
 
 def _loops(text: str, label: str, branch: str) -> list[str]:

@@ -36,15 +36,18 @@ EVERYTHING = {
     "combine_arrival": 2,
     "sum_rows": 2,
     "mark_tokens": 1,
-    "list_tokens": 1,
+    "list_tokens": 2,
     "report_ids": 1,
-    "open_operation": 1,
+    "open_operation": 2,
     "advance": 1,
     "move_rows": 3,
     "reduce_rows": 1,
+    "list_passed": 2,
+    "move_node_rows": 3,
+    "count_marks": 1,
 }
 #: The same with the kernels of normal mode that take long to compile.
-WITH_SLOW = {**EVERYTHING, "open_operation": 3, "finish": 3}
+WITH_SLOW = {**EVERYTHING, "open_operation": 6, "finish": 3, "advance_nodes": 2, "finish_nodes": 3}
 Found = dict[str, Any]
 
 

@@ -42,12 +42,17 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
+    return run_cases(mixed(exchange, overrides, exchange.rank % 2 == 0), exchange.rank, cases)
+
+
+def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buffer:
+    """A Buffer of a group of which some ranks run Numba's kernels (``cpu``) and the others Triton's."""
     buffer = opened(exchange, overrides, "cpu")
-    if exchange.rank % 2:
+    if not cpu:
         from uccl_ep_serving.device_ground import DeviceGround
 
         buffer._normal = DeviceNormal(buffer.runtime, DeviceGround(buffer.runtime, torch.device("cpu")))
-    return run_cases(buffer, exchange.rank, cases)
+    return buffer
 
 
 def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> None:

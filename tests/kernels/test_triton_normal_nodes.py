@@ -1,0 +1,154 @@
+"""Normal mode between nodes on a device, in Triton's interpreter: simulated nodes, real proxies, the same oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from normal_cases import Case
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+# after the path: rank processes inherit it and import the bodies
+import triton_node_bodies as bodies
+from ranks import Ranks
+
+from uccl_ep_serving.protocol import relay
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+#: Nodes of two ranks, between which proxies copy; a node's ranks write each other's windows.
+NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}
+#: No heap to speak of, and landing slots, chunks and rings of a few rows: each is used many times in an operation.
+ROUNDS: dict[str, Any] = {"heap_bytes": 4096, "round_bytes": 32 << 10, "chunk_bytes": 4096}
+SMALL = Case(tokens=(5, 3, 0, 4), experts=4, topk=2)
+FORMATS = [
+    Case(tokens=(9, 6, 7, 3), experts=8, topk=2, dtype=torch.float8_e4m3fn, seed=1),
+    Case(tokens=(0, 7, 0, 2), experts=8, topk=3, dtype=torch.float32, seed=2),
+    Case(tokens=(20, 13, 11, 9), experts=12, topk=3, hidden=136, dtype=torch.float16, hot=0, seed=3),
+    Case(tokens=(0, 0, 0, 0), experts=4, topk=2),
+    Case(tokens=(0, 8, 0, 0), experts=4, topk=1, lost=0.0),
+    Case(tokens=(6, 6, 6, 6), experts=8, topk=8, lost=0.0),
+]
+DEEP = Case(tokens=(60, 44, 0, 51), experts=8, topk=3)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """Rank processes whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
+    """Of each node one rank runs Numba's kernels: of either kind for the other."""
+    late = interpreted.run(4, bodies.against_the_oracle, NODES, [SMALL], (1, 2), timeout=300)
+    assert late == [0] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_format(interpreted: Ranks, transport: str) -> None:
+    paths = {**NODES, "transport": transport}
+    assert interpreted.run(4, bodies.against_the_oracle, paths, [SMALL, *FORMATS], timeout=580) == [0] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", [(), (0, 3), (2, 3)], ids=["triton", "mixed", "a node of Numba's"])
+def test_every_slot_many_times(interpreted: Ranks, cpu: tuple[int, ...]) -> None:
+    """Landing slots, staging and rings of a few rows; the turns that the host launches are enough."""
+    late = interpreted.run(4, bodies.against_the_oracle, {**NODES, **ROUNDS}, [DEEP], cpu, timeout=580)
+    assert late == [0] * 4
+
+
+@pytest.mark.slow
+def test_over_windows_that_all_ranks_map(interpreted: Ranks) -> None:
+    """Windows in device memory, as of ranks on one host whose nodes are simulated: rail peers are written directly."""
+    paths = {**NODES, **ROUNDS, "window": "device", "heap_bytes": 1 << 20}
+    assert interpreted.run(4, bodies.against_the_oracle, paths, [SMALL, DEEP], timeout=580) == [0] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node_ranks", [2, 4])
+def test_eight_ranks(interpreted: Ranks, node_ranks: int) -> None:
+    cases = [Case(tokens=(6, 0, 9, 2, 1, 7, 0, 5), experts=16, topk=4, seed=7)]
+    paths = {**NODES, "node_ranks": node_ranks}
+    assert interpreted.run(8, bodies.against_the_oracle, paths, cases, timeout=580) == [0] * 8
+
+
+@pytest.mark.slow
+def test_more_than_eight_ranks_a_node(interpreted: Ranks) -> None:
+    """The marks of a row then take more than one byte. Numba's kernels on all ranks but one of each node."""
+    cases = [Case(tokens=(3, 1) * 9, experts=36, topk=6)]
+    cpu = tuple(rank for rank in range(18) if rank not in (8, 17))
+    paths = {**NODES, "node_ranks": 9, "proxies": 1}
+    assert interpreted.run(18, bodies.against_the_oracle, paths, cases, cpu, timeout=580) == [0] * 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [False, True])
+def test_worst_case_and_cached(interpreted: Ranks, rounds: bool) -> None:
+    interpreted.run(4, bodies.without_a_look, {**NODES, **(ROUNDS if rounds else {})}, timeout=580)
+
+
+@pytest.mark.slow
+def test_without_ids(interpreted: Ranks) -> None:
+    interpreted.run(4, bodies.without_ids, NODES, timeout=580)
+
+
+@pytest.mark.slow
+def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
+    """The last kernel takes all turns itself."""
+    interpreted.run(4, bodies.no_turns, {**NODES, **ROUNDS}, SMALL, timeout=580)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 3])
+def test_nobody_overtakes_a_slow_rank(interpreted: Ranks, slow: int) -> None:
+    interpreted.run(4, bodies.slow_rank, {**NODES, **ROUNDS}, DEEP, slow, timeout=580)
+
+
+@pytest.mark.slow
+def test_a_handle_outlives_the_nodes_it_was_made_with(interpreted: Ranks) -> None:
+    interpreted.run(4, bodies.after_a_mask, NODES, timeout=580)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [1, 2])
+def test_who_falls_silent_is_named(interpreted: Ranks, who: int) -> None:
+    """Of its own node, or of another: the error names the operation and the rank at the root."""
+    found = interpreted.run(4, bodies.silent, NODES, who, timeout=300)
+    for rank, (kind, peer, text) in enumerate(found):
+        if rank != who:
+            assert (kind, peer) in {("PeerTimeout", who), ("PeerLost", who)}, found
+            assert "normal dispatch" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (relay.ROWS, -1),
+        (relay.ROW_OFFSET, 4096),
+        (relay.META_OFFSET, -64),
+        (relay.SLOT_ROWS, 1 << 40),
+        (relay.ARRIVED, 1 << relay.STAMP_SHIFT | 6),
+    ],
+)
+def test_a_board_that_breaks_the_format_is_refused(interpreted: Ranks, word: int, value: int) -> None:
+    assert interpreted.run(4, bodies.forged_board, NODES, word, value, timeout=300)[1] == ("ProtocolError", 0)
+
+
+@pytest.mark.slow
+def test_operations_of_random_sizes(interpreted: Ranks) -> None:
+    assert interpreted.run(4, bodies.random_steps, {**NODES, **ROUNDS}, 12, 1, timeout=590) == [12] * 4

@@ -1,0 +1,251 @@
+"""What rank processes run in the tests of normal mode between nodes on a device, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import normal_cases
+import numpy as np
+import pytest
+import torch
+import triton_normal_bodies as plain
+from normal_cases import Case, Inputs, Outcome, same_bits
+
+from uccl_ep_serving import reference_normal as oracle
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.errors import ConfigError, PeerLost, UcclEpError
+from uccl_ep_serving.protocol import relay
+
+
+def turn_of(buffer: Buffer) -> int:
+    """Turns that the last operation has begun."""
+    from uccl_ep_serving.kernels.triton.normal_blocks import TURN
+
+    normal: Any = buffer._normal
+    return int(normal._session._present.state.words[TURN])
+
+
+def count_turns(buffer: Buffer) -> list[int]:
+    """Of each operation from now on: turns that move rows and that the host has not launched."""
+    normal: Any = buffer._normal
+    chosen, end = normal._turns, normal._session.end
+    launched, late = [0], []
+
+    def turns(*arguments: Any) -> int:
+        launched[0] = chosen(*arguments)
+        return launched[0]
+
+    def ended(*arguments: Any) -> None:
+        # the last turn only finds that nothing is left
+        late.append(turn_of(buffer) - 1 - launched[0])
+        end(*arguments)
+
+    normal._turns, normal._session.end = turns, ended
+    return late
+
+
+def checked(buffer: Buffer, rank: int, inputs: Inputs, **options: Any) -> Outcome:
+    """A round trip whose rows crossed once to a node, equal to the oracle."""
+    outcome = normal_cases.round_trip(buffer, inputs, rank, **options)
+    normal_cases.check_rank(inputs, rank, outcome, worst=options.get("num_worst_tokens", 0))
+    assert outcome.handle.nodes is not None
+    return outcome
+
+
+def against_the_oracle(
+    exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case], cpu: tuple[int, ...] = ()
+) -> int:
+    """Ranks of ``cpu`` run Numba's kernels, the others Triton's. Returns how many operations needed more turns that
+    move rows than the host has launched."""
+    rank = exchange.rank
+    buffer = plain.mixed(exchange, overrides, rank in cpu)
+    late = [] if rank in cpu else count_turns(buffer)
+    for case in cases:
+        checked(buffer, rank, case.inputs())
+    buffer.destroy()
+    return sum(turns > 0 for turns in late)
+
+
+def without_a_look(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """``num_worst_tokens`` and cached dispatches give what an ordinary dispatch gives."""
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    case = Case(tokens=(9, 6, 0, 4), experts=8, topk=2)
+    inputs = case.inputs()
+    worst = checked(buffer, rank, inputs, num_worst_tokens=36)
+    ordinary = checked(buffer, rank, inputs)
+    rows = len(ordinary.rows)
+    assert same_bits(worst.rows[:rows], ordinary.rows)
+    assert same_bits(worst.combined, ordinary.combined)
+    for outcome in (worst, ordinary):
+        again, idx, _, counts, handle, _ = buffer.dispatch(inputs.x[rank], handle=outcome.handle)
+        assert (idx, counts) == (None, [])
+        assert same_bits(again[:rows], ordinary.rows)
+        back, _, _ = buffer.combine(normal_cases.expert_outputs(again, rank), handle)
+        assert same_bits(back, ordinary.combined)
+    with pytest.raises(ConfigError, match="arrived where num_worst_tokens promised fewer"):
+        normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=1)
+    checked(buffer, rank, inputs)
+    buffer.destroy()
+
+
+def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """A layout and rows only, with a bias."""
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(5, 3, 7, 0), experts=8, topk=3).inputs()
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx[rank], 8)
+    assert per_node is not None
+    assert per_node.tolist() == in_rank.unflatten(1, (2, 2)).any(dim=2).sum(dim=0).tolist()
+    received, idx, weights, counts, handle, _ = buffer.dispatch(
+        inputs.x[rank], num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert
+    )
+    there = inputs.delivered()[rank]
+    assert (idx, weights) == (None, None)
+    assert same_bits(received, there.rows(inputs.x))
+    assert counts == list(there.expert_counts)
+    combined, _, _ = buffer.combine(received, handle, bias=inputs.x[rank])
+    copies = in_rank.sum(dim=1, keepdim=True) + 1
+    assert oracle.calc_diff(combined, inputs.x[rank].float() * copies) < 5e-6
+    buffer.destroy()
+
+
+def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> None:
+    """The host launches no turns at all."""
+    buffer = plain.opened(exchange, overrides)
+    normal: Any = buffer._normal
+    normal._turns = lambda *_: 0
+    for _ in range(2):
+        checked(buffer, exchange.rank, case.inputs())
+    buffer.destroy()
+
+
+def slow_rank(exchange: StoreExchange, overrides: dict[str, Any], case: Case, slow: int) -> None:
+    """One rank naps before each kernel: nobody overtakes it, and it holds nobody for ever."""
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    if rank == slow:
+        normal: Any = buffer._normal
+        exchanged = normal._kernels.exchange
+
+        def exchange_slowly(*arguments: Any) -> Any:
+            return tuple(Napping(launch) for launch in exchanged(*arguments))
+
+        normal._kernels.exchange = exchange_slowly
+    for _ in range(2):
+        checked(buffer, rank, case.inputs())
+    buffer.destroy()
+
+
+class Napping:
+    """A launch that comes late."""
+
+    def __init__(self, launch: Any) -> None:
+        self._launch = launch
+
+    def run(self) -> None:
+        time.sleep(0.1)
+        self._launch.run()
+
+    def compile(self) -> None:
+        self._launch.compile()
+
+
+def after_a_mask(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """A handle outlives the nodes it was made with: rank 3 is masked, and rows go to each rank."""
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(6, 5, 4, 3), experts=8, topk=3).inputs()
+    first = checked(buffer, rank, inputs)
+    if rank == 3:
+        buffer.runtime.close(0.1)
+        return
+    with pytest.raises(PeerLost):
+        _until_lost(buffer, rank, inputs)
+    buffer.low_latency_update_mask_buffer(3, True)
+    rows, _, _, _, handle, _ = buffer.dispatch(inputs.rows(rank), handle=first.handle)
+    there = inputs.delivered()[rank]
+    kept = there.source != 3
+    assert same_bits(rows[kept], there.rows(inputs.x)[kept])
+    assert handle.nodes is None
+    back, _, _ = buffer.combine(rows, handle)
+    copies = oracle.in_rank(inputs.topk_idx[rank], 8, 4)[:, :3].sum(dim=1, keepdim=True)
+    assert oracle.calc_diff(back, inputs.x[rank].float() * copies) < 5e-6
+    buffer.destroy()
+
+
+def _until_lost(buffer: Buffer, rank: int, inputs: Inputs) -> None:
+    for _ in range(100):
+        normal_cases.round_trip(buffer, inputs, rank)
+
+
+def silent(exchange: StoreExchange, overrides: dict[str, Any], who: int) -> tuple[str, int, str]:
+    """Rank ``who`` opens a dispatch and does not exchange its rows. What a rank raises, and whom it names."""
+    buffer, rank = plain.opened(exchange, {**overrides, "timeout": 8.0}), exchange.rank
+    inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
+    checked(buffer, rank, inputs)
+    if rank == who:
+        normal: Any = buffer._normal
+        normal._exchange = lambda *_: ()
+        normal._session.end = lambda *_: None
+        normal_cases.dispatch(buffer, inputs, rank)
+        time.sleep(20)
+        buffer.runtime.close(0.1)
+        return "", -1, ""
+    try:
+        normal_cases.dispatch(buffer, inputs, rank)
+    except UcclEpError as error:
+        return type(error).__name__, getattr(error, "peer", -1), str(error)
+    finally:
+        buffer.destroy()
+    return "", -1, ""
+
+
+def forged_board(exchange: StoreExchange, overrides: dict[str, Any], word: int, value: int) -> tuple[str, int]:
+    """Rank 0 falls silent as the forwarder for rank 2 and leaves a board of which one word is wrong. What rank 1
+    raises, and whom it names."""
+    buffer, rank = plain.opened(exchange, {**overrides, "timeout": 8.0}), exchange.rank
+    inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
+    if rank == 0:
+        normal: Any = buffer._normal
+
+        def lie(*_: Any) -> tuple[Any, ...]:
+            layout, window = buffer.runtime.layout, buffer.runtime.space.window_bytes
+            at = layout.relay_boards + relay.BOARD_BYTES
+            words = window[at : at + relay.BOARD_BYTES].view(np.int64)
+            landing = layout.normal_rounds
+            words[:6] = (0, 5, landing, landing + 8192, 4, 16384)
+            words[word] = value
+            words[relay.ARRIVED] = words[relay.ARRIVED] or (1 << relay.STAMP_SHIFT)
+            return ()
+
+        normal._exchange = lie
+        normal._session.end = lambda *_: None
+        normal_cases.dispatch(buffer, inputs, rank)
+        time.sleep(20)
+        buffer.runtime.close(0.1)
+        return "", -1
+    try:
+        normal_cases.dispatch(buffer, inputs, rank)
+    except UcclEpError as error:
+        return type(error).__name__, getattr(error, "peer", -1)
+    finally:
+        buffer.destroy()
+    return "", -1
+
+
+def random_steps(exchange: StoreExchange, overrides: dict[str, Any], steps: int, seed: int) -> int:
+    """Operations of random sizes: what boards and lines say of one never speaks for another."""
+    generator = torch.Generator().manual_seed(seed)
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+    for step in range(steps):
+        case = Case(
+            tuple(torch.randint(0, 14, (exchange.size,), generator=generator).tolist()),
+            experts=4 * exchange.size,
+            topk=int(torch.randint(1, 5, (1,), generator=generator)),
+            dtype=dtypes[step % 4],
+            lost=0.4,
+            seed=step,
+        )
+        checked(buffer, rank, case.inputs())
+    buffer.destroy()
+    return steps
