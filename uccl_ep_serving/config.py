@@ -217,7 +217,7 @@ SETTINGS: tuple[Variable, ...] = (
         "hierarchy",
         _choice("auto", "off"),
         True,
-        "normal mode of CPU tensors between nodes (ranks that write each other's windows): auto = a token crosses once "
+        "normal mode between nodes (ranks that write each other's windows): auto = a token crosses once "
         "to each node and is handed on there, combine sums inside the node first, where all nodes are equal groups of "
         "consecutive ranks; off = once to each rank",
     ),
