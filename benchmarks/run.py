@@ -58,7 +58,8 @@ A byte for another rank is copied once on the direct path (gathered into the pee
 shm (gathered for the proxy, then by it), three times over tcp (gathered, into the socket, out of it into place), and a
 combine reads what came once more to sum it. So the bound of normal mode is about 1, 1.5 and 2 times `memcpy` for two
 ranks, where half of the rows stay. A low-latency dispatch also writes each row once per expert that wants it, as
-DeepEP's layout asks: with top-8 on two ranks four rows per row received, which `memcpy` does not do.
+DeepEP's layout asks, and a combine reads as many: with top-8 on two ranks four per row received. `unpack` is the bound
+of that: it writes those rows from memory of the rank itself, with no peer at all, and reads them.
 """
 
 

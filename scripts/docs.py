@@ -85,7 +85,7 @@ def layers_table() -> str:
 
 #: Cards of benchmarks/cards.toml that the README shows, and columns of their results.
 CARDS = ("prefill", "small-steady", "decode")
-SUBJECTS = ("direct", "shm", "tcp", "gloo", "mpi", "memcpy")
+SUBJECTS = ("direct", "shm", "tcp", "gloo", "mpi", "memcpy", "unpack")
 
 
 def results_table() -> str:
@@ -99,7 +99,7 @@ def results_table() -> str:
         what = f"{card['mode'].replace('-', ' ')}, {card['tokens']} x {card['hidden']} {card['dtype']}"
         what += f", {card['ranks']} ranks, top-{card['topk']} of {card['experts']}"
         for phase in ("dispatch", "combine"):
-            cells = [f"{times[who][phase]['median'] / 1e3:.3g}" if who in times else "-" for who in SUBJECTS]
+            cells = [f"{times[who][phase]['median'] / 1e3:.3g}" if who in times else "" for who in SUBJECTS]
             command = f'`make bench ARGS="--only {name}"`' if phase == "dispatch" else ""
             rows.append(f"| {what}: {phase} | {' | '.join(cells)} | {command} |")
     return "\n".join([*rows, "", f"Medians ({'; '.join(runs)})."])

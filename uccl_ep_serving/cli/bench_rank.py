@@ -26,7 +26,7 @@ from uccl_ep_serving.cli.bench_machine import describe, host_identity
 from uccl_ep_serving.cli.bench_peers import open_peer, why_not
 from uccl_ep_serving.cli.bench_problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData
 from uccl_ep_serving.cli.bench_statistics import all_ratios, summary
-from uccl_ep_serving.cli.bench_subjects import LowLatencySubject, MemcpySubject, NormalSubject, Subject
+from uccl_ep_serving.cli.bench_subjects import LowLatencySubject, MemcpySubject, NormalSubject, Subject, UnpackSubject
 from uccl_ep_serving.cli.bench_wire import Wire, count_wire, per_token_expert
 from uccl_ep_serving.config import SETTINGS, Settings
 
@@ -192,6 +192,8 @@ def _open_all(card: Card, group: _Group) -> tuple[dict[str, Subject], dict[str, 
         _progress(rank, f"opening {path}")
         subjects[path] = _open_ours(card, path, group, flat, low_latency)
     subjects["memcpy"] = MemcpySubject(flat)
+    if low_latency is not None:
+        subjects["unpack"] = UnpackSubject(flat, low_latency)
     skipped = {}
     for name in card.against:
         reasons = group.gather(why_not(name, card))

@@ -1,4 +1,4 @@
-"""What is measured: a Buffer (ours, or DeepEP's, whose interface ours has) in either mode, and a bare memory copy."""
+"""What is measured: a Buffer (ours, or DeepEP's, whose interface ours has) in either mode, and bare memory copies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from uccl_ep_serving.cli.bench_problem import FlatProblem, LowLatencyProblem, WrongData, payload
+from uccl_ep_serving.cli.bench_problem import FlatProblem, LowLatencyProblem, WrongData, compare, payload
 
-__all__ = ["LowLatencySubject", "MemcpySubject", "NormalSubject", "Phases", "Subject", "read"]
+__all__ = ["LowLatencySubject", "MemcpySubject", "NormalSubject", "Phases", "Subject", "UnpackSubject", "read"]
 
 Phases = Mapping[str, Callable[[int], None]]
 """By name, what is timed; called with the number of the input variant, in this order."""
@@ -238,3 +238,42 @@ class MemcpySubject:
 
     def close(self) -> None:
         self._sent = self._returned = torch.empty(0, dtype=torch.uint8)
+
+
+class UnpackSubject:
+    """The bound of DeepEP's low-latency layout: a row stands in it once for each local expert that wants it.
+
+    Dispatch writes those copies of rows that have arrived, combine reads what the experts return for them. Nothing is
+    sent, waited for, quantised or summed.
+    """
+
+    name = "unpack"
+
+    def __init__(self, flat: FlatProblem, problem: LowLatencyProblem) -> None:
+        self._problem = problem
+        chosen = flat.delivered[flat.rank].topk_idx
+        self._order = torch.cat([(chosen == e).any(dim=1).nonzero().flatten() for e in range(len(problem.counts))])
+        self._arrived = [payload(rows) for rows in flat.received]
+        self._rows = torch.zeros(len(self._order), self._arrived[0].shape[1], dtype=torch.uint8)
+
+    @property
+    def phases(self) -> Phases:
+        return {"dispatch": self._dispatch, "combine": self._combine}
+
+    def _dispatch(self, variant: int) -> None:
+        torch.index_select(self._arrived[variant], 0, self._order, out=self._rows)
+
+    def _combine(self, variant: int) -> None:
+        for expert, count in zip(self._problem.outputs[variant], self._problem.counts.tolist(), strict=True):
+            read(expert[:count])
+
+    def touch(self, phase: str, variant: int) -> None:
+        if phase == "dispatch":
+            read(self._arrived[variant])
+
+    def check(self, variant: int) -> float:
+        expected = torch.cat([payload(rows) for rows in self._problem.received[variant]])
+        return compare("unpack: dispatch", self._rows, expected)
+
+    def close(self) -> None:
+        self._rows = torch.empty(0, dtype=torch.uint8)
