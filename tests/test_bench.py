@@ -348,7 +348,7 @@ class Broken:
             self.subject._received = fresh if self.kept is None else self.kept
             self.kept = fresh
         if self.how == "bit" and dist.get_rank() == 1:
-            held = {"dispatch": ("_sent", "_received"), "combine": ("_combined",)}[self.phase]
+            held = {"dispatch": ("_sent", "_received", "_rows"), "combine": ("_combined",)}[self.phase]
             tensor = next(getattr(self.subject, name) for name in held if hasattr(self.subject, name))
             tensor = tensor[0] if isinstance(tensor, tuple) else tensor
             tensor.contiguous().view(torch.uint8).flatten()[3] ^= 1 << 6
@@ -379,6 +379,7 @@ for case in (
     ("normal", "memcpy", "dispatch", "bit"),
     ("low-latency", "direct", "dispatch", "bit"),
     ("low-latency", "direct", "combine", "bit"),
+    ("low-latency", "unpack", "dispatch", "bit"),
 ):
     noticed(*case)
 
@@ -407,7 +408,9 @@ class TestRuns:
         one = card(mode="low-latency", dtype="fp8", paths=["direct", "tcp"], against=["gloo", "nccl"], name="tiny")
         run_standalone(one, str(target), timeout=100.0)
         found = json.loads(target.read_text())
-        expected = {"direct", "tcp", "memcpy", "gloo"} | ({"nccl"} if "nccl" not in found["skipped"] else set())
+        expected = {"direct", "tcp", "memcpy", "unpack", "gloo"} | (
+            {"nccl"} if "nccl" not in found["skipped"] else set()
+        )
         assert set(found["us"]) == set(found["verified"]) == expected
         assert all(entry["calls"] == one.iterations + one.warmup for entry in found["verified"].values())
         assert all(len(phases["dispatch"]) == one.iterations for phases in found["samples_us"].values())
