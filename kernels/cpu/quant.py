@@ -20,6 +20,7 @@ from ...protocol.message import (
 )
 from .elements import (
     absolute_bits,
+    add_bf16_pairs,
     bf16_to_f32,
     bits_to_f32,
     bytes_view,
@@ -29,6 +30,7 @@ from .elements import (
     f32_to_f16,
     float_view,
     short_view,
+    word_view,
 )
 
 __all__ = ["accumulate", "add_two", "narrow", "narrow_sum", "narrow_sum_of_two", "quantise", "widen"]
@@ -132,11 +134,15 @@ def narrow_sum(target: int, total: int, source: int, count: int, dtype: int) -> 
 
 @compiled
 def narrow_sum_of_two(target: int, left: int, right: int, count: int, dtype: int) -> None:
-    """``target[i] = left[i] + right[i]``, all in ``dtype``, the sum in float32 rounded to nearest even."""
+    """``target[i] = left[i] + right[i]``, all in ``dtype``, the sum in float32 rounded to nearest even.
+
+    ``count`` is even: rows are multiples of 16 bytes.
+    """
     if dtype == DTYPE_BF16:
-        one, two, into = short_view(left, count), short_view(right, count), short_view(target, count)
-        for i in range(count):
-            into[i] = f32_to_bf16(bf16_to_f32(one[i]) + bf16_to_f32(two[i]))
+        pairs = count // 2
+        lefts, rights, sums = word_view(left, pairs), word_view(right, pairs), word_view(target, pairs)
+        for i in range(pairs):
+            sums[i] = add_bf16_pairs(lefts[i], rights[i])
     elif dtype == DTYPE_F16:
         one, two, into = short_view(left, count), short_view(right, count), short_view(target, count)
         for i in range(count):

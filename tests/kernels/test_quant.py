@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from uccl_ep_serving.kernels.cpu.quant import accumulate, narrow, quantise, widen
+from uccl_ep_serving.kernels.cpu.quant import accumulate, narrow, narrow_sum_of_two, quantise, widen
 from uccl_ep_serving.protocol.message import (
     DTYPE_BF16,
     DTYPE_F16,
@@ -132,3 +132,28 @@ def test_accumulate_rounds_product_and_sum(dtype: torch.dtype) -> None:
         want = want + weight * row.float()
         accumulate(total.data_ptr(), row.data_ptr(), 500, CODES[dtype], np.float32(weight.item()))
     assert torch.equal(total, want)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sum_of_two_against_torch(dtype: torch.dtype, offset: int) -> None:
+    """Every bfloat16 value beside drawn ones, and values whose sums are NaN, infinite, subnormal or halfway."""
+    drawn = torch.randint(-(1 << 15), 1 << 15, (1 << 16,), generator=torch.manual_seed(0)).short()
+    every = torch.arange(-(1 << 15), 1 << 15).short()
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-40, 3e38, 1.0, 2**-8, 3 * 2**-9])
+    left = torch.cat((every, special.repeat_interleave(11).bfloat16().view(torch.int16))).view(torch.bfloat16)
+    right = torch.cat((drawn, special.repeat(11).bfloat16().view(torch.int16))).view(torch.bfloat16)
+    # rows may start at any value of a tensor, not only at even ones
+    count = len(left) // 2 * 2
+    one, two = (torch.zeros(count + offset, dtype=dtype)[offset:].copy_(x[:count]) for x in (left, right))
+    total = torch.zeros(count + offset, dtype=dtype)[offset:]
+    narrow_sum_of_two(total.data_ptr(), one.data_ptr(), two.data_ptr(), count, CODES[dtype])
+    expected = (one.float() + two.float()).to(dtype)
+    nan = expected.isnan()
+    assert nan.any()
+    assert torch.equal(total.isnan(), nan)
+    assert torch.equal(_bits(total[~nan]), _bits(expected[~nan]))
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)
