@@ -264,7 +264,7 @@ class NormalKernels(Protocol):
     ) -> int:
         """List the tokens of each rank from a layout, and hold it against the ids; ``normal_block.LAYOUT_*``."""
 
-    def prepare(self, context: int, operation: int, peers: int, given: int, taken: int, lists: int) -> None:
+    def prepare(self, context: int, operation: int, peers: int, route: int) -> None:
         """Fill the blocks of the peers for a new operation."""
 
     def open_operation(self, context: int, operation: int, peers: int, progress: int, slice_end: int) -> int:

@@ -73,6 +73,9 @@ a window. A word not named by an operation stays 0.
     CURSORS             H       address of int64 [RANKS], K: combine, rows summed of a rank of this node for a node
     BOARDS              H       offset of the boards
     LINES               H       offset of the lines
+    ROUTE               K       address of the route: int64 [ranks], rows that the dispatch sends to each rank; int64
+                                [ranks], rows that it receives from each (``place`` writes them in a first dispatch);
+                                int32, tokens for rank 0, then for rank 1, … (set by ``prepare``)
 
     peer word           writer  meaning
     ABSENT              K       1 = masked: nothing goes there, nothing comes
@@ -198,7 +201,8 @@ COUNT_WORDS = 8
     CURSORS,
     BOARDS,
     LINES,
-) = range(60)
+    ROUTE,
+) = range(61)
 OPERATION_WORDS = 64
 
 (

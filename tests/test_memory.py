@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import weakref
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_memory_stays_mapped_while_a_tensor_lives() -> None:
     heap = HeapAllocator(segment.bytes, 0, 8192)
     offset = heap.take(100)
     assert offset is not None
-    tensor = heap.tensor(offset, 100)
+    tensor = heap.tensor(offset, 10, 10, torch.uint8)
     segment.close()
     tensor.fill_(3)
     assert int(tensor.sum()) == 300
@@ -73,14 +74,32 @@ def test_a_lease_ends_with_the_last_view() -> None:
     offset = heap.take(1 << 16)
     assert offset == 4096
     assert heap.take(1) is None
-    tensor = heap.tensor(offset, 1 << 16)
-    view = tensor.view(torch.bfloat16)[10:20]
+    tensor = heap.tensor(offset, 4, 1 << 13, torch.bfloat16)
+    assert tensor.shape == (4, 1 << 13)
+    view = tensor.view(torch.uint8)[2:, 10:20]
     del tensor
     gc.collect()
     assert heap.take(1) is None
     del view
     gc.collect()
     assert heap.free_bytes == 1 << 16
+
+
+def test_leases_keep_neither_the_heap_nor_its_window() -> None:
+    segment = Segment.create("test", 8192)
+    heap = HeapAllocator(segment.bytes, 0, 8192)
+    offset = heap.take(4096)
+    assert offset is not None
+    tensor = heap.tensor(offset, 64, 64, torch.uint8)
+    seen = weakref.ref(heap)
+    gc.disable()  # a cycle would end with the next collection only
+    try:
+        del heap
+        assert seen() is None
+    finally:
+        gc.enable()
+    del tensor
+    gc.collect()
 
 
 def test_heap_merges_whatever_the_order_of_return() -> None:

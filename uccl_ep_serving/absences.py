@@ -129,6 +129,11 @@ class Absences:
         self._rank = rank
         self._ranks = ranks
 
+    @property
+    def any_heard(self) -> bool:
+        """True once anything was heard; cheap, for who asks before every operation."""
+        return bool(self.lost or self.departed or self.accused or self.verdicts)
+
     def accused_by_others(self) -> list[int]:
         """Peers that ranks which take part have masked, and this one has not."""
         masked = self.masked

@@ -7,6 +7,7 @@ Buffer over CPU tensors has finished the work when the call returns, and the eve
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ class Config:
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """The same for ranks on other nodes; 0 is never returned, because one node needs no special case here."""
         return round_up(num_ranks * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
+
+
+@functools.cache
+def _config(num_sms: int, nvl_send_tokens: int) -> Config:
+    """A default, which every operation asks for."""
+    return Config(num_sms, nvl_send_tokens)
 
 
 def _low_latency_bytes(plan: LowLatencyPlan) -> int:
@@ -214,12 +221,12 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Default normal-mode config of dispatch for any number of ranks."""
-        return Config(Buffer.num_sms, 6, 256, 6, 256) if num_ranks > 1 else Config(Buffer.num_sms)
+        return _config(Buffer.num_sms, 6)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """Default normal-mode config of combine for any number of ranks."""
-        return Config(Buffer.num_sms, 4, 256, 6, 256) if num_ranks > 1 else Config(Buffer.num_sms)
+        return _config(Buffer.num_sms, 4 if num_ranks > 1 else 6)
 
     def get_comm_stream(self) -> Any:
         """The stream that communication kernels run on. CPU tensors have none: None."""

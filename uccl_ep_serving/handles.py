@@ -156,18 +156,17 @@ class NormalHandle(NamedTuple):
     """What a normal-mode dispatch hands to combine and to cached dispatches.
 
     Attributes:
-        send_rows: int64 [R], rows sent to each rank.
-        recv_rows: int64 [R], rows received from each rank.
-        send_tokens: int32, token indices sent to rank 0, then to rank 1, and so on; what follows is undefined.
+        route: int64, what ``kernels.normal_block`` calls the route: R rows sent to each rank, R rows received from
+            each, then, as int32, token indices sent to rank 0, to rank 1, and so on; what follows is undefined.
+        received: rows received from all ranks.
         capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).
         is_token_in_rank: bool [tokens, R].
         origin: the dispatch it comes from.
         nodes: what went over the rails, None when each rank was sent its rows directly.
     """
 
-    send_rows: torch.Tensor
-    recv_rows: torch.Tensor
-    send_tokens: torch.Tensor
+    route: torch.Tensor
+    received: int
     capacity: int
     is_token_in_rank: torch.Tensor
     origin: DispatchOrigin

@@ -79,10 +79,12 @@ class KernelSpace:
         self.watch: Callable[[], None] = lambda: None
         self.phase = ""
         self._segment = segment
-        #: Threads in :meth:`wait`, and whether more may enter; both guarded by the gate.
-        self._gate = threading.Condition()
+        #: Threads in :meth:`wait`, and whether more may enter. Who enters says so and then looks whether it may, who
+        #: closes says so and then looks who is inside: each step is atomic, so one of the two sees the other.
         self._inside: set[int] = set()
         self._left = False
+        #: For who closes: somebody came out.
+        self._gate = threading.Condition()
         # kernels of a device reach it
         self._error: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         self._progress: _I64 = np.zeros(8, dtype=np.int64)
@@ -255,8 +257,7 @@ class KernelSpace:
 
     def busy_elsewhere(self) -> bool:
         """True while another thread is in :meth:`wait`."""
-        with self._gate:
-            return bool(self._inside - {threading.get_ident()})
+        return bool(self._inside - {threading.get_ident()})
 
     def leave(self, deadline: float) -> bool:
         """Release whoever waits, and let nobody in any more.
@@ -275,43 +276,46 @@ class KernelSpace:
                 lambda: not self._inside - {threading.get_ident()}, max(deadline - time.monotonic(), 0.0)
             )
 
-    def wait(self, phase: str, step: Callable[[int], int]) -> None:
+    def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = None) -> None:
         """Run ``step`` until it is done. One thread at a time, as with a Buffer.
 
         Args:
             phase: words for messages, for example ``"low-latency dispatch recv"``.
             step: called with the CLOCK_MONOTONIC instant in ns at which it must return; returns a STATUS_* of
                 ``protocol.context``. On PENDING it has stored what it waits for in the progress block.
+            moved: a number that grows as long as ``step`` gets on; the deadline starts anew with it: it bounds silence,
+                not work.
 
         Raises:
             PeerTimeout: the deadline passed; the sticky error is set.
             PeerLost, ProxyDied, TransportError, ProtocolError: as the sticky error says.
         """
         self.phase, me = phase, threading.get_ident()
-        with self._gate:
-            if self._left:
-                raise self.failure(phase)
-            self._inside.add(me)
         try:
-            self._wait(phase, step)
+            self._inside.add(me)
+            self._wait(phase, step, moved)
         finally:
             self._progress[0] = -1
-            with self._gate:
-                self._inside.discard(me)
-                self._gate.notify_all()
+            self._inside.discard(me)
+            if self._left:
+                with self._gate:
+                    self._gate.notify_all()
 
-    def _wait(self, phase: str, step: Callable[[int], int]) -> None:
-        end = time.monotonic() + self.timeout
-        # _left: close() ran in this very thread, between two slices
+    def _wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None) -> None:
+        started = time.monotonic_ns()
+        end, seen, now = started + int(self.timeout * 1e9), moved() if moved else 0, started
+        # _left may also have been set in this very thread, between two slices
         while not self._left:
-            status = step(time.monotonic_ns() + SLICE_NS)
+            status = step(now + SLICE_NS)
             if status == ctx.STATUS_OK:
                 return
-            if status != ctx.STATUS_PENDING:
-                self.watch()
-                raise self.failure(phase)
             self.watch()
-            if time.monotonic() >= end:
+            if status != ctx.STATUS_PENDING:
+                raise self.failure(phase)
+            now = time.monotonic_ns()
+            if moved and (so_far := moved()) != seen:
+                end, seen = now + int(self.timeout * 1e9), so_far
+            if now >= end:
                 self.fail(ctx.FAILURE_PEER_TIMEOUT, *self.pending)
                 raise self.failure(phase)
         raise self.failure(phase)

@@ -33,6 +33,11 @@ class Membership:
         return frozenset(int(peer) for peer in np.flatnonzero(self.mask))
 
     @property
+    def any_absent(self) -> bool:
+        """True when a peer may be lost, silent or accused: otherwise there is no need to ask which."""
+        return self._mesh.absences.any_heard
+
+    @property
     def lost(self) -> list[int]:
         """Peers whose connection closed without a goodbye, in the order in which that was seen."""
         return [peer for peer in self._mesh.absences.lost if not self.mask[peer]]

@@ -150,6 +150,31 @@ class Segment:
         self.bytes = np.empty(0, dtype=np.uint8)
 
 
+class _Lease(weakref.ref[Bytes]):
+    """The range below a tensor, which returns to the heap when the array that the tensor is made of is collected.
+
+    Every operation makes one, and ``weakref.finalize`` takes ten times as long. It knows the lists of its heap and not
+    the heap itself: that cycle would keep the window mapped.
+
+    Attributes:
+        place: offset and bytes.
+        held: the heap's leases by offset. returned: where the place goes.
+    """
+
+    __slots__ = ("held", "place", "returned")
+
+    place: tuple[int, int]
+    held: dict[int, _Lease]
+    returned: collections.deque[tuple[int, int]]
+
+
+def _end(lease: _Lease) -> None:
+    """Called once, in whatever thread collects the array. Each step is atomic; after the second the range may be leased
+    anew."""
+    del lease.held[lease.place[0]]
+    lease.returned.append(lease.place)
+
+
 class HeapAllocator:
     """First-fit allocator over a byte range of a window; ranges are leased to tensors.
 
@@ -164,6 +189,7 @@ class HeapAllocator:
         self._free: list[tuple[int, int]] = [(offset, nbytes // self.GRAIN * self.GRAIN)] if nbytes else []
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._taken: dict[int, int] = {}
+        self._leases: dict[int, _Lease] = {}
         self.capacity = nbytes
 
     def take(self, nbytes: int) -> int | None:
@@ -184,13 +210,15 @@ class HeapAllocator:
         """Return a range that :meth:`take` handed out and that no tensor was made of."""
         self._returned.append((offset, self._taken.pop(offset)))
 
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 tensor over a taken range. The range returns to the heap when the tensor's storage is collected."""
-        array = self._window[offset : offset + nbytes]
+    def tensor(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns] of ``dtype``, neither of them 0, over a taken range, which returns to the heap when the
+        tensor's storage is collected."""
         # torch keeps exactly this array object alive for as long as any tensor shares the storage.
-        lease = weakref.finalize(array, self._returned.append, (offset, self._taken.pop(offset)))
-        lease.atexit = False
-        return torch.from_numpy(array)
+        array = self._window[offset : offset + rows * columns * dtype.itemsize]
+        lease = _Lease(array, _end)
+        lease.place, lease.held, lease.returned = (offset, self._taken.pop(offset)), self._leases, self._returned
+        self._leases[offset] = lease
+        return torch.frombuffer(array, dtype=dtype).view(rows, columns)
 
     @property
     def free_bytes(self) -> int:

@@ -125,34 +125,33 @@ class Normal:
         started = time.monotonic_ns()
         wait_for(previous_event)
         rows, scales, dtype = rows_and_scales(x)
-        layout, tokens = None, len(rows)
+        layout, tokens = None, rows.shape[0]
         given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         if handle is not None:
             check_handle(handle, self, tokens)
             if any(one is not None for one in given) or num_worst_tokens:
                 raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
             form = self._dispatch_form(rows, scales, dtype, None, handle)
+            route, nodes, in_rank = handle.route, handle.nodes, handle.is_token_in_rank
         else:
             check_alignment(expert_alignment, num_worst_tokens)
             layout = given_layout(*given, tokens, self._runtime.ranks)
             form = self._dispatch_form(rows, scales, dtype, layout, None)
-            handle = self._route(layout, form.node_ranks)
+            route, nodes = self._route(layout, form.node_ranks)
+            in_rank = layout.in_rank
 
-        nodes = self._open_dispatch(form, rows, scales, layout, handle)
         exchange = self._exchange
+        self._begin_dispatch(form, rows, scales, layout)
+        exchange.prepare(route, nodes, in_rank)
+        exchange.open(form)
+        if layout is not None and nodes is not None:
+            nodes = exchange.relay.keep_marks(exchange.operation, exchange.peers, nodes)
         total = int(exchange.operation[block.RECV_TOTAL])
-        capacity = handle.capacity if layout is None else max(total, num_worst_tokens)
+        capacity = max(total, num_worst_tokens) if handle is None else handle.capacity
         received, recv_idx, recv_weights = self._run_dispatch(form, total, capacity, rows, scales)
-        if layout is not None:
-            handle = NormalHandle(
-                handle.send_rows,
-                exchange.received(),
-                handle.send_tokens,
-                capacity,
-                handle.is_token_in_rank,
-                DispatchOrigin(self, *exchange.origin, tokens),
-                nodes,
-            )
+        if handle is None:
+            origin = DispatchOrigin(self, *exchange.origin, tokens)
+            handle = NormalHandle(route, total, capacity, in_rank, origin, nodes)
         sent_away = int(exchange.operation[block.SENT_AWAY])
         self._runtime.record("normal_dispatch", tokens, sent_away, time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
@@ -205,7 +204,7 @@ class Normal:
         biases = bias_pair(bias, tokens, x)
         topk = 0
         if topk_weights is not None:
-            topk_weights = combine_weights(topk_weights, len(x))
+            topk_weights = combine_weights(topk_weights, x.shape[0])
             topk = topk_weights.shape[1]
         runtime, exchange = self._runtime, self._exchange
         form = RowFormat(
@@ -229,7 +228,7 @@ class Normal:
             operation[block.OUT_WEIGHTS] = weights.data_ptr()
         for word, one in zip((block.BIAS_0, block.BIAS_1), biases, strict=False):
             operation[word] = one.data_ptr()
-        exchange.prepare(handle, handle.recv_rows)
+        exchange.prepare(handle.route, handle.nodes, handle.is_token_in_rank)
         exchange.open(form)
         placement = exchange.place(form, int(operation[block.RECV_REMOTE]))
         room = runtime.heap.take(tokens * form.row_bytes) if tokens else None
@@ -260,40 +259,28 @@ class Normal:
             hidden * rows.element_size(),
             0 if layout is None else layout.topk,
             0 if scales is None else scales.shape[1] * scales.element_size(),
-            0 if layout is None else len(layout.per_expert) // self._runtime.ranks,
+            0 if layout is None else layout.per_expert.shape[0] // self._runtime.ranks,
             self._exchange.node_ranks(kind, handle),
             (-1, -1) if handle is None else handle.origin[1:3],
         )
         self._exchange.check(form)
         return form
 
-    def _route(self, layout: Layout, node_ranks: int) -> NormalHandle:
-        """Who gets which tokens. Raises ConfigError when the layout contradicts itself or the ids."""
-        exchange, topk_idx, in_rank = self._exchange, layout.topk_idx, layout.in_rank
-        tokens, ranks = in_rank.shape
-        rows = torch.empty(ranks, dtype=torch.int64)
-        most = ranks if topk_idx is None else min(topk_idx.shape[1], ranks)
-        lists = torch.empty(tokens * most, dtype=torch.int32)
-        verdict = exchange.route(topk_idx, in_rank, layout.per_rank, layout.per_expert, rows, lists)
+    def _route(self, layout: Layout, node_ranks: int) -> tuple[torch.Tensor, NodeRoute | None]:
+        """Who gets which tokens: the first parts of a handle. Raises ConfigError when the layout contradicts itself or
+        the ids."""
+        exchange = self._exchange
+        verdict, route = exchange.route(layout.topk_idx, layout.in_rank, layout.per_rank, layout.per_expert)
         if verdict != block.LAYOUT_RIGHT:
             refuse_layout(exchange.kernels, layout)
-        nodes = exchange.relay.route(in_rank, node_ranks) if node_ranks else None
-        return NormalHandle(rows, rows, lists, 0, in_rank, DispatchOrigin(self, -1, -1, tokens), nodes)
+        return route, exchange.relay.route(layout.in_rank, node_ranks) if node_ranks else None
 
-    def _open_dispatch(
-        self,
-        form: RowFormat,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        layout: Layout | None,
-        handle: NormalHandle,
-    ) -> NodeRoute | None:
-        """Say what is sent and hear what comes. Returns ``handle.nodes``, with the marks that came when it is new.
-
-        The operation keeps addresses of the arguments until it has run.
-        """
+    def _begin_dispatch(
+        self, form: RowFormat, rows: torch.Tensor, scales: torch.Tensor | None, layout: Layout | None
+    ) -> None:
+        """Take the next number for a dispatch and say where its arguments are; they must live until it has run."""
         exchange = self._exchange
-        exchange.begin(form, len(rows))
+        exchange.begin(form, rows.shape[0])
         operation = exchange.operation
         operation[block.X] = rows.data_ptr()
         if scales is not None:
@@ -303,11 +290,6 @@ class Normal:
             if layout.topk_idx is not None and layout.topk_weights is not None:
                 operation[block.TOPK_IDX] = layout.topk_idx.data_ptr()
                 operation[block.WEIGHTS] = layout.topk_weights.data_ptr()
-        exchange.prepare(handle, handle.recv_rows if layout is None else None)
-        exchange.open(form)
-        if layout is None or handle.nodes is None:
-            return handle.nodes
-        return exchange.relay.keep_marks(operation, exchange.peers, handle.nodes)
 
     def _run_dispatch(
         self, form: RowFormat, total: int, capacity: int, x: torch.Tensor, scales: torch.Tensor | None
@@ -356,5 +338,4 @@ class Normal:
         hidden = like.shape[1]
         if offset < 0:
             return torch.empty(rows, hidden, dtype=like.dtype)
-        flat = self._runtime.heap.tensor(offset, rows * hidden * like.element_size())
-        return flat.view(like.dtype).view(rows, hidden)
+        return self._runtime.heap.tensor(offset, rows, hidden, like.dtype)

@@ -52,7 +52,8 @@ def _check_rows(name: str, x: object, device: torch.device) -> torch.Tensor:
     """``x`` as a contiguous matrix on ``device`` whose rows are multiples of 16 bytes."""
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
-    check_device(device, **{name: x})
+    if x.device != device:
+        check_device(device, **{name: x})
     if x.dim() != 2 or x.shape[1] == 0:
         raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {_words(x)}")
     if not x.is_contiguous():
@@ -105,7 +106,7 @@ def check_topk(
         raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
     if topk_weights is None or tokens is None:
         return topk_idx, topk_idx
-    if len(topk_idx) != tokens:
+    if topk_idx.shape[0] != tokens:
         raise ConfigError(f"topk_idx {_words(topk_idx)} does not belong to the {tokens} tokens of x")
     if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_idx.shape:
         raise ConfigError(f"topk_weights must be float32{list(topk_idx.shape)}, not {_words(topk_weights)}")
@@ -131,7 +132,7 @@ def check_layout(
         raise ConfigError(f"num_tokens_per_rank must be int32[{ranks}], not {_words(per_rank)}")
     if in_rank.dtype != torch.bool or in_rank.shape != (tokens, ranks):
         raise ConfigError(f"is_token_in_rank must be bool[{tokens}, {ranks}], not {_words(in_rank)}")
-    if per_expert.dtype != torch.int32 or per_expert.dim() != 1 or not len(per_expert) or len(per_expert) % ranks:
+    if per_expert.dtype != torch.int32 or per_expert.dim() != 1 or not per_expert.numel() or per_expert.numel() % ranks:
         raise ConfigError(
             f"num_tokens_per_expert must be int32[experts], experts a multiple of {ranks}, not {_words(per_expert)}"
         )
@@ -190,16 +191,17 @@ def plain_dtype(x: object, device: torch.device = _CPU) -> tuple[torch.Tensor, i
 def combine_dtype(x: object, handle: NormalHandle) -> int:
     """DTYPE_* of combine's ``x``, whose rows must be those of the dispatch. Raises ConfigError."""
     rows, dtype = plain_dtype(x)
-    received = sum(handle.recv_rows.tolist())
-    if len(rows) not in (received, handle.capacity):
-        raise ConfigError(f"x {_words(rows)} must have the {received} rows that the dispatch of this handle received")
+    if rows.shape[0] not in (handle.received, handle.capacity):
+        raise ConfigError(
+            f"x {_words(rows)} must have the {handle.received} rows that the dispatch of this handle received"
+        )
     return dtype
 
 
 def combine_weights(topk_weights: torch.Tensor, rows: int, device: torch.device = _CPU) -> torch.Tensor:
     """Contiguous float32 [rows, K] weights to bring back. Raises ConfigError."""
     check_device(device, topk_weights=topk_weights)
-    if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != rows:
+    if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or topk_weights.shape[0] != rows:
         raise ConfigError(f"topk_weights must be float32[{rows}, topk], not {_words(topk_weights)}")
     return topk_weights.contiguous()
 

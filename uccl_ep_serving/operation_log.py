@@ -34,7 +34,10 @@ class OperationLog:
         counts = self._counts[op]
         self._durations[op][counts["count"] % _KEPT] = nanoseconds
         self._total[op] += nanoseconds
-        for name, value in {"count": 1, "tokens": tokens, "rows": rows, **extra}.items():
+        counts["count"] += 1
+        counts["tokens"] += tokens
+        counts["rows"] += rows
+        for name, value in extra.items():
             counts[name] = counts.get(name, 0) + value
 
     def snapshot(self) -> dict[str, dict[str, float]]:

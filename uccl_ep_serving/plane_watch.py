@@ -117,13 +117,14 @@ class PlaneWatch:
         space, service, members = plane.space, plane.service, self._members
         assert space is not None
         assert service is not None
-        for peer in members.lost:
-            space.fail(ctx.FAILURE_PEER_LOST, peer)
-        if members.has_fallen_silent(space.awaited):
-            space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
-        if members.accused:
-            # rather than a timeout that blames a rank which waits for the masked one, too
-            members.check(space.phase)
+        if members.any_absent:
+            for peer in members.lost:
+                space.fail(ctx.FAILURE_PEER_LOST, peer)
+            if members.has_fallen_silent(space.awaited):
+                space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
+            if members.accused:
+                # rather than a timeout that blames a rank which waits for the masked one, too
+                members.check(space.phase)
         code, peer = space.failed_with
         if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline

@@ -16,14 +16,13 @@ import torch
 
 from .config import Settings
 from .errors import ConfigError, UcclEpError
-from .handles import NormalHandle
+from .handles import NodeRoute, NormalHandle
 from .kernels import normal_block as block
 from .kernels.select import normal_kernels
 from .memory import HeapAllocator
 from .native.copy import last_cache_bytes
 from .node_relay import NodeRelay
 from .nodes import crossed_once
-from .protocol.context import STATUS_OK, STATUS_PENDING
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
 from .protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
@@ -71,7 +70,7 @@ class ExchangeRuntime(Protocol):
     @property
     def stale(self) -> str: ...
     def grow(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
-    def wait(self, phase: str, step: Callable[[int], int]) -> None: ...
+    def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = ...) -> None: ...
 
 
 class Placement(NamedTuple):
@@ -109,7 +108,7 @@ class RowExchange:
         self._counts: Int64s = np.zeros((ranks, block.COUNT_WORDS), dtype=np.int64)
         self._templates: dict[tuple[Any, ...], Int64s] = {}
         self._scratch: Int64s = np.zeros(block.SCRATCH_BYTES // 8 + ranks + 2, dtype=np.int64)
-        self._tally: Int64s = np.zeros(2 * ranks, dtype=np.int64)
+        self._tally: Int64s = np.zeros(0, dtype=np.int64)
         self.expert_counts: Int64s = np.zeros(0, dtype=np.int64)
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
@@ -173,27 +172,31 @@ class RowExchange:
         in_rank: torch.Tensor,
         rank_counts: torch.Tensor,
         expert_counts: torch.Tensor,
-        rows: torch.Tensor,
-        lists: torch.Tensor,
-    ) -> int:
-        """Fill ``rows`` and ``lists`` from a layout; returns ``normal_block.LAYOUT_*``. See ``kernels.interface``."""
+    ) -> tuple[int, torch.Tensor]:
+        """``normal_block.LAYOUT_*`` of a layout, and the route that follows from it (see ``handles.NormalHandle``)."""
         tokens, ranks = in_rank.shape
-        experts = len(expert_counts)
+        (experts,) = expert_counts.shape
         if len(self._tally) < 2 * ranks + experts:
             self._tally = np.zeros(2 * ranks + experts, dtype=np.int64)
-        return self.kernels.route_rows(
+            self._tally_address = self._tally.ctypes.data
+        topk = 0 if topk_idx is None else topk_idx.shape[1]
+        most = tokens * (min(topk, ranks) if topk else ranks)
+        route = torch.empty(2 * ranks + (most + 1) // 2, dtype=torch.int64)
+        address = route.data_ptr()
+        verdict = self.kernels.route_rows(
             0 if topk_idx is None else topk_idx.data_ptr(),
             tokens,
-            0 if topk_idx is None else topk_idx.shape[1],
+            topk,
             experts,
             ranks,
             in_rank.data_ptr(),
             rank_counts.data_ptr(),
             expert_counts.data_ptr(),
-            self._tally.ctypes.data,
-            rows.data_ptr(),
-            lists.data_ptr(),
+            self._tally_address,
+            address,
+            address + 16 * ranks,
         )
+        return verdict, route
 
     def begin(self, form: RowFormat, tokens: int) -> None:
         """Fill the words that the format and the window fix; the caller adds its addresses, then :meth:`prepare`."""
@@ -261,27 +264,13 @@ class RowExchange:
             self.relay.fill_template(template, window, form.node_ranks)
         return template
 
-    def prepare(self, handle: NormalHandle, taken: torch.Tensor | None) -> None:
-        """Fill the peers' blocks: ``handle`` says what its dispatch sends, ``taken`` int64[ranks] what it received."""
+    def prepare(self, route: torch.Tensor, nodes: NodeRoute | None, in_rank: torch.Tensor) -> None:
+        """Fill the peers' blocks. The arguments are those of a handle, or what a first dispatch will make one of."""
         _, operation, peers = self._addresses
-        self.kernels.prepare(
-            self._runtime.context,
-            operation,
-            peers,
-            handle.send_rows.data_ptr(),
-            0 if taken is None else taken.data_ptr(),
-            handle.send_tokens.data_ptr(),
-        )
-        if handle.nodes is not None and self.operation[block.NODE_RANKS]:
-            self.relay.prepare(self._runtime.context, self.operation, peers, handle.nodes, handle.is_token_in_rank)
-
-    def received(self) -> torch.Tensor:
-        """int64 [R]: rows that a dispatch, once opened, receives from each rank."""
-        rows = self.peers[:, block.RECV_ROWS].copy()
-        if size := int(self.operation[block.NODE_RANKS]):
-            far = np.arange(len(rows)) // size != self._runtime.rank // size
-            rows[far] = self.peers[far, block.PASS_ROWS]
-        return torch.from_numpy(rows)
+        context = self._runtime.context
+        self.kernels.prepare(context, operation, peers, route.data_ptr())
+        if nodes is not None and self.operation[block.NODE_RANKS]:
+            self.relay.prepare(context, self.operation, peers, nodes, in_rank)
 
     def open(self, form: RowFormat) -> None:
         """Tell every peer and hear every peer; afterwards RECV_ROWS and RECV_TOTAL hold what this rank will receive.
@@ -353,22 +342,12 @@ class RowExchange:
         self._broken = ""
 
     def _wait(self, phase: str, step: Callable[[int], int]) -> None:
-        """Wait for a kernel; as long as rows move, the deadline starts anew: it bounds silence, not work."""
-        runtime, operation = self._runtime, self.operation
-        over = False
-
-        def turn(slice_end: int) -> int:
-            nonlocal over
-            steps = operation[block.STEPS]
-            status = step(slice_end)
-            over = status == STATUS_OK
-            return STATUS_OK if status == STATUS_PENDING and operation[block.STEPS] != steps else status
-
+        """Wait for a kernel. Whatever ends it early leaves the group apart."""
         try:
-            while not over:
-                runtime.wait(phase, turn)
-                if not over:
-                    runtime.check(phase)
+            self._runtime.wait(phase, step, self._steps)
         except BaseException as failure:
             self._broken = f"{phase}: {type(failure).__name__}"
             raise
+
+    def _steps(self) -> int:
+        return int(self.operation[block.STEPS])

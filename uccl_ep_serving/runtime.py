@@ -118,11 +118,13 @@ class Runtime:
 
     @property
     def space(self) -> KernelSpace:
-        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed, forked or broken."""
-        self._check_usable()
-        if self._plane is None or self._plane.space is None:
+        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed or broken, and when
+        there is none; that the process was forked, :meth:`check` says."""
+        plane = self._plane
+        if self._closed or self._broken or self._watch.evicted or plane is None or plane.space is None:
+            self._check_usable()
             raise UcclEpError(f"this rank has no window at present ({self._stale or 'it is being built'})")
-        return self._plane.space
+        return plane.space
 
     @property
     def layout(self) -> WindowLayout:
@@ -191,10 +193,10 @@ class Runtime:
         if self._plane is not None and self._plane.service is not None:
             self._plane.service.check_commands()
 
-    def wait(self, phase: str, step: Callable[[int], int]) -> None:
+    def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = None) -> None:
         """See :meth:`KernelSpace.wait`. Of the errors that blame a peer, only those that name the one at the root."""
         try:
-            self.space.wait(phase, step)
+            self.space.wait(phase, step, moved)
         except PeerError as error:
             self._give_up(error)
         except (TransportError, ProxyDied) as error:

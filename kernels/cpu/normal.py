@@ -20,7 +20,7 @@ __all__ = ["CpuNormalKernels"]
 _ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
     (layout, 8),
     (route_rows, 11),
-    (prepare, 6),
+    (prepare, 4),
     (open_operation, 5),
     (place, 3),
     (exchange, 6),

@@ -26,24 +26,24 @@ def _present(context: int, peer: int, rows: int) -> int:
 
 
 @compiled
-def prepare(context: int, operation: int, peers: int, given: int, taken: int, lists: int) -> None:
+def prepare(context: int, operation: int, peers: int, route: int) -> None:
     """Fill the blocks of the peers for a new operation, from what the dispatch of its handle sent and received.
 
     Args:
         context: address of the kernel context block.
         operation, peers: addresses of the blocks of ``normal_block``; the words of the host are filled in.
-        given: address of int64 [ranks], rows that the dispatch sends to each rank.
-        taken: address of int64 [ranks], rows that it received from each rank; 0 when that is not known yet.
-        lists: address of int32, tokens for rank 0, then for rank 1, ...
+        route: address of what ROUTE of an operation holds; a first dispatch does not know yet what it will receive.
     """
     ranks, me = rank_count(context), own_rank(context)
     kind = get(operation, block.KIND)
+    given, taken, lists = route, route + 8 * ranks, route + 16 * ranks
+    put(operation, block.ROUTE, route)
     zero(peers, 8 * block.PEER_WORDS * ranks)
     masked = away = given_before = taken_before = 0
     for rank in range(ranks):
         state = peers + 8 * block.PEER_WORDS * rank
         sent = peek(given + 8 * rank)
-        came = peek(taken + 8 * rank) if taken != 0 else 0
+        came = peek(taken + 8 * rank) if kind != _DISPATCH else 0
         tokens = lists + 4 * given_before
         if is_masked(context, rank):
             put(state, block.ABSENT, 1)
@@ -110,7 +110,8 @@ def place(context: int, operation: int, peers: int) -> None:
 
     Args:
         context: address of the kernel context block.
-        operation, peers: addresses of the blocks of ``normal_block``; RECV_FIRST of a first dispatch is set here.
+        operation, peers: addresses of the blocks of ``normal_block``; RECV_FIRST of a first dispatch is set here, and
+            in its route what it receives.
     """
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
     kind, row_range, meta_range = (
@@ -138,7 +139,9 @@ def place(context: int, operation: int, peers: int) -> None:
         rows = get(state, block.RECV_ROWS)
         if kind == _DISPATCH:
             put(state, block.RECV_FIRST, first)
-            first += get(state, block.PASS_ROWS) if is_far(operation, me, rank) else rows
+            came = get(state, block.PASS_ROWS) if is_far(operation, me, rank) else rows
+            poke(get(operation, block.ROUTE) + 8 * (ranks + rank), came)
+            first += came
         if rank == me:
             rows = 0
         put(state, block.SLOT_ROWS, max(rows, 1))

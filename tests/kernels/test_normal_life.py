@@ -109,10 +109,10 @@ def test_an_interrupted_operation_ends_normal_mode_by_name() -> None:
         if runtime.rank == 0:
             real = runtime.space.wait
 
-            def interrupted(phase: str, step: Any) -> None:
+            def interrupted(phase: str, step: Any, moved: Any) -> None:
                 if phase == "normal dispatch":
                     raise KeyboardInterrupt
-                real(phase, step)
+                real(phase, step, moved)
 
             runtime.space.wait = interrupted
         with pytest.raises((KeyboardInterrupt, UcclEpError)):
