@@ -1,4 +1,4 @@
-"""Measure everything and write it down: ``results/*.json`` and ``RESULTS.md``.
+"""Measure everything and write it down: ``results/*.json``, a picture of each card that has peers, and ``RESULTS.md``.
 
     python benchmarks/run.py [--only NAME,NAME] [--render]
 
@@ -31,7 +31,7 @@ from uccl_ep_serving.cli.bench import run_standalone
 from uccl_ep_serving.cli.bench_card import Card, load_cards
 from uccl_ep_serving.cli.bench_launch import RankFailed
 from uccl_ep_serving.cli.bench_peers import mpi_missing
-from uccl_ep_serving.cli.bench_report import markdown, markdown_table
+from uccl_ep_serving.cli.bench_report import markdown, markdown_table, plot
 from uccl_ep_serving.cli.bench_target import load_targets, missed_reasons, target_rows
 from uccl_ep_serving.errors import UcclEpError
 
@@ -126,7 +126,10 @@ def render(results: dict[str, Any]) -> str:
         parts.append("Missed, and why:\n\n" + "\n".join(f"* {line}" for line in missed) + "\n")
     cards = [name for name in jobs() if name in results and "card" in results[name]]
     if cards:
-        parts += ["## Dispatch and combine\n", *(markdown(results[name]) for name in cards)]
+        parts.append("## Dispatch and combine\n")
+    for name in cards:
+        picture = f"\n![{name}](results/{name}.png)\n" if _beside_others(results[name]) else ""
+        parts.append(markdown(results[name]) + picture)
     for name, part in PARTS.items():
         if name in results:
             machine = results[name]["machine"]
@@ -137,6 +140,18 @@ def render(results: dict[str, Any]) -> str:
             where += f"{machine['when']}."
             parts.append(f"## {part.title}\n\n{where}\n\n{part.markdown(results[name])}\n")
     return "\n".join(parts)
+
+
+def _beside_others(result: Mapping[str, Any]) -> bool:
+    """True for a card with peers, which is worth a picture."""
+    return bool(result.get("card", {}).get("against"))
+
+
+def draw(results: Mapping[str, Any]) -> None:
+    """A picture of every card that has peers, beside its result. Raises ConfigError without matplotlib."""
+    for name, result in results.items():
+        if _beside_others(result):
+            plot(result, RESULTS / f"{name}.png")
 
 
 def main() -> int:
@@ -170,6 +185,7 @@ def main() -> int:
                 failed.append(name)
             print(f"bench: {name} took {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    draw(results)
     REPORT.write_text(render(results))
     print(f"bench: wrote {REPORT.relative_to(Path.cwd()) if REPORT.is_relative_to(Path.cwd()) else REPORT}")
     if failed:

@@ -288,7 +288,6 @@ class TestReport:
             bench_report.require_matplotlib()
 
     def test_a_plot_is_a_picture(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
         bench_report.plot(result(), tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
