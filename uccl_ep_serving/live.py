@@ -25,7 +25,7 @@ from typing import Any
 from .background import start_thread
 from .errors import TransportError
 
-__all__ = ["LiveServer", "query"]
+__all__ = ["LiveServer", "query", "serving_processes"]
 
 _log = logging.getLogger("uccl_ep_serving.live")
 _numbers = itertools.count()
@@ -105,6 +105,12 @@ class LiveServer:
         self._socket.close()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
+
+
+def serving_processes() -> list[int]:
+    """Processes of this user that have an open Buffer in this network namespace, in ascending order."""
+    found = re.findall(rf"@uccl_ep\.{os.getuid()}\.(\d+)\.\d+$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    return sorted({int(pid) for pid in found})
 
 
 def query(pid: int, timeout: float = 2.0) -> list[dict[str, Any]]:

@@ -85,5 +85,42 @@ def doctor(
     raise typer.Exit(command.run(as_json=as_json))
 
 
+@app.command()
+def top(
+    pid: Annotated[list[int] | None, typer.Option(help="Only of this process; may be given several times.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counters once, as they are.")] = False,
+) -> None:
+    """Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations."""
+    from uccl_ep_serving.cli import top as command
+
+    raise typer.Exit(command.run(pid or [], interval, once, as_json))
+
+
+@app.command()
+def plan(
+    ranks: Annotated[int, typer.Option(help="EP ranks.")],
+    experts: Annotated[int, typer.Option(help="Experts, a multiple of the ranks.")],
+    hidden: Annotated[int, typer.Option(help="Values per token.")] = 7168,
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Most tokens of a low-latency dispatch; 0: normal mode only.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or f32: of the tensors given.")] = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Say what window each rank would need for given shapes, and the most that a low-latency operation sends.
+
+    The settings are those of the environment (UCCL_EP_*). Nothing is allocated.
+    """
+    from uccl_ep_serving.cli import plan as command
+    from uccl_ep_serving.errors import ConfigError
+
+    try:
+        command.run(ranks, tokens, hidden, experts, topk, dtype, as_json)
+    except ConfigError as error:
+        typer.echo(f"plan: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 if __name__ == "__main__":
     app()

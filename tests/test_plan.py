@@ -1,0 +1,60 @@
+"""``uccl-ep plan``: what it says is what a Buffer would lay out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from uccl_ep_serving.cli.main import app
+from uccl_ep_serving.cli.plan import plan
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.plane_builder import normal_plan
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+
+
+def test_the_plan_is_the_layout_that_ranks_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCCL_EP_HEAP_BYTES", str(64 << 20))
+    monkeypatch.setenv("UCCL_EP_CHANNELS", "4")
+    low_latency = LowLatencyPlan(8, 128, 7168, 64, 8, 4)
+    layout = WindowLayout(8, low_latency, normal_plan(8, Settings.from_environment(), 0))
+    found = plan(8, 128, 7168, 64, 8, "f32")
+    assert found["window_bytes"] == layout.nbytes
+    assert {one["name"]: one["bytes"] for one in found["regions"]} == {one.name: one.nbytes for one in layout}
+    assert layout["normal_heap"].nbytes == 64 << 20
+    assert found["low_latency"] == {
+        "messages_to_each_rank_at_most": 4,
+        "dispatch_bytes_at_most": low_latency.dispatch_send,
+        "combine_bytes_at_most": low_latency.combine_send,
+    }
+
+
+def test_without_low_latency_its_regions_are_left_out() -> None:
+    found = plan(8, 0, 7168, 64, 8, "bf16")
+    assert "low_latency" not in found
+    assert not [one for one in found["regions"] if one["name"].startswith("ll_")]
+
+
+def test_the_command_prints_a_table_or_json() -> None:
+    shapes = ["plan", "--ranks", "4", "--experts", "16", "--hidden", "256"]
+    shown = CliRunner().invoke(app, shapes, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert "[source rank, stream]" in shown.output
+    assert "Messages to each rank, at most: 1." in shown.output
+    plain = CliRunner().invoke(app, [*shapes, "--json"])
+    assert json.loads(plain.output)["window_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "3", "--experts", "16"], "multiple of 3 ranks"),
+        (["--ranks", "4", "--experts", "16", "--dtype", "int3"], "none of bf16, fp16, f32"),
+        (["--ranks", "4096", "--experts", "4096", "--tokens", "8192"], "exceeds"),
+    ],
+)
+def test_shapes_that_no_window_holds_are_refused_by_name(options: list[str], words: str) -> None:
+    shown = CliRunner().invoke(app, ["plan", *options])
+    assert shown.exit_code == 2
+    assert words in shown.output

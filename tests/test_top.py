@@ -1,0 +1,109 @@
+"""``uccl-ep top``: rates between two readings of the live counters, of the processes that serve any."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from uccl_ep_serving.cli import top
+from uccl_ep_serving.cli.main import app
+from uccl_ep_serving.live import LiveServer, serving_processes
+
+
+def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "rank": 1,
+        "world": 4,
+        "generation": 2,
+        "masked": [],
+        "lost": [],
+        "transport_by_peer": {"0": "direct", "2": "shm", "3": "shm"},
+        "bytes_sent": 3_000_000 * factor,
+        "messages_sent": 40 * factor,
+        "writes": 60 * factor,
+        "messages_received": 50 * factor,
+        "ring_depth": 3,
+        "queue_depth": 4,
+        "writes_in_flight": 5,
+        "ops": {
+            "ll_dispatch": {"count": 100 * factor, "p50_us": 80.0, "p99_us": 200.0},
+            "ll_combine": {"count": 0, "p50_us": 0.0, "p99_us": 0.0},
+        },
+        **changes,
+    }
+
+
+def cells(now: dict[Any, Any], before: dict[Any, Any], seconds: float = 2.0) -> list[list[Any]]:
+    shown = top.table(now, before, seconds)
+    return [list(row) for row in zip(*(column.cells for column in shown.columns), strict=True)]
+
+
+def test_rates_are_differences() -> None:
+    (row,) = cells({(7, 0): counters(3)}, {(7, 0): counters(1)})
+    assert row == [
+        "7",
+        "1 of 4",
+        "1 direct; 2 shm",
+        "3.0",
+        "40",
+        "60",
+        "50",
+        "7",
+        "5",
+        "ll_dispatch 100/s, p50 80 us, p99 200 us",
+    ]
+
+
+@pytest.mark.parametrize("before", [{}, {(7, 0): counters(5, rank=0)}, {(7, 0): counters(5, generation=1)}])
+def test_what_was_not_there_before_counts_from_its_start(before: dict[Any, Any]) -> None:
+    (row,) = cells({(7, 0): counters(1)}, before)
+    assert row[4] == "20"
+
+
+def test_who_is_missing_is_said() -> None:
+    (row,) = cells({(7, 0): counters(masked=[3], lost=[0, 2])}, {})
+    assert row[2] == "1 direct; 2 shm; masked 3; lost 0, 2"
+
+
+def test_a_buffer_without_peers_or_proxies_has_a_line() -> None:
+    (row,) = cells({(7, 0): {"rank": 0, "world": 1, "generation": 0, "transport_by_peer": {}, "ops": {}}}, {})
+    assert row[1:4] == ["0 of 1", "alone", "0.0"]
+
+
+def test_open_buffers_are_found_and_shown() -> None:
+    server = LiveServer(lambda: counters(1))
+    try:
+        assert os.getpid() in serving_processes()
+        shown = CliRunner().invoke(
+            app, ["top", "--once", "--interval", "0.1", "--pid", str(os.getpid())], env={"COLUMNS": "200"}
+        )
+        assert shown.exit_code == 0
+        assert "1 direct; 2 shm" in shown.output
+        plain = CliRunner().invoke(app, ["top", "--json", "--pid", str(os.getpid())])
+        assert json.loads(plain.output) == [counters(1)]
+    finally:
+        server.close()
+    assert os.getpid() not in serving_processes()
+
+
+def test_nothing_to_show_is_said_and_is_status_1() -> None:
+    gone = CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", "--pid", "999999999"])
+    assert gone.exit_code == 1
+    assert "no open Buffer" in gone.output
+
+
+def test_it_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter((None, None))
+
+    def sleep(seconds: float) -> None:
+        if next(rounds, "over") == "over":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", sleep)
+    monkeypatch.setattr(top, "Console", lambda: Console(file=open(os.devnull, "w")))  # noqa: SIM115
+    assert top.run([999999999], 1.0, once=False, as_json=False) == 0

@@ -1,0 +1,117 @@
+"""``uccl-ep top``: what the Buffers of this machine's processes are doing, from their live counters.
+
+Rates are differences between two readings. A Buffer whose processes belong to another user, or that lies in another
+network namespace (a container of its own), cannot be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from uccl_ep_serving.live import query, serving_processes
+
+__all__ = ["read_all", "run", "table"]
+
+Counters = Mapping[str, Any]
+#: Which Buffer: its process, and how many that had opened before it and are open still.
+Key = tuple[int, int]
+
+_HEADINGS = ("pid", "rank", "peers", "MB/s sent", "messages/s", "writes/s", "received/s", "waiting", "in flight")
+_NOTHING = "no open Buffer of this user in this network namespace"
+
+
+def read_all(pids: Sequence[int] = ()) -> dict[Key, Counters]:
+    """Counters of every open Buffer, of these processes or of all. A process that ends meanwhile has none."""
+    found: dict[Key, Counters] = {}
+    for pid in pids or serving_processes():
+        with contextlib.suppress(OSError, ValueError):
+            found |= {(pid, number): counters for number, counters in enumerate(query(pid))}
+    return found
+
+
+def _peers(counters: Counters) -> str:
+    """How many peers are reached which way, and who is missing."""
+    ways: dict[str, int] = {}
+    for way in counters.get("transport_by_peer", {}).values():
+        ways[way] = ways.get(way, 0) + 1
+    words = [f"{count} {way}" for way, count in sorted(ways.items())] or ["alone"]
+    words += [f"{state} {', '.join(map(str, ranks))}" for state in ("masked", "lost") if (ranks := counters.get(state))]
+    return "; ".join(words)
+
+
+def _rate(name: str, now: Counters, before: Counters, seconds: float) -> float:
+    return float(max(now.get(name, 0) - before.get(name, 0), 0)) / seconds
+
+
+def _operations(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
+    """Of every operation that has been called: calls per second, and percentiles over its latest calls."""
+    for name, one in now.get("ops", {}).items():
+        if one["count"]:
+            calls = _rate("count", one, before.get("ops", {}).get(name, {}), seconds)
+            yield f"{name} {calls:,.0f}/s, p50 {one['p50_us']:,.0f} us, p99 {one['p99_us']:,.0f} us"
+
+
+def table(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: float) -> Table:
+    """A line for each Buffer of ``now``.
+
+    Args:
+        before: an earlier reading. A Buffer that is not in it, or has another rank there, is counted from its start.
+        seconds: between the two.
+    """
+    result = Table(*_HEADINGS, "operations", title=f"rates over {seconds:.1f} s", title_justify="left")
+    for column in result.columns[3 : len(_HEADINGS)]:
+        column.justify = "right"
+    for key, counters in now.items():
+        earlier = before.get(key, {})
+        if any(earlier.get(name) != counters.get(name) for name in ("rank", "world", "generation")):
+            earlier = {}
+        result.add_row(
+            str(key[0]),
+            f"{counters.get('rank')} of {counters.get('world')}",
+            _peers(counters),
+            f"{_rate('bytes_sent', counters, earlier, seconds) / 1e6:,.1f}",
+            *(
+                f"{_rate(name, counters, earlier, seconds):,.0f}"
+                for name in ("messages_sent", "writes", "messages_received")
+            ),
+            f"{counters.get('ring_depth', 0) + counters.get('queue_depth', 0):,}",
+            f"{counters.get('writes_in_flight', 0):,}",
+            "\n".join(_operations(counters, earlier, seconds)),
+        )
+    if not now:
+        result.caption = _NOTHING
+    return result
+
+
+def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
+    """Show the counters until Ctrl-C, or once. Returns the exit status: 1 when nothing was there to show once."""
+    if as_json:
+        found = read_all(pids)
+        print(json.dumps(list(found.values()), indent=1))
+        return 0 if found else 1
+    console = Console()
+    before, since = read_all(pids), time.monotonic()
+
+    def next_table() -> Table:
+        nonlocal before, since
+        time.sleep(interval)
+        now, instant = read_all(pids), time.monotonic()
+        shown = table(now, before, instant - since)
+        before, since = now, instant
+        return shown
+
+    if once:
+        console.print(next_table())
+        return 0 if before else 1
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(next_table(), refresh=True)
+    return 0
