@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +15,7 @@ import normal_cases
 import pytest
 import torch
 from normal_cases import Case, same_bits
+from torch.overrides import TorchFunctionMode
 
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
@@ -174,6 +178,119 @@ def bad_ids(exchange: StoreExchange, overrides: dict[str, Any], worst: int) -> s
         assert same_bits(received[: len(there.source)], there.rows(inputs.x))
     run_cases(buffer, rank, [case])
     return text
+
+
+def random_case(dice: random.Random, ranks: int, most: int) -> Case:
+    """Up to ``most`` tokens a rank, often none or one."""
+    topk = dice.randint(1, 4)
+    local = dice.randint(1, 4)
+    while ranks * local < topk:
+        local += 1
+    return Case(
+        tokens=tuple(dice.choice((0, 1, dice.randint(2, most))) for _ in range(ranks)),
+        hidden=128 * dice.randint(1, 3),
+        experts=ranks * local,
+        topk=topk,
+        dtype=dice.choice((torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)),
+        lost=dice.choice((0.0, 0.2, 0.9)),
+        hot=dice.choice((-1, dice.randrange(ranks))) if local >= topk else -1,
+        seed=dice.randrange(1 << 30),
+    )
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's bytes."""
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def soak(exchange: StoreExchange, overrides: dict[str, Any], steps: int, seed: int, most: int) -> int:
+    """Random round trips, with a look and without, and from handles; what is received hashes like the oracle's rows,
+    and what this rank keeps has its bytes as long as it is kept."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    dice, mine = random.Random(seed), random.Random(100 * seed + rank)
+    kept: list[tuple[torch.Tensor, str]] = []
+    for step in range(steps):
+        inputs = random_case(dice, exchange.size, most).inputs()
+        worst = sum(inputs.case.tokens) + dice.randrange(3) if dice.random() < 0.4 else 0
+        again = dice.random() < 0.3
+        outcome = normal_cases.round_trip(buffer, inputs, rank, num_worst_tokens=worst)
+        normal_cases.check_rank(inputs, rank, outcome, worst=worst)
+        there = inputs.delivered()[rank]
+        rows = outcome.rows[: len(there.source)]
+        expected = digest(there.rows(inputs.x))
+        assert digest(rows) == expected, step
+        if again:
+            received, *_ = buffer.dispatch(inputs.rows(rank), handle=outcome.handle)
+            cached = received[0] if isinstance(received, tuple) else received
+            assert digest(cached[: len(rows)]) == expected, step
+            back, _, _ = buffer.combine(normal_cases.expert_outputs(cached, rank), outcome.handle)
+            assert digest(back) == digest(outcome.combined), step
+        for tensor in (rows, outcome.combined):
+            if mine.random() < 0.4:
+                kept.append((tensor, digest(tensor)))
+        while len(kept) > 8 or (kept and mine.random() < 0.3):
+            tensor, before = kept.pop(mine.randrange(len(kept)))
+            assert digest(tensor) == before, step
+    assert all(digest(tensor) == before for tensor, before in kept)
+    buffer.destroy()
+    return steps
+
+
+class Watch(TorchFunctionMode):
+    """Notes every call that reads a tensor's content on the host."""
+
+    _READS = ("item", "tolist", "numpy", "cpu", "nonzero", "equal", "allclose", "masked_select", "unique")
+    _READS += ("__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        picked = args[1] if name == "__getitem__" else None
+        if name in self._READS or (isinstance(picked, torch.Tensor) and picked.dtype == torch.bool):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[str]]:
+    """What each operation reads on the host, by its name."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(5, 3), experts=4, topk=2).inputs()
+    normal: Any = buffer._normal
+    found: dict[str, list[str]] = {}
+
+    def watched(name: str, call: Callable[[], Any]) -> Any:
+        with Watch() as watch, pytest.MonkeyPatch.context() as patch:
+            for owner, method in ((normal._session, "wait_told"), (normal._ground.memory, "synchronize")):
+                honest = getattr(owner, method)
+
+                def noted(*args: Any, method: str = method, honest: Any = honest) -> Any:
+                    watch.seen.append(method)
+                    return honest(*args)
+
+                patch.setattr(owner, method, noted)
+            result = call()
+        found[name] = watch.seen
+        return result
+
+    layout = watched("layout", lambda: buffer.get_dispatch_layout(inputs.topk_idx[rank], 4))
+    options = {
+        "num_tokens_per_rank": layout[0],
+        "num_tokens_per_expert": layout[2],
+        "is_token_in_rank": layout[3],
+        "topk_idx": inputs.topk_idx[rank],
+        "topk_weights": inputs.topk_weights[rank],
+    }
+    watched("ordinary", lambda: buffer.dispatch(inputs.x[rank], **options))
+    rows, _, weights, _, handle, _ = watched(
+        "worst", lambda: buffer.dispatch(inputs.x[rank], num_worst_tokens=9, **options)
+    )
+    watched("cached", lambda: buffer.dispatch(inputs.x[rank], handle=handle))
+    watched("combine", lambda: buffer.combine(rows, handle, topk_weights=weights))
+    buffer.destroy()
+    return found
 
 
 def both_modes(exchange: StoreExchange, overrides: dict[str, Any]) -> None:

@@ -1,0 +1,68 @@
+"""Random steps of normal mode on Triton's kernels, interpreted: shapes, dtypes, empties, rounds, held to the oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+# after the path: rank processes inherit it and import the bodies
+import triton_normal_bodies as bodies
+from ranks import Ranks
+from triton_bodies import PATHS
+
+pytestmark = [
+    pytest.mark.timeout(3600),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+#: No heap to speak of, and landing slots of a few rows: everything goes in rounds.
+ROUNDS = {"heap_bytes": 4096, "round_bytes": 32768, "chunk_bytes": 8192}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mapped": PATHS["mapped"],
+    "mapped, in rounds": {**PATHS["mapped"], **ROUNDS},
+    "shm": PATHS["shm"],
+    "shm, in rounds": {**PATHS["shm"], **ROUNDS},
+    "ipc": PATHS["ipc"],
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """Rank processes whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def test_a_few_steps(interpreted: Ranks) -> None:
+    window = WINDOWS["shm, in rounds"]
+    assert interpreted.run(2, bodies.soak, window, 4, 21, 8, timeout=500) == [4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_hundred_steps(interpreted: Ranks, window: str) -> None:
+    seed = list(WINDOWS).index(window)
+    assert interpreted.run(2, bodies.soak, WINDOWS[window], 100, seed, 40, timeout=3000) == [100, 100]
+
+
+def test_nothing_waits_for_the_device_where_the_host_need_not_look(interpreted: Ranks) -> None:
+    """``num_worst_tokens``, a cached dispatch and a combine: no tensor is read on the host, nothing is synchronised."""
+    looks = interpreted.run(2, bodies.looks, PATHS["mapped"], timeout=300)
+    for one in looks:
+        # the same watch sees an ordinary dispatch look
+        assert one["ordinary"] != []
+        assert {name: seen for name, seen in one.items() if name != "ordinary"} == {
+            "layout": [],
+            "worst": [],
+            "cached": [],
+            "combine": [],
+        }
