@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import bodies
 import ll_cases
+import normal_cases
 import torch
 from ll_replay import Layer
 
@@ -101,6 +103,64 @@ def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times
         synchronize()
 
     layer.check(replay, times)
+    buffer.destroy()
+
+
+def _on_device(inputs: normal_cases.Inputs) -> normal_cases.Inputs:
+    moved = {
+        name: [one.cuda() for one in getattr(inputs, name)] for name in ("x", "scales", "topk_idx", "topk_weights")
+    }
+    return replace(inputs, **moved)
+
+
+def _on_host(outcome: normal_cases.Outcome) -> normal_cases.Outcome:
+    received = outcome.received
+    back = tuple(one.cpu() for one in received) if isinstance(received, tuple) else received.cpu()
+    names = ("topk_idx", "topk_weights", "combined", "combined_weights")
+    return replace(outcome, received=back, **{name: getattr(outcome, name).cpu() for name in names})
+
+
+def normal_against_the_oracle(
+    exchange: StoreExchange, overrides: dict[str, Any], cases: list[normal_cases.Case]
+) -> None:
+    """Normal mode: every case with a look of the host, without one, and from the handle of either."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    for case in cases:
+        inputs = case.inputs()
+        there = _on_device(inputs)
+        for worst in (0, sum(case.tokens) + 2):
+            outcome = normal_cases.round_trip(buffer, there, rank, num_worst_tokens=worst)
+            normal_cases.check_rank(inputs, rank, _on_host(outcome), worst=worst)
+            rows = len(inputs.delivered()[rank].source)
+            again, *_ = buffer.dispatch(there.rows(rank), handle=outcome.handle)
+            again = again[0] if isinstance(again, tuple) else again
+            assert normal_cases.same_bits(again[:rows].cpu(), outcome.rows[:rows].cpu())
+    buffer.destroy()
+
+
+def normal_replays(exchange: StoreExchange, overrides: dict[str, Any], times: int) -> None:
+    """Layout, dispatch and combine of normal mode in a CUDA graph, replayed with other tokens and routing."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    case = normal_cases.Case(tokens=(40, 33, 7, 0)[: exchange.size], experts=4 * exchange.size)
+    fixed = _on_device(case.inputs())
+    worst = sum(case.tokens)
+
+    def step() -> normal_cases.Outcome:
+        return normal_cases.round_trip(buffer, fixed, rank, num_worst_tokens=worst)
+
+    for _ in range(2):
+        step()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outcome = step()
+    for turn in range(times):
+        inputs = replace(case, seed=turn + 1).inputs()
+        for name in ("x", "topk_idx", "topk_weights"):
+            getattr(fixed, name)[rank].copy_(getattr(inputs, name)[rank])
+        graph.replay()
+        synchronize()
+        normal_cases.check_rank(inputs, rank, _on_host(outcome), worst=worst)
     buffer.destroy()
 
 

@@ -1,0 +1,200 @@
+"""What this GPU and its driver can do for us, call by call: ``python tests/gpu/probe.py``. A minute; prints JSON.
+
+The first thing to run on a new machine: where a test would say that ranks wait for each other, this says which call of
+the driver does not do what it should. Exit status 1 when one does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from uccl_ep_serving.device_lane import StreamLane
+from uccl_ep_serving.device_memory import DeviceMemory, memory_of
+from uccl_ep_serving.kernels.triton.launch import Target, present_target
+from uccl_ep_serving.kernels.triton.words import acquire, clock_ns, int64s, poke, release_each, settle
+from uccl_ep_serving.native.pages import own_pages
+
+WORD = 0x1234_5678_9ABC_DEF0
+
+
+@triton.jit
+def store_word(address: tl.int64, sink: tl.int64, value: tl.int64, BACKEND: tl.constexpr) -> None:
+    """Store with release, as flags and counts are."""
+    words = tl.zeros([2], tl.int64)
+    release_each(words + address, words + value, tl.arange(0, 2) == 0, sink, BACKEND)
+
+
+@triton.jit
+def copy_word(source: tl.int64, target: tl.int64, BACKEND: tl.constexpr) -> None:
+    """Load with acquire, as waiting kernels do."""
+    poke(target, acquire(source, BACKEND))
+
+
+@triton.jit
+def clock_steps(out: tl.int64, looks: tl.int64, BACKEND: tl.constexpr) -> None:
+    """Smallest step of the clock that is not 0, and the time that ``looks`` looks take."""
+    first = clock_ns(BACKEND)
+    before = first
+    least = tl.full((), 1 << 60, tl.int64)
+    for _ in range(0, looks):
+        now = clock_ns(BACKEND)
+        least = tl.where(now > before, tl.minimum(least, now - before), least)
+        before = now
+    settle(BACKEND)
+    tl.store(int64s(out), least)
+    tl.store(int64s(out + 8), before - first)
+
+
+def here() -> tuple[DeviceMemory, Target]:
+    """The GPU, or Triton's interpreter where TRITON_INTERPRET=1 says so."""
+    target = present_target()
+    return memory_of(torch.device("cpu" if target.interpreted else "cuda"), target.interpreted), target
+
+
+def word_at(memory: DeviceMemory, target: Target, address: int) -> int:
+    """What a kernel loads there."""
+    found = torch.zeros(2, dtype=torch.int64, device=memory.device)
+    copy_word[(1,)](address, found.data_ptr(), BACKEND=target.backend, num_warps=1)
+    return int(found[0].item())
+
+
+def store(memory: DeviceMemory, target: Target, address: int, value: int) -> None:
+    """What a kernel stores there is there when this returns."""
+    sink = torch.zeros(2, dtype=torch.int64, device=memory.device)
+    store_word[(1,)](address, sink.data_ptr(), value, BACKEND=target.backend, num_warps=1)
+    memory.synchronize()
+
+
+def host_memory(memory: DeviceMemory, target: Target) -> str:
+    """Pinned pages are written and read by both sides."""
+    pages = own_pages(8192)
+    address = memory.map_host(pages.ctypes.data, 8192)
+    store(memory, target, address + 4096, WORD)
+    words = pages.view("int64")
+    assert int(words[512]) == WORD, hex(int(words[512]))
+    words[513] = 7
+    assert word_at(memory, target, address + 4104) == 7
+    memory.unmap_host(pages.ctypes.data)
+    return f"mapped at {'the same' if address == pages.ctypes.data else 'another'} address"
+
+
+def device_memory(memory: DeviceMemory, target: Target) -> str:
+    """Memory of the driver's own, zeroed."""
+    address = memory.allocate(5 << 20)
+    assert word_at(memory, target, address + (5 << 20) - 8) == 0
+    memory.free(address)
+    return "zeroed"
+
+
+def peers(memory: DeviceMemory, target: Target) -> str:
+    """Another process opens the memory, and each sees what the other's kernel has stored."""
+    address = memory.allocate(4096)
+    store(memory, target, address, WORD)
+    child = subprocess.run(
+        [sys.executable, __file__, memory.export(address).hex()], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert word_at(memory, target, address + 8) == WORD + 1
+    memory.free(address)
+    return "opened by another process on this device"
+
+
+def as_peer(handle: bytes) -> None:
+    """The other process of :func:`peers`."""
+    memory, target = here()
+    address = memory.open(handle)
+    store(memory, target, address + 8, word_at(memory, target, address) + 1)
+    memory.close(address)
+
+
+def captures(memory: DeviceMemory, target: Target) -> str:
+    """Two captures in a row on one lane, replayed."""
+    if target.interpreted:
+        return "no streams in the interpreter"
+    lane = StreamLane(memory.device, memory.capture_of)
+    words = torch.zeros(4, dtype=torch.int64, device=memory.device)
+
+    def launch() -> None:
+        store_word[(1,)](words.data_ptr(), words.data_ptr() + 16, WORD, BACKEND=target.backend, num_warps=1)
+
+    def run() -> None:
+        lane.run(launch, [words], own_stream=True, finish=True)
+
+    run()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            run()
+    for graph in graphs:
+        words.zero_()
+        graph.replay()
+        assert int(words[0].item()) == WORD
+    return "two graphs"
+
+
+def clock(memory: DeviceMemory, target: Target) -> str:
+    """How fine the clock of the deadlines is."""
+    found = torch.zeros(2, dtype=torch.int64, device=memory.device)
+    looks = 200 if target.interpreted else 200_000
+    clock_steps[(1,)](found.data_ptr(), looks, BACKEND=target.backend, num_warps=1)
+    least, total = found.tolist()
+    assert total > 0, "the clock stands still"
+    return f"steps of {least} ns, a look takes {total / looks:.1f} ns"
+
+
+def dma_buf(memory: DeviceMemory, target: Target) -> str:
+    """What NICs need. That it is missing is no fault where there are none."""
+    address = memory.allocate(4 << 20)
+    try:
+        descriptor, offset = memory.export_dmabuf(address, 4 << 20)
+        os.close(descriptor)
+        return f"exported, at offset {offset}; {memory.unordered or 'writes of NICs are ordered'}"
+    except Exception as error:
+        return f"not exported: {error}"
+    finally:
+        memory.free(address)
+
+
+def main() -> int:
+    """0 when everything does what it should."""
+    if len(sys.argv) > 1:
+        as_peer(bytes.fromhex(sys.argv[1]))
+        return 0
+    memory, target = here()
+    checks: tuple[Callable[[DeviceMemory, Target], str], ...] = (
+        clock,
+        host_memory,
+        device_memory,
+        peers,
+        captures,
+        dma_buf,
+    )
+    name = "interpreter" if target.interpreted else torch.cuda.get_device_name(memory.device)
+    found: dict[str, Any] = {"device": name, "triton": triton.__version__}
+    failed = 0
+    for check in checks:
+        started = time.monotonic()
+        try:
+            said = check(memory, target)
+        except Exception as error:
+            failed += 1
+            said = f"FAILED: {type(error).__name__}: {error}"
+            traceback.print_exc()
+        found[check.__name__] = f"{said} ({time.monotonic() - started:.1f} s)"
+    print(json.dumps(found, indent=1))
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
