@@ -22,14 +22,19 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Where the copy maps its switch: an address that no allocator hands out, the same in every process.
 SWITCH = 0x5A00_0000_0000
 
-#: Put into the copy's ``native/__init__.py``: map one page at SWITCH before anything is compiled.
+#: Put into the copy's ``native/__init__.py``: map one page at SWITCH before anything is compiled, the same in every
+#: process that imports the copy.
 _MAP = f"""
 import ctypes as _ctypes
+import os as _os
+import pathlib as _pathlib
+_switch = _os.open(_pathlib.Path(__file__).with_name("switch"), _os.O_RDWR)
 _libc = _ctypes.CDLL(None)
 _libc.mmap.restype = _ctypes.c_void_p
 _libc.mmap.argtypes = [_ctypes.c_void_p, _ctypes.c_size_t] + [_ctypes.c_int] * 3 + [_ctypes.c_long]
-# PROT_READ | PROT_WRITE; MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-assert _libc.mmap({SWITCH}, 4096, 3, 0x100022, -1, 0) == {SWITCH}
+# PROT_READ | PROT_WRITE; MAP_SHARED | MAP_FIXED_NOREPLACE
+assert _libc.mmap({SWITCH}, 4096, 3, 0x100001, _switch, 0) == {SWITCH}
+_os.close(_switch)
 """
 
 
@@ -261,6 +266,7 @@ def write_copy(directory: Path, mutants: Mapping[str, Mutant] = MUTANTS) -> None
         shutil.copytree(ROOT / part, directory / part, symlinks=True, ignore=ignored)
     native = directory / "uccl_ep_serving/native/__init__.py"
     native.write_text(native.read_text() + _MAP)
+    native.with_name("switch").write_bytes(bytes(4096))
     for number, (name, mutant) in enumerate(mutants.items(), start=1):
         path = directory / mutant.path
         source = path.read_text()
@@ -279,16 +285,19 @@ def has_name(source: str, name: str) -> bool:
     return any(name in line.replace(",", " ").split() for line in imports if "import" in line)
 
 
-def run_without_rules(directory: Path, module: str, table: str, mutants: Mapping[str, Mutant]) -> dict[str, int]:
+def run_without_rules(
+    directory: Path, module: str, table: str, mutants: Mapping[str, Mutant], places: tuple[str, ...] = ()
+) -> dict[str, int]:
     """Exit status of each rule's test without the rule; the copy is compiled once, into a cache of its own.
 
     Args:
         directory: empty, for the copy.
         module, table: where the process finds ``mutants``.
+        places: directories of tests from which these import, besides ``kernels`` and ``rdma``.
     """
     write_copy(directory, mutants)
     result = directory / "results.json"
-    paths = [directory, *(ROOT / "tests" / name for name in ("kernels", "rdma", "."))]
+    paths = [directory, *(ROOT / "tests" / name for name in ("kernels", "rdma", *places, "."))]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
