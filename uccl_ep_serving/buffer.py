@@ -160,6 +160,7 @@ class Buffer:
         self.runtime = Runtime(exchange, settings, heap)
         try:
             self._device = settings.device
+            self._ground: DeviceGround | None = None
             self._low_latency: LowLatency | DeviceLowLatency = LowLatency(self.runtime)
             self._normal: Normal | DeviceNormal = Normal(self.runtime)
             if settings.device in ("cuda", "interpreter"):
@@ -181,6 +182,23 @@ class Buffer:
         """Counters of this rank: transports, commands, writes, bytes, messages, and per operation counts and p50 /
         p99."""
         return self.runtime.stats()
+
+    def check(self) -> None:
+        """Raise what is known to be wrong (a lost peer, a dead proxy, what kernels have reported). Waits for nothing.
+
+        Every operation does this. Who replays captured graphs calls none, and asks here between replays: after a
+        failure their kernels send nothing and leave zeros.
+
+        Raises:
+            ConfigError, PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
+            UcclEpError: the Buffer is closed.
+        """
+        phase = "replayed operations"
+        if self._ground is not None:
+            self._ground.take_report()
+        self.runtime.check(phase)
+        if self._ground is not None:
+            self._ground.check_ids(phase)
 
     # -- class-level contract -----------------------------------------------------------------------------------
 
@@ -344,9 +362,9 @@ class Buffer:
         interpreted = self._device == "interpreter"
         self._device = "cpu" if device.type == "cpu" else "cuda"
         if interpreted or device.type != "cpu":
-            ground = DeviceGround(self.runtime, device)
-            self._low_latency = DeviceLowLatency(self.runtime, device, ground=ground)
-            self._normal = DeviceNormal(self.runtime, ground)
+            self._ground = DeviceGround(self.runtime, device)
+            self._low_latency = DeviceLowLatency(self.runtime, device, ground=self._ground)
+            self._normal = DeviceNormal(self.runtime, self._ground)
 
     # -- low latency --------------------------------------------------------------------------------------------
 

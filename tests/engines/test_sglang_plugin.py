@@ -202,6 +202,40 @@ def engine_dispatch_core(model: str) -> dict[str, Any]:
     return given
 
 
+def engine_replay(model: str) -> list[str]:
+    """Do what the engine does before it replays a captured graph, while all is well, after a peer was lost, and once
+    the Buffer is closed; returns what was raised each time."""
+    from sglang.srt.layers.moe.utils import DeepEPMode
+    from sglang.srt.model_executor.runner_utils.deepep_adapter import DeepEPCudaGraphRunnerAdapter
+
+    from uccl_ep_serving.errors import PeerLost
+
+    resolved(model, moe_a2a_backend="uccl_ep")
+    own = plugin.buffer_class()
+    buffer: Any = object.__new__(own)
+    own.alive.add(buffer)
+    adapter: Any = DeepEPCudaGraphRunnerAdapter()
+    adapter._captured_deepep_mode = DeepEPMode.LOW_LATENCY
+    adapter.replay.__globals__["get_moe_a2a_backend"] = lambda: SimpleNamespace(is_deepep=lambda: True)
+
+    def lost(phase: str) -> None:
+        raise PeerLost(f"{phase}: rank 1 is lost", peer=1)
+
+    raised = []
+    for runtime in (
+        SimpleNamespace(closed=False, check=lambda phase: None),
+        SimpleNamespace(closed=False, check=lost),
+        SimpleNamespace(closed=True, check=lost),
+    ):
+        buffer.runtime, buffer._ground = runtime, None
+        try:
+            adapter.replay()
+            raised.append("")
+        except PeerLost as error:
+            raised.append(str(error))
+    return raised
+
+
 def engine_draft(model: str, target: str) -> dict[str, Any]:
     """Publish as a scheduler does, then let the engine make the draft model's dispatcher; returns what it runs on."""
     import torch
@@ -351,6 +385,11 @@ def test_mixing_with_the_real_deep_ep_is_refused(in_engine: InEngine, model: str
         in_engine(engine_resolve, model, dict(zip(plugin._FIELDS, fields, strict=True)))
 
 
+def test_what_is_wrong_is_raised_before_a_graph_is_replayed(in_engine: InEngine, model: str) -> None:
+    """A graph calls nothing of ours: after a lost peer it would go on with zeros, and nobody would know."""
+    assert in_engine(engine_replay, model) == ["", "replayed operations: rank 1 is lost", ""]
+
+
 @pytest.mark.parametrize("backend", ["none", "deepep"])
 def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend: str) -> None:
     assert in_engine(engine_untouched_under, model, backend)
@@ -362,6 +401,7 @@ def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend:
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "absent"),
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "other arguments"),
         (DEEPEP, "DeepEPBuffer.get_deepep_buffer", "absent"),
+        (DEEPEP, "DeepEPBuffer.set_dispatch_mode", "absent"),
         (DEEPEP, "DeepEPConfig.get_instance", "absent"),
         ("sglang.srt.arg_groups.overrides", "declare_resolution", "absent"),
         (

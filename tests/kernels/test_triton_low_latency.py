@@ -159,6 +159,12 @@ def test_replays_without_the_host(interpreted: Ranks) -> None:
 
 
 @pytest.mark.slow
+def test_a_failure_of_a_replay_is_told_to_who_asks(interpreted: Ranks) -> None:
+    body = triton_bodies.replay_beside_a_silent_peer
+    assert interpreted.run(2, body, PATHS["mapped"], timeout=300)[0] == ("PeerTimeout", 1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 @pytest.mark.parametrize("form", FORMS)
 def test_replays_of_every_form(interpreted: Ranks, form: str, path: str) -> None:

@@ -225,6 +225,10 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
     buffer = opened(exchange, overrides)
     assert bodies.round_trip(buffer, tokens=4) < 0.02
     trip = bodies.normal_trip if mode == "normal" and exchange.rank == 0 else bodies.round_trip
+    exchange.all_gather(b"")
+    if exchange.rank == 1:
+        # rank 0's kernels wait by then
+        time.sleep(5.0)
     started = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         trip(buffer, tokens=4, hidden=256 if exchange.rank else 128)
@@ -264,6 +268,28 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     out, _, _ = buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, handle)
     assert torch.allclose(out, given.x * given.topk_weights.sum(dim=1, keepdim=True))
     buffer.destroy()
+
+
+def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
+    """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+
+    buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 3.0, **overrides})
+    lane = RecordingLane()
+    buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
+    buffer._ground = buffer._low_latency._session._ground
+    Layer(buffer, "plain", torch.device("cpu"), lane.compute).run()
+    buffer.check()
+    if exchange.rank == 1:
+        time.sleep(8)
+        buffer.runtime.close(0.1)
+        return "", -1
+    lane.replay()
+    with pytest.raises(UcclEpError) as caught:
+        buffer.check()
+    buffer.destroy()
+    return type(caught.value).__name__, getattr(caught.value, "peer", -1)
 
 
 def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, Any]:

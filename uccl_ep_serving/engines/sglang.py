@@ -33,10 +33,11 @@ import importlib.metadata
 import inspect
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up, supported
@@ -285,6 +286,20 @@ def buffer_class() -> type[Any]:
     from uccl_ep_serving import Buffer
 
     class SGLangBuffer(Buffer):
+        #: Those of this process.
+        alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.alive.add(self)
+
+        @classmethod
+        def check_all(cls) -> None:
+            """Raise what is known to be wrong with any of them; see ``Buffer.check``."""
+            for buffer in list(cls.alive):
+                if not buffer.runtime.closed:
+                    buffer.check()
+
         def low_latency_dispatch(self, *args: Any, topk_weights: Any = None, **kwargs: Any) -> Any:
             if topk_weights is None:
                 topk_weights = _router_weights.get()
@@ -299,13 +314,15 @@ class _Targets:
 
     deepep: Any  # module sglang.srt.layers.moe.token_dispatcher.deepep
     dispatcher: Any  # its class _DeepEPDispatcherImplLowLatency
+    buffer: Any  # its class DeepEPBuffer
     overlap: Any  # class SboFlags
     quantize: Any  # function sglang_per_token_group_quant_fp8
 
 
 def _find_targets() -> _Targets:
     core = "_DeepEPDispatcherImplLowLatency._dispatch_core"
-    deepep = _import(_DEEPEP, "DeepEPBuffer.get_deepep_buffer", "DeepEPConfig.get_instance", core)
+    buffer = ("DeepEPBuffer.get_deepep_buffer", "DeepEPBuffer.set_dispatch_mode")
+    deepep = _import(_DEEPEP, *buffer, "DeepEPConfig.get_instance", core)
     dispatcher = deepep._DeepEPDispatcherImplLowLatency
     overlap = _import(_OVERLAP, "SboFlags.enable_combine_down_gemm_two_stream_overlap").SboFlags
     quantization = _import("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_group_quant_fp8")
@@ -317,7 +334,7 @@ def _find_targets() -> _Targets:
     parameters = list(inspect.signature(dispatcher._dispatch_core).parameters)
     if parameters != ["self", "hidden_states", "topk_ids", "topk_weights"]:
         raise _refuse(f"{_DEEPEP}.{core} takes other arguments: {', '.join(parameters)}")
-    return _Targets(deepep, dispatcher, overlap, quantization.sglang_per_token_group_quant_fp8)
+    return _Targets(deepep, dispatcher, deepep.DeepEPBuffer, overlap, quantization.sglang_per_token_group_quant_fp8)
 
 
 def activate() -> None:
@@ -345,6 +362,15 @@ def activate() -> None:
         finally:
             _router_weights.reset(token)
 
+    set_mode = targets.buffer.set_dispatch_mode.__func__
+
+    @functools.wraps(set_mode)
+    def set_dispatch_mode(cls: Any, mode: Any) -> None:
+        # called before every replay of a captured graph, which calls nothing of ours
+        buffer_class().check_all()
+        set_mode(cls, mode)
+
+    targets.buffer.set_dispatch_mode = classmethod(set_dispatch_mode)
     targets.dispatcher._dispatch_core = dispatch_core
     # by attribute: the scheduler has imported the module before plugins are loaded
     targets.deepep.Buffer = buffer_class()
