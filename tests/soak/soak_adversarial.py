@@ -80,12 +80,18 @@ class AdversarialCase:
     operations: tuple[ll_cases.Case | normal_cases.Case, ...]
     hosts: int  # ranks per host that map each other's window; 1 = none do
 
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node: those of a host, where all hosts have as many."""
+        return self.hosts if self.ranks % self.hosts == 0 else 1
+
     def __str__(self) -> str:
         modes = "".join("l" if isinstance(one, ll_cases.Case) else "n" for one in self.operations)
         settings = self.settings
         return (
             f"seed {self.seed}: {self.trouble}, {self.ranks} ranks, {settings.channels} channels, {settings.proxies} "
-            f"proxies, ring of {settings.ring_slots}, quantum {settings.quantum}, {self.hosts} ranks a host, modes "
+            f"proxies, ring of {settings.ring_slots}, quantum {settings.quantum}, {self.hosts} ranks a host, "
+            f"nodes of {self.node_ranks}, modes "
             f"{modes}, hidden {self.plan.hidden}, {self.plan.experts} experts, top-{self.plan.topk}, {self.adversary}"
         )
 
@@ -211,6 +217,8 @@ class _Group(FakeGroup):
             settings=case.settings,
             mapped=lambda rank, peer: hosts > 1 and rank // hosts == peer // hosts,
         )
+        # normal mode then crosses once to each node
+        self.node_ranks = case.node_ranks
 
     def build(self, plan: LowLatencyPlan | None) -> None:
         super().build(plan or self._plan)
@@ -322,7 +330,7 @@ class Stretch:
 def stretch(_exchange: object, seeds: range, repeat: int) -> Stretch:
     """Run the cases of ``seeds``, each ``repeat`` times, up to the first that fails."""
     low_latency_kernels("cpu")  # compiled before the first deadline runs
-    normal_kernels("cpu")
+    normal_kernels("cpu").warm_nodes()
     done = Stretch(sample(seeds.start))
     for seed in seeds:
         case = draw(seed)
