@@ -5,13 +5,19 @@
 Nodes of 8 ranks, hidden 7168, FP8 with scales out and BF16 back, top-8 of 256 experts chosen at random. Production's
 kernels and proxies run, all ranks as threads of one process, over the fake transport: what is counted does not depend
 on the wire. Control messages are counted too, so few tokens show them large: see ``TOKENS``.
+
+Beside the bytes stand times on this machine, where they cost the least that they ever do: ranks as processes in two
+simulated nodes, between which proxies copy through shared memory. Both ways take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,15 +29,22 @@ sys.path[:0] = [str(_TESTS / "kernels")]
 
 from fake_ranks import FakeGroup  # noqa: E402
 
+from uccl_ep_serving.cli.bench import run_standalone  # noqa: E402
+from uccl_ep_serving.cli.bench_card import Card  # noqa: E402
 from uccl_ep_serving.cli.bench_machine import describe  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
 from uccl_ep_serving.normal import Normal  # noqa: E402
 from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
 
-__all__ = ["count", "markdown", "measure"]
+__all__ = ["count", "latency", "markdown", "measure"]
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 64, 7168, 256, 8
 NODES, NODE_RANKS = (2, 4, 8), 8
+#: Of which the times are taken: four ranks, two to a node.
+TIMED = Card(name="nodes", paths=("direct",), against=(), ranks=4, tokens=512, iterations=10)
+TIMED_NODE_RANKS, TIMED_TURNS = 2, 3
+#: By the word of a result: UCCL_EP_HIERARCHY.
+WAYS = {"to nodes": "auto", "to ranks": "off"}
 
 
 def _sent(group: FakeGroup) -> int:
@@ -73,12 +86,39 @@ def count(nodes: int, hierarchy: str) -> dict[str, float]:
     return {"dispatch": sent[0] / nodes / 1e6, "combine": (sent[1] - sent[0]) / nodes / 1e6}
 
 
+def _timed(hierarchy: str, folder: Path) -> dict[str, float]:
+    """Median microseconds of ``TIMED``, by phase."""
+    before = dict(os.environ)
+    os.environ.update(UCCL_EP_HIERARCHY=hierarchy, UCCL_EP_NODE_RANKS=str(TIMED_NODE_RANKS))
+    try:
+        run_standalone(TIMED, str(folder / "timed.json"))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    found = json.loads((folder / "timed.json").read_text())["us"]["direct"]
+    return {phase: float(found[phase]["median"]) for phase in ("dispatch", "combine")}
+
+
+def latency() -> dict[str, dict[str, float]]:
+    """Microseconds of a dispatch and of a combine, by way: medians over runs that take turns."""
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(TIMED_TURNS):
+            for way, hierarchy in WAYS.items():
+                runs[way].append(_timed(hierarchy, Path(folder)))
+    return {
+        way: {phase: statistics.median(run[phase] for run in found) for phase in ("dispatch", "combine")}
+        for way, found in runs.items()
+    }
+
+
 def measure(nodes: Iterable[int] = NODES) -> dict[str, Any]:
-    """:func:`count` of both ways, for so many nodes."""
+    """:func:`count` of both ways, for so many nodes, and :func:`latency`."""
     machine = describe()
-    groups = [{"nodes": n, "to nodes": count(n, "auto"), "to ranks": count(n, "off")} for n in nodes]
+    times = latency()
+    groups = [{"nodes": n, **{way: count(n, hierarchy) for way, hierarchy in WAYS.items()}} for n in nodes]
     machine["load_after"] = describe()["load"]
-    return {"machine": machine, "groups": groups}
+    return {"machine": machine, "groups": groups, "us": times}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -96,6 +136,16 @@ def markdown(found: Mapping[str, Any]) -> str:
     about = (
         f"Per node of {NODE_RANKS} ranks, {TOKENS} tokens a rank x {HIDDEN}, FP8 out and BF16 back, top-{TOPK} of "
         f"{EXPERTS} experts at random."
+    )
+    times = found["us"]
+    lines += ["", about, "", "| us on this machine | dispatch | combine |", "|---|---:|---:|"]
+    lines += [
+        f"| {words} | {times[way]['dispatch']:.0f} | {times[way]['combine']:.0f} |"
+        for way, words in (("to ranks", "once to, and from, each rank"), ("to nodes", "once to, and from, each node"))
+    ]
+    about = (
+        f"{TIMED.ranks} ranks as processes in simulated nodes of {TIMED_NODE_RANKS}, shm between nodes, {TIMED.tokens} "
+        f"tokens x {TIMED.hidden} {TIMED.dtype.upper()}, top-{TIMED.topk} of {TIMED.experts}."
     )
     return "\n".join([*lines, "", about])
 

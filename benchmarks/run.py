@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import nic_posting
 import nic_writes
+import node_crossings
 import proxy_idle
 import proxy_loop
 import roce_posting
@@ -96,6 +97,9 @@ PARTS = {
     ),
     "nic_writes": _Part(
         "Writes of a low-latency dispatch, by EFA devices in memory", nic_writes.measure, nic_writes.markdown
+    ),
+    "node_crossings": _Part(
+        "Normal mode between nodes: bytes that leave a node", node_crossings.measure, node_crossings.markdown
     ),
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
     "vllm_serving": _Part("vLLM, serving over each of its all-to-alls", None, vllm_serving.markdown),
