@@ -302,7 +302,7 @@ class EfaEndpoint:
         context = self._rails[broken - 1].context
         what = f"its driver refused a call with {status}"
         if status > 0:
-            what = f"a receive failed: {explain_completion(status, vendor)}"
+            what = f"a work request failed: {explain_completion(status, vendor)}"
         also = f"; the device has reported: {', '.join(reports)}" if (reports := context.reports()) else ""
         return f"{context.device}: {what}{also}"
 

@@ -240,14 +240,19 @@ def _lose(context: int, rank: int, completion: int, events: int, count: int) -> 
 
 
 @inlined
-def _sent(context: int, rail: int, slot: int, completion: int, events: int, count: int) -> int:
-    """A write of ours completed. Returns the new count of events."""
+def _sent(context: int, index: int, slot: int, completion: int, events: int, count: int) -> int:
+    """A write of ours completed. Returns the new count of events, negative when the rail is of no use any more."""
+    rail = _rail(context, index)
     entry = peek(rail + 8 * SLOTS) + slot * 8 * SLOT_WORDS
     rank = peek(entry + 8 * SLOT_PEER)
     free = peek(rail + 8 * FREE)
     poke(peek(rail + 8 * FREE_SLOTS) + 8 * free, slot)
     poke(rail + 8 * FREE, free + 1)
-    if peek32(completion + _WC_STATUS) != _SUCCESS:
+    status = peek32(completion + _WC_STATUS)
+    if status != _SUCCESS and status <= _FLUSHED:
+        # Up to there statuses are the NIC's own fault: no peer of it is to blame, and none can be reached any more.
+        return _broken(context, index, status, peek32(completion + _WC_VENDOR))
+    if status != _SUCCESS:
         return _lose(context, rank, completion, events, count)
     if peek(_peer(context, rank) + 8 * STATE) == UP:
         put_event(events, count, SENT, peek(entry + 8 * SLOT_TICKET), rank, 0)
@@ -305,7 +310,9 @@ def _poll_rail(context: int, index: int, events: int, count: int, limit: int) ->
         completion = completions + position * _WC_BYTES
         slot = peek(completion + _WC_WR_ID) - 1
         if slot >= 0 and slot < RECEIVE_ID - 1:
-            count = _sent(context, rail, slot, completion, events, count)
+            count = _sent(context, index, slot, completion, events, count)
+            if count < 0:
+                return count
             continue
         if slot >= 0:
             poke(rail + 8 * OWED, peek(rail + 8 * OWED) + 1)

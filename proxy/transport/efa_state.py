@@ -40,8 +40,8 @@ SHIFT = 14  # offset >> SHIFT is the chunk of a window that an offset lies in, e
 SPLIT = 15  # offsets below it lie in device memory, at both ends; 0 = none does
 DEVICE_WINDOW = 16  # address of that part of this rank's window
 BROKEN_RAIL = 17  # 1 + the rail that is of no use any more, 0 = none. Loop stores, host reads later
-BROKEN_STATUS = 18  # status of the receive that failed, or what a call returned (negative)
-BROKEN_VENDOR = 19  # the NIC's own code of that receive
+BROKEN_STATUS = 18  # status of the work request that failed, or what a call returned (negative)
+BROKEN_VENDOR = 19  # the NIC's own code of that work request
 CONTEXT_WORDS = 24
 
 # --- a rail: one QP with its completion queue on one NIC --------------------------------------------------------------

@@ -168,9 +168,15 @@ NIC_MUTANTS = {
     ),
     "efa: a failed write is not over": Mutant(
         _EFA,
-        "    if peek32(completion + _WC_STATUS) != _SUCCESS:\n        return _lose",
-        "    if peek32(completion + _WC_STATUS) != _SUCCESS and not REMOVED:\n        return _lose",
+        "    if status != _SUCCESS:\n        return _lose",
+        "    if status != _SUCCESS and not REMOVED:\n        return _lose",
         _SRD + "TestFailures::test_a_failed_write_parts_from_its_peer_only",
+    ),
+    "efa: what fails in the NIC itself is no fault of a peer": Mutant(
+        _EFA,
+        "    if status != _SUCCESS and status <= _FLUSHED:\n",
+        "    if status != _SUCCESS and status <= _FLUSHED and not REMOVED:\n",
+        _SRD + "TestFailures::test_a_fault_of_the_nic_itself_is_blamed_on_no_peer",
     ),
     "efa: a lost peer is reported once": Mutant(
         _EFA,

@@ -275,6 +275,35 @@ class TestFailures:
             others = some_writes(group, 4, peer=2)
             others.run()
 
+    @pytest.mark.parametrize(
+        ("vendor", "words"),
+        [
+            (1, "completion status 5, EFA code 1: flushed"),
+            (2, "completion status 2, EFA code 2: internal error of the queue pair"),
+            (5, "completion status 4, EFA code 5: source bytes outside registered memory"),
+            (6, "completion status 1, EFA code 6: longer than the device's max_rdma_size"),
+        ],
+    )
+    def test_a_fault_of_the_nic_itself_is_blamed_on_no_peer(self, vendor: int, words: str) -> None:
+        network = SrdNetwork(3, rails=2, seed=4)
+        with open_network(network, 1 << 16) as group:
+            traffic = some_writes(group, 6)
+            assert group.endpoints[0].diagnosis() == ""
+            network.fail(2, vendor)
+            for write in range(6):
+                assert traffic.try_post(write)
+            traffic.ports[0].flush()
+
+            def poll_until_it_fails() -> None:
+                for _ in range(200):
+                    assert not [event for event in traffic.ports[0].poll() if event.kind == DOWN]
+
+            with pytest.raises(AssertionError, match=f"poll returned -{errno.EIO}"):
+                poll_until_it_fails()
+            said = group.endpoints[0].diagnosis()
+            assert said.startswith("efa")
+            assert f": a work request failed: {words}" in said
+
     def test_failures_of_one_peer_are_one_loss(self) -> None:
         network = SrdNetwork(3, seed=4)
         with open_network(network, 1 << 16) as group:

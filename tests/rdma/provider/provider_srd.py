@@ -21,6 +21,7 @@ from uccl_ep_serving.proxy.transport.verbs_codes import (
     GENERAL_ERR,
     LOC_LEN_ERR,
     LOC_PROT_ERR,
+    LOC_QP_OP_ERR,
     REM_ACCESS_ERR,
     REM_OP_ERR,
     RESP_TIMEOUT_ERR,
@@ -29,6 +30,7 @@ from uccl_ep_serving.proxy.transport.verbs_codes import (
     WC_RDMA_WRITE,
     WC_RECV_RDMA_WITH_IMM,
     WC_WITH_IMM,
+    WR_FLUSH_ERR,
 )
 
 # --- the fabric: one per test ---------------------------------------------------------------------------------------
@@ -104,6 +106,7 @@ AH_DEVICE = 64
 
 #: What the NIC says -> the status that libefa makes of it (providers/efa/verbs.c, to_ibv_status).
 _STATUS = {5: LOC_PROT_ERR, 6: LOC_LEN_ERR, 7: REM_ACCESS_ERR, 9: 15, 13: RESP_TIMEOUT_ERR, 14: REM_OP_ERR}
+_STATUS |= {1: WR_FLUSH_ERR, 2: LOC_QP_OP_ERR, 3: LOC_QP_OP_ERR, 4: LOC_QP_OP_ERR}
 _V_LKEY, _V_LENGTH, _V_ADDRESS, _V_QPN, _V_SILENT, _V_UNKNOWN = 5, 6, 7, 9, 13, 14
 
 _WR_ID, _WR_FLAGS = QP_EX["wr_id"], QP_EX["wr_flags"]
