@@ -50,29 +50,17 @@ DEVICE_MUTANTS = {
         "        other = live & (told_shape != shape) & (not HOST_REMOVED)\n",
         _NORMAL + "test_ranks_that_differ_go_on",
     ),
-    "normal mode: a turn waits for the batch of every peer": Mutant(
-        "kernels/triton/normal_advance.py",
-        "        missing = owed | any_of(late | stuck, BACKEND)\n",
-        "        missing = owed | any_of((late & (not HOST_REMOVED)) | stuck, BACKEND)\n",
-        _NORMAL + "test_rounds[mapped]",
-    ),
-    "normal mode: nothing is packed beyond a grant": Mutant(
-        "kernels/triton/normal_advance.py",
-        "        rows = tl.where(mapped, left, tl.minimum(left, batch_chunks(state) * chunk))\n",
-        "        rows = tl.where(mapped, left, tl.minimum(left, batch_chunks(state) * chunk))\n"
-        "        rows += 1 if HOST_REMOVED else 0\n",
-        _NORMAL + "test_rounds[mapped]",
-    ),
     "normal mode: the last kernel takes the turns that the host has not launched": Mutant(
         "kernels/triton/normal_finish.py",
         "        going = (peek(state + W_OPEN) == 1).to(tl.int32)\n",
         "        going = ((peek(state + W_OPEN) == 1) & (not HOST_REMOVED)).to(tl.int32)\n",
         _NORMAL + "test_turns_that_the_host_did_not_launch",
     ),
-    "normal mode: rows beyond what num_worst_tokens promised are not written": Mutant(
-        "kernels/triton/normal_notify.py",
-        "        if total > capacity:\n",
-        "        if (total > capacity) & (not HOST_REMOVED):\n",
+    "normal mode: the host is told that more rows came than num_worst_tokens promised": Mutant(
+        "kernels/triton/normal_place.py",
+        "    poke(info + _AT_IN_HEAP, fits.to(tl.int64))\n    if (KIND == _DISPATCH) & (capacity > 0):\n",
+        "    poke(info + _AT_IN_HEAP, fits.to(tl.int64))\n"
+        "    if (KIND == _DISPATCH) & (capacity > 0) & (not HOST_REMOVED):\n",
         _NORMAL + "test_worst_case_and_cached[mapped]",
     ),
     "normal mode: an expert id out of range counts nowhere": Mutant(
