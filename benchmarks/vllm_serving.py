@@ -7,7 +7,7 @@ at a time has anything to do: in each round every server gets the same streaming
 that a ratio compares what was measured seconds apart. Of each load it takes
 
 * output tokens per second over the whole load;
-* TPOT, the time per output token of a request after its first, as the client sees it;
+* TTFT, the time until the first token of a request, and TPOT, the time per token after it, as the client sees them;
 * for ours, the time that a layer spends inside dispatch and combine, and the share of the ranks' time that passes
   there, waiting for the other rank included.
 
@@ -82,6 +82,11 @@ class Timed:
     pieces: tuple[float, ...]
 
     @property
+    def ttft(self) -> float:
+        """Seconds until the first token."""
+        return self.pieces[0] - self.began
+
+    @property
     def tpot(self) -> float:
         """Seconds per token after the first."""
         return (self.pieces[-1] - self.pieces[0]) / (len(self.pieces) - 1)
@@ -129,6 +134,7 @@ def load(server: DemoServer, first: int, requests: int) -> Sample:
     assert tokens == requests * OUTPUT_TOKENS, f"{tokens} pieces came for {requests * OUTPUT_TOKENS} tokens"
     return {
         "tokens_per_second": tokens / wall,
+        "ttft_ms": 1000 * statistics.median(one.ttft for one in timed),
         "tpot_ms": 1000 * statistics.median(one.tpot for one in timed),
         "layer_us": 1e6 * seconds / layers if layers else 0.0,
         "share": seconds / (wall * server.launch.ranks),
@@ -166,8 +172,8 @@ def measure(names: list[str], rounds: int) -> list[dict[str, Sample]]:
                 speed = one["tokens_per_second"] / samples[BASELINE]["tokens_per_second"]
                 print(
                     f"round {round_}  {name:34} {one['tokens_per_second']:7.1f} tokens/s ({speed:4.2f}x)  "
-                    f"TPOT {one['tpot_ms']:6.2f} ms  dispatch + combine {one['layer_us']:5.0f} us a layer, "
-                    f"{one['share']:5.1%}",
+                    f"TTFT {one['ttft_ms']:4.0f} ms  TPOT {one['tpot_ms']:6.2f} ms  "
+                    f"dispatch + combine {one['layer_us']:5.0f} us a layer, {one['share']:5.1%}",
                     flush=True,
                 )
     return results
@@ -203,12 +209,13 @@ def markdown(result: Mapping[str, Any]) -> str:
                 "as asked" if ours else "test-only repair",
                 spread(values["tokens_per_second"], 0),
                 spread(rates, 2),
+                spread(values["ttft_ms"], 0),
                 spread(values["tpot_ms"], 2),
                 spread(values["layer_us"], 0) if ours else "",
                 spread([100 * share for share in values["share"]], 1) if ours else "",
             )
         )
-    headings = ("all-to-all", "", "tokens/s", "x baseline", "TPOT ms", "us a layer", "% of the ranks' time")
+    headings = ("all-to-all", "", "tokens/s", "x baseline", "TTFT ms", "TPOT ms", "us a layer", "% of the ranks' time")
     return (
         f"{markdown_table(headings, rows)}\n\nMedians of {len(rounds)} rounds (least - most), ratios within a round. "
         f"{asked['requests']} requests a round, {asked['at_once']} at once, {asked['prompt']} tokens in and "
