@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -113,13 +114,14 @@ def engine_logged(backend: str, configured: bool = False) -> tuple[list[str], bo
     import io
     import logging
 
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging
-
     if configured:
         logging.getLogger("uccl_ep_serving").setLevel(logging.ERROR)
     parallel_config(all2all_backend=backend)  # in the launcher: vLLM has not configured its logger yet
-    configure_logging(LoggingConfig())
+    with contextlib.suppress(ImportError):  # 0.30 configures it when it is imported, and has no such module
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging
+
+        configure_logging(LoggingConfig())
     (handler,) = logging.getLogger("vllm").handlers
     assert isinstance(handler, logging.StreamHandler)
     written = handler.setStream(io.StringIO())
