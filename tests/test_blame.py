@@ -109,6 +109,7 @@ def test_the_cause_reaches_who_hears_of_a_loss_from_another() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
             mesh.blame.give_up(PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
+        _until(lambda: mesh.rank == 0 or mesh.absences.given_up())
         exchange.all_gather(b"")
         error = mesh.blame.give_up(_lost(0)) if mesh.rank == 2 else mesh.absences.how_gone(0)
         exchange.all_gather(b"")
