@@ -510,6 +510,7 @@ def test_a_callback_that_raises_does_not_stop_the_reading() -> None:
 
         mesh.on_lost = mesh.on_goodbye = fail
         mesh.gather("all here")
+        exchange.all_gather(b"")  # nobody waits in that step any more
         try:
             if exchange.rank == 1:
                 return None
