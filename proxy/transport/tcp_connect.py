@@ -11,6 +11,7 @@ import contextlib
 import errno
 import heapq
 import os
+import select
 import selectors
 import socket
 import time
@@ -76,7 +77,7 @@ class _Meeting:
     watch: Callable[[], None]
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     done: dict[Key, socket.socket] = field(default_factory=dict)
-    talks: set[_Talk] = field(default_factory=set)
+    talks: dict[_Talk, None] = field(default_factory=dict)  # a set in the order of arrival
     retries: list[tuple[float, Key]] = field(default_factory=list)
     pauses: dict[Key, float] = field(default_factory=dict)
     last_words: dict[int, str] = field(default_factory=dict)  # by target rank: why the last attempt failed
@@ -172,7 +173,7 @@ class _Meeting:
             where=f"[{host}]:{port}",
             connected=code == 0,
         )
-        self.talks.add(talk)
+        self.talks[talk] = None
         if code not in (0, errno.EINPROGRESS):
             self._failed(talk, os.strerror(code), code)
             return
@@ -188,8 +189,11 @@ class _Meeting:
             except OSError as error:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.ENETDOWN):
                     continue
-                if error.errno in _NO_DESCRIPTORS and self._push_out("no descriptors are left"):
-                    continue
+                if error.errno in _NO_DESCRIPTORS:
+                    if not self._somebody_waits():
+                        return
+                    if self._push_out("no descriptors are left"):
+                        continue
                 raise self._transport_error(error, "accept") from None
             connection.setblocking(False)
             talk = _Talk(
@@ -202,7 +206,7 @@ class _Meeting:
             )
             if len(self.talks) >= self.wanted + MAX_STRANGERS:
                 self._push_out("too many silent connections")
-            self.talks.add(talk)
+            self.talks[talk] = None
             self.selector.register(connection, selectors.EVENT_READ, talk)
             self._step(talk)
 
@@ -210,8 +214,14 @@ class _Meeting:
         """Drop the accepted connection that least seems to be a peer: silent before greeted, then the oldest."""
         accepted = [talk for talk in self.talks if talk.wanted is None]
         if accepted:
-            self._failed(min(accepted, key=lambda talk: (talk.greeted, talk.expires)), why)
+            self._failed(min(accepted, key=lambda talk: talk.greeted), why)  # of equals, the first that came
         return bool(accepted)
+
+    def _somebody_waits(self) -> bool:
+        """Whether the listener has a connection to accept (Linux takes a descriptor before it looks)."""
+        poll = select.poll()  # needs no descriptor of its own
+        poll.register(self.listener, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _step(self, talk: _Talk) -> None:
         was_connected = talk.connected
@@ -233,7 +243,7 @@ class _Meeting:
             self.selector.modify(talk.socket, talk.events, talk)
             return
         assert talk.result is not None
-        self.talks.discard(talk)
+        self.talks.pop(talk, None)
         self.selector.unregister(talk.socket)
         tune(talk.socket)
         stale = self.done.pop(talk.result, None)
@@ -273,7 +283,7 @@ class _Meeting:
         heapq.heappush(self.retries, (time.monotonic() + pause, talk.wanted))
 
     def _forget(self, talk: _Talk) -> None:
-        self.talks.discard(talk)
+        self.talks.pop(talk, None)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(talk.socket)
         talk.close()
