@@ -48,12 +48,13 @@ demo-vllm: env-vllm
 
 # tests marked "engine" skip themselves, with the reason, where their engine is not installed; ARGS is for the first run
 VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)
+# both run even where the first fails: one run tells everything
 test: env
-	@$(BIN)/pytest -m "not slow" $(ARGS)
-	@[ ! -x $(BIN_VLLM)/pytest ] || $(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS)
+	@failed=0; scripts/run-tests $(VENV) -m "not slow" $(ARGS) || failed=1; \
+	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(VLLM_TESTS) || failed=1; exit $$failed
 
 test-vllm: env-vllm
-	@$(BIN_VLLM)/pytest -m "not slow" $(VLLM_TESTS) $(ARGS)
+	@scripts/run-tests $(VENV_VLLM) -m "not slow" $(VLLM_TESTS) $(ARGS)
 
 # the plugin on versions of vLLM that are not installed, from their sources (0.6 GB on first use)
 test-vllm-versions: env-vllm
