@@ -378,12 +378,12 @@ def open_operation(
             poke(number_out, number)
             every = tl.arange(0, RANKS).to(tl.int64)
             in_group = every < ranks
-            tl.store(
-                int64s(rows_out + 8 * every), get_each(context, state, N_RECV_ROWS, every, in_group), mask=in_group
-            )
+            came = get_each(context, state, N_RECV_ROWS, every, in_group)
+            tl.store(int64s(rows_out + 8 * every), came, mask=in_group)
             if NODES:
                 far = in_group & is_far(context, state, every)
-                came = get_each(context, state, N_PASS_RECV, every, far)
+                # of near ranks too: a handle may have to do without nodes later
+                came = tl.where(far, get_each(context, state, N_PASS_RECV, every, far), came)
                 tl.store(int64s(passing + 8 * (ranks + every)), came, mask=in_group)
         if NODES:
             place_nodes(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)

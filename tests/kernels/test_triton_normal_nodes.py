@@ -118,7 +118,6 @@ def test_nobody_overtakes_a_slow_rank(interpreted: Ranks, slow: int) -> None:
     interpreted.run(4, bodies.slow_rank, {**NODES, **ROUNDS}, DEEP, slow, timeout=580)
 
 
-@pytest.mark.xfail(strict=True, reason="rows to each rank with a handle made between nodes end in ProtocolError")
 @pytest.mark.slow
 def test_a_handle_outlives_the_nodes_it_was_made_with(interpreted: Ranks) -> None:
     interpreted.run(4, bodies.after_a_mask, NODES, timeout=580)

@@ -166,9 +166,10 @@ def after_a_mask(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     kept = there.source != 3
     assert same_bits(rows[kept], there.rows(inputs.x)[kept])
     assert handle.nodes is None
-    back, _, _ = buffer.combine(rows, handle)
     copies = oracle.in_rank(inputs.topk_idx[rank], 8, 4)[:, :3].sum(dim=1, keepdim=True)
-    assert oracle.calc_diff(back, inputs.x[rank].float() * copies) < 5e-6
+    for received, way in ((rows, handle), (first.rows, first.handle)):
+        back, _, _ = buffer.combine(received, way)
+        assert oracle.calc_diff(back, inputs.x[rank].float() * copies) < 5e-6
     buffer.destroy()
 
 
