@@ -185,11 +185,8 @@ class Runtime:
                 self._members.check(phase)
                 return
             self.space.check(phase)
-        except PeerError as error:
-            self._give_up(error)
-        except (TransportError, ProxyDied) as error:
-            self._watch.fall(error, phase)
-            raise
+        except (PeerError, TransportError, ProxyDied) as error:
+            self._fail(error, phase)
         if self._plane is not None and self._plane.service is not None:
             self._plane.service.check_commands()
 
@@ -197,14 +194,16 @@ class Runtime:
         """See :meth:`KernelSpace.wait`. Of the errors that blame a peer, only those that name the one at the root."""
         try:
             self.space.wait(phase, step, moved)
-        except PeerError as error:
-            self._give_up(error)
-        except (TransportError, ProxyDied) as error:
-            self._watch.fall(error, phase)
-            raise
+        except (PeerError, TransportError, ProxyDied) as error:
+            self._fail(error, phase)
 
-    def _give_up(self, error: PeerError) -> NoReturn:
-        named = self._watch.give_up(error)
+    def _fail(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
+        """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
+        if isinstance(error, PeerError):
+            named: UcclEpError = self._watch.give_up(error)
+        else:
+            self._watch.fall(error, phase)
+            named = error
         try:
             if named is error:
                 raise error
@@ -257,7 +256,7 @@ class Runtime:
         try:
             return [payload for payload, _ in self._mesh.gather(step, payload, without=self._members.masked)]
         except PeerError as error:
-            self._give_up(error)
+            self._fail(error, step)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which makes sure that everything is published, before the present generation is drained."""
@@ -321,7 +320,7 @@ class Runtime:
                     raise
                 raise named from error
             finally:
-                del named  # as in _give_up
+                del named  # as in _fail
 
     def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
         masked = self._members.masked
