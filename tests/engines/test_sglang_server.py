@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import engine_probe
 import psutil
 import pytest
+from served import PROXIED, Served, assert_equal, nothing_left, operations, serve_once, wait_ready, wait_until
 
 from uccl_ep_serving import live
-from uccl_ep_serving.cli import demo_supervisor
 from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.cli.demo_client import Answer, Client, compare
 from uccl_ep_serving.cli.demo_report import reduced_rows
@@ -44,8 +43,7 @@ PROMPTS = (
     "Combine adds what dispatch took apart.",
 )
 
-# every remote row goes through rings, proxies and a transport, as if each rank were a node of its own
-OURS = Launch("uccl_ep", environment={"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "shm"})
+OURS = Launch("uccl_ep", environment=PROXIED)
 NARROW = {"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(WINDOW)}
 CONFIG = (
     '{"normal_dispatch": {"num_sms": 8, "num_max_nvl_chunked_send_tokens": 4, "num_max_nvl_chunked_recv_tokens": 64, '
@@ -53,15 +51,6 @@ CONFIG = (
     '"normal_combine": {"num_sms": 8, "num_max_nvl_chunked_send_tokens": 4, "num_max_nvl_chunked_recv_tokens": 64, '
     '"num_max_rdma_chunked_send_tokens": 4, "num_max_rdma_chunked_recv_tokens": 32}}'
 )
-
-
-@dataclass
-class Served:
-    """What one server answered, moved and wrote."""
-
-    answers: list[Answer]
-    traffic: list[dict[str, Any]]
-    log: str
 
 
 Serve = Callable[[Launch], Served]
@@ -78,42 +67,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(directory: Path) -> Iterator[Serve]:
     """Start the server, ask everything, stop it; the same launch is served once."""
     done: dict[str, Served] = {}
-    before = demo_supervisor.snapshot()
+
+    def ask(server: DemoServer) -> list[Answer]:
+        return Client(server.url).complete_all(PROMPTS, TOKENS, at_once=3)
 
     def run(launch: Launch) -> Served:
         key = repr(launch)
         if key not in done:
-            with DemoServer(launch, directory, f"server{len(done)}") as server:
-                server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
-                answers = Client(server.url).complete_all(PROMPTS, TOKENS, at_once=3)
-                traffic = server.traffic() if launch.backend == "uccl_ep" else []
-            done[key] = Served(answers, traffic, server.log.read_text(errors="replace"))
+            done[key] = serve_once(launch, directory, f"server{len(done)}", ask, START_SECONDS)
         return done[key]
 
-    yield run
-    assert demo_supervisor.clean(before) == [], "servers left something in shared memory"
-    users = [process.pid for process in psutil.process_iter() if uses(process, directory)]
-    assert not users, f"processes of the servers are alive: {users}"
-
-
-def uses(process: psutil.Process, directory: Path) -> bool:
-    """Whether a process was started by one of this module's servers."""
-    try:
-        return process.cwd() == str(directory)
-    except psutil.Error:
-        return False
-
-
-def assert_equal(expected: Served, got: Served) -> None:
-    """Same greedy texts, and logprobs that differ by the order of float32 sums only."""
-    difference = compare(expected.answers, got.answers)
-    assert difference.equal == difference.answers, [answer.text for answer in got.answers]
-    assert difference.largest < 1e-3
-
-
-def operations(served: Served) -> set[str]:
-    """Operations that any rank has run."""
-    return {name for rank in served.traffic for name, operation in rank["ops"].items() if operation["count"]}
+    with nothing_left(directory):
+        yield run
 
 
 def reference(launch: Launch) -> Launch:
@@ -161,17 +126,18 @@ def reference(launch: Launch) -> Launch:
 def test_answers_equal_those_without_us(serve: Serve, launch: Launch, expected_operations: set[str]) -> None:
     expected = serve(reference(launch))
     got = serve(launch)
-    assert_equal(expected, got)
-    assert operations(got) == expected_operations
+    assert_equal(expected.answers, got.answers)
+    assert operations(got.traffic) == expected_operations
     assert [rank["rank"] for rank in got.traffic] == [0, 1]
     through_proxies = launch.environment.get("UCCL_EP_DIRECT") == "0"
+    low_latency = "ll_dispatch" in expected_operations
     for rank in got.traffic:
         assert bool(rank["bytes_sent"]) == through_proxies
         assert rank["bytes_received"] == got.traffic[1 - rank["rank"]]["bytes_sent"]
         if through_proxies:
             assert set(rank["transport_by_peer"].values()) == {launch.environment["UCCL_EP_TRANSPORT"]}
         assert f"uccl_ep rank {rank['rank']} of 2: " in got.log
-        assert (f"low latency for {window_of(launch)} tokens a rank" in got.log) == ("ll_dispatch" in operations(got))
+        assert (f"low latency for {window_of(launch)} tokens a rank" in got.log) == low_latency
     sent, returned = reduced_rows(got.traffic)
     assert sent == returned
 
@@ -249,7 +215,7 @@ def test_fp8_dispatch_stays_close(serve: Serve) -> None:
 def test_dead_proxy_fails_the_request_by_name(directory: Path) -> None:
     environment = {**OURS.environment, "UCCL_EP_FAULT_PROXY_AFTER": "200"}
     with DemoServer(replace(OURS, environment=environment), directory, "fault") as server:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
         client = Client(server.url)
         started = time.monotonic()
         with pytest.raises(ServerFailed):
@@ -274,7 +240,7 @@ def test_killed_rank_is_named_within_a_second_and_leaves_nothing(directory: Path
     """
     segments = set(Path("/dev/shm").glob("uccl_ep*"))
     with DemoServer(OURS, directory, "killed") as server, ThreadPoolExecutor(1) as pool:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
         load = pool.submit(Client(server.url).complete_all, PROMPTS * 40, 64, 4)
         idle = server.traffic()[1]["commands"]
         wait_until(lambda: server.traffic()[1]["commands"] > idle + 50, 60, "the load moves nothing")
@@ -301,14 +267,6 @@ def has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, complaint: str) -> None:
-    """Poll ``condition`` until it holds; fails with ``complaint``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.05)
 
 
 def test_offline_engine(directory: Path, serve: Serve) -> None:

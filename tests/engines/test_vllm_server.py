@@ -11,17 +11,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import engine_probe
-import psutil
 import pytest
 import vllm_probe
+from served import PROXIED, Served, assert_equal, nothing_left, operations, serve_once, wait_ready, wait_until
 
 from uccl_ep_serving import live
-from uccl_ep_serving.cli import demo_supervisor
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
 from uccl_ep_serving.cli.demo_client import Answer, Client, compare
 from uccl_ep_serving.cli.demo_report import reduced_rows
@@ -35,22 +32,11 @@ START_SECONDS = 280.0
 TOKENS = 16
 QWEN, DEEPSEEK = MODELS
 HIGH_THROUGHPUT, LOW_LATENCY = "uccl_ep_high_throughput", "uccl_ep_low_latency"
-# every remote row goes through rings, proxies and a transport, as if each rank were a node of its own
-PROXIED = {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "shm"}
 TCP = {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "tcp", "UCCL_EP_PROXIES": "2"}
 OPERATIONS = {
     HIGH_THROUGHPUT: {"normal_dispatch", "normal_combine"},
     LOW_LATENCY: {"ll_dispatch", "ll_combine"},
 }
-
-
-@dataclass
-class Served:
-    """What one server answered, moved and wrote."""
-
-    answers: list[Answer]
-    traffic: list[dict[str, Any]]
-    log: str
 
 
 Serve = Callable[[VllmLaunch], Served]
@@ -68,30 +54,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(directory: Path) -> Iterator[Serve]:
     """Start the server, ask everything, stop it; the same launch is served once."""
     done: dict[str, Served] = {}
-    before = demo_supervisor.snapshot()
 
     def run(launch: VllmLaunch) -> Served:
+        def ask(server: DemoServer) -> list[Answer]:
+            client = Client(server.url, launch.model)
+            return client.complete_all(PROMPTS, TOKENS, MODELS[launch.model].at_once)
+
         key = repr(launch)
         if key not in done:
-            with DemoServer(launch, directory, f"server{len(done)}") as server:
-                server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
-                client = Client(server.url, launch.model)
-                answers = client.complete_all(PROMPTS, TOKENS, MODELS[launch.model].at_once)
-                traffic = server.settled_traffic() if launch.backend.startswith("uccl_ep") else []
-            done[key] = Served(answers, traffic, server.log.read_text(errors="replace"))
+            done[key] = serve_once(launch, directory, f"server{len(done)}", ask, START_SECONDS)
         return done[key]
 
-    yield run
-    assert demo_supervisor.clean(before) == [], "servers left something in shared memory"
-    assert not [process.pid for process in psutil.process_iter() if works_in(process, directory)]
-
-
-def works_in(process: psutil.Process, directory: Path) -> bool:
-    """Whether a process was started by one of this module's servers."""
-    try:
-        return process.cwd() == str(directory)
-    except psutil.Error:
-        return False
+    with nothing_left(directory):
+        yield run
 
 
 def one_rank(model: str) -> VllmLaunch:
@@ -116,11 +91,9 @@ def one_rank(model: str) -> VllmLaunch:
 )
 def test_answers_equal_those_of_one_rank(serve: Serve, launch: VllmLaunch, transport: str) -> None:
     got = serve(launch)
-    difference = compare(serve(one_rank(launch.model)).answers, got.answers)
-    assert difference.equal == difference.answers == 8, [answer.text for answer in got.answers]
-    assert difference.largest < EXACT
-    ran = {name for rank in got.traffic for name, operation in rank["ops"].items() if operation["count"]}
-    assert ran == OPERATIONS[launch.backend]
+    assert len(got.answers) == 8
+    assert_equal(serve(one_rank(launch.model)).answers, got.answers)
+    assert operations(got.traffic) == OPERATIONS[launch.backend]
     assert [rank["rank"] for rank in got.traffic] == [0, 1]
     for rank in got.traffic:
         assert bool(rank["bytes_sent"]) == bool(transport)
@@ -148,7 +121,7 @@ def test_losing_remote_rows_changes_the_answers(
     launch = VllmLaunch(QWEN, backend, arguments=("--no-enable-prefix-caching",), environment=PROXIED)
     order = engine_probe.told(tmp_path)
     with DemoServer(launch, directory, f"losing-{backend}") as server:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
 
         for losing in (False, True, False):
             if losing:
@@ -167,7 +140,7 @@ def test_killed_rank_is_named_within_a_second(directory: Path, backend: str) -> 
     segments = set(Path("/dev/shm").glob("uccl_ep*"))
     launch = VllmLaunch(QWEN, backend, environment=PROXIED)
     with DemoServer(launch, directory, f"killed-{backend}") as server, ThreadPoolExecutor(1) as pool:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
         load = pool.submit(Client(server.url, QWEN).complete_all, PROMPTS * 40, 64, 4)
         idle = server.traffic()[1]["commands"]
         wait_until(lambda: server.traffic()[1]["commands"] > idle + 50, 60, "the load moves nothing")
@@ -184,18 +157,10 @@ def test_killed_rank_is_named_within_a_second(directory: Path, backend: str) -> 
     assert set(Path("/dev/shm").glob("uccl_ep*")) <= segments
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, complaint: str) -> None:
-    """Poll ``condition`` until it holds; fails with ``complaint``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.05)
-
-
 def test_a_layer_that_cannot_run_is_refused_by_name(directory: Path) -> None:
     """More tokens a step than low latency takes: the server says so while it starts, and ends."""
     launch = VllmLaunch(QWEN, LOW_LATENCY, max_tokens=8200)
     with DemoServer(launch, directory, "refused") as server, pytest.raises(ServerFailed):
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
     log = server.log.read_text(errors="replace")
     assert "8200 tokens per rank and step, of which low latency takes at most 8192" in log

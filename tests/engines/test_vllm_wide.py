@@ -5,20 +5,19 @@ Each server is started as a user starts it and answers as one rank without exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from namespaces import run as shell
 from namespaces import two_namespaces
 from network_namespace import OWN_MEMORY, inside
+from served import PROXIED, assert_equal, assert_moved, nothing_left, wait_ready
 
-from uccl_ep_serving.cli import demo_supervisor
 from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client, compare
-from uccl_ep_serving.cli.demo_run import EXACT, PROMPTS
+from uccl_ep_serving.cli.demo_client import Answer, Client
+from uccl_ep_serving.cli.demo_run import PROMPTS
 from uccl_ep_serving.cli.demo_server import DemoServer, free_port
 from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
 
@@ -27,46 +26,26 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 START_SECONDS = 280.0
 TOKENS = 16
 MODEL = "qwen3-moe"
-PROXIED = {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": "shm"}
-
-Asked = Callable[[DemoServer], list[Answer]]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("wide")  # short: Unix sockets are made below it
     write_checkpoint(path / MODEL, model=MODELS[MODEL].shape)
-    before = demo_supervisor.snapshot()
-    yield path
-    assert demo_supervisor.clean(before) == [], "servers left something in shared memory"
+    with nothing_left(path):
+        yield path
 
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> list[Answer]:
     """Of one rank."""
     with DemoServer(VllmLaunch(MODEL, ""), directory, "reference") as server:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
         return answers_of(server)
 
 
 def answers_of(server: DemoServer) -> list[Answer]:
     return Client(server.url, MODEL).complete_all(PROMPTS, TOKENS, MODELS[MODEL].at_once)
-
-
-def assert_equal(expected: list[Answer], got: list[Answer]) -> None:
-    difference = compare(expected, got)
-    assert difference.equal == difference.answers == len(PROMPTS), [answer.text for answer in got]
-    assert difference.largest < EXACT
-
-
-def assert_moved(traffic: list[dict[str, Any]], ranks: int, transport: str, operations: set[str]) -> None:
-    """Every rank sent rows to each other rank over ``transport``, and nothing was lost on the way."""
-    assert [rank["rank"] for rank in traffic] == list(range(ranks))
-    for rank in traffic:
-        assert {name for name, operation in rank["ops"].items() if operation["count"]} == operations
-        assert rank["transport_by_peer"] == {str(peer): transport for peer in range(ranks) if peer != rank["rank"]}
-        assert rank["bytes_sent"]
-    assert sum(rank["bytes_sent"] for rank in traffic) == sum(rank["bytes_received"] for rank in traffic)
 
 
 @pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
@@ -76,7 +55,7 @@ def test_tensor_parallel_attention(directory: Path, expected: list[Answer], mode
     kind = "normal" if mode == "high_throughput" else "ll"
     dispatch, prompt = f"{kind}_dispatch", "x" * 400
     with DemoServer(launch, directory, f"sequence-{mode}") as server:
-        server.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+        wait_ready(server, START_SECONDS)
         assert_equal(expected, answers_of(server))
         before = server.settled_traffic()
         Client(server.url, MODEL).complete(prompt, 1)
@@ -134,7 +113,7 @@ def test_two_nodes_in_network_namespaces_over_tcp(directory: Path, expected: lis
                 with inside(name):
                     server.start()
             with inside(hosts.names[0]):
-                first.wait_ready(START_SECONDS, lambda _seconds, _phase: None)
+                wait_ready(first, START_SECONDS)
                 # requests are opened here, so in this namespace: the client's own threads would not be
                 client = Client(first.url, MODEL)
                 answers = [client.complete(prompt, TOKENS) for prompt in PROMPTS]
