@@ -7,9 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.cli.main import app
 from uccl_ep_serving.cli.plan import plan
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.plane_builder import normal_plan
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 
@@ -30,6 +32,22 @@ def test_the_plan_is_the_layout_that_ranks_would_use(monkeypatch: pytest.MonkeyP
     }
 
 
+def test_programs_of_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    over_links = plan(8, 0, 7168, 64, 8, "bf16")["normal"]
+    assert over_links["bytes_over_links"] == 7 * 4096 * 7168 * 2
+    assert over_links["programs"] == Buffer.num_sms
+    monkeypatch.setenv("UCCL_EP_NIC_BANDWIDTH", "25")
+    between = plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]
+    assert between["bytes_by_proxies"] == 4096 * 7168 * 2
+    assert between["programs"] < Buffer.num_sms
+    monkeypatch.setenv("UCCL_EP_HIERARCHY", "off")
+    assert plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]["bytes_by_proxies"] == 4 * 4096 * 7168 * 2
+    monkeypatch.setenv("UCCL_EP_PROGRAMS", "6")
+    assert plan(16, 0, 7168, 64, 8, "bf16")["normal"]["programs"] == 6
+    with pytest.raises(ConfigError, match="do not fill hosts of 3"):
+        plan(16, 0, 7168, 64, 8, "bf16", node_ranks=3)
+
+
 def test_without_low_latency_its_regions_are_left_out() -> None:
     found = plan(8, 0, 7168, 64, 8, "bf16")
     assert "low_latency" not in found
@@ -42,6 +60,7 @@ def test_the_command_prints_a_table_or_json() -> None:
     assert shown.exit_code == 0
     assert "[source rank, stream]" in shown.output
     assert "Messages to each rank, at most: 1." in shown.output
+    assert "A normal-mode dispatch of 4096 tokens on a GPU: " in shown.output
     plain = CliRunner().invoke(app, [*shapes, "--json"])
     assert json.loads(plain.output)["window_bytes"] > 0
 

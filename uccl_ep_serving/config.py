@@ -67,6 +67,13 @@ def _seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1e5:
+        raise ValueError("must be in 0..100000 GB/s")
+    return value
+
+
 def _choice(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -148,6 +155,9 @@ class Settings:
     round_bytes: int = 64 * _MIB
     chunk_bytes: int = 1 * _MIB
     chunk_depth: int = 4
+    programs: int = 0
+    link_bandwidth: float = 0.0
+    nic_bandwidth: float = 0.0
     tcp_connections: int = 2
     socket_ifname: str = ""
     nics: str = ""
@@ -271,6 +281,26 @@ SETTINGS: tuple[Variable, ...] = (
     ),
     Variable("chunk_bytes", _size(4096, 256 * _MIB), True, "bytes of one chunk of normal mode"),
     Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode"),
+    Variable(
+        "programs",
+        _integer(0, 1024),
+        False,
+        "programs (SMs) that move rows of normal mode on a GPU; 0 = as many as keep up with the slowest of links, NICs "
+        "and turns. Never more than `Config.num_sms`",
+    ),
+    Variable(
+        "link_bandwidth",
+        _gigabytes,
+        False,
+        "GB/s, one way, between GPUs of a host, from which the number of programs follows; 0 = 450 (NVLink 4), and 50 "
+        "(PCIe 5) for windows in host memory",
+    ),
+    Variable(
+        "nic_bandwidth",
+        _gigabytes,
+        False,
+        "the same of what a rank sends through its proxies; 0 = the rate of its NICs, 3.5 without any",
+    ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(
         "socket_ifname",

@@ -50,6 +50,7 @@ class DataPlane:
         choices: the way to each peer.
         finishes: called before a drain, by whose kernels may still publish.
         node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
+        nic_bandwidth: bytes per second of the NICs in use, one way, 0.0 without any or where the system does not say.
         releases: called before the memory goes, by who has mapped it into a device.
     """
 
@@ -58,6 +59,7 @@ class DataPlane:
     endpoints: list[list[Endpoint]] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
     node_ranks: int = 1
+    nic_bandwidth: float = 0.0
     space: KernelSpace | None = None
     service: ProxyService | None = None
     finishes: list[Callable[[], None]] = field(default_factory=list)

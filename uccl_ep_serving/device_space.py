@@ -273,6 +273,19 @@ class DeviceSpace:
         """True when kernels write every peer's window themselves."""
         return self._space.all_direct if self._window is None else all(self._window.addresses)
 
+    @property
+    def mapped(self) -> int:
+        """Ranks whose windows kernels write themselves, this one included."""
+        if self._window is not None:
+            return sum(map(bool, self._window.addresses))
+        ranks = range(self._space.ranks)
+        return sum(rank == self._space.rank or self._space.is_direct(rank) for rank in ranks)
+
+    @property
+    def on_device(self) -> bool:
+        """True when windows lie in device memory."""
+        return self._window is not None
+
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""
         code = int(self._report[ctx.ERROR_CODE])

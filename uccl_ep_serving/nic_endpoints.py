@@ -158,6 +158,18 @@ class HostNics:
         nics = [nic for transport in kinds for nic in self.of_proxy(transport, proxy)]
         return frozenset(cpu for nic in nics for cpu in self._topology.near_cpus(nic))
 
+    def bandwidth(self, transports: Collection[str], local_offers: Sequence[Offers]) -> float:
+        """Bytes per second, one way, of this rank's NICs of ``transports``; of one that several ranks use, its share.
+
+        Args:
+            local_offers: of all ranks of this host, this one included.
+        """
+        bits = 0.0
+        for transport in set(transports) & set(NIC_TRANSPORTS):
+            users = Counter(name for offers in local_offers for name in offers.get(transport, Offer()).nics)
+            bits += sum(nic.gbps / max(users[nic.name], 1) for nic in self.rails[transport].nics)
+        return bits * 1e9 / 8
+
     def endpoint(
         self,
         transport: str,

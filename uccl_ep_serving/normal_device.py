@@ -34,8 +34,6 @@ from .row_format import RowFormat
 __all__ = ["DeviceNormal"]
 
 Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-#: Bytes of rows that are worth a program: it moves as much in about the time that a turn takes.
-_PROGRAM_BYTES = 64 << 10
 
 
 class DeviceNormal:
@@ -111,7 +109,7 @@ class DeviceNormal:
         """See :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the device.
 
         Args:
-            config: its ``num_sms`` is the number of programs that move rows.
+            config: its ``num_sms`` is the most programs that move rows; see ``program_budget``.
 
         Raises:
             ConfigError: wrong arguments; ranks that were given different operations (at once, or with
@@ -143,7 +141,6 @@ class DeviceNormal:
                 f"{form.name}: how many rows come is read back, which no graph can capture: give num_worst_tokens"
             )
         here, wire = session.adopt(form, 0)
-        programs = self._programs(config, tokens * form.row_bytes * asked.copies)
 
         opening = self._prepare(asked, before, here, wire, num_worst_tokens)
         steps, handle, used = opening
@@ -158,7 +155,7 @@ class DeviceNormal:
             outputs = _Outputs(asked, handle.capacity, self._device)
         if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
             outputs.rows.view(torch.uint8).zero_()
-        steps += self._exchange(asked, outputs, handle, here, wire, programs)
+        steps += self._exchange(asked, outputs, handle, here, wire, config)
         used = [*used, *outputs.tensors]
         event = lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
         session.end(form, tokens, handle.sent_away, started)
@@ -241,7 +238,7 @@ class DeviceNormal:
         handle: DeviceNormalHandle,
         here: Generation,
         wire: NormalFormat,
-        programs: int,
+        config: Any,
     ) -> tuple[Callable[[], None], ...]:
         """What moves the rows of an opened dispatch."""
         tokens = len(asked.rows)
@@ -273,6 +270,7 @@ class DeviceNormal:
                 0,
             )
         turns = self._turns(wire, here, handle, tokens)
+        programs = self._session.programs(asked.form, here, tokens, handle.copies, turns, config)
         return all_of(self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs))
 
     # -- combine ------------------------------------------------------------------------------------------------
@@ -299,7 +297,6 @@ class DeviceNormal:
         form = form._replace(node_ranks=0 if handle.nodes is None else crossed)
         tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
         here, wire = self._session.adopt(form, len(biases))
-        programs = self._programs(config, tokens * form.row_bytes * handle.copies)
         with self._allocating(allocate_on_comm_stream):
             out = torch.empty(tokens, hidden, dtype=rows.dtype, device=self._device)
             out_weights = None
@@ -342,6 +339,7 @@ class DeviceNormal:
             back,
         )
         turns = self._turns(wire, here, handle, tokens)
+        programs = self._session.programs(form, here, tokens, handle.copies, turns, config)
         launches += self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs)
         launches += self._kernels.reduce(
             *here.addresses,
@@ -372,11 +370,6 @@ class DeviceNormal:
         return 0 if room <= self._runtime.layout.normal.heap else back
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _programs(self, config: Any, nbytes: int) -> int:
-        """Programs that move ``nbytes`` bytes: no more than ``config`` allows, nor than are worth it."""
-        allowed = getattr(config, "num_sms", 20) or 1
-        return int(max(min(allowed, -(-nbytes // _PROGRAM_BYTES)), 1))
 
     def _turns(self, wire: NormalFormat, here: Generation, handle: DeviceNormalHandle, tokens: int) -> int:
         runtime = self._runtime

@@ -6,12 +6,15 @@ do not overlap: what the words say belongs to the last one, and is raised by it 
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .config import Settings
 from .device_ground import DeviceGround
@@ -23,14 +26,19 @@ from .kernels.select import device_normal_kernels
 from .nodes import crossed_once
 from .normal_device_format import difference, wire_format
 from .normal_device_told import Told
+from .program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
 from .row_format import RowFormat, check_room
 
 __all__ = ["DeviceNormalRuntime", "DeviceNormalSession", "Generation"]
 
+_log = logging.getLogger("uccl_ep_serving")
+
 #: Seconds that the device may take beyond the time limit of the kernel that the host waits for.
 _GRACE = 30.0
+#: More than any device has multiprocessors.
+_MOST_PROGRAMS = 1 << 16
 
 
 class DeviceNormalRuntime(Protocol):
@@ -54,6 +62,8 @@ class DeviceNormalRuntime(Protocol):
     def all_direct(self) -> bool: ...
     @property
     def node_ranks(self) -> int: ...
+    @property
+    def nic_bandwidth(self) -> float: ...
     @property
     def stale(self) -> str: ...
     @property
@@ -108,6 +118,7 @@ class DeviceNormalSession:
         self._looks = False
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
+        self._told_reasons: set[tuple[str, str]] = set()
 
     def node_ranks(self, phase: str) -> int:
         """In the present windows: ranks of a node when each row crosses once to a node, else 0; equal on all ranks.
@@ -152,6 +163,47 @@ class DeviceNormalSession:
             self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
             self._warm.add(kind)
         return self._present, wire
+
+    def programs(self, form: RowFormat, here: Generation, tokens: int, copies: int, turns: int, config: Any) -> int:
+        """Programs that move the rows of an operation; each new reason for their number is logged once.
+
+        Args:
+            copies: most ranks that a token goes to.
+            turns: of the operation.
+            config: its ``num_sms`` is the most that the caller allows.
+        """
+        settings, ranks, space = self._runtime.settings, self._runtime.ranks, here.space
+        most = max(min(getattr(config, "num_sms", 20), self._multiprocessors), 1)
+        if settings.programs:
+            programs, reason = min(settings.programs, most), f"UCCL_EP_PROGRAMS={settings.programs}"
+        else:
+            traffic = row_traffic(
+                tokens, form.row_bytes, copies, ranks, space.mapped, form.node_ranks, space.on_device or ranks == 1
+            )
+            link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if space.on_device else PCIE_BANDWIDTH)
+            far = settings.nic_bandwidth * 1e9 or self._runtime.nic_bandwidth or PROXY_BANDWIDTH
+            programs, reason = budget(traffic, turns, link, far, most)
+        if (form.name, reason) not in self._told_reasons:
+            self._told_reasons.add((form.name, reason))
+            _log.info(
+                "uccl_ep rank %d: %s of %d tokens, %.1f MB of rows to a rank: %d programs of %d allowed: %s",
+                self._runtime.rank,
+                form.name,
+                tokens,
+                tokens * form.row_bytes / 1e6,
+                programs,
+                most,
+                reason,
+            )
+        return programs
+
+    @functools.cached_property
+    def _multiprocessors(self) -> int:
+        """Of the device; in the interpreter programs take turns, however many there are."""
+        device = self._ground.memory.device
+        if self._ground.interpreted:
+            return _MOST_PROGRAMS
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _build(self, phase: str) -> Generation:
         """Counters at zero and words for the runtime's generation. Raises ConfigError while a graph is captured."""

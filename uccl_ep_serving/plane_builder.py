@@ -152,6 +152,9 @@ class PlaneBuilder:
                         theirs=self._offers[peer],
                     )
             plane.node_ranks = self._agree_on_nodes(plane)
+            if set(plane.kinds) & set(NIC_TRANSPORTS):
+                local_offers = [self._offers[local] for local in self._local_ranks()]
+                plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
             self._offer_endpoints(plane, generation, windows, mailboxes)
             self._connect_endpoints(plane, deadline)
             self._give_to_kernels(plane, windows, watch)

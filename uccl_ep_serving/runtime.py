@@ -173,6 +173,11 @@ class Runtime:
         themselves and no rank is masked, else 1; the same on all ranks."""
         return self._node_ranks
 
+    @property
+    def nic_bandwidth(self) -> float:
+        """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
+        return 0.0 if self._plane is None else self._plane.nic_bandwidth
+
     def check(self, phase: str = "operation") -> None:
         """Raise what is known to be wrong before an operation starts.
 

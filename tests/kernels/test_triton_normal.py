@@ -125,6 +125,17 @@ def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
     assert interpreted.run(ranks, bodies.against_the_oracle, PATHS[path], cases, timeout=580) == [1] * ranks
 
 
+def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
+    """369 KB in two turns of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
+    for found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):
+        assert found == [4] * 4 + [2] * 4 + [3] * 4 + [1] * 4
+        # once for each Buffer and operation, whatever is called how often
+        assert len(said) == 8
+        reasons = ["the turns of the operation", "all that are allowed", "UCCL_EP_PROGRAMS=3", "the links to windows"]
+        assert all(reason in line for reason, line in zip(reasons, said[::2], strict=True)), said
+        assert all("normal combine" in line for line in said[1::2]), said
+
+
 @pytest.mark.slow
 def test_both_modes_on_one_buffer(interpreted: Ranks) -> None:
     interpreted.run(2, bodies.both_modes, PATHS["shm"], timeout=580)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import time
@@ -18,7 +19,7 @@ from normal_cases import Case, same_bits
 from torch.overrides import TorchFunctionMode
 
 from uccl_ep_serving.bootstrap import StoreExchange
-from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.normal_device import DeviceNormal
 
@@ -291,6 +292,47 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
     watched("combine", lambda: buffer.combine(rows, handle, topk_weights=weights))
     buffer.destroy()
     return found
+
+
+def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """Programs of a dispatch and a combine: by default, of a caller that allows two, and with UCCL_EP_PROGRAMS over a
+    slow link. And what the log said of it."""
+    kept: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if " programs of " in record.getMessage():
+                kept.append(record.getMessage())
+
+    log, handler = logging.getLogger("uccl_ep_serving"), Kept(logging.INFO)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    found: list[int] = []
+    inputs = Case(tokens=(60, 60), experts=4, topk=2, lost=0.0, hidden=1024).inputs()
+    for settings, config in (
+        ({}, Config(num_sms=24)),
+        ({}, Config(num_sms=2)),
+        ({"programs": 3}, Config(num_sms=24)),
+        ({"link_bandwidth": 0.1}, Config(num_sms=24)),
+    ):
+        buffer = opened(exchange, {**overrides, **settings})
+        normal: Any = buffer._normal
+        exchanged = normal._kernels.exchange
+
+        def noted(*arguments: Any, exchanged: Any = exchanged, normal: Any = normal) -> Any:
+            if arguments[0] == normal._session._present.addresses[0]:  # else it only compiles
+                found.append(arguments[-1])
+            return exchanged(*arguments)
+
+        normal._kernels.exchange = noted
+        for _ in range(2):
+            rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, exchange.rank, config=config)
+            buffer.combine(rows, handle, config=config)
+        buffer.destroy()
+    log.removeHandler(handler)
+    log.setLevel(level)
+    return found, kept
 
 
 def both_modes(exchange: StoreExchange, overrides: dict[str, Any]) -> None:

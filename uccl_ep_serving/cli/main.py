@@ -106,9 +106,12 @@ def plan(
     topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
     tokens: Annotated[int, typer.Option(help="Most tokens of a low-latency dispatch; 0: normal mode only.")] = 128,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or f32: of the tensors given.")] = "bf16",
+    batch: Annotated[int, typer.Option(min=1, help="Tokens of a rank in a normal-mode dispatch.")] = 4096,
+    node_ranks: Annotated[int, typer.Option(min=0, help="Ranks of a host; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say what window each rank would need for given shapes, and the most that a low-latency operation sends.
+    """Say what window each rank would need for given shapes, the most that a low-latency operation sends, and how many
+    programs (SMs) a normal-mode operation takes on a GPU.
 
     The settings are those of the environment (UCCL_EP_*). Nothing is allocated.
     """
@@ -116,7 +119,7 @@ def plan(
     from uccl_ep_serving.errors import ConfigError
 
     try:
-        command.run(ranks, tokens, hidden, experts, topk, dtype, as_json)
+        command.run(ranks, tokens, hidden, experts, topk, dtype, batch, node_ranks, as_json)
     except ConfigError as error:
         typer.echo(f"plan: {error}", err=True)
         raise typer.Exit(2) from None

@@ -1,4 +1,4 @@
-"""``uccl-ep plan``: the window that a rank would need, and what an operation may send, for given shapes."""
+"""``uccl-ep plan``: the window that a rank would need, what an operation may send, and its programs on a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.plane_builder import normal_plan
+from uccl_ep_serving.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["ELEMENTS", "plan", "run"]
@@ -20,12 +22,24 @@ __all__ = ["ELEMENTS", "plan", "run"]
 ELEMENTS = {"bf16": 2, "fp16": 2, "f32": 4}
 
 
-def plan(ranks: int, tokens: int, hidden: int, experts: int, topk: int, dtype: str) -> dict[str, Any]:
-    """Regions of a window, bytes of the whole, and the most that low latency sends, as plain values.
+def plan(
+    ranks: int,
+    tokens: int,
+    hidden: int,
+    experts: int,
+    topk: int,
+    dtype: str,
+    batch: int = 4096,
+    node_ranks: int = 0,
+) -> dict[str, Any]:
+    """Regions of a window, bytes of the whole, the most that low latency sends, and the programs of a normal-mode
+    operation on a GPU, as plain values.
 
     Args:
         tokens: most tokens of a rank in a low-latency dispatch; 0: no low-latency mode.
         dtype: one of :data:`ELEMENTS`.
+        batch: tokens of a rank in a normal-mode dispatch.
+        node_ranks: ranks of a host, 0: all.
 
     Raises:
         ConfigError: the formats cannot hold such a window, or a setting has no sensible value.
@@ -42,6 +56,7 @@ def plan(ranks: int, tokens: int, hidden: int, experts: int, topk: int, dtype: s
         "window_bytes": layout.nbytes,
         "regions": [{"name": one.name, "bytes": one.nbytes, "meaning": one.meaning} for one in layout if one.nbytes],
     }
+    result["normal"] = _programs(settings, ranks, batch, hidden * ELEMENTS[dtype], topk, node_ranks or ranks)
     if low_latency is not None:
         result["low_latency"] = {
             "messages_to_each_rank_at_most": settings.channels,
@@ -51,9 +66,40 @@ def plan(ranks: int, tokens: int, hidden: int, experts: int, topk: int, dtype: s
     return result
 
 
-def run(ranks: int, tokens: int, hidden: int, experts: int, topk: int, dtype: str, as_json: bool) -> None:
+def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: int, node_ranks: int) -> dict[str, Any]:
+    """What kernels, links and NICs move of ``batch`` tokens, and how many programs that takes."""
+    if ranks % node_ranks:
+        raise ConfigError(f"{ranks} ranks do not fill hosts of {node_ranks}")
+    on_device = settings.window == "device" or (settings.window == "auto" and node_ranks == ranks)
+    crossed = node_ranks if 1 < node_ranks < ranks and settings.hierarchy != "off" else 0
+    traffic = row_traffic(batch, row_bytes, min(topk, ranks), ranks, node_ranks, crossed, on_device)
+    link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if on_device else PCIE_BANDWIDTH)
+    # one turn to pack and one to unpack
+    found = budget(traffic, 2, link, settings.nic_bandwidth * 1e9 or PROXY_BANDWIDTH, Buffer.num_sms)
+    programs = min(settings.programs, Buffer.num_sms) or found.programs
+    return {
+        "tokens": batch,
+        "bytes_by_kernels": round(traffic.copied),
+        "bytes_over_links": round(traffic.link),
+        "bytes_by_proxies": round(traffic.far),
+        "programs": programs,
+        "programs_are": "UCCL_EP_PROGRAMS" if settings.programs else found.reason,
+    }
+
+
+def run(
+    ranks: int,
+    tokens: int,
+    hidden: int,
+    experts: int,
+    topk: int,
+    dtype: str,
+    batch: int,
+    node_ranks: int,
+    as_json: bool,
+) -> None:
     """Print :func:`plan`. Raises ConfigError."""
-    found = plan(ranks, tokens, hidden, experts, topk, dtype)
+    found = plan(ranks, tokens, hidden, experts, topk, dtype, batch, node_ranks)
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -66,6 +112,14 @@ def run(ranks: int, tokens: int, hidden: int, experts: int, topk: int, dtype: st
     shown.add_row("all", f"{found['window_bytes'] / 2**20:,.2f}", "pages are committed when they are first touched")
     console = Console()
     console.print(shown)
+    moved = found["normal"]
+    kernels, links, proxies = (moved[f"bytes_{way}"] / 2**20 for way in ("by_kernels", "over_links", "by_proxies"))
+    console.print(
+        f"A normal-mode dispatch of {moved['tokens']} tokens on a GPU: {kernels:,.0f} MiB copied by kernels, "
+        f"{links:,.0f} over links, {proxies:,.0f} by proxies. Programs (SMs): {moved['programs']}, "
+        f"{moved['programs_are']}.",
+        soft_wrap=True,
+    )
     if sent := found.get("low_latency"):
         console.print(
             f"A low-latency dispatch sends at most {sent['dispatch_bytes_at_most'] / 2**20:,.2f} MiB, a combine "

@@ -1,0 +1,97 @@
+"""How many programs of a device move the rows of an operation: what the slowest way needs to be kept busy, no more.
+
+Kernels copy each row once or twice while it crosses a link or a NIC once. An operation lasts as long as the slowest of
+these ways, or as its turns where it has little to move; programs beyond those that copy all rows in that time would
+only take multiprocessors from whoever computes meanwhile. A combine moves what its dispatch did, the other way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["LINK_BANDWIDTH", "PCIE_BANDWIDTH", "PROXY_BANDWIDTH", "Budget", "RowTraffic", "budget", "row_traffic"]
+
+#: Bytes of rows that one program copies in a second. Of 4 rows of 14 KiB it has 16 KiB on the way at a time, and waits
+#: three times more for their ids, weights and places: 7 waits, of 0.55 us when the memory is busy (twice the 479 cycles
+#: of an idle H100, arXiv 2402.13499), for 56 KiB. DeepEP's 20 SMs move 153 GB/s in and 153 GB/s out (its README,
+#: dispatch among 8 H800): as much each. Not measured here yet: no machine of the project has had a GPU.
+_PROGRAM_BANDWIDTH = 15e9
+#: Seconds of a turn that has nothing to copy: two kernels, each of which starts about 2 us after the end of the last.
+_TURN_SECONDS = 4e-6
+#: Bytes a second, one way. Fourth-generation NVLink: 18 links of 25 GB/s (NVIDIA H100 data sheet: 900 GB/s both ways).
+LINK_BANDWIDTH = 450e9
+#: The same of 16 lanes of PCIe 5.0 (63 GB/s) less packet headers: windows in host memory.
+PCIE_BANDWIDTH = 50e9
+#: The same of the proxies of a rank that copy rows themselves (shm, tcp): benchmarks/RESULTS.md, 4096 x 7168 over shm.
+PROXY_BANDWIDTH = 3.5e9
+
+
+class RowTraffic(NamedTuple):
+    """Bytes of rows, of one rank in one operation.
+
+    Attributes:
+        copied: read and written by its kernels.
+        link: stored to, or read from, memory beyond the device's own by these kernels, in the busier direction.
+        far: sent by its proxies.
+    """
+
+    copied: float
+    link: float
+    far: float
+
+
+class Budget(NamedTuple):
+    """Programs, and what their number follows from, in words."""
+
+    programs: int
+    reason: str
+
+
+def row_traffic(
+    tokens: int, row_bytes: int, copies: int, ranks: int, mapped: int, node_ranks: int, on_device: bool
+) -> RowTraffic:
+    """What an operation moves when all ranks have ``tokens`` tokens and experts are chosen evenly.
+
+    Args:
+        row_bytes: bytes of a row.
+        copies: most ranks that a token goes to.
+        mapped: ranks whose windows this rank's kernels write, itself included.
+        node_ranks: ranks of a node when each row crosses once to a node, else 0.
+        on_device: windows lie in device memory; else all that leaves this rank goes through host memory.
+    """
+    here = copies / ranks
+    if node_ranks:
+        nodes = ranks // node_ranks
+        near, far = (node_ranks - 1) * here, min(copies / nodes, 1.0) * (nodes - 1)
+        # what a rank takes of the rows that crossed to its node; what it forwards itself is in its own memory
+        passed = (nodes - 1) * node_ranks * here
+        copied = here + 2 * near + far + passed
+        link = near + passed * (node_ranks - 1) / node_ranks
+    else:
+        near, far = (mapped - 1) * here, (ranks - mapped) * here
+        copied, link = here + 2 * (near + far), near
+    if not on_device:
+        link += far
+    rows = tokens * row_bytes
+    return RowTraffic(copied * rows, link * rows, far * rows)
+
+
+def budget(traffic: RowTraffic, turns: int, link: float, far: float, most: int) -> Budget:
+    """Programs that copy ``traffic`` in the time that the slowest way takes.
+
+    Args:
+        turns: of the operation, at least 1.
+        link, far: bytes per second of a link to peers' windows, and of NICs or proxies.
+        most: programs that the caller allows.
+    """
+    ways = {
+        "the links to windows of other ranks": traffic.link / link,
+        "NICs and proxies": traffic.far / far,
+        "the turns of the operation": turns * _TURN_SECONDS,
+    }
+    slowest = max(ways, key=lambda way: ways[way])
+    needed = max(math.ceil(traffic.copied / (ways[slowest] * _PROGRAM_BANDWIDTH)), 1)
+    if needed > most:
+        return Budget(max(most, 1), f"all that are allowed, where {slowest} would keep more busy")
+    return Budget(needed, f"as many as keep up with {slowest}")
