@@ -1,68 +1,22 @@
-"""``efa`` on NICs in memory: the contract, random orders and repeats, failures, and what it may never do."""
+"""``efa`` on NICs in memory: the contract, random orders and repeats, strangers, failures, and what it may never do."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import provider_srd as nic
 import pytest
 from contract import Group, OpenGroup, Port, Traffic, TransportContract
+from efa_endpoints import open_endpoints, open_network, some_writes
 from provider_srd_library import SrdNetwork
 
-from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, TransportError
+from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, LOOK_SECONDS, SENT
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint, usable
-from uccl_ep_serving.proxy.transport.striping import rail_of, stripe_table
-from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
-from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle
-
-
-def connect(endpoints: Sequence[EfaEndpoint]) -> None:
-    addresses: list[bytes | None] = [endpoint.address() for endpoint in endpoints]
-    for rank, endpoint in enumerate(endpoints):
-        others = [None if peer == rank else address for peer, address in enumerate(addresses)]
-        endpoint.connect(others, time.monotonic() + 1)
-
-
-def open_endpoints(
-    network: SrdNetwork, windows: Sequence[np.ndarray], rails: Sequence[int] | None = None, **options: Any
-) -> list[EfaEndpoint]:
-    """One endpoint per rank, not connected; ``rails`` is how many each uses."""
-    return [
-        EfaEndpoint(
-            rank,
-            len(windows),
-            0,
-            window=window.ctypes.data,
-            window_bytes=window.nbytes,
-            settings=Settings(),
-            library=network.library(rank),
-            **{"devices": [f"efa{rail}" for rail in range(rails[rank] if rails else network.rails)], **options},
-        )
-        for rank, window in enumerate(windows)
-    ]
-
-
-@contextlib.contextmanager
-def open_network(network: SrdNetwork, window_bytes: int, **options: Any) -> Iterator[Group]:
-    """Connected endpoints on ``network``; afterwards nothing may be left, and nothing may have been violated."""
-    windows = [np.zeros(window_bytes, np.uint8) for _ in range(network.ranks)]
-    endpoints = open_endpoints(network, windows, **options)
-    connect(endpoints)
-    yield Group(endpoints, windows, network.kill)
-    for endpoint in endpoints:
-        endpoint.close()
-        endpoint.close()
-    assert network.violation == 0
-    assert not +network.objects, "left open"
+from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, SENT
 
 
 class TestEfaContract(TransportContract):
@@ -96,13 +50,6 @@ class TestEfaContractWithReceives(TestEfaContract):
 
     unsolicited = False
     max_write = 1 << 20
-
-
-def some_writes(group: Group, count: int, sender: int = 0, peer: int = 1) -> Traffic:
-    traffic = Traffic(group)
-    for number in range(count):
-        traffic.add(sender, peer, source=number * 64, target=number * 64, nbytes=64)
-    return traffic
 
 
 class TestOrder:
@@ -346,199 +293,3 @@ class TestFailures:
                 assert port.post(1, 0, target, nbytes, 0, 1) == -errno.EINVAL
             assert port.post(0, 0, 0, 0, 0, 1) == -errno.ENOTCONN
             assert group.endpoints[0].writes == 0
-
-
-class TestDevices:
-    def test_no_rdma_write_is_explained(self) -> None:
-        network = SrdNetwork(1)
-        network.efa.capabilities = codes.EFA_CAP_RDMA_READ
-        with pytest.raises(TransportError, match=r"efa0 offers no RDMA write.*rdma-core 44.*EFA installer"):
-            open_endpoints(network, [np.zeros(4096, np.uint8)])
-        with pytest.raises(TransportError, match="no RDMA write"):
-            usable("efa0", network.library(0))
-        assert not +network.objects
-
-    def test_what_a_device_offers_in_words(self) -> None:
-        network = SrdNetwork(1)
-        assert usable("efa0", network.library(0)) == (
-            "RDMA write up to 1024 MiB, unsolicited write receive, send queue 256, receive queue 256"
-        )
-
-    def test_a_library_without_service_levels_is_asked_again_without(self) -> None:
-        network = SrdNetwork(2)
-        network.efa.old = True
-        network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
-        with open_network(network, 1 << 16) as group:
-            assert network.calls["efadv_create_qp_ex"] == 4
-            some_writes(group, 10).run()
-
-    def test_an_unknown_device_is_named_with_those_that_exist(self) -> None:
-        network = SrdNetwork(1)
-        with pytest.raises(ConfigError, match=r"no RDMA device 'efa7'.*efa0"):
-            EfaEndpoint(
-                0,
-                2,
-                0,
-                window=4096,
-                window_bytes=4096,
-                devices=["efa7"],
-                settings=Settings(),
-                library=network.library(0),
-            )
-
-    @pytest.mark.parametrize(
-        "call",
-        [
-            "ibv_open_device",
-            "ibv_query_port",
-            "efadv_query_device",
-            "ibv_alloc_pd",
-            "ibv_reg_mr",
-            "ibv_create_cq",
-            "ibv_modify_qp",
-        ],
-    )
-    def test_whatever_is_refused_nothing_stays_open(self, call: str) -> None:
-        network = SrdNetwork(1, rails=2)
-        network.refuse[call] = errno.ENOMEM
-        with pytest.raises(TransportError, match=f"efa0.*{call}.*locked memory"):
-            open_endpoints(network, [np.zeros(4096, np.uint8)])
-        assert not +network.objects
-
-    @pytest.mark.parametrize("lacking", [0, 1])
-    def test_ranks_that_differ_in_unsolicited_writes_are_told_who_lacks_them(self, lacking: int) -> None:
-        """A write is marked by its sender, and a queue pair of the other kind takes it in no way."""
-        network = SrdNetwork(2)
-        endpoints = []
-        for rank in range(2):
-            network.efa.capabilities |= codes.EFA_CAP_UNSOLICITED_WRITE_RECV
-            if rank == lacking:
-                network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
-            endpoints.append(
-                EfaEndpoint(
-                    rank,
-                    2,
-                    0,
-                    window=4096,
-                    window_bytes=4096,
-                    devices=["efa0"],
-                    settings=Settings(),
-                    library=network.library(rank),
-                )
-            )
-        addresses = [one.address() for one in endpoints]
-        for rank, one in enumerate(endpoints):
-            peers = [None if peer == rank else address for peer, address in enumerate(addresses)]
-            with pytest.raises(BootstrapError, match=rf"efa0 .* rank {lacking}'s EFA driver .* the same versions"):
-                one.connect(peers, time.monotonic() + 1)
-        assert not +network.objects
-
-    def test_a_refused_handle_closes_the_endpoint(self) -> None:
-        network = SrdNetwork(2)
-        endpoints = open_endpoints(network, [np.zeros(4096, np.uint8) for _ in range(2)])
-        network.refuse["ibv_create_ah"] = errno.EHOSTUNREACH
-        with pytest.raises(TransportError, match="address handle"):
-            connect(endpoints)
-        endpoints[1].close()
-        assert not +network.objects
-
-
-class TestConnecting:
-    def test_a_peer_that_dies_meanwhile_is_named_and_nothing_stays_open(self) -> None:
-        network = SrdNetwork(3)
-        asked: list[int] = []
-
-        def watch() -> None:
-            asked.append(network.objects["ah"])
-            if network.objects["ah"]:
-                raise PeerLost("rank 2 is gone", peer=2)
-
-        windows = [np.zeros(4096, np.uint8) for _ in range(3)]
-        endpoints = open_endpoints(network, windows, watch=watch)
-        for endpoint in endpoints:
-            endpoint._lookout._next = 0.0
-        addresses = [one.address() for one in endpoints]
-        real = AddressHandle.__init__
-
-        def slow(self: AddressHandle, *arguments: Any) -> None:
-            real(self, *arguments)
-            time.sleep(LOOK_SECONDS)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AddressHandle, "__init__", slow)
-            with pytest.raises(PeerLost, match="rank 2 is gone"):
-                endpoints[0].connect([None, *addresses[1:]], time.monotonic() + 5)
-        assert asked[-2:] == [0, 1], "not looked for between two peers"
-        for endpoint in endpoints:
-            endpoint.close()
-        assert not +network.objects
-
-    def test_the_time_for_connecting_is_bounded(self) -> None:
-        network = SrdNetwork(2)
-        endpoints = open_endpoints(network, [np.zeros(4096, np.uint8) for _ in range(2)])
-        with pytest.raises(BootstrapError, match=r"rank 0 connects to rank 1 over efa.*time .* is over"):
-            endpoints[0].connect([None, endpoints[1].address()], time.monotonic())
-        endpoints[1].close()
-        assert not +network.objects
-
-
-class TestAddresses:
-    @pytest.mark.parametrize("cut", [0, 3, 20, -1])
-    def test_a_malformed_address_is_refused(self, cut: int) -> None:
-        network = SrdNetwork(2)
-        first, second = open_endpoints(network, [np.zeros(4096, np.uint8) for _ in range(2)])
-        with pytest.raises(BootstrapError, match="rank 0 connects to rank 1 over efa"):
-            first.connect([None, second.address()[:cut]], time.monotonic() + 1)
-        second.close()
-        assert not +network.objects
-
-    def test_another_group_is_refused(self) -> None:
-        network = SrdNetwork(2)
-        (first, _), (_, other) = (
-            open_endpoints(network, [np.zeros(size, np.uint8) for _ in range(2)]) for size in (4096, 8192)
-        )
-        with pytest.raises(BootstrapError, match=r"window bytes.* 8192.* 4096"):
-            first.connect([None, other.address()], time.monotonic() + 1)
-
-
-class TestRails:
-    def test_ranks_with_different_numbers_of_rails_use_what_both_have(self) -> None:
-        network = SrdNetwork(2, rails=4)
-        with open_network(network, 1 << 16, rails=[4, 2]) as group:
-            assert group.endpoints[0].describe(1).startswith("efa, 2 rails, efa0 -> fe80::5 QP 5, efa1 -> fe80::6 QP 5")
-            some_writes(group, 64).run()
-            some_writes(group, 64, sender=1, peer=0).run()
-
-    def test_channels_and_peers_are_spread_over_all_rails(self) -> None:
-        stripes = stripe_table(1)
-        for channels, peers in ((1, 8), (4, 1)):
-            rails = {
-                rail_of(int(stripes[8 + channel]), 0, 16 + peer, 4)
-                for channel in range(channels)
-                for peer in range(peers)
-            }
-            assert rails == {0, 1, 2, 3}
-
-    def test_both_ends_and_the_credits_agree(self) -> None:
-        stripes = stripe_table(2)
-        for stream in range(128):
-            assert stripes[stream] == stripes[stream | 128]
-            assert rail_of(int(stripes[stream]), 3, 9, 4) == rail_of(int(stripes[stream]), 9, 3, 4)
-
-    def test_device_memory_goes_by_dmabuf_in_chunks_that_overlap(self) -> None:
-        """A write across 1 GiB lies in the chunk in which it starts, at both ends."""
-        network = SrdNetwork(2)
-        network.efa.max_write, network.peer_memory = 1 << 20, False
-        gib = 1 << 30
-        with open_network(network, gib + (8 << 20), kind="device", export=export) as group:
-            assert network.objects["mr"] == 4
-            traffic = Traffic(group)
-            traffic.add(0, 1, source=gib - 4096, target=gib - 64, nbytes=1 << 16)
-            traffic.add(0, 1, source=gib + (1 << 20), target=gib + (1 << 20), nbytes=4096)
-            traffic.add(0, 1, source=0, target=0, nbytes=64)
-            traffic.run()
-
-
-def export(start: int, nbytes: int) -> DmaBuf:
-    """Any descriptor will do."""
-    return DmaBuf(os.open(os.devnull, os.O_RDONLY), 0)

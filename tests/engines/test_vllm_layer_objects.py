@@ -1,0 +1,135 @@
+"""What the layers of a model get from the vLLM plugin: the object of their mode, formats, hidden sizes and SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_settings import parallel_config
+
+from uccl_ep_serving.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+InEngine = Callable[..., Any]
+
+
+def engine_rounded(backend: str, hidden: int) -> int:
+    import torch
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    layer_hooks.activate()
+    parallel = SimpleNamespace(
+        all2all_backend=backend,
+        use_all2all_kernels=True,
+        use_deepep_ht_kernels=False,
+        use_deepep_ll_kernels=False,
+        use_deepep_v2_kernels=False,
+        use_nixl_ep_kernels=False,
+    )
+    return all2all_utils.maybe_roundup_layer_hidden_size(hidden, torch.bfloat16, parallel)
+
+
+def engine_made(fields: dict[str, Any]) -> str:
+    """Build a layer's object over a stand-in for the manager; the class, or the refusal."""
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    parallel_config(all2all_backend="uccl_ep")
+    layer_hooks.activate()
+    manager = SimpleNamespace(world_size=2, rank=1, get_handle=lambda kwargs: None)
+    defaults = {"backend": "uccl_ep", "num_experts": 8, "max_num_tokens": 64, "hidden_dim": 256, "quant": {}}
+    asked = defaults | fields
+    quant = {"quant_dtype": None, "block_shape": None, "a1_scale": None, "a2_scale": None} | asked["quant"]
+    moe = SimpleNamespace(
+        moe_parallel_config=SimpleNamespace(all2all_backend=asked["backend"]),
+        num_experts=asked["num_experts"],
+        num_local_experts=asked["num_experts"] // 2,
+        max_num_tokens=asked["max_num_tokens"],
+        hidden_dim=asked["hidden_dim"],
+    )
+    try:
+        made = layer_hooks.make_prepare_finalize(moe, SimpleNamespace(**quant), None, manager)
+    except ConfigError as error:
+        return f"refused: {error}"
+    return type(made).__name__
+
+
+def engine_sms(backend: str, rocm: bool) -> dict[str, Any]:
+    """SM control of dual-batch overlap on a manager without a group."""
+    import vllm.distributed.device_communicators.base_device_communicator as base
+    from vllm.platforms import current_platform
+
+    from uccl_ep_serving import Buffer
+    from uccl_ep_serving.engines.vllm.all2all import UcclEpAll2AllManager
+
+    base.All2AllManagerBase.__init__ = lambda *_arguments: None
+    type(current_platform).is_rocm = lambda _self: rocm
+    manager = UcclEpAll2AllManager(None, backend=backend)
+    seen = []
+    for asked in (8, 9, 132):
+        manager.set_num_sms(asked)
+        seen.append(Buffer.num_sms)
+    manager.destroy()
+    return {"seen": seen, "most": manager.max_sms_used()}
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "expected"),
+    [("uccl_ep", 2880, 2880), ("uccl_ep_low_latency", 2880, 2880), ("uccl_ep", 2881, 2888), ("nixl", 2881, 2881)],
+)
+def test_hidden_size_is_rounded_to_16_bytes(in_engine: InEngine, name: str, hidden: int, expected: int) -> None:
+    assert in_engine(engine_rounded, name, hidden) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "HighThroughput"),
+        ({"backend": "uccl_ep_low_latency"}, "LowLatencyBatched"),
+        ({"num_experts": 9}, "refused: --all2all-backend uccl_ep: 9 experts"),
+        ({"backend": "uccl_ep_low_latency", "max_num_tokens": 8193}, "refused: --all2all-backend uccl_ep_low_latency"),
+        ({"max_num_tokens": 8193}, "HighThroughput"),
+    ],
+)
+def test_layers_get_the_object_of_their_mode(in_engine: InEngine, fields: dict[str, Any], expected: str) -> None:
+    assert in_engine(engine_made, fields).startswith(expected)
+
+
+def engine_made_fp8(hidden: int, scale: int) -> str:
+    import torch
+
+    quant: dict[str, Any] = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
+    if scale:
+        quant |= {"block_shape": None, "a1_scale": torch.ones(scale)}
+    return engine_made({"backend": "uccl_ep_low_latency", "hidden_dim": hidden, "quant": quant})
+
+
+@pytest.mark.parametrize(
+    ("hidden", "scale", "expected"),
+    [
+        (256, 0, "LowLatencyBatched"),
+        (320, 0, "refused: uccl_ep_low_latency: hidden size 320"),
+        (320, 1, "LowLatencyBatched"),
+        (256, 4, "refused: uccl_ep_low_latency: static activation scales per token"),
+    ],
+)
+def test_formats_are_refused_before_a_token_moves(in_engine: InEngine, hidden: int, scale: int, expected: str) -> None:
+    assert in_engine(engine_made_fp8, hidden, scale).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "rocm", "most"),
+    [
+        ("uccl_ep", False, 20),
+        ("uccl_ep_high_throughput", False, 20),
+        ("uccl_ep_high_throughput", True, 0),
+        ("uccl_ep_low_latency", False, 0),
+    ],
+)
+def test_sms_for_communication(in_engine: InEngine, backend: str, rocm: bool, most: int) -> None:
+    """Even and bounded where overlap reserves any, and none where vLLM reserves none for the built-in twin."""
+    assert in_engine(engine_sms, backend, rocm) == {"seen": [8, 8, 20], "most": most}
