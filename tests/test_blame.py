@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_control import ThreadExchange, in_threads, joined
+from control_threads import ThreadExchange, in_threads, joined
 
 from uccl_ep_serving.absences import Absences, Verdict
 from uccl_ep_serving.control import ControlMesh

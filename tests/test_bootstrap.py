@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from test_control import ThreadExchange, in_threads
+from control_threads import ThreadExchange, in_threads
 
 from uccl_ep_serving import bootstrap
 from uccl_ep_serving.bootstrap import StoreExchange, TorchExchange, introduce, local_host
