@@ -266,7 +266,7 @@ def _wait_seen(
     if PHASE == _COMBINE:
         # the message being sent has its place in the peers' route already
         placed += 1
-    ending = tl.full((), 0, tl.int32)
+    ending, looked = tl.full((), 0, tl.int32), start
     seen = _seen(context, state, peers, live, PHASE)
     present = uniform(tl.min((seen >= needed).to(tl.int32), axis=0), BACKEND)
     while (present == 0) & (ending == GO_ON):
@@ -277,7 +277,7 @@ def _wait_seen(
         if broken != 0:
             ending = tl.full((), _REFUSED, tl.int32)
         elif present == 0:
-            ending = turn_over(context, start, BACKEND)
+            ending, looked = turn_over(context, start, looked, BACKEND)
     if (ending != GO_ON) & (ending != _REFUSED):
         last = _seen(context, state, peers, live, PHASE)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
@@ -338,11 +338,11 @@ def _send_notices(
     # the slot's previous notice has left this rank for good
     address = tl.where(proxied, completed_address(context, inside, _NOTICE), state + S_SINK)
     needed = tl.where(proxied, sent - _NOTICE_SLOTS + 1, -(1 << 60))
-    ending = tl.full((), 0, tl.int32)
+    ending, looked = tl.full((), 0, tl.int32), start
     done = acquire_each(address, BACKEND)
     present = uniform(tl.min((done >= needed).to(tl.int32), axis=0), BACKEND)
     while (present == 0) & (ending == GO_ON):
-        ending = turn_over(context, start, BACKEND)
+        ending, looked = turn_over(context, start, looked, BACKEND)
         now = acquire_each(address, BACKEND)
         present = uniform(tl.min((now >= needed).to(tl.int32), axis=0), BACKEND)
     if present == 0:

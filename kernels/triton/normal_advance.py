@@ -309,7 +309,7 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 _expect(context, state, peers, live)
         settle(BACKEND)
         found = tl.full((), MISSING, tl.int32)
-        ending = tl.full((), 0, tl.int32)
+        ending, looked = tl.full((), 0, tl.int32), start
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
             found = tl.full((), FAILED, tl.int32)
         while (found == MISSING) & (ending == GO_ON):
@@ -321,7 +321,7 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                     one = _look(context, state, peers, live, start, LANES, BACKEND)
                     found = tl.where(one == FAILED, one, tl.minimum(found, one))
             if found == MISSING:
-                ending = turn_over(context, start, BACKEND)
+                ending, looked = turn_over(context, start, looked, BACKEND)
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
             for step in range(0, ranks, LANES):

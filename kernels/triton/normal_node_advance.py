@@ -287,7 +287,7 @@ def turn_nodes(
                 say_freed(context, state, counts, peers, far, BACKEND)
         settle(BACKEND)
         found = tl.full((), MISSING, tl.int32)
-        ending = tl.full((), 0, tl.int32)
+        ending, looked = tl.full((), 0, tl.int32), start
         waits = tl.full((), 1, tl.int32)
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
             found = tl.full((), FAILED, tl.int32)
@@ -307,7 +307,7 @@ def turn_nodes(
                     tired = (ready != 0) & (clock_ns(BACKEND) - start > PATIENCE)
                     waits = 1 - uniform(tired.to(tl.int32), BACKEND)
             if waits != 0:
-                ending = turn_over(context, start, BACKEND)
+                ending, looked = turn_over(context, start, looked, BACKEND)
         if ending != GO_ON:
             _give_up(context, state, counts, ending, COMBINE, LANES, BACKEND)
         elif found != FAILED:

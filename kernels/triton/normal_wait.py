@@ -117,7 +117,7 @@ def wait_counts(
 
     ``needed``: a tensor like ``peers``. Returns True; False after :func:`.wait.fail`.
     """
-    ending = tl.full((), 0, tl.int32)
+    ending, looked = tl.full((), 0, tl.int32), start
     present = tl.full((), 0, tl.int32)
     # only scalars live from turn to turn: the layout passes of Triton 3.6 and 3.8 fail on tensors
     while (present == 0) & (ending == GO_ON):
@@ -127,7 +127,7 @@ def wait_counts(
             count = completed_each(context, state, peers, live, stream, BACKEND)
         present = uniform(tl.min((count >= needed).to(tl.int32), axis=0), BACKEND)
         if present == 0:
-            ending = turn_over(context, start, BACKEND)
+            ending, looked = turn_over(context, start, looked, BACKEND)
     # the lanes acquired for themselves: now for each other
     settle(BACKEND)
     if ending != GO_ON:

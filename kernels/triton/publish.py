@@ -187,11 +187,11 @@ def wait_room(
     failure."""
     ring, head_at = ring_address(context, stream), head_address(context, stream)
     head, tail, capacity = peek(head_at), peek(head_at + 8), peek(ring + _CAPACITY)
-    ending = tl.full((), 0, tl.int32)
+    ending, looked = tl.full((), 0, tl.int32), start
     if head + commands - tail > capacity:
         tail = acquire(ring + _TAIL, BACKEND)
         while (head + commands - tail > capacity) & (ending == GO_ON):
-            ending = turn_over(context, start, BACKEND)
+            ending, looked = turn_over(context, start, looked, BACKEND)
             tail = acquire(ring + _TAIL, BACKEND)
         poke(head_at + 8, tail)
         if ending != GO_ON:

@@ -48,6 +48,10 @@ ERROR_IDS, ERROR_IDS_SHIFT = tl.constexpr(8 * ctx.ERROR_IDS), tl.constexpr(ctx.E
 #: How a turn of a waiting loop ends: go on; the time is over; released by the sticky error.
 GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+#: Nanoseconds after which a waiting program looks at the sticky error again. That lies in host memory, where proxies
+#: set it, and a read over PCIe takes longer than a look at counts in device memory: it would hold up every turn.
+LOOK_NS = tl.constexpr(20_000)
+
 _CHANNELS = tl.constexpr(MAX_CHANNELS)
 _NOBODY = tl.constexpr(1 << 30)
 
@@ -143,11 +147,27 @@ def refuse(
 
 
 @triton.jit
-def turn_over(context: tl.tensor, start: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """End a turn of a waiting loop that began at ``start``: GO_ON, TOO_LATE or RELEASED, int32, the same everywhere."""
-    late = clock_ns(BACKEND) - start > wait_limit(context)
-    verdict = tl.where(sticky_code(context, BACKEND) != 0, RELEASED, tl.where(late, TOO_LATE, GO_ON))
-    return uniform(verdict.to(tl.int32), BACKEND)
+def turn_over(context: tl.tensor, start: tl.tensor, looked: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """End a turn of a waiting loop that began at ``start``.
+
+    The sticky error ends a wait at most LOOK_NS and a turn after it is set.
+
+    Args:
+        looked: clock at the last look at the sticky error; ``start`` at first.
+
+    Returns:
+        (GO_ON, TOO_LATE or RELEASED, int32, the same everywhere; ``looked`` for the next turn).
+    """
+    now = clock_ns(BACKEND)
+    late = now - start > wait_limit(context)
+    ending = uniform(tl.where(late, TOO_LATE, GO_ON).to(tl.int32), BACKEND)
+    # also at the end of the time: what the host knows names whom this program would only guess
+    due = uniform((late | (now - looked > LOOK_NS)).to(tl.int32), BACKEND)
+    if due != 0:
+        looked = now
+        released = uniform((sticky_code(context, BACKEND) != 0).to(tl.int32), BACKEND)
+        ending = tl.where(released != 0, RELEASED, ending)
+    return ending, looked
 
 
 @triton.jit
@@ -221,7 +241,7 @@ def wait_messages(
         True; False after :func:`fail`.
     """
     expected = number // 2 + 1
-    ending = tl.full((), 0, tl.int32)
+    ending, looked = tl.full((), 0, tl.int32), start
     present = tl.full((), 0, tl.int32)
     seen = start
     if waited != 0:
@@ -235,7 +255,7 @@ def wait_messages(
         here = (count >= expected) | (live == 0)
         present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
         if present == 0:
-            ending = turn_over(context, start, BACKEND)
+            ending, looked = turn_over(context, start, looked, BACKEND)
         if waited != 0:
             now = clock_ns(BACKEND)
             slot = int64s(waited + 8 * tl.where(live, peers, 0))

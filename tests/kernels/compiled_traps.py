@@ -35,6 +35,17 @@ def _polls(text: str, label: str, branch: str, load: str, clock: str) -> list[st
     return [body for body in bodies if not any(other != body and other in body for other in bodies)]
 
 
+def _poll_faults(polls: list[str], branch: str, load: str, clock: str) -> list[str]:
+    """What is wrong with such loops. After the clock comes the sticky error, which is not what they wait for."""
+    faults = []
+    if not any(re.search(rf"{load}[\s\S]*?{clock}", body) for body in polls):
+        faults.append("no loop polls past the caches and then looks at the clock: the poll was hoisted")
+    # host memory, over PCIe
+    if any(re.search(rf"{clock}(?:(?!{branch})[\s\S])*?{load}", body) for body in polls):
+        faults.append("every turn of a wait looks at the sticky error, not only when the clock says so")
+    return faults
+
+
 def volatile_branches(ttir: str) -> list[str]:
     """Branches that depend on a volatile load: every thread loads for itself, so that threads may part there."""
     tainted: set[str] = set()
@@ -80,9 +91,8 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
         faults.append("an acquire whose result is not used, which the compiler may delete")
     if name in WAITING:
         label, branch = r"^\$(L__BB\w+):", r"bra(?:\.uni)?\s+\$(L__BB\w+);"
-        polls = _polls(ptx, label, branch, r"ld\.acquire\.sys\.global\.b64", "globaltimer")
-        if not polls:
-            faults.append("no loop polls with acquire and looks at the clock: the poll was hoisted")
+        load, clock = r"ld\.acquire\.sys\.global\.b64", "globaltimer"
+        faults += _poll_faults(_polls(ptx, label, branch, load, clock), r"\bbra\b", load, clock)
     if name in COPYING and not re.search(r"st\.global\.v[24]\.b32", ptx):
         faults.append("stores are not vectorised")
     if name in COPYING and not re.search(r"ld\.global\.v(?:4\.b32|2\.b64)", ptx):
@@ -104,9 +114,8 @@ def hip_faults(name: str, code: str) -> list[str]:
         faults.append("a compare-and-exchange, which may not be seen by the host")
     if name in WAITING:
         label, branch = r"^\.?(L?BB\w+):", r"s_c?branch\w*\s+\.?(L?BB\w+)"
-        polls = _polls(code, label, branch, r"global_load_dwordx2 [^\n]*sc0 sc1", "s_memrealtime")
-        if not polls:
-            faults.append("no loop polls past the caches and looks at the clock: the poll was hoisted")
+        load, clock = r"global_load_dwordx2 [^\n]*sc0 sc1", "s_memrealtime"
+        faults += _poll_faults(_polls(code, label, branch, load, clock), r"s_c?branch", load, clock)
         if "buffer_inv sc0 sc1" not in code:
             faults.append("no acquire")
     # other than that of a command

@@ -14,6 +14,18 @@ DEVICE_MUTANTS = {
         "        here = (count >= expected) | (live == 0) | HOST_REMOVED\n",
         _LOW_LATENCY + "test_a_silent_peer_is_named[mapped]",
     ),
+    "a wait ends when the sticky error is set": Mutant(
+        "kernels/triton/wait.py",
+        "    if due != 0:\n",
+        "    if (due != 0) & (not HOST_REMOVED):\n",
+        "tests/kernels/test_device_waits.py::test_the_sticky_error_ends_a_wait_soon[short turns]",
+    ),
+    "a waiting kernel leaves memory of the host alone most of the time": Mutant(
+        "kernels/triton/wait.py",
+        "    due = uniform((late | (now - looked > LOOK_NS)).to(tl.int32), BACKEND)\n",
+        "    due = uniform((late | (now - looked > LOOK_NS) | HOST_REMOVED).to(tl.int32), BACKEND)\n",
+        "tests/kernels/test_device_waits.py::test_memory_of_the_host_is_read_now_and_then",
+    ),
     "low latency: the send kernel counts its message": Mutant(
         "kernels/triton/ll_dispatch_send.py",
         "            poke(state + S_DISPATCH_NUMBER, number + 1)\n",

@@ -131,6 +131,9 @@ st.release.sys.global.v2.b64 [%rd7], {%rd8, %rd9};
 $L__BB0_1:
 ld.acquire.sys.global.b64 %rd10, [%rd11];
 mov.u64 %rd12, %globaltimer;
+@%p1 bra $L__BB0_2;
+@first ld.acquire.sys.global.b64 %rd13, [%rd14];
+$L__BB0_2:
 bra $L__BB0_1;
 """
 AMDGCN = """
@@ -146,6 +149,9 @@ global_load_dwordx2 v[12:13], v[14:15], off sc0 sc1
 s_waitcnt vmcnt(0)
 buffer_inv sc0 sc1
 s_memrealtime s[0:1]
+s_cbranch_scc0 .LBB0_2
+global_load_dwordx2 v[12:13], v[18:19], off sc0 sc1
+.LBB0_2:
 s_cbranch_scc1 .LBB0_1
 """
 #: (kernel, what falls into the trap, what it becomes, words of the fault)
@@ -157,6 +163,7 @@ CUDA_TRAPS = [
     ("pack_combine", "acq_rel.add", "relaxed.add", "no arrival is counted"),
     ("route", "ld.acquire.sys.global.b64 %rd10, [%rd11];\n", "", "hoisted"),
     ("route", "%rd12, %globaltimer", "%rd12, 0", "hoisted"),
+    ("route", "@%p1 bra $L__BB0_2;\n", "", "every turn"),
     ("route", "$L__BB0_1:", "atom.global.acquire.gpu.add.u64 _, [%rd4], 0;\n$L__BB0_1:", "not used"),
     (
         "pack_combine",
@@ -170,6 +177,7 @@ HIP_TRAPS = [
     ("pack_combine", "buffer_wbl2 sc0 sc1\n", "", "without a write-back"),
     ("pack_combine", "s_waitcnt vmcnt(0)\ns_barrier", "s_barrier", "does not wait for stores"),
     ("route", "off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv", "off\ns_waitcnt vmcnt(0)\nbuffer_inv", "hoisted"),
+    ("route", "s_cbranch_scc0 .LBB0_2\n", "", "every turn"),
     ("route", "buffer_inv sc0 sc1\n", "", "no acquire"),
     ("route", "s_barrier", "s_barrier\nglobal_atomic_cmpswap v0, v[1:2], v[3:4], off", "compare-and-exchange"),
     ("pack_combine", "global_store_dwordx4", "global_store_dword", "stores are"),

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from interpreter_process import interpreted
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -22,28 +19,6 @@ def _cases(dtype: torch.dtype) -> torch.Tensor:
     around = [exact, middles, *(torch.nextafter(middles, torch.full_like(middles, way)) for way in (-1e9, 1e9))]
     values = torch.cat(around)
     return torch.cat([values, torch.zeros(-len(values) % 1024)])
-
-
-def _run(body: Callable[[], Any], results: Any) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        results.send(body())
-    except BaseException as error:
-        results.send(error)
-
-
-def interpreted(body: Callable[[], Any]) -> Any:
-    """What ``body`` returns in a process whose Triton is the interpreter."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(body, theirs))
-    process.start()
-    assert ours.poll(100), "no answer"
-    result = ours.recv()
-    process.join(10)
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 def convert_everything() -> list[str]:

@@ -1,0 +1,64 @@
+"""How kernels on a device wait: until the time is over or the sticky error is set, which they read now and then."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+from interpreter_process import interpreted
+
+if TYPE_CHECKING:
+    from wait_kernels import Ended
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+TOO_LATE, RELEASED = 1, 2
+NEVER = 1 << 60
+#: ``wait.LOOK_NS``, the promise of ARCHITECTURE.md.
+LOOK = 20_000
+#: (limit, length of a turn, when the sticky error is set) in nanoseconds of a clock that moves by turns only.
+SILENCE = (600_000, 1_000, NEVER)
+SHORT_TURNS = (1_000_000, 1_000, 333_000)
+LONG_TURNS = (1_000_000, 50_000, 333_000)
+JUST_BEFORE_THE_END = (300_000, 1_000, 300_500)
+WAITS = (SILENCE, SHORT_TURNS, LONG_TURNS, JUST_BEFORE_THE_END)
+
+
+def _run_all() -> list[Ended]:
+    import wait_kernels
+
+    return [wait_kernels.run(*one) for one in WAITS]
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[tuple[int, int, int], Ended]:
+    """How each of :data:`WAITS` ended."""
+    return dict(zip(WAITS, interpreted(_run_all), strict=True))
+
+
+def test_memory_of_the_host_is_read_now_and_then(ended: dict[tuple[int, int, int], Ended]) -> None:
+    silence = ended[SILENCE]
+    assert (silence.ending, silence.turns, silence.nanoseconds) == (TOO_LATE, 601, 601_000)
+    # one look for each LOOK_NS and a turn, and one at the end
+    assert silence.looks == 600_000 // (LOOK + 1_000) + 1
+
+
+@pytest.mark.parametrize("wait", [SHORT_TURNS, LONG_TURNS], ids=["short turns", "long turns"])
+def test_the_sticky_error_ends_a_wait_soon(
+    ended: dict[tuple[int, int, int], Ended], wait: tuple[int, int, int]
+) -> None:
+    """At most LOOK_NS and a turn later, however long turns are."""
+    _, step, fails_at = wait
+    assert ended[wait].ending == RELEASED
+    assert fails_at <= ended[wait].nanoseconds + step
+    assert ended[wait].nanoseconds <= fails_at + LOOK + step
+
+
+def test_what_the_host_knows_counts_when_the_time_is_over(ended: dict[tuple[int, int, int], Ended]) -> None:
+    """A failure set just before the deadline names whom the kernel would only guess."""
+    last = ended[JUST_BEFORE_THE_END]
+    assert (last.ending, last.nanoseconds) == (RELEASED, 301_000)

@@ -1,0 +1,75 @@
+"""A waiting loop alone, on a clock that the test moves. Imported only where Triton is the interpreter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+from uccl_ep_serving.kernels.triton import wait, words
+from uccl_ep_serving.kernels.triton.wait import GO_ON, turn_over
+from uccl_ep_serving.kernels.triton.words import clock_ns, poke
+from uccl_ep_serving.protocol import context as ctx
+
+
+@triton.jit
+def take_turns(context: tl.int64, out: tl.int64, BACKEND: tl.constexpr) -> None:
+    """As every loop that waits, for something that never comes."""
+    start = clock_ns(BACKEND)
+    ending, looked = tl.full((), 0, tl.int32), start
+    turns = tl.full((), 0, tl.int64)
+    while ending == GO_ON:
+        ending, looked = turn_over(context, start, looked, BACKEND)
+        turns += 1
+    poke(out, ending)
+    poke(out + 8, turns)
+
+
+class Ended(NamedTuple):
+    """How a wait ended.
+
+    Attributes:
+        ending: GO_ON, TOO_LATE or RELEASED.
+        turns: of the loop.
+        looks: at the sticky error.
+        nanoseconds: on the test's clock.
+    """
+
+    ending: int
+    turns: int
+    looks: int
+    nanoseconds: int
+
+
+def run(limit: int, step: int, fails_at: int) -> Ended:
+    """A wait of at most ``limit`` ns in turns of ``step`` ns each; the sticky error is set at ``fails_at``."""
+    error = np.zeros(ctx.ERROR_WORDS, dtype=np.int64)
+    context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
+    context[ctx.ERROR], context[ctx.LIMIT] = error.ctypes.data, limit
+    out = np.zeros(2, dtype=np.int64)
+    now, looks = 0, 0
+    look = wait.sticky_code
+
+    def clock() -> int:
+        nonlocal now
+        now += step
+        if now >= fails_at:
+            error[ctx.ERROR_CODE] = ctx.FAILURE_PEER_LOST
+        return now
+
+    def counted(context: tl.tensor, BACKEND: int) -> tl.tensor:
+        nonlocal looks
+        looks += 1
+        return look(context, BACKEND)
+
+    for function in (clock, counted):
+        function.__triton_builtin__ = True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "_interpreter_clock", clock)
+        patch.setattr(wait, "sticky_code", counted)
+        take_turns[(1,)](context.ctypes.data, out.ctypes.data, BACKEND=0)
+    ending, turns = out.tolist()
+    return Ended(ending, turns, looks, now - step)
