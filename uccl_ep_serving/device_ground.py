@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -14,10 +14,11 @@ from .device_memory import DeviceMemory, memory_of
 from .device_space import DeviceSpace, DeviceWindow
 from .errors import ConfigError, TransportError
 from .kernel_space import KernelSpace
-from .protocol.layout import WindowLayout
+from .protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["DeviceGround", "GroundRuntime"]
 
+_Made = TypeVar("_Made")
 _log = logging.getLogger("uccl_ep_serving")
 
 
@@ -45,6 +46,7 @@ class GroundRuntime(Protocol):
     def lend_to_nics(
         self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
     ) -> None: ...
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class DeviceGround:
@@ -94,11 +96,26 @@ class DeviceGround:
                     "is a later call, which has moved nothing, make it again"
                 )
 
+    def prepare(self, make: Callable[[], _Made]) -> _Made:
+        """What ``make`` makes of this rank's memory for an operation that is not begun yet.
+
+        Raises:
+            ConfigError: it cannot. Every rank raises, also those that wait in that operation already, and says whose
+                memory it is; the group stays usable.
+        """
+        try:
+            return make()
+        except (TransportError, torch.OutOfMemoryError) as error:
+            # an objection to the windows: it ends the waits of who has begun, and refuses on all
+            self._runtime.grow(self._runtime.layout.low_latency, str(error))
+            raise
+
     def space(self) -> DeviceSpace:
         """The space of the present generation. Its first use is collective where windows are in device memory.
 
         Raises:
-            ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches.
+            ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches; or, on every rank, one
+                that cannot pin its memory or copy its tables to the device.
             TransportError: a NIC of some rank cannot use memory of its GPU; or, with UCCL_EP_WINDOW=device, some rank
                 cannot allocate its window or open a peer's (auto takes windows in host memory then, on all ranks).
         """
@@ -107,6 +124,15 @@ class DeviceGround:
             self._space = self._build()
             self._generation = runtime.generation
         return self._space
+
+    def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
+        try:
+            return DeviceSpace(self._runtime.space, self.memory, window)
+        except BaseException:
+            if window is not None:
+                # peers may have it open as long as the generation lasts
+                self._runtime.before_unmapping(window.close)
+            raise
 
     def _build(self) -> DeviceSpace:
         runtime, window = self._runtime, None
@@ -124,7 +150,7 @@ class DeviceGround:
                 if wanted == "device":
                     raise
                 _log.warning("%s. UCCL_EP_WINDOW=auto: the windows lie in host memory", error)
-        space = DeviceSpace(runtime.space, self.memory, window)
+        space = self.prepare(lambda: self._space_over(window))
         # what a kernel has not published yet, no proxy can wait for
         runtime.before_draining(self.memory.synchronize)
         runtime.before_unmapping(space.close)

@@ -130,7 +130,8 @@ class DeviceSession:
             self._refuse_capture(f"the windows for {laid_out} are not in use yet")
             kernels = device_low_latency_kernels(laid_out, self._interpreted)
             space = self._ground.space()
-            state = kernels.new_state(runtime.layout, runtime.settings.channels, self._memory.device)
+            device = self._memory.device
+            state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
             self._serving = Serving(state, kernels, space)
             self.generation = runtime.generation
             self._combine_buffer = None

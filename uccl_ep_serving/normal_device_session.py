@@ -211,14 +211,16 @@ class DeviceNormalSession:
         if self._ground.lane.capturing:
             raise ConfigError(f"{phase}: dispatch and combine once before a graph is captured")
         space = self._ground.space()
-        told = Told(
-            memory,
-            kernels.info_bytes(runtime.layout.normal.local_experts),
-            kernels.told,
-            kernels.told_words * runtime.ranks,
+        told = self._ground.prepare(
+            lambda: Told(
+                memory,
+                kernels.info_bytes(runtime.layout.normal.local_experts),
+                kernels.told,
+                kernels.told_words * runtime.ranks,
+            )
         )
         runtime.before_unmapping(told.close)
-        return Generation(space, kernels.new_state(runtime.layout, memory.device), told)
+        return Generation(space, self._ground.prepare(lambda: kernels.new_state(runtime.layout, memory.device)), told)
 
     def new_ticket(self) -> int:
         """What the opening of the next operation stores last, once it has told the host everything."""

@@ -83,6 +83,25 @@ def test_windows_that_one_rank_cannot_open(interpreted: Ranks) -> None:
         assert "sharing device windows: rank 1: peer access is not supported" in words
 
 
+@pytest.mark.parametrize(
+    ("mode", "path", "late"),
+    [
+        ("low latency", "mapped", 1),
+        *(
+            pytest.param(mode, path, late, marks=pytest.mark.slow)
+            for mode, path in (("low latency", "shm"), ("low latency", "ipc"), ("normal", "mapped"), ("normal", "ipc"))
+            for late in (0, 1)
+        ),
+    ],
+)
+def test_memory_that_one_rank_cannot_pin_is_named_on_all(interpreted: Ranks, mode: str, path: str, late: int) -> None:
+    """Who waits for it is released long before its deadline, and the next operation of all is right."""
+    body = triton_bodies.memory_that_one_rank_cannot_pin
+    for text in interpreted.run(2, body, PATHS[path], mode, late, timeout=300):
+        assert "rank 1: cannot pin memory: ulimit -l" in text
+        assert "The group stays usable" in text
+
+
 def test_what_no_graph_captures_is_refused(interpreted: Ranks) -> None:
     interpreted.run(1, triton_bodies.captures, PATHS["mapped"], timeout=300)
 

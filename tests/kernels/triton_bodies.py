@@ -219,6 +219,46 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
     return ""
 
 
+def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str, Any], mode: str, late: int) -> str:
+    """Rank 1 cannot pin its memory for the first operation. Rank ``late`` comes to it when the other has begun, or has
+    failed. What was raised; the second operation and all later ones are right."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.device_memory import InterpretedMemory
+
+    buffer, rank, store = opened(exchange, overrides), exchange.rank, exchange._store
+    trip = bodies.normal_trip if mode == "normal" else bodies.round_trip
+    pin, begin = InterpretedMemory.map_host, buffer.runtime.begin_operation
+
+    def refused(memory: InterpretedMemory, address: int, nbytes: int) -> int:
+        if late == 1:
+            store.wait(["begun"])
+        raise TransportError("cannot pin memory: ulimit -l", device="cuda:1")
+
+    def after_it_failed(memory: InterpretedMemory, address: int, nbytes: int) -> int:
+        deadline = time.monotonic() + 60.0
+        while not buffer.runtime.grow_asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return pin(memory, address, nbytes)
+
+    def begun() -> None:
+        begin()
+        store.set("begun", b"")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(InterpretedMemory, "map_host", refused)
+        elif late == 0:
+            patch.setattr(InterpretedMemory, "map_host", after_it_failed)
+        patch.setattr(buffer.runtime, "begin_operation", begun)
+        with pytest.raises(ConfigError) as caught:
+            trip(buffer, tokens=4)
+    for _ in range(2):
+        assert bodies.round_trip(buffer, tokens=4) < 0.02
+        assert bodies.normal_trip(buffer, tokens=4) < 0.02
+    buffer.destroy()
+    return str(caught.value)
+
+
 def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) -> tuple[str, float]:
     """Rank 1 begins low latency with wider rows, the others usual ones or normal mode; then all do the same in both
     modes. (what was raised, seconds)."""
