@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from uccl_ep_serving import buffer as facade
 from uccl_ep_serving.buffer import Buffer
@@ -19,7 +19,7 @@ from uccl_ep_serving.buffer import Buffer
 __all__ = ["Use", "engine_file", "fits", "made_from", "uses"]
 
 #: How engines call what holds a Buffer.
-HOLDERS = {"buffer", "buf", "_buffer", "handle"}
+HOLDERS = frozenset({"buffer", "buf", "_buffer", "handle"})
 #: The class, as engines import it.
 CLASSES = {"Buffer"}
 
@@ -80,11 +80,12 @@ def _holder(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def uses(source: str, classes: tuple[str, ...] = ()) -> list[Use]:
+def uses(source: str, classes: tuple[str, ...] = (), holders: Set[str] = HOLDERS) -> list[Use]:
     """Every use of a Buffer in ``source``, by line.
 
     Args:
         classes: beginnings of the names of the classes to read; by default the whole source.
+        holders: how the engine calls what holds a Buffer, or another of our objects.
     """
     tree = ast.parse(source)
     parts = [
@@ -101,7 +102,7 @@ def uses(source: str, classes: tuple[str, ...] = ()) -> list[Use]:
                 named = {one.arg for one in call.keywords if one.arg}
                 spread = (name for one in call.keywords if not one.arg for name in _keywords(one.value, function))
                 keywords = frozenset(named | set(spread))
-            if isinstance(node, ast.Attribute) and _holder(node.value) in HOLDERS | CLASSES:
+            if isinstance(node, ast.Attribute) and _holder(node.value) in holders | CLASSES:
                 on_class = _holder(node.value) in CLASSES
                 found.append(Use(node.attr, node.lineno, positional, keywords, on_class))
             elif call is not None and _holder(node) in CLASSES:
@@ -132,17 +133,18 @@ def _made_in_init() -> set[str]:
     }
 
 
-def fits(use: Use) -> str:
-    """What is wrong with ``use`` on our Buffer; empty when nothing is."""
+def fits(use: Use, ours: type[Any] = Buffer) -> str:
+    """What is wrong with ``use`` on our Buffer, or on another of our classes; empty when nothing is."""
     where = f"line {use.line}: {use.name}"
-    if not hasattr(Buffer, use.name):
-        return "" if use.positional < 0 and use.name in _made_in_init() else f"{where} is missing"
+    if not hasattr(ours, use.name):
+        made = ours is Buffer and use.positional < 0 and use.name in _made_in_init()
+        return "" if made else f"{where} is missing"
     if use.positional < 0:
         return ""
-    bound_to_instance = inspect.isfunction(inspect.getattr_static(Buffer, use.name))
+    bound_to_instance = inspect.isfunction(inspect.getattr_static(ours, use.name))
     arguments = [None] * (use.positional + (bound_to_instance and not use.on_class))
     try:
-        inspect.signature(getattr(Buffer, use.name)).bind(*arguments, **dict.fromkeys(use.keywords))
+        inspect.signature(getattr(ours, use.name)).bind(*arguments, **dict.fromkeys(use.keywords))
     except TypeError as error:
         return f"{where}: {error}"
     return ""
