@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 from direct_ranks import DirectGroup
 
@@ -111,3 +112,9 @@ class FakeGroup(DirectGroup):
                 space.connect_proxied(peer, service.arrived, service.completed)
         space.watch = service.check
         return space
+
+
+def nodes(ranks: int, node_ranks: int, **options: Any) -> FakeGroup:
+    """``ranks`` ranks in nodes of ``node_ranks``."""
+    options.setdefault("settings", Settings(timeout=60.0, channels=2))
+    return FakeGroup(ranks, node_ranks=node_ranks, **options)

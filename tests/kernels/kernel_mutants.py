@@ -56,6 +56,7 @@ _LL_ORDERS = "tests/kernels/test_ll_orders.py::"
 _PUBLISH = "tests/kernels/test_wait_publish.py::"
 _NORMAL_ERRORS = "tests/kernels/test_normal_errors.py::"
 _NORMAL_NODES = "tests/kernels/test_normal_nodes.py::"
+_NORMAL_NODES_ERRORS = "tests/kernels/test_normal_nodes_errors.py::"
 _NORMAL_PROXIED = "tests/kernels/test_normal_proxied.py::"
 _NORMAL_ROUNDS = "tests/kernels/test_normal_rounds.py::"
 
@@ -233,13 +234,13 @@ MUTANTS = {
         "kernels/cpu/normal_forward.py",
         "    if row < start or row > end or row_end > end:\n",
         "    if (row < start or row > end or row_end > end) and not REMOVED:\n",
-        _NORMAL_NODES + "test_a_board_that_breaks_the_format_is_refused[2-4096]",
+        _NORMAL_NODES_ERRORS + "test_a_board_that_breaks_the_format_is_refused[2-4096]",
     ),
     "marks are held against what their source told of": Mutant(
         "kernels/cpu/normal_gather.py",
         "                if row >= get(state, block.PASS_ROWS):\n",
         "                if row >= get(state, block.PASS_ROWS) and not REMOVED:\n",
-        _NORMAL_NODES + "test_a_source_that_marks_more_rows_than_it_tells_of_is_named",
+        _NORMAL_NODES_ERRORS + "test_a_source_that_marks_more_rows_than_it_tells_of_is_named",
     ),
     "nothing is published after the sticky error": Mutant(
         "kernels/cpu/publish.py",
