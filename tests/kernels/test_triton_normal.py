@@ -128,8 +128,8 @@ def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
 def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
     """369 KB in two turns of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
     for found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):
-        assert found == [4] * 4 + [2] * 4 + [3] * 4 + [1] * 4
-        # once for each Buffer and operation, whatever is called how often
+        assert found == [4, 4, 4, 4, 2, 2, 3, 3, 1, 1]
+        # each reason once for each Buffer and operation, whatever is called how often
         assert len(said) == 8
         reasons = ["the turns of the operation", "all that are allowed", "UCCL_EP_PROGRAMS=3", "the links to windows"]
         assert all(reason in line for reason, line in zip(reasons, said[::2], strict=True)), said

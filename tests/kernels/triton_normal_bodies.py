@@ -295,8 +295,8 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
 
 
 def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[str]]:
-    """Programs of a dispatch and a combine: by default, of a caller that allows two, and with UCCL_EP_PROGRAMS over a
-    slow link. And what the log said of it."""
+    """Programs of dispatches and combines: by default, of a caller that allows two, with UCCL_EP_PROGRAMS, over a slow
+    link. And what the log said of it."""
     kept: list[str] = []
 
     class Kept(logging.Handler):
@@ -309,13 +309,9 @@ def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[i
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     found: list[int] = []
-    inputs = Case(tokens=(60, 60), experts=4, topk=2, lost=0.0, hidden=1024).inputs()
-    for settings, config in (
-        ({}, Config(num_sms=24)),
-        ({}, Config(num_sms=2)),
-        ({"programs": 3}, Config(num_sms=24)),
-        ({"link_bandwidth": 0.1}, Config(num_sms=24)),
-    ):
+    inputs = Case(tokens=(16, 16), experts=4, topk=2, lost=0.0, hidden=3840).inputs()
+    changes: tuple[dict[str, Any], ...] = ({}, {"programs": 3}, {"link_bandwidth": 0.1})
+    for settings in changes:
         buffer = opened(exchange, {**overrides, **settings})
         normal: Any = buffer._normal
         exchanged = normal._kernels.exchange
@@ -326,7 +322,8 @@ def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[i
             return exchanged(*arguments)
 
         normal._kernels.exchange = noted
-        for _ in range(2):
+        for allowed in (24,) if settings else (24, 24, 2):
+            config = Config(num_sms=allowed)
             rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, exchange.rank, config=config)
             buffer.combine(rows, handle, config=config)
         buffer.destroy()
