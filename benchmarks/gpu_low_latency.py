@@ -20,16 +20,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-for place in ("kernels", "system", "gpu"):
-    sys.path.insert(0, str(ROOT / "tests" / place))
+from gpu_frame import copy_bandwidth, run_parts
 
 HIDDEN, TOPK = 7168, 8
 #: Local experts of the one rank: enough for top-8, few enough for the worst case of 4,096 tokens to fit (0.9 GiB).
@@ -55,23 +50,6 @@ def kernel_times(step: Callable[[], Any], names: tuple[str, ...], turns: int = 3
             if event.name.startswith(name):
                 samples.setdefault(name, []).append(float(event.device_time))
     return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
-    import torch
-
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(10):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
-    return 2 * source.numel() / best
 
 
 def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
@@ -232,24 +210,7 @@ def deepep(exchange: Any, tokens: int) -> dict[str, Any]:
         return {"tokens": tokens, "failed": stage, "error": f"{type(error).__name__}: {error}"[:400]}
 
 
-def device_and_versions() -> dict[str, Any]:
-    """What a figure of a GPU was measured on."""
-    import torch
-    import triton
-
-    from uccl_ep_serving.cli.bench_machine import describe
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        **describe(),
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "cuda": torch.version.cuda or torch.version.hip,
-        "triton": triton.__version__,
-    }
-
-
-def parts(pool: Any) -> dict[str, Callable[[], list[Any]]]:
+def parts(pool: Any, _options: argparse.Namespace) -> dict[str, Callable[[], list[Any]]]:
     """What can be measured, by name."""
     return {
         "kernels": lambda: [pool.run(1, kernels, tokens, timeout=300)[0] for tokens in (128, 4096)],
@@ -265,31 +226,7 @@ def parts(pool: Any) -> dict[str, Callable[[], list[Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="kernels,round_trip,publish,deepep", help="parts, comma-separated")
-    parser.add_argument("--json", type=Path, help="write everything there as well")
-    options = parser.parse_args()
-    import torch
-
-    if not torch.cuda.is_available():
-        parser.exit(1, "no GPU: torch finds no CUDA or ROCm device\n")
-    from ranks import Ranks
-
-    found: dict[str, Any] = {"machine": device_and_versions()}
-    pool = Ranks()
-    try:
-        for name in options.only.split(","):
-            try:
-                found[name] = parts(pool)[name]()
-            except Exception as error:
-                # the other parts are worth having
-                found[name] = {"failed": f"{type(error).__name__}: {error}"[-2000:]}
-            print(json.dumps({name: found[name]}), flush=True)
-    finally:
-        pool.close()
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if any(isinstance(part, dict) and "failed" in part for part in found.values()):
-        parser.exit(1, "a part failed\n")
+    run_parts(parser, ("kernels", "round_trip", "publish", "deepep"), parts)
 
 
 if __name__ == "__main__":

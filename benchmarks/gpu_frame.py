@@ -1,0 +1,118 @@
+"""What the figures of a GPU have in common: the parts of a script, what they were measured on, a copy beside them.
+
+Each part prints one JSON object; one that fails says so and the others go on. ``--interpreter`` runs the same with
+Triton's interpreter on CPU tensors: everything but the figures, which then mean nothing and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+for place in (".", "kernels", "system", "gpu"):
+    sys.path.insert(0, str(ROOT / "tests" / place))
+
+__all__ = ["ROOT", "copy_bandwidth", "interpreted", "machine", "run_parts", "seconds_of"]
+
+
+def interpreted() -> bool:
+    """Kernels run in Triton's interpreter: :func:`run_parts` sets it for this process and the ranks it starts."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def seconds_of(step: Callable[[], Any]) -> float:
+    """Time of one call of ``step`` on the current stream, until the device has ended it."""
+    import torch
+
+    if interpreted():
+        begun = time.perf_counter()
+        step()
+        return time.perf_counter() - begun
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def copy_bandwidth(nbytes: int = 1 << 30) -> float:
+    """Bytes read and written per second by a copy of ``nbytes`` on the device; the best of ten."""
+    import torch
+
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if interpreted() else "cuda")
+    target = torch.empty_like(source)
+    return 2 * nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(10))
+
+
+def machine() -> dict[str, Any]:
+    """What figures were measured on."""
+    import torch
+    import triton
+
+    from uccl_ep_serving.cli.bench_machine import describe
+
+    found = {**describe(), "triton": triton.__version__}
+    if interpreted():
+        return {**found, "device": "Triton's interpreter: times mean nothing"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        **found,
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda or torch.version.hip,
+        # without it kernels of two processes take turns on the device
+        "mps": Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists(),
+    }
+
+
+def run_parts(
+    parser: argparse.ArgumentParser,
+    names: tuple[str, ...],
+    parts: Callable[[Any, argparse.Namespace], Mapping[str, Callable[[], list[Any]]]],
+) -> None:
+    """Measure, print and perhaps keep: a script's ``main``. Ends with status 1 when a part failed.
+
+    Args:
+        parser: with the script's own options; gets ``--only`` and ``--json``.
+        names: of all parts, in order.
+        parts: from a pool of ranks and the options, what measures each.
+    """
+    parser.add_argument("--only", default=",".join(names), help="parts, comma-separated")
+    parser.add_argument("--json", type=Path, help="write everything there as well")
+    options = parser.parse_args()
+    unknown = sorted(set(options.only.split(",")) - set(names))
+    if unknown:
+        parser.error(f"no part is named {', '.join(unknown)}; there are {', '.join(names)}")
+    if getattr(options, "interpreter", False):
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not interpreted() and not torch.cuda.is_available():
+        parser.exit(1, "no GPU: torch finds no CUDA or ROCm device\n")
+    from ranks import Ranks
+
+    found: dict[str, Any] = {"machine": machine()}
+    pool = Ranks()
+    try:
+        measured = parts(pool, options)
+        for name in options.only.split(","):
+            try:
+                found[name] = measured[name]()
+            except Exception as error:
+                # the other parts are worth having
+                found[name] = {"failed": f"{type(error).__name__}: {error}"[-2000:]}
+            print(json.dumps({name: found[name]}), flush=True)
+    finally:
+        pool.close()
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if any(isinstance(part, dict) and "failed" in part for part in found.values()):
+        parser.exit(1, "a part failed\n")

@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Normal mode on one GPU: checked, then timed, beside a plain copy of the same bytes. Ranks are processes on it.
+
+    benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_deepep] [--programs 8,16,24] [--json FILE]
+
+Each part prints one JSON object. ``scripts/gpu-check`` runs all of it beside the tests. It has not run yet: no machine
+of the project has had a GPU. With ``--interpreter`` and a small shape it runs everywhere, and its times mean nothing.
+
+- ``normal_alone``: one rank, whose rows only go to its own outputs: what the kernels copy with so many programs.
+- ``normal_exchange``: two ranks that write each other's windows in GPU memory (CUDA IPC), BF16 and FP8 with scales: a
+  dispatch whose size the host reads back, one from a handle, a combine; GB/s of received rows, and the share of what a
+  copy of the same bytes reaches in the same round. Target: 70% with 24 programs or fewer. Two processes on one device
+  take turns unless MPS runs (``machine.mps``), the copies beside them too.
+- ``normal_deepep``: the same two ranks by DeepEP's kernels inside a node, where its package loads; else which call
+  failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gpu_frame import interpreted, run_parts, seconds_of
+
+#: Of the speed of a copy.
+TARGET = 0.7
+FORMATS = ("bf16", "fp8")
+EXPERTS, TOPK = 64, 8
+
+
+class Shape(NamedTuple):
+    """What is measured: tokens of each rank, values of a token, samples, calls in a sample, numbers of programs."""
+
+    tokens: int
+    hidden: int
+    rounds: int
+    turns: int
+    programs: tuple[int, ...]
+
+
+def opened(exchange: Any, shape: Shape) -> Any:
+    """A Buffer whose windows lie in device memory, with room for all rows."""
+    room = 2 * exchange.size * shape.tokens * (2 * shape.hidden + 256) + (1 << 20)
+    overrides = {"window": "device", "heap_bytes": room, "round_bytes": 64 << 20, "chunk_bytes": 1 << 20}
+    if interpreted():
+        import triton_normal_bodies
+
+        return triton_normal_bodies.opened(exchange, overrides)
+    import gpu_bodies
+
+    return gpu_bodies.opened(exchange, overrides)
+
+
+def on_device(tensor: Any) -> Any:
+    """``tensor`` where kernels work on it."""
+    return tensor if interpreted() else tensor.cuda()
+
+
+def together(exchange: Any, steps: dict[str, Callable[[], Any]], shape: Shape) -> dict[str, list[float]]:
+    """Seconds of a call of each step, by round: all ranks begin a sample together, and steps take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+
+    def often(step: Callable[[], Any]) -> None:
+        for _ in range(shape.turns):
+            step()
+
+    for _ in range(1 + shape.rounds):
+        for name, step in steps.items():
+            exchange.all_gather(b"")
+            samples[name].append(seconds_of(lambda step=step: often(step)) / shape.turns)
+    # the first round warmed up
+    return {name: times[1:] for name, times in samples.items()}
+
+
+def figures(samples: dict[str, list[float]], nbytes: dict[str, int]) -> dict[str, Any]:
+    """Of each step: microseconds, GB/s of ``nbytes``, and the share of the speed of a copy of as many bytes."""
+    from uccl_ep_serving.cli.bench_statistics import ratios, summary
+
+    found = {}
+    for name, size in nbytes.items():
+        copied = samples["copy_" + name]
+        found[name] = {
+            "microseconds": summary([1e6 * one for one in samples[name]]),
+            "gb_per_s": summary([size / one / 1e9 for one in samples[name]]),
+            "copy_gb_per_s": summary([size / one / 1e9 for one in copied]),
+            "share_of_copy": ratios(samples[name], copied),
+        }
+    return found
+
+
+def measured(exchange: Any, shape: Shape, form: str) -> list[dict[str, Any]]:
+    """Figures of one rank for each number of programs, after its data was held against the oracle."""
+    import normal_cases
+    import torch
+
+    from uccl_ep_serving.buffer import Config
+
+    quantised = form == "fp8"
+    case = normal_cases.Case(
+        tokens=(shape.tokens,) * exchange.size,
+        hidden=shape.hidden,
+        experts=EXPERTS,
+        topk=TOPK,
+        lost=0.0,
+        dtype=torch.float8_e4m3fn if quantised else torch.bfloat16,
+    )
+    buffer, rank, inputs = opened(exchange, shape), exchange.rank, case.inputs()
+    x, scales, ids, weights = (
+        on_device(one[rank]) for one in (inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights)
+    )
+    rows = (x, scales) if quantised else x
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    given = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+    found = []
+    for programs in shape.programs:
+        config = Config(num_sms=programs)
+
+        def first(config: Config = config) -> Any:
+            return buffer.dispatch(rows, topk_idx=ids, topk_weights=weights, config=config, **given)
+
+        received, local_ids, local_weights, counts, handle, _ = first()
+        values = received[0] if quantised else received
+        outputs = normal_cases.expert_outputs(values, rank)
+        combined, combined_weights, _ = buffer.combine(outputs, handle, topk_weights=local_weights, config=config)
+        back = tuple(one.cpu() for one in received) if quantised else received.cpu()
+        outcome = normal_cases.Outcome(
+            back, local_ids.cpu(), local_weights.cpu(), counts, handle, combined.cpu(), combined_weights.cpu()
+        )
+        normal_cases.check_rank(inputs, rank, outcome)
+
+        nbytes = values.nbytes + (received[1].nbytes if quantised else 0)
+        flat = torch.empty(max(nbytes, outputs.nbytes), dtype=torch.uint8, device=values.device)
+        source = torch.empty_like(flat)
+        steps = {
+            "copy_dispatch": lambda n=nbytes, flat=flat, source=source: flat[:n].copy_(source[:n]),
+            "dispatch": lambda handle=handle, config=config: buffer.dispatch(rows, handle=handle, config=config),
+            "first_dispatch": first,
+            "copy_combine": lambda n=outputs.nbytes, flat=flat, source=source: flat[:n].copy_(source[:n]),
+            "combine": lambda y=outputs, handle=handle, config=config: buffer.combine(y, handle, config=config),
+        }
+        samples = together(exchange, steps, shape)
+        samples["copy_first_dispatch"] = samples["copy_dispatch"]
+        figure = figures(samples, {"dispatch": nbytes, "first_dispatch": nbytes, "combine": outputs.nbytes})
+        found.append(
+            {
+                "rank": rank,
+                "ranks": exchange.size,
+                "format": form,
+                "tokens": shape.tokens,
+                "hidden": shape.hidden,
+                "programs_allowed": programs,
+                "received_rows": len(values),
+                **figure,
+                "target_met": min(figure[name]["share_of_copy"]["median"] for name in ("dispatch", "combine"))
+                >= TARGET,
+            }
+        )
+    buffer.destroy()
+    return found
+
+
+def deepep(exchange: Any, shape: Shape) -> dict[str, Any]:
+    """Dispatch from a handle and combine by DeepEP inside a node, or the call that failed."""
+    import torch
+    import torch.distributed as dist
+
+    from uccl_ep_serving.reference_normal import calc_diff
+
+    stage, rank = "import deep_ep", exchange.rank
+    try:
+        import deep_ep
+
+        stage = "init_process_group"
+        torch.cuda.set_device(0)
+        store = dist.PrefixStore("deepep", exchange._store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=exchange.size)
+        stage = "Buffer"
+        deep_ep.Buffer.set_num_sms(24)
+        buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 30, 0, explicitly_destroy=True)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(shape.tokens, shape.hidden, generator=generator).bfloat16().cuda()
+        ids = torch.rand(shape.tokens, EXPERTS, generator=generator).topk(TOPK, dim=1).indices.cuda()
+        stage = "get_dispatch_layout"
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        stage = "dispatch"
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=torch.ones(ids.shape, device="cuda"),
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        stage = "combine"
+        combined = buffer.combine(rows, handle)[0]
+        copies = in_rank.sum(dim=1, keepdim=True)
+        difference = float(calc_diff(combined.cpu(), (x.float() * copies).cpu()))
+        assert difference < 5e-6, difference
+        target = torch.empty_like(rows)
+        steps = {
+            "copy_dispatch": lambda: target.copy_(rows),
+            "dispatch": lambda: buffer.dispatch(x, handle=handle),
+            "copy_combine": lambda: target.copy_(rows),
+            "combine": lambda: buffer.combine(rows, handle),
+        }
+        stage = "timing"
+        found = figures(together(exchange, steps, shape), dict.fromkeys(("dispatch", "combine"), rows.nbytes))
+        buffer.destroy()
+        return {"rank": rank, "tokens": shape.tokens, "programs": 24, **found}
+    except Exception as error:
+        return {"rank": rank, "failed": stage, "error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def parts(pool: Any, options: argparse.Namespace) -> dict[str, Callable[[], list[Any]]]:
+    """What can be measured, by name."""
+    programs = tuple(map(int, options.programs.split(",")))
+    shape = Shape(options.tokens, options.hidden, options.rounds, options.turns, programs)
+
+    def each(ranks: int) -> list[Any]:
+        forms = options.formats.split(",")
+        return [one for form in forms for rank in pool.run(ranks, measured, shape, form, timeout=580) for one in rank]
+
+    return {
+        "normal_alone": lambda: each(1),
+        "normal_exchange": lambda: each(2),
+        "normal_deepep": lambda: pool.run(2, deepep, shape, timeout=120),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
+    parser.add_argument("--hidden", type=int, default=7168, help="values of a token, a multiple of 128")
+    parser.add_argument("--rounds", type=int, default=20, help="samples of each step")
+    parser.add_argument("--turns", type=int, default=10, help="calls that make a sample")
+    parser.add_argument("--programs", default="8,16,24", help="most programs, comma-separated")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of rows, comma-separated")
+    parser.add_argument("--interpreter", action="store_true", help="in Triton's interpreter, on CPU tensors")
+    run_parts(parser, ("normal_alone", "normal_exchange", "normal_deepep"), parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The scripts that measure a GPU: what runs without one, and all of normal mode's in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_normal  # noqa: E402  after the path
+
+
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    # as scripts/gpu-check calls them
+    path = f"{ROOT}:{ROOT / 'benchmarks'}"
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+
+
+def test_figures_are_bytes_over_seconds_and_shares_of_the_copies_beside_them() -> None:
+    samples = {"dispatch": [2e-3, 4e-3, 4e-3], "copy_dispatch": [1e-3, 3e-3, 4e-3]}
+    found = gpu_normal.figures(samples, {"dispatch": 8_000_000})["dispatch"]
+    assert found["microseconds"]["median"] == pytest.approx(4000)
+    assert found["gb_per_s"]["median"] == pytest.approx(2.0)
+    assert found["copy_gb_per_s"]["median"] == pytest.approx(8 / 3)
+    # round by round: a half, three quarters, all
+    assert found["share_of_copy"]["median"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("script", ["gpu_low_latency.py", "gpu_normal.py"])
+def test_without_a_gpu_it_says_so(script: str) -> None:
+    shown = run(script)
+    assert shown.returncode == 1
+    assert shown.stderr == "no GPU: torch finds no CUDA or ROCm device\n"
+
+
+def test_a_part_that_does_not_exist_is_refused() -> None:
+    shown = run("gpu_normal.py", "--only", "normal_alone,nothing")
+    assert shown.returncode == 2
+    assert "no part is named nothing; there are normal_alone, normal_exchange, normal_deepep" in shown.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_normal_mode_is_measured_to_the_end_in_the_interpreter(tmp_path: Path) -> None:
+    """Everything but the times: both formats, alone and between two ranks, held against the oracle."""
+    kept = tmp_path / "figures.json"
+    small = ("--tokens", "3", "--hidden", "128", "--rounds", "1", "--turns", "1", "--programs", "24")
+    shown = run("gpu_normal.py", "--interpreter", *small, "--json", str(kept))
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    found = json.loads(kept.read_text())
+    assert found["machine"]["device"].startswith("Triton's interpreter")
+    for part, ranks in (("normal_alone", 1), ("normal_exchange", 2)):
+        assert [(one["format"], one["rank"]) for one in found[part]] == [
+            (form, rank) for form in gpu_normal.FORMATS for rank in range(ranks)
+        ]
+        for one in found[part]:
+            # top-8 of 64 experts: three tokens of every rank go everywhere
+            assert one["received_rows"] == 3 * ranks
+            assert all(one[step]["gb_per_s"]["median"] > 0 for step in ("dispatch", "first_dispatch", "combine"))
+    if importlib.util.find_spec("deep_ep") is None:
+        assert [one["failed"] for one in found["normal_deepep"]] == ["import deep_ep"] * 2
