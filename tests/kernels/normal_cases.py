@@ -95,6 +95,16 @@ def expert_outputs(rows: torch.Tensor, rank: int) -> torch.Tensor:
     return wide.to(torch.bfloat16 if rows.dtype == torch.float8_e4m3fn else rows.dtype)
 
 
+class CountedEvent:
+    """A stream event that counts who waits for it."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one rank got from a dispatch and the combine of its expert outputs."""

@@ -8,10 +8,11 @@ import itertools
 import pytest
 import torch
 from direct_ranks import DirectGroup
-from normal_cases import Case, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
+from normal_cases import Case, CountedEvent, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
 
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 
@@ -50,21 +51,25 @@ def test_matrix(dtype: torch.dtype, cached: bool, asynchronous: bool, alignment:
 
     def body(runtime):
         normal = Normal(runtime)
+        before = CountedEvent()
         options = {"async_finish": asynchronous}
         if asynchronous:
-            options |= {"previous_event": None, "allocate_on_comm_stream": True}
+            options |= {"previous_event": EventOverlap(before), "allocate_on_comm_stream": True}
         outcome = round_trip(normal, inputs, runtime.rank, expert_alignment=alignment, **options)
+        assert before.waits == asynchronous
         if not cached:
             return outcome
         received, idx, weights, counts, handle, event = normal.dispatch(
             again.rows(runtime.rank), handle=outcome.handle, **options
         )
         event.current_stream_wait()
+        assert before.waits == 2 * asynchronous
         assert idx is None
         assert weights is None
         assert counts == []
         rows = received[0] if isinstance(received, tuple) else received
-        combined, back, _ = normal.combine(expert_outputs(rows, runtime.rank), handle, async_finish=asynchronous)
+        combined, back, _ = normal.combine(expert_outputs(rows, runtime.rank), handle, **options)
+        assert before.waits == 3 * asynchronous
         assert back is None
         return outcome, dataclasses.replace(outcome, received=received, combined=combined)
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from direct_ranks import DirectGroup
 from fake_ranks import HOSTILE, FakeGroup, nodes
-from normal_cases import Case, Inputs, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
+from normal_cases import Case, CountedEvent, Inputs, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
 
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import HEADER_BYTES, notify_bytes, round_up
@@ -82,6 +83,31 @@ def test_more_than_eight_ranks_a_node() -> None:
     """The marks of a row then take more than one byte."""
     with nodes(18, 9, settings=Settings(timeout=60.0)) as group:
         run(group, Case((11, 3) * 9, experts=36, topk=6))
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[3]])
+def test_events_and_alignment_are_as_inside_a_node(dtype: torch.dtype) -> None:
+    """Every operation waits for the event that it is given; a cached dispatch and its combine too."""
+    inputs = Case((50, 20, 0, 31), experts=8, dtype=dtype).inputs()
+
+    def body(runtime: Any) -> Outcome:
+        normal, rank, before = Normal(runtime), runtime.rank, CountedEvent()
+        options = {"previous_event": EventOverlap(before), "async_finish": True, "allocate_on_comm_stream": True}
+        outcome = round_trip(normal, inputs, rank, expert_alignment=128, **options)
+        assert outcome.handle.nodes is not None
+        received, idx, weights, counts, handle, event = normal.dispatch(
+            inputs.rows(rank), handle=outcome.handle, **options
+        )
+        event.current_stream_wait()
+        rows = received[0] if isinstance(received, tuple) else received
+        combined, back, _ = normal.combine(expert_outputs(rows, rank), handle, **options)
+        assert (idx, weights, counts, back, before.waits) == (None, None, [], None, 3)
+        assert same_bits(rows, outcome.rows)
+        assert same_bits(combined, outcome.combined)
+        return outcome
+
+    with nodes(4, 2) as group:
+        check(inputs, group.run(body), 128)
 
 
 def test_alignment_and_worst_case_outputs() -> None:
