@@ -125,13 +125,18 @@ def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
     assert interpreted.run(ranks, bodies.against_the_oracle, PATHS[path], cases, timeout=580) == [1] * ranks
 
 
+def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks) -> None:
+    interpreted.run(2, bodies.asynchronous, PATHS["mapped"], (5, 3), (True,), timeout=300)
+
+
 def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
     """369 KB in two turns of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
-    for found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):
-        assert found == [4, 4, 4, 4, 2, 2, 3, 3, 1, 1]
-        # each reason once for each Buffer and operation, whatever is called how often
-        assert len(said) == 8
-        reasons = ["the turns of the operation", "all that are allowed", "UCCL_EP_PROGRAMS=3", "the links to windows"]
+    for launched, found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):
+        assert launched == [4, 4]
+        assert found == [4, 4, 2, 2, 3, 3, 24, 24, 1, 1]
+        # each reason once for each operation, however often it decides
+        assert len(said) == 10
+        reasons = ["the turns of the operation", "all that are allowed", "PROGRAMS=3", "PROGRAMS=30", "the links to"]
         assert all(reason in line for reason, line in zip(reasons, said[::2], strict=True)), said
         assert all("normal combine" in line for line in said[1::2]), said
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 
 # after the path: rank processes inherit it and import the bodies
 import triton_node_bodies as bodies
+import triton_normal_bodies as plain
 from ranks import Ranks
 
 from uccl_ep_serving.protocol import relay
@@ -99,6 +100,12 @@ def test_more_than_eight_ranks_a_node(interpreted: Ranks) -> None:
 @pytest.mark.parametrize("rounds", [False, True])
 def test_worst_case_and_cached(interpreted: Ranks, rounds: bool) -> None:
     interpreted.run(4, bodies.without_a_look, {**NODES, **(ROUNDS if rounds else {})}, timeout=580)
+
+
+@pytest.mark.slow
+def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks) -> None:
+    """Outputs on the stream that is asked for, counts rounded up, as between ranks that map each other."""
+    interpreted.run(4, plain.asynchronous, NODES, (5, 3, 0, 4), (False, True), timeout=580)
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.errors import ConfigError, UcclEpError
+from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.normal_device import DeviceNormal
 
 
@@ -294,9 +297,118 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
     return found
 
 
-def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[str]]:
-    """Programs of dispatches and combines: by default, of a caller that allows two, with UCCL_EP_PROGRAMS, over a slow
-    link. And what the log said of it."""
+class LateLane:
+    """A stream as a thread: launches run later, in order, and who does not wait for their event sees no result."""
+
+    capturing = False
+
+    def __init__(self) -> None:
+        self.stream = object()
+        self._work = ThreadPoolExecutor(1)
+        self.asked: list[bool] = []
+
+    def run(
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """See :class:`DeviceLane`."""
+
+        def late() -> None:
+            time.sleep(0.05)
+            launch()
+
+        event = LateEvent(self._work.submit(late))
+        if finish:
+            event.wait()
+        self.asked.append(finish)
+        return EventOverlap(event, None if finish else tuple(tensors))
+
+    def settle(self) -> None:
+        """Wait for all that was launched, as a device does at the end."""
+        self._work.submit(int).result()
+
+
+class LateEvent:
+    """The end of what a :class:`LateLane` was given."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.future, self.waits = future, 0
+
+    def wait(self) -> None:
+        """Wait for it, and raise what went wrong there."""
+        self.waits += 1
+        self.future.result()
+
+
+class Allocations(TorchFunctionMode):
+    """Notes what torch allocates, and whether the communication stream was the current one then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Any = None
+        self.made: dict[int, Any] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") in ("empty", "full", "zeros"):
+            self.made[found.data_ptr()] = self.current
+        return found
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """In place of ``torch.cuda.stream``."""
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def asynchronous(
+    exchange: StoreExchange, overrides: dict[str, Any], tokens: tuple[int, ...], where: tuple[bool, ...]
+) -> None:
+    """Dispatch, cached dispatch and combine that nobody waits for but by their events, outputs allocated on the stream
+    that is asked for (``where``: the communication stream), and counts rounded up."""
+    rank = exchange.rank
+    buffer = opened(exchange, overrides)
+    ground: Any = buffer._ground
+    lane = ground.lane = LateLane()
+    inputs = Case(tokens=tokens, experts=2 * len(tokens), topk=2, dtype=torch.float8_e4m3fn).inputs()
+    there = inputs.delivered()[rank]
+    for allocating in where:
+        options: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": allocating}
+        with Allocations() as notes, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "stream", notes.on)
+            lane.asked.clear()
+            before = LateEvent(lane._work.submit(time.sleep, 0.05))
+            received, idx, weights, counts, handle, first = normal_cases.dispatch(
+                buffer, inputs, rank, expert_alignment=8, previous_event=EventOverlap(before), **options
+            )
+            again, *_, second = buffer.dispatch(inputs.rows(rank), handle=handle, previous_event=first, **options)
+            assert before.waits == 1
+            assert first.event.waits == 1
+            assert not second.event.future.done()
+            second.current_stream_wait()
+            outputs = normal_cases.expert_outputs(again[0], rank)
+            combined, back, third = buffer.combine(
+                outputs, handle, topk_weights=weights, previous_event=second, **options
+            )
+            assert second.event.waits == 2
+            assert not third.event.future.done()
+            third.current_stream_wait()
+            # the layout was asked to finish, and a first dispatch is opened before its size is known
+            assert lane.asked == [True, False, False, False, False]
+            assert all(event.extra_tensors for event in (first, second, third))
+            streams = {notes.made.get(one.data_ptr()) for one in (*received, idx, *again, combined) if one.numel()}
+            assert streams <= {lane.stream if allocating else None}
+        outcome = normal_cases.Outcome(received, idx, weights, counts, handle, combined, back)
+        normal_cases.check_rank(inputs, rank, outcome, alignment=8)
+        assert counts == [-(-count // 8) * 8 for count in there.expert_counts]
+        assert all(same_bits(one, two) for one, two in zip(again, received, strict=True))
+    lane.settle()
+    buffer.destroy()
+
+
+def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[int], list[str]]:
+    """Programs that a dispatch and a combine were launched with; what is chosen for them by default, for a caller that
+    allows two, with UCCL_EP_PROGRAMS, and over a slow link; and what the log said of it."""
     kept: list[str] = []
 
     class Kept(logging.Handler):
@@ -308,28 +420,42 @@ def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[i
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    found: list[int] = []
+    buffer, rank = opened(exchange, overrides), exchange.rank
     inputs = Case(tokens=(16, 16), experts=4, topk=2, lost=0.0, hidden=3840).inputs()
-    changes: tuple[dict[str, Any], ...] = ({}, {"programs": 3}, {"link_bandwidth": 0.1})
-    for settings in changes:
-        buffer = opened(exchange, {**overrides, **settings})
-        normal: Any = buffer._normal
-        exchanged = normal._kernels.exchange
+    normal: Any = buffer._normal
+    exchanged, choose = normal._kernels.exchange, normal._session.programs
+    launched: list[int] = []
+    asked: list[Any] = []
 
-        def noted(*arguments: Any, exchanged: Any = exchanged, normal: Any = normal) -> Any:
-            if arguments[0] == normal._session._present.addresses[0]:  # else it only compiles
-                found.append(arguments[-1])
-            return exchanged(*arguments)
+    def noted(*arguments: Any) -> Any:
+        if arguments[0] == normal._session._present.addresses[0]:  # else it only compiles
+            launched.append(arguments[-1])
+        return exchanged(*arguments)
 
-        normal._kernels.exchange = noted
-        for allowed in (24,) if settings else (24, 24, 2):
-            config = Config(num_sms=allowed)
-            rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, exchange.rank, config=config)
-            buffer.combine(rows, handle, config=config)
-        buffer.destroy()
+    def chosen(*arguments: Any) -> int:
+        asked.append(arguments)
+        return int(choose(*arguments))
+
+    normal._kernels.exchange, normal._session.programs = noted, chosen
+    rows, _, _, _, given, _ = normal_cases.dispatch(buffer, inputs, rank, config=Config(num_sms=24))
+    buffer.combine(rows, given, config=Config(num_sms=24))
+    found = []
+    settings = buffer.runtime.settings
+    changes: tuple[tuple[dict[str, Any], int], ...] = (
+        ({}, 24),
+        ({}, 2),
+        ({"programs": 3}, 24),
+        ({"programs": 30}, 24),
+        ({"link_bandwidth": 0.1}, 24),
+    )
+    for changed, allowed in changes:
+        buffer.runtime.settings = replace(settings, **changed)
+        found += [choose(*arguments[:-1], Config(num_sms=allowed)) for arguments in asked]
+    buffer.runtime.settings = settings
+    buffer.destroy()
     log.removeHandler(handler)
     log.setLevel(level)
-    return found, kept
+    return launched, found, kept
 
 
 def both_modes(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
