@@ -1,0 +1,142 @@
+"""A step never waits for a compiler: whatever changes between steps, kernels run what was compiled ahead for them.
+
+What an operation passes is taken from real operations, in Triton's interpreter; the key under which a GPU's kernels are
+kept is made of it by Triton itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+# after the path: rank processes inherit it and import the bodies
+import launch_bodies
+from launch_bodies import Seen
+from ranks import Ranks
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+HERE = Path(__file__).parent
+#: Other Tritons, as ``scripts/test-triton`` gives them; "" is the installed one.
+TRITONS = ["", *(place for place in os.environ.get("UCCL_EP_TRITONS", "").split(os.pathsep) if place)]
+NAMES = [Path(place).name or "installed" for place in TRITONS]
+ALONE: dict[str, Any] = {"window": "host"}
+NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}
+LOW_LATENCY = {
+    *("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows"),
+    *("prepare_combine", "pack_combine", "combine_arrival", "sum_rows"),
+}
+ROUTING = {"mark_tokens", "report_ids", "list_tokens", "open_operation", "reduce_rows"}
+NORMAL = {*ROUTING, "advance", "move_rows", "finish"}
+BETWEEN_NODES = {*ROUTING, "advance_nodes", "list_passed", "move_node_rows", "count_marks", "finish_nodes"}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """Rank processes whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def keys_of(launches: list[Seen], triton: str = "") -> list[str]:
+    """Triton's key of each, for CUDA."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    places = (triton, str(HERE.parents[1]), environment.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    done = subprocess.run(
+        [sys.executable, "-P", str(HERE / "launch_keys.py")],
+        input=json.dumps([launch[1:] for launch in launches]),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    keys: list[str] = json.loads(done.stdout)
+    return keys
+
+
+def check(launches: list[Seen], kernels: set[str], triton: str) -> None:
+    """Each kernel has one key for the same constants, and it is one of those compiled ahead."""
+    keys = keys_of(launches, triton)
+    ahead = {key for key, launch in zip(keys, launches, strict=True) if launch[0]}
+    late = {key: launch[2:4] for key, launch in zip(keys, launches, strict=True) if key not in ahead}
+    assert late == {}
+    variants: dict[str, set[str]] = defaultdict(set)
+    arguments: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for key, (_, _, name, given, constants, warps, fused) in zip(keys, launches, strict=True):
+        variants[repr((name, sorted(constants.items()), warps, fused))].add(key)
+        arguments[name].add(tuple(given))
+    assert {kind: found for kind, found in variants.items() if len(found) > 1} == {}
+    # of each kernel there is something to compare
+    assert {name for name, found in arguments.items() if len(found) > 1} == kernels
+
+
+@pytest.fixture(scope="module")
+def of_low_latency(interpreted: Ranks) -> list[Seen]:
+    """Launches of one rank."""
+    (launches,) = interpreted.run(1, launch_bodies.low_latency, ALONE, timeout=300)
+    return launches
+
+
+@pytest.fixture(scope="module")
+def of_normal_mode(interpreted: Ranks) -> list[Seen]:
+    """Launches of one rank."""
+    (launches,) = interpreted.run(1, launch_bodies.normal, ALONE, timeout=300)
+    return launches
+
+
+@pytest.fixture(scope="module")
+def between_nodes(interpreted: Ranks) -> list[Seen]:
+    """Launches of one of four ranks, on two nodes."""
+    launches: list[Seen] = interpreted.run(4, launch_bodies.normal, NODES, timeout=500)[0]
+    return launches
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+def test_low_latency_runs_what_was_compiled_ahead(of_low_latency: list[Seen], triton: str) -> None:
+    check(of_low_latency, LOW_LATENCY, triton)
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+def test_normal_mode_runs_what_was_compiled_ahead(of_normal_mode: list[Seen], triton: str) -> None:
+    check(of_normal_mode, NORMAL, triton)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: list[Seen], triton: str) -> None:
+    check(between_nodes, BETWEEN_NODES, triton)
+
+
+def test_what_a_value_changes_is_seen() -> None:
+    """Triton compiles 1 and multiples of 16 apart from other values, unless it is told not to."""
+    constants = {"TOPK": 2, "SLOTS": 2, "BLOCK": 1, "RANKS": 1, "EXPERTS": 1, "BACKEND": 1}
+
+    def keys(place: int) -> set[str]:
+        """Of :func:`.count_rows` with other values of the argument at ``place``."""
+        launches: list[Seen] = []
+        for value in (1, 16, 17):
+            given = tuple(value if one == place else 0 for one in range(6))
+            module = "uccl_ep_serving.kernels.triton.ll_dispatch_recv"
+            launches.append((False, module, "count_rows", given, constants, 1, True))
+        return set(keys_of(launches))
+
+    assert len(keys(5)) == 1
+    assert len(keys(4)) == 3
