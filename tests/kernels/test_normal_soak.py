@@ -97,6 +97,15 @@ def test_two_hundred_steps_over_a_hostile_wire() -> None:
         soak(group, 200, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_steps_between_nodes_over_a_hostile_wire() -> None:
+    settings = Settings(timeout=60.0, channels=3, proxies=2, ring_slots=8)
+    plan = NormalPlan(4, 64, heap=384 << 10, rounds=128 << 10, chunk=8192, depth=2)
+    with FakeGroup(4, node_ranks=2, adversary=HOSTILE, seed=13, normal=plan, settings=settings) as group:
+        soak(group, 200, 6)
+
+
 def test_twenty_steps_over_a_hostile_wire() -> None:
     with FakeGroup(3, adversary=HOSTILE, seed=12, normal=PLAN, settings=Settings(timeout=60.0)) as group:
         soak(group, 20, 4)
