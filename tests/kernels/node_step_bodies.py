@@ -1,0 +1,373 @@
+"""What the process of the tests of single steps between nodes runs, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.protocol import context as ctx
+from uccl_ep_serving.protocol import relay
+from uccl_ep_serving.protocol.message import DTYPE_BF16, GRANT_SLOTS, NormalGrant
+
+
+def _modules() -> tuple[Any, Any]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import node_stand
+    import node_step_kernels
+
+    return node_stand, node_step_kernels
+
+
+# -- a dispatch, as the forwarder ---------------------------------------------------------------------------------
+
+
+def regrant(exchange: StoreExchange) -> None:
+    """Rank 2 forwards rows of rank 0 for itself and rank 3, in slots of four rows: two are granted, both full."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2) as stand:
+        stand.set(0, RECV_ROWS=20, SLOT_ROWS=4, SLOT_STRIDE=4096, CHUNK_ROWS=4, GRANTED=2, SHOWN=1 + 8)
+
+        def after(own: int, other: int) -> tuple[int, int]:
+            stand.line(2, 0, 2)[relay.TAKEN], stand.line(2, 0, 3)[relay.TAKEN] = own, other
+            stand.run(kernels.regrant)
+            return int(stand.table("CONSUMED")[0]), int(stand.table("GRANTED")[0])
+
+        stamp = node_stand.stamp
+        # what an earlier operation says is nothing
+        assert after(stamp(8), stamp(100, node_stand.OPERATION - 1)) == (0, 2)
+        assert after(stamp(8), stamp(3)) == (3, 2)
+        assert after(stamp(3), stamp(8)) == (3, 2)
+        assert stand.grants_to(0) == [[0] * 8] * GRANT_SLOTS
+        assert after(stamp(8), stamp(4)) == (4, 3)
+        grant = stand.grants_to(0)[0]
+        assert (grant[NormalGrant.ROUND], grant[NormalGrant.ROWS]) == (2, 4)
+        # who is in a later operation needs nothing of this one
+        assert after(stamp(8), stamp(0, node_stand.OPERATION + 1)) == (8, 4)
+
+
+def show(exchange: StoreExchange) -> None:
+    """Rank 2 shows what has arrived from rank 0: whole batches, and where rows lie before the first."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2) as stand:
+        rounds = stand.layout.normal_rounds
+        stand.set(0, RECV_ROWS=9, ROW_LANDING=rounds, META_LANDING=rounds + 4096, SLOT_ROWS=4, SLOT_STRIDE=8192)
+        board = stand.board(2, 0)
+        board[:6] = (node_stand.stamp(7, node_stand.OPERATION - 1), 1, 2, 3, 4, 5)
+        shown = []
+        for arrived, expected in ((0, 4), (3, 4), (4, 4), (8, 9), (9, 9)):
+            stand.set(0, ARRIVED=arrived, EXPECTED=expected)
+            stand.run(kernels.show_batches)
+            shown.append(node_stand.rows_of(int(board[relay.ARRIVED])))
+        assert shown == [0, 0, 4, 4, 9]
+        assert board[1:6].tolist() == [9, rounds, rounds + 4096, 4, 8192]
+
+
+def taken(exchange: StoreExchange) -> None:
+    """Rank 3, of whose rows of ranks 0 and 1 it has got all: of rank 1 it must also keep the marks, as forwarder."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(3) as stand:
+        for far in (0, 1):
+            stand.set(far, PASS_RECV=2, PASS_READY=2, VIEW_ROWS=9, VIEW_SLOT_ROWS=4, SCAN_END=4, RECV_ROWS=9 * far)
+        own, other = stand.line(3, 0, 3), stand.line(2, 0, 3)
+        stand.run(kernels.tell_taken)
+        assert node_stand.rows_of(int(other[relay.TAKEN])) == relay.EVERYTHING
+        assert node_stand.rows_of(int(own[relay.TAKEN])) == 4
+        stand.set(1, SCAN_END=9)
+        stand.run(kernels.tell_taken)
+        assert node_stand.rows_of(int(own[relay.TAKEN])) == relay.EVERYTHING
+        # of rank 0, with one row missing when all have been looked at, too few were marked
+        stand.set(0, PASS_RECV=3, SCAN_END=9)
+        stand.run(kernels.tell_taken)
+        assert stand.failure == (ctx.FAILURE_PROTOCOL, 0)
+
+
+def over(exchange: StoreExchange) -> None:
+    """A forwarder is done when all of a rail peer's rows are shown, a rank when it has its own rows of each."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2) as stand:
+        found = np.zeros(node_stand.LANES, dtype=np.int64)
+
+        def left() -> list[int]:
+            stand.run(kernels.over, found.ctypes.data, COMBINE=False)
+            return [peer for peer in range(4) if not found[peer]]
+
+        stand.set(0, RECV_ROWS=6, SCANNED=6, SHOWN=1 + 4, PASS_RECV=2, PASSED=2)
+        stand.set(1, PASS_RECV=3, PASSED=2)
+        assert left() == [0, 1]
+        stand.set(0, SHOWN=1 + 6)
+        stand.set(1, PASSED=3)
+        assert left() == []
+        stand.set(0, SCANNED=5)
+        assert left() == [0]
+
+
+# -- a dispatch, as any rank --------------------------------------------------------------------------------------
+
+
+def old_board(exchange: StoreExchange) -> None:
+    """What a board says of another operation is not looked at; what it says of this one is."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(3) as stand:
+        rounds = stand.layout.normal_rounds
+        wanting = np.zeros(node_stand.LANES, dtype=np.int64)
+        stand.set(0, PASS_RECV=2)
+        board = stand.board(2, 0)
+        for operation, expected in ((node_stand.OPERATION - 1, (0, 0)), (node_stand.OPERATION, (9, 4))):
+            board[:6] = (node_stand.stamp(9, operation), 9, rounds, rounds + 4096, 4, 8192)
+            stand.run(kernels.look_at_boards, wanting.ctypes.data)
+            assert (stand.table("SCAN_END")[0], stand.table("VIEW_SLOT_ROWS")[0]) == expected
+            assert wanting[:4].tolist() == [int(expected == (0, 0)), 0, 0, 0]
+        assert stand.failure[0] == 0
+
+
+def forged_board(exchange: StoreExchange, word: int, value: int) -> tuple[int, int]:
+    """What rank 3 makes of a board of rank 2 of which one word is wrong: (code, peer)."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(3) as stand:
+        rounds = stand.layout.normal_rounds
+        stand.set(0, PASS_RECV=2)
+        words = stand.board(2, 0)
+        words[:6] = (node_stand.stamp(3), 9, rounds, rounds + 4096, 4, 8192)
+        if word == relay.ARRIVED:
+            value = node_stand.stamp(value)
+        words[word] = value
+        stand.run(kernels.look_at_boards, np.zeros(node_stand.LANES, dtype=np.int64).ctypes.data)
+        assert stand.table("SCAN_END")[0] == 0
+        return stand.failure
+
+
+def listed(exchange: StoreExchange) -> None:
+    """Rank 3 finds its rows by their marks, no more than their source told of, and keeps marks while there is room."""
+    node_stand, _ = _modules()
+    from uccl_ep_serving.kernels.triton.normal_forward import list_passed
+
+    marks = np.array([3, 1, 2, 2, 3, 1], dtype=np.uint8)
+    with node_stand.standing(3) as stand:
+        rounds = stand.layout.normal_rounds
+        for far, via in ((0, 2), (1, 3)):
+            for index, mark in enumerate(marks):
+                at = rounds + index // 4 * 8192 + index % 4 * 16
+                stand.window(via)[at] = mark
+            stand.set(far, PASS_RECV=3 + far, SCAN_END=6, VIEW_ROWS=6, VIEW_META=rounds, VIEW_SLOT_ROWS=4)
+            stand.set(far, VIEW_STRIDE=8192, RELAY_FIRST=0)
+        lists = torch.full((4, 8), -1, dtype=torch.int32)
+        kept = torch.zeros(8, dtype=torch.uint8)
+        stand.run(list_passed, lists.data_ptr(), 8, kept.data_ptr(), 4, grid=4, USED=0, BLOCK=8)
+        assert lists[:2].tolist() == [[0, 2, 3, -1, -1, -1, -1, -1], [0, 2, 3, 4, -1, -1, -1, -1]]
+        assert stand.table("PASS_READY")[:2].tolist() == [3, 4]
+        assert kept.tolist() == [*marks[:4].tolist(), 0, 0, 0, 0]
+
+
+def _moved(stand: Any, **given: Any) -> None:
+    """``move_node_rows`` in one program, with tensors or numbers for some of its arguments."""
+    from uccl_ep_serving.kernels.triton.normal_node_rows import move_node_rows
+
+    constants = {name: given.pop(name) for name in list(given) if name.isupper()}
+    names = [name for name in move_node_rows.arg_names if name.islower()][2:]
+    values = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in (given.pop(n, 0) for n in names)]
+    assert not given
+    shape = {"HIDDEN": 0, "DTYPE": DTYPE_BF16, "SLOTS": 1, "TOPK": 0, "SCALE_WORDS": 0, "SCALES": 1}
+    stand.run(move_node_rows, *values, **{**shape, "ROWS": 8, "BLOCK": 8, **constants})
+
+
+def passed_rows(exchange: StoreExchange, wrong: int) -> tuple[list[list[int]], int]:
+    """Rank 3 of nodes with two local experts a rank takes two rows of rank 0, one of which names expert ``wrong`` of
+    the node. Ids that it returns, and the rank that it holds to blame; -1: nobody."""
+    node_stand, _ = _modules()
+    from uccl_ep_serving.kernels.triton.normal_blocks import BAD_PEER
+
+    with node_stand.standing(3, row=32, meta=32) as stand:
+        rounds = stand.layout.normal_rounds
+        stand.set(0, PASS_READY=2, RECV_FIRST=1, VIEW_ROW=rounds, VIEW_META=rounds + 4096, VIEW_SLOT_ROWS=4)
+        window = stand.window(2)
+        for index, ids in ((1, (0, 2)), (3, (3, wrong))):
+            window[rounds + 32 * index : rounds + 32 * (index + 1)] = index
+            at = rounds + 4096 + 32 * index
+            window[at : at + 8].view(np.int32)[:] = ids
+            window[at + 8 : at + 16].view(np.float32)[:] = (0.5, 0.25)
+        out, idx = torch.zeros(3, 32, dtype=torch.uint8), torch.full((3, 2), -2, dtype=torch.int64)
+        weights = torch.zeros(3, 2)
+        lists = torch.tensor([[1, 3]] + [[0, 0]] * 3, dtype=torch.int32)
+        given = {"out": out, "out_idx": idx, "out_weights": weights, "capacity": 3, "local_experts": 2}
+        _moved(stand, **given, passes=lists, pass_rows=2, KIND=node_stand.DISPATCH, WORDS=8, TOPK=2, SLOTS=2)
+        assert out[:, 0].tolist() == [0, 1, 3]
+        assert weights[1].tolist() == [0.0, 0.25]
+        return idx[1:].tolist(), int(stand.words[BAD_PEER]) - 1
+
+
+# -- a combine ----------------------------------------------------------------------------------------------------
+
+
+def room(exchange: StoreExchange) -> None:
+    """Rank 3 lays rows for rank 0 out in a ring of two chunks, which rank 2 reads."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(3, combine=True) as stand:
+        held = 2 * (4096 // (64 + 16))
+        stand.set(0, PASS_SEND=1000)
+        line = stand.line(3, 0, 2)
+
+        def ready(freed: int) -> int:
+            line[relay.FREED] = freed
+            stand.run(kernels.make_room)
+            return int(stand.table("PASS_READY")[0])
+
+        stamp = node_stand.stamp
+        assert ready(stamp(900, node_stand.OPERATION - 1)) == held
+        stand.set(0, PASSED=held)
+        assert ready(stamp(0)) == held
+        assert ready(stamp(5)) == held + 5
+        # nobody can have read more than was laid out
+        assert ready(stamp(900)) == 2 * held
+        stand.set(0, PASS_SEND=held + 3)
+        assert ready(stamp(5)) == held + 3
+
+
+def sums(exchange: StoreExchange) -> None:
+    """Rank 2 sums four tokens for rank 0, of which rank 3 has three rows."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2, combine=True) as stand:
+        # after each token, rows of ranks 2 and 3
+        counts = torch.tensor([[0, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 3]], dtype=torch.int32)
+        # half of the staging: one chunk of four
+        stand.set(0, SEND_ROWS=5, GRANT_LEFT=5, GRANT_CHUNK=4)
+        line = stand.line(2, 0, 3)
+
+        def chosen(offered: int) -> int:
+            line[relay.OFFERED] = offered
+            stand.run(kernels.decide_sums, counts.data_ptr())
+            return int(stand.table("PACK_ROWS")[0])
+
+        stamp = node_stand.stamp
+        assert chosen(stamp(100, node_stand.OPERATION - 1)) == 0
+        assert chosen(stamp(2)) == 0
+        assert chosen(stamp(3)) == 4
+
+
+def freed(exchange: StoreExchange) -> None:
+    """Rank 2 has sent two sums to rank 0 and packs three more: of rank 3's rows it is done with those of the two."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2, combine=True) as stand:
+        counts = torch.tensor([[0, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 3]], dtype=torch.int32)
+        stand.set(0, SEND_ROWS=5, SENT=2, GRANT_LEFT=3, PACK_ROWS=3)
+        stand.run(kernels.tell_freed, counts.data_ptr())
+        assert node_stand.rows_of(int(stand.line(3, 0, 2)[relay.FREED])) == 1
+
+
+def summed(exchange: StoreExchange, told: int = 3) -> tuple[list[float], int]:
+    """Rank 3 of 3-rank nodes sums three tokens for rank 0 whose rows are (256, 1, 1), (-0), and (256, 1); itself it
+    was ``told`` of that many. The sums' first values, and the rank held to blame or -1."""
+    node_stand, _ = _modules()
+    from uccl_ep_serving.kernels.triton.normal_blocks import BAD_PEER
+
+    with node_stand.standing(3, ranks=6, node_ranks=3, row=32, meta=16, combine=True) as stand:
+        layout = stand.layout
+        rounds, held = layout.normal_rounds, 2 * (4096 // 48)
+        counts = torch.tensor([[0, 0, 0], [1, 1, 1], [2, 1, 1], [3, 2, 1], [0, 0, 0]], dtype=torch.int32)
+        stand.set(0, PACK_ROWS=3, PASS_SEND=told, GRANT_ROW=rounds, GRANT_META=rounds + 4096, GRANT_CHUNK=3)
+        x = torch.tensor([[256.0], [-0.0], [256.0]]).expand(3, 16).bfloat16().contiguous()
+        weights = torch.tensor([[0.5], [1.0], [2.0]])
+        for rank, values in ((4, (1.0, 1.0)), (5, (1.0,))):
+            # the ring for rank 0: rows, then their meta
+            ring = layout.normal_send
+            rows = stand.window(rank)[ring : ring + 32 * len(values)].view(np.int16).reshape(-1, 16)
+            rows[:] = torch.tensor(values).bfloat16().view(torch.int16).numpy()[:, None]
+            metas = stand.window(rank)[ring + 32 * held : ring + 32 * held + 16 * len(values)].view(np.float32)
+            metas.reshape(-1, 4)[:, 0] = 0.125
+        given = {"x": x, "tokens": 3, "weights": weights, "counts": counts}
+        _moved(stand, **given, KIND=node_stand.COMBINE, WORDS=8, HIDDEN=16, TOPK=1)
+        landed = stand.window(0)[rounds : rounds + 96].view(np.int16).copy()
+        back = torch.from_numpy(landed).view(torch.bfloat16).float().view(3, 16)
+        assert bool((back == back[:, :1]).all())
+        metas = stand.window(0)[rounds + 4096 : rounds + 4096 + 48].view(np.float32).reshape(3, 4)
+        if told == 3:
+            assert metas.tolist() == [[0.75, 0, 0, 0], [1.0, 0, 0, 0], [2.125, 0, 0, 0]]
+        return back[:, 0].tolist(), int(stand.words[BAD_PEER]) - 1
+
+
+# -- what an operation begins with --------------------------------------------------------------------------------
+
+
+def heard(exchange: StoreExchange, first: bool, rail_rows: list[int]) -> tuple[int, int]:
+    """Rank 2 hears of 5 rows of each peer, and of ``rail_rows``; a handle knows of 3 over its rail. (code, peer)."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2) as stand:
+        rows = np.zeros(node_stand.LANES, dtype=np.int64)
+        over = rows.copy()
+        rows[:4], over[:4] = 5, rail_rows
+        kind = node_stand.DISPATCH
+        if not first:
+            kind = node_stand.COMBINE
+            for peer, near in enumerate((3, 0, 0, 5)):
+                stand.set(peer, RECV_ROWS=near, PASS_RECV=5)
+        stand.run(kernels.hear_rows, rows.ctypes.data, over.ctypes.data, KIND=kind)
+        return stand.failure
+
+
+def lists(exchange: StoreExchange) -> None:
+    """Each token once to the rail peer of a node that has one of its ranks, to near ranks one by one."""
+    _modules()
+    from uccl_ep_serving.kernels.triton.launch import Launch
+    from uccl_ep_serving.kernels.triton.normal_layout import list_tokens
+
+    ranks, size, me, tokens = 6, 3, 4, 11
+    in_rank = torch.rand(tokens, ranks, generator=torch.Generator().manual_seed(3)) < 0.4
+    rows, passing = torch.zeros(ranks, dtype=torch.int64), torch.zeros(ranks, dtype=torch.int64)
+    found = torch.full((ranks, tokens), -1, dtype=torch.int32)
+    places = torch.full((tokens, ranks), -2, dtype=torch.int32)
+    arguments = (in_rank.data_ptr(), tokens, ranks, me, size)
+    outputs = (rows.data_ptr(), passing.data_ptr(), found.data_ptr(), places.data_ptr())
+    Launch(list_tokens, (ranks,), (*arguments, *outputs), {"NODES": True, "BLOCK": 4}).run()
+    for rank in range(ranks):
+        near = in_rank[:, rank]
+        expected = near
+        if rank // size != me // size:
+            to_node = in_rank[:, rank // size * size : rank // size * size + size].any(dim=1)
+            expected = to_node if rank % size == me % size else torch.zeros_like(near)
+        assert passing[rank] == near.sum()
+        assert found[rank, : rows[rank]].tolist() == expected.nonzero()[:, 0].tolist()
+        assert places[:, rank].tolist() == [
+            int(expected[:token].sum()) if expected[token] else -1 for token in range(tokens)
+        ]
+
+
+def placed(exchange: StoreExchange, ranks: int, node_ranks: int, combine: bool, heap: bool) -> None:
+    """Of each source the rows and meta that may land before any is consumed lie apart, inside the landing area."""
+    node_stand, kernels = _modules()
+    from uccl_ep_serving.kernels.triton.normal_blocks import HEAP_BYTES, INFO_WORDS
+
+    row, meta = 96, 16
+    with node_stand.standing(1, ranks, node_ranks, row=row, meta=meta, combine=combine) as stand:
+        if not heap:
+            stand.words[HEAP_BYTES] = 0
+        peers = [peer for peer in range(ranks) if peer != 1]
+        linked = [peer for peer in peers if peer // node_ranks == 0 or peer % node_ranks == 1]
+        for peer in linked:
+            stand.set(peer, RECV_ROWS=3 + 5 * peer)
+        taken, passing = torch.zeros(ranks, dtype=torch.int64), torch.zeros(2, ranks, dtype=torch.int64)
+        info = torch.zeros(INFO_WORDS, dtype=torch.int64)
+        kind = node_stand.COMBINE if combine else node_stand.DISPATCH
+        arguments = (taken.data_ptr(), passing.data_ptr(), info.data_ptr(), row, meta)
+        stand.run(kernels.place_all, *arguments, KIND=kind)
+        ranges = []
+        for peer in linked:
+            get = {name: int(stand.table(name)[peer]) for name in ("ROW_LANDING", "META_LANDING", "SLOT_ROWS")}
+            stride, rows = int(stand.table("SLOT_STRIDE")[peer]), int(stand.table("RECV_ROWS")[peer])
+            whole = heap and (combine or peer < node_ranks)
+            assert get["SLOT_ROWS"] >= (rows if whole else 1)
+            assert (stride == 0) == whole
+            assert get["SLOT_ROWS"] % stand.table("CHUNK_ROWS")[peer] == 0 or whole
+            for slot in (0,) if whole else (0, 1):
+                here = min(rows, get["SLOT_ROWS"])
+                for name, each in (("ROW_LANDING", row), ("META_LANDING", meta)):
+                    begin = get[name] + slot * stride
+                    ranges.append((begin, begin + here * each))
+        ranges.sort()
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+        landing_end = stand.layout.normal_heap + (64 << 10)
+        assert stand.layout.normal_rounds <= ranges[0][0]
+        assert ranges[-1][1] <= (landing_end if heap else stand.layout.normal_heap)

@@ -1,0 +1,134 @@
+"""Single steps of normal mode between nodes on a device, in Triton's interpreter: what a rank makes of what it reads.
+
+Each test says what the other ranks have written and looks at what one step makes of it, so it needs no other process;
+whole operations are in ``test_triton_normal_nodes.py``. ``node_mutants.py`` takes the rules out that these tests hold.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+
+# after the path: the process inherits it and imports the bodies
+import node_step_bodies as bodies
+from ranks import Ranks
+
+from uccl_ep_serving.protocol import context as ctx
+from uccl_ep_serving.protocol import relay
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """One process whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def test_a_slot_is_granted_again_when_the_node_is_done_with_it(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.regrant)
+
+
+def test_a_forwarder_shows_what_has_arrived(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.show)
+
+
+def test_a_forwarder_is_done_with_a_row_when_it_has_kept_its_marks(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.taken)
+
+
+def test_an_exchange_is_over_when_everything_is_shown_and_taken(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.over)
+
+
+def test_a_board_of_another_operation_says_nothing(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.old_board)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (relay.ROWS, -1),
+        (relay.ROWS, 1 << 40),
+        (relay.ROW_OFFSET, 4096),
+        (relay.ROW_OFFSET, 1 << 40),
+        (relay.META_OFFSET, -64),
+        (relay.SLOT_ROWS, 0),
+        (relay.SLOT_ROWS, 1 << 40),
+        (relay.SLOT_STRIDE, -16),
+        (relay.SLOT_STRIDE, 1 << 40),
+        (relay.ARRIVED, 10),
+    ],
+)
+def test_a_board_that_breaks_the_format_names_its_forwarder(interpreted: Ranks, word: int, value: int) -> None:
+    assert interpreted.run(1, bodies.forged_board, word, value) == [(ctx.FAILURE_PROTOCOL, 2)]
+
+
+def test_a_rank_finds_its_rows_by_their_marks(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.listed)
+
+
+@pytest.mark.parametrize(("wrong", "blamed"), [(-1, -1), (1, -1), (4, 0), (-2, 0)])
+def test_ids_that_the_node_has_not_name_their_source(interpreted: Ranks, wrong: int, blamed: int) -> None:
+    """Of four experts of the node the last two are this rank's."""
+    assert interpreted.run(1, bodies.passed_rows, wrong) == [([[-1, 0], [1, -1]], blamed)]
+
+
+def test_rows_are_laid_out_only_where_the_forwarder_has_read(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.room)
+
+
+def test_a_batch_is_summed_when_all_of_its_rows_are_laid_out(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.sums)
+
+
+def test_rows_are_free_when_their_sums_are_sent(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.freed)
+
+
+def test_a_node_sums_in_float32_and_rounds_once(interpreted: Ranks) -> None:
+    """bfloat16 forgets a 1 beside 256; a single row keeps the sign of its zero."""
+    (found, blamed) = interpreted.run(1, bodies.summed)[0]
+    assert [str(value) for value in found] == ["258.0", "-0.0", "256.0"]
+    assert blamed == -1
+
+
+def test_a_source_that_marks_more_rows_than_it_told_of_is_named(interpreted: Ranks) -> None:
+    """Rank 0 marks three rows for rank 3, which knows of two: what lies behind its rows is not summed."""
+    (found, blamed) = interpreted.run(1, bodies.summed, 2)[0]
+    assert found == [258.0, 0.0, 1.0]
+    assert blamed == 0
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "from a handle"])
+def test_rows_over_the_rails_are_told_by_rail_peers(interpreted: Ranks, first: bool) -> None:
+    def heard(*rail_rows: int) -> tuple[int, int]:
+        return interpreted.run(1, bodies.heard, first, list(rail_rows))[0]  # type: ignore[no-any-return]
+
+    assert heard(3, 0, 0, 0)[0] == 0
+    for rows, peer in (((-1, 0, 0, 0), 0), ((3, 1, 0, 0), 1), ((3, 0, 0, 1), 3)):
+        assert heard(*rows) == (ctx.FAILURE_PROTOCOL, peer)
+    assert heard(4, 0, 0, 0)[0] == (0 if first else ctx.FAILURE_PROTOCOL)
+
+
+def test_a_token_crosses_once_to_a_node(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.lists)
+
+
+@pytest.mark.parametrize("combine", [False, True], ids=["dispatch", "combine"])
+@pytest.mark.parametrize("heap", [True, False], ids=["heap", "rounds"])
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(6, 2), (18, 9)])
+def test_rows_land_apart(interpreted: Ranks, ranks: int, node_ranks: int, heap: bool, combine: bool) -> None:
+    interpreted.run(1, bodies.placed, ranks, node_ranks, combine, heap)
