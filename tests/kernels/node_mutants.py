@@ -5,7 +5,6 @@ from __future__ import annotations
 from kernel_mutants import Mutant
 
 _STEPS = "tests/kernels/test_triton_node_steps.py::"
-_NODES = "tests/kernels/test_triton_normal_nodes.py::"
 _FORWARD, _GATHER = "kernels/triton/normal_forward.py", "kernels/triton/normal_gather.py"
 _SUMS = _STEPS + "test_a_node_sums_in_float32_and_rounds_once"
 _BOARD = _STEPS + "test_a_board_that_breaks_the_format_names_its_forwarder"
@@ -171,13 +170,13 @@ NODE_MUTANTS = {
         "                came = tl.where(far, get_each(context, state, N_PASS_RECV, every, far), came)\n",
         "                came = 0 if HOST_REMOVED else came\n"
         "                came = tl.where(far, get_each(context, state, N_PASS_RECV, every, far), came)\n",
-        _NODES + "test_a_handle_outlives_the_nodes_it_was_made_with",
+        _STEPS + "test_a_handle_keeps_what_came_from_each_rank",
     ),
     "the last kernel takes the turns that the host has not launched": Mutant(
         "kernels/triton/normal_node_finish.py",
         "        going = (peek(state + W_OPEN) == 1).to(tl.int32)\n",
         "        going = ((peek(state + W_OPEN) == 1) & (not HOST_REMOVED)).to(tl.int32)\n",
-        _NODES + "test_turns_that_the_host_did_not_launch",
+        _STEPS + "test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched",
     ),
 }
 """By what the rule says. Tests run in rank processes, which share the switch."""

@@ -12,7 +12,8 @@ import torch
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
-from uccl_ep_serving.protocol.message import DTYPE_BF16, GRANT_SLOTS, NormalGrant
+from uccl_ep_serving.protocol.message import DTYPE_BF16, GRANT_SLOTS, HEADER_BYTES, NormalGrant, NormalNotify
+from uccl_ep_serving.protocol.streams import NORMAL_NOTIFY
 
 
 def _modules() -> tuple[Any, Any]:
@@ -163,16 +164,21 @@ def listed(exchange: StoreExchange) -> None:
         assert kept.tolist() == [*marks[:4].tolist(), 0, 0, 0, 0]
 
 
-def _moved(stand: Any, **given: Any) -> None:
-    """``move_node_rows`` in one program, with tensors or numbers for some of its arguments."""
-    from uccl_ep_serving.kernels.triton.normal_node_rows import move_node_rows
-
+def _launch_rows(stand: Any, kernel: Any, **given: Any) -> None:
+    """A kernel that moves rows, in one program, with tensors or numbers for some of its arguments."""
     constants = {name: given.pop(name) for name in list(given) if name.isupper()}
-    names = [name for name in move_node_rows.arg_names if name.islower()][2:]
+    names = [name for name in kernel.arg_names if name.islower()][2:]
     values = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in (given.pop(n, 0) for n in names)]
     assert not given
     shape = {"HIDDEN": 0, "DTYPE": DTYPE_BF16, "SLOTS": 1, "TOPK": 0, "SCALE_WORDS": 0, "SCALES": 1}
-    stand.run(move_node_rows, *values, **{**shape, "ROWS": 8, "BLOCK": 8, **constants})
+    stand.run(kernel, *values, **{**shape, "ROWS": 8, "BLOCK": 8, **constants})
+
+
+def _moved(stand: Any, **given: Any) -> None:
+    """``move_node_rows``."""
+    from uccl_ep_serving.kernels.triton.normal_node_rows import move_node_rows
+
+    _launch_rows(stand, move_node_rows, **given)
 
 
 def passed_rows(exchange: StoreExchange, wrong: int) -> tuple[list[list[int]], int]:
@@ -306,6 +312,63 @@ def heard(exchange: StoreExchange, first: bool, rail_rows: list[int]) -> tuple[i
                 stand.set(peer, RECV_ROWS=near, PASS_RECV=5)
         stand.run(kernels.hear_rows, rows.ctypes.data, over.ctypes.data, KIND=kind)
         return stand.failure
+
+
+def opened(exchange: StoreExchange) -> None:
+    """Rank 2 opens a dispatch of which every peer has told. What a handle keeps of it says who sent how many rows,
+    near ranks too, whoever carried them."""
+    node_stand, _ = _modules()
+    from uccl_ep_serving.kernels.triton.normal_blocks import INFO_WORDS, NOTIFY_RECV, NOTIFY_STRIDE, TOLD_WORDS
+    from uccl_ep_serving.kernels.triton.normal_notify import open_operation
+
+    with node_stand.standing(2) as stand:
+        told = {0: (7, 4), 1: (6, 0), 3: (5, 0)}
+        for peer, (rows, rail_rows) in told.items():
+            at = int(stand.words[NOTIFY_RECV])
+            at += ((node_stand.OPERATION & 1) * stand.ranks + peer) * int(stand.words[NOTIFY_STRIDE])
+            words = stand.window(2)[at : at + HEADER_BYTES].view(np.int64)
+            words[NormalNotify.TAG], words[NormalNotify.NUMBER] = NormalNotify.TAG_VALUE, node_stand.OPERATION
+            words[NormalNotify.ROWS], words[NormalNotify.RAIL_ROWS] = rows, rail_rows
+            stand.arrive(peer, NORMAL_NOTIFY, 1)
+        given = torch.tensor([3, 0, 2, 1])
+        passing = torch.tensor([[2, 3, 2, 1], [-1] * 4])
+        counts = torch.zeros(stand.ranks, dtype=torch.int32)
+        number, rows_out = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+        info = torch.zeros(INFO_WORDS + TOLD_WORDS * stand.ranks + 1, dtype=torch.int64)
+        handle = (number.data_ptr(), rows_out.data_ptr(), info.data_ptr())
+        form = (1, 0, 0, 0, 0, 64, 16, 1, 1, stand.node_ranks, passing.data_ptr())
+        stand.run(
+            open_operation,
+            *(given.data_ptr(), 0, counts.data_ptr(), 0, *handle, *form),
+            KIND=node_stand.DISPATCH,
+            NODES=True,
+            RANKS=4,
+        )
+        assert stand.failure[0] == 0
+        assert number.tolist() == [node_stand.OPERATION]
+        assert rows_out.tolist() == [4, 0, 2, 5]
+        assert passing.tolist() == [[2, 3, 2, 1], [7, 6, 2, 5]]
+
+
+def finished(exchange: StoreExchange) -> None:
+    """The host of rank 2 has launched no turn of a dispatch in which nobody has rows but for itself."""
+    node_stand, _ = _modules()
+    from uccl_ep_serving.kernels.triton.normal_blocks import NUMBER, OPEN, RAN, TURN
+    from uccl_ep_serving.kernels.triton.normal_node_finish import finish_nodes
+
+    with node_stand.standing(2, row=32, meta=0) as stand:
+        stand.words[TURN] = 0
+        stand.set(2, PACK_ROWS=3)
+        for peer in (0, 1, 3):
+            stand.set(peer, SHOWN=peer == 0, CHUNK_ROWS=1, SLOT_ROWS=1)
+            stand.arrive(peer, NORMAL_NOTIFY, 2)
+        x, out = torch.arange(3, dtype=torch.int32)[:, None].repeat(1, 8), torch.zeros(3, 8, dtype=torch.int32)
+        lists = torch.arange(3, dtype=torch.int32).repeat(4, 1)
+        in_rank = torch.tensor([[0, 0, 1, 0]] * 3, dtype=torch.uint8)
+        tensors = {"x": x, "out": out, "lists": lists, "in_rank": in_rank, "tokens": 3, "capacity": 3}
+        _launch_rows(stand, finish_nodes, **tensors, KIND=node_stand.DISPATCH, WORDS=8, PATIENCE=0)
+        assert torch.equal(out, x)
+        assert [int(stand.words[word]) for word in (OPEN, RAN, NUMBER)] == [0, 1, node_stand.OPERATION + 1]
 
 
 def lists(exchange: StoreExchange) -> None:

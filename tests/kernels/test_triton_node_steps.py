@@ -123,6 +123,14 @@ def test_rows_over_the_rails_are_told_by_rail_peers(interpreted: Ranks, first: b
     assert heard(4, 0, 0, 0)[0] == (0 if first else ctx.FAILURE_PROTOCOL)
 
 
+def test_a_handle_keeps_what_came_from_each_rank(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.opened)
+
+
+def test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.finished)
+
+
 def test_a_token_crosses_once_to_a_node(interpreted: Ranks) -> None:
     interpreted.run(1, bodies.lists)
 
