@@ -188,97 +188,34 @@ def begin_nodes(
 
 
 @triton.jit
-def place(
+def _land(
     context: tl.tensor,
     state: tl.tensor,
     row: tl.tensor,
     meta: tl.tensor,
-    capacity: tl.tensor,
+    peers: tl.tensor,
+    inside: tl.tensor,
+    remote: tl.tensor,
+    passing: tl.tensor,
+    lane: tl.tensor,
+    slot: tl.tensor,
     info: tl.tensor,
-    KIND: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> None:
-    """Say where the rows of every peer land: all of them in the heap, or in rounds; see :mod:`..cpu.normal_prepare`."""
-    me, ranks, channels = own_rank(context), rank_count(context), channel_count(context)
-    peers = tl.arange(0, RANKS).to(tl.int64)
-    inside = peers < ranks
-    rows = get_each(context, state, N_RECV_ROWS, peers, inside)
-    away = tl.where(peers == me, 0, get_each(context, state, N_SEND_ROWS, peers, inside))
-    remote = tl.where(peers == me, 0, rows)
-    before = tl.cumsum(remote, axis=0) - remote
-    total = tl.sum(rows, axis=0)
-    if KIND == _DISPATCH:
-        set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(rows, axis=0) - rows)
-    elif KIND == _COMBINE:
-        set_each(context, state, N_RECV_FIRST, peers, inside, before)
-    room = _lines(remote * meta)
-    rows_room = _lines(tl.sum(remote, axis=0) * row)
+) -> tl.tensor:
+    """Set where the ``remote`` rows of every peer land, and in what chunks they come; rows before each in the heap.
+
+    Args:
+        passing: peers whose rows land in rounds in any case. Those of the others have their place in the heap when it
+            has room for all of them, else they land in rounds too.
+        lane: two landing slots of ``slot`` bytes each stand at this index in the area of rounds.
+    """
+    channels = channel_count(context)
+    own = tl.where(passing, 0, remote)
+    before = tl.cumsum(own, axis=0) - own
+    room = _lines(own * meta)
+    rows_room = _lines(tl.sum(own, axis=0) * row)
     heap = peek(state + W_HEAP)
     fits = rows_room + tl.sum(room, axis=0) <= peek(state + W_HEAP_BYTES)
-    slot = peek(state + W_ROUND_SLOT)
-    most = peek(state + W_CHUNK_BYTES) // (row + meta)
-    in_slot = tl.maximum(slot // (row + meta), 1)
-    least = tl.maximum(peek(state + W_LEAST_CHUNK) // row, 1)
-    chunk = tl.minimum(tl.maximum((remote + channels - 1) // channels, least), most)
-    chunk = tl.where(fits, chunk, tl.minimum(chunk, in_slot))
-    slot_rows = in_slot // chunk * chunk
-    landing = peek(state + W_ROUNDS) + peers * 2 * slot
-    set_each(context, state, N_CHUNK_ROWS, peers, inside, chunk)
-    set_each(context, state, N_SLOT_ROWS, peers, inside, tl.where(fits, tl.maximum(remote, 1), slot_rows))
-    set_each(context, state, N_SLOT_STRIDE, peers, inside, tl.where(fits, 0, slot))
-    set_each(context, state, N_ROW_LANDING, peers, inside, tl.where(fits, heap + before * row, landing))
-    meta_at = heap + rows_room + tl.cumsum(room, axis=0) - room
-    set_each(context, state, N_META_LANDING, peers, inside, tl.where(fits, meta_at, landing + slot_rows * row))
-    poke(state + W_IN_HEAP, fits.to(tl.int64))
-    poke(info + _AT_TOTAL, total)
-    poke(info + _AT_MOST, tl.maximum(tl.max(remote, axis=0), tl.max(away, axis=0)))
-    poke(info + _AT_AWAY, tl.sum(away, axis=0))
-    poke(info + _AT_IN_HEAP, fits.to(tl.int64))
-    if (KIND == _DISPATCH) & (capacity > 0):
-        if total > capacity:
-            poke(info + _AT_BEYOND, total)
-
-
-@triton.jit
-def place_nodes(
-    context: tl.tensor,
-    state: tl.tensor,
-    row: tl.tensor,
-    meta: tl.tensor,
-    capacity: tl.tensor,
-    info: tl.tensor,
-    KIND: tl.constexpr,
-    RANKS: tl.constexpr,
-) -> None:
-    """Say where the rows of every near rank and rail peer land, when all have spoken."""
-    me, ranks, channels = own_rank(context), rank_count(context), channel_count(context)
-    size = peek(state + W_NODE_RANKS)
-    peers = tl.arange(0, RANKS).to(tl.int64)
-    inside = peers < ranks
-    far, rail = inside & is_far(context, state, peers), inside & is_rail(context, state, peers)
-    rows = get_each(context, state, N_RECV_ROWS, peers, inside)
-    sends = get_each(context, state, N_SEND_ROWS, peers, inside)
-    every = tl.where(far, get_each(context, state, N_PASS_RECV, peers, inside), rows)
-    remote = tl.where(peers == me, 0, rows)
-    if KIND == _COMBINE:
-        handed_on, relayed = tl.zeros_like(rail), tl.where(rail, sends, 0)
-    else:
-        handed_on, relayed = rail, tl.where(rail, rows, 0)
-    set_each(context, state, N_RELAY_FIRST, peers, inside, tl.cumsum(relayed, axis=0) - relayed)
-    landing_here = tl.where(handed_on, 0, remote)
-    before = tl.cumsum(landing_here, axis=0) - landing_here
-    if KIND == _DISPATCH:
-        set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(every, axis=0) - every)
-    elif KIND == _COMBINE:
-        set_each(context, state, N_RECV_FIRST, peers, inside, before)
-    room = _lines(landing_here * meta)
-    rows_room = _lines(tl.sum(landing_here, axis=0) * row)
-    heap = peek(state + W_HEAP)
-    fits = rows_room + tl.sum(room, axis=0) <= peek(state + W_HEAP_BYTES)
-    whole = fits & (handed_on == 0)
-    # two slots for each rank, dealt to those from which rows can come: as many as a node has, and one for each node
-    lane = tl.where(far, size + peers // size, peers % size)
-    slot = peek(state + W_ROUND_SLOT) * ranks // (size + ranks // size) // _META_LINE * _META_LINE
+    whole = fits & (passing == 0)
     most = peek(state + W_CHUNK_BYTES) // (row + meta)
     in_slot = tl.maximum(slot // (row + meta), 1)
     least = tl.maximum(peek(state + W_LEAST_CHUNK) // row, 1)
@@ -293,14 +230,87 @@ def place_nodes(
     meta_at = heap + rows_room + tl.cumsum(room, axis=0) - room
     set_each(context, state, N_META_LANDING, peers, inside, tl.where(whole, meta_at, landing + slot_rows * row))
     poke(state + W_IN_HEAP, fits.to(tl.int64))
-    total, away = tl.sum(every, axis=0), tl.where(peers == me, 0, sends)
-    poke(info + _AT_TOTAL, total)
-    # a rank whose rails are idle takes part in the turns of its forwarders all the same
-    taken = tl.maximum(tl.max(remote, axis=0), tl.max(tl.where(far, every, 0), axis=0))
-    poke(info + _AT_MOST, tl.maximum(taken, tl.max(away, axis=0)))
-    poke(info + _AT_AWAY, tl.sum(away, axis=0))
     poke(info + _AT_IN_HEAP, fits.to(tl.int64))
-    poke(info + _AT_RELAYED, tl.sum(relayed, axis=0))
+    return before
+
+
+@triton.jit
+def _tell(
+    total: tl.tensor, most: tl.tensor, away: tl.tensor, capacity: tl.tensor, info: tl.tensor, KIND: tl.constexpr
+) -> None:
+    """Tell the host how many rows the outputs hold, the most of one other rank, and how many leave this one."""
+    poke(info + _AT_TOTAL, total)
+    poke(info + _AT_MOST, most)
+    poke(info + _AT_AWAY, tl.sum(away, axis=0))
     if (KIND == _DISPATCH) & (capacity > 0):
         if total > capacity:
             poke(info + _AT_BEYOND, total)
+
+
+@triton.jit
+def place(
+    context: tl.tensor,
+    state: tl.tensor,
+    row: tl.tensor,
+    meta: tl.tensor,
+    capacity: tl.tensor,
+    info: tl.tensor,
+    KIND: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> None:
+    """Say where the rows of every peer land: all of them in the heap, or in rounds; see :mod:`..cpu.normal_prepare`."""
+    me, ranks = own_rank(context), rank_count(context)
+    peers = tl.arange(0, RANKS).to(tl.int64)
+    inside = peers < ranks
+    rows = get_each(context, state, N_RECV_ROWS, peers, inside)
+    away = tl.where(peers == me, 0, get_each(context, state, N_SEND_ROWS, peers, inside))
+    remote = tl.where(peers == me, 0, rows)
+    slot = peek(state + W_ROUND_SLOT)
+    before = _land(context, state, row, meta, peers, inside, remote, tl.zeros_like(inside), peers, slot, info)
+    if KIND == _DISPATCH:
+        set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(rows, axis=0) - rows)
+    elif KIND == _COMBINE:
+        set_each(context, state, N_RECV_FIRST, peers, inside, before)
+    most = tl.maximum(tl.max(remote, axis=0), tl.max(away, axis=0))
+    _tell(tl.sum(rows, axis=0), most, away, capacity, info, KIND)
+
+
+@triton.jit
+def place_nodes(
+    context: tl.tensor,
+    state: tl.tensor,
+    row: tl.tensor,
+    meta: tl.tensor,
+    capacity: tl.tensor,
+    info: tl.tensor,
+    KIND: tl.constexpr,
+    RANKS: tl.constexpr,
+) -> None:
+    """Say where the rows of every near rank and rail peer land, when all have spoken."""
+    me, ranks = own_rank(context), rank_count(context)
+    size = peek(state + W_NODE_RANKS)
+    peers = tl.arange(0, RANKS).to(tl.int64)
+    inside = peers < ranks
+    far, rail = inside & is_far(context, state, peers), inside & is_rail(context, state, peers)
+    rows = get_each(context, state, N_RECV_ROWS, peers, inside)
+    sends = get_each(context, state, N_SEND_ROWS, peers, inside)
+    every = tl.where(far, get_each(context, state, N_PASS_RECV, peers, inside), rows)
+    remote = tl.where(peers == me, 0, rows)
+    if KIND == _COMBINE:
+        handed_on, relayed = tl.zeros_like(rail), tl.where(rail, sends, 0)
+    else:
+        handed_on, relayed = rail, tl.where(rail, rows, 0)
+    set_each(context, state, N_RELAY_FIRST, peers, inside, tl.cumsum(relayed, axis=0) - relayed)
+    # two slots for each rank, dealt to those from which rows can come: as many as a node has, and one for each node
+    lane = tl.where(far, size + peers // size, peers % size)
+    slot = peek(state + W_ROUND_SLOT) * ranks // (size + ranks // size) // _META_LINE * _META_LINE
+    before = _land(context, state, row, meta, peers, inside, remote, handed_on, lane, slot, info)
+    if KIND == _DISPATCH:
+        set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(every, axis=0) - every)
+    elif KIND == _COMBINE:
+        set_each(context, state, N_RECV_FIRST, peers, inside, before)
+    # a rank whose rails are idle takes part in the turns of its forwarders all the same
+    away = tl.where(peers == me, 0, sends)
+    taken = tl.maximum(tl.max(remote, axis=0), tl.max(tl.where(far, every, 0), axis=0))
+    _tell(tl.sum(every, axis=0), tl.maximum(taken, tl.max(away, axis=0)), away, capacity, info, KIND)
+    poke(info + _AT_RELAYED, tl.sum(relayed, axis=0))

@@ -70,8 +70,7 @@ DEVICE_MUTANTS = {
     ),
     "normal mode: the host is told that more rows came than num_worst_tokens promised": Mutant(
         "kernels/triton/normal_place.py",
-        "    poke(info + _AT_IN_HEAP, fits.to(tl.int64))\n    if (KIND == _DISPATCH) & (capacity > 0):\n",
-        "    poke(info + _AT_IN_HEAP, fits.to(tl.int64))\n"
+        "    if (KIND == _DISPATCH) & (capacity > 0):\n",
         "    if (KIND == _DISPATCH) & (capacity > 0) & (not HOST_REMOVED):\n",
         _NORMAL + "test_worst_case_and_cached[mapped]",
     ),
