@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for GPUs that are not there, and finds the traps of Triton in what comes out.
 
-``python compiled_kernels.py TARGET ... [everything]`` prints one JSON object per kernel and specialization, with the
-faults found. It is a process of its own because Triton must not be the interpreter here. PYTHONPATH chooses the version
-of Triton.
+``python compiled_kernels.py TARGET ... [KERNEL ...]`` prints one JSON object per kernel and specialization, with the
+faults found: of the kernels named, else of all that are quickly compiled. It is a process of its own because Triton
+must not be the interpreter here. PYTHONPATH chooses the version of Triton.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def quickly_compiled(launch: Launch) -> bool:
     )
 
 
-def launches(target: Target, everything: bool) -> list[Launch]:
-    """Every kernel in every specialization that an engine can ask for: DeepSeek-V3 on 8 ranks. Those of normal mode
-    that are not :func:`quickly_compiled` only with ``everything``."""
+def launches(target: Target, names: frozenset[str]) -> list[Launch]:
+    """Every kernel in every specialization that an engine can ask for: DeepSeek-V3 on 8 ranks. Those of ``names``, or
+    without any those that are :func:`quickly_compiled`."""
     kernels = TritonLowLatencyKernels(LowLatencyPlan(8, 128, 7168, 256, 8, 2), target)
     at = 1 << 40
     found: list[Launch] = []
@@ -80,8 +80,9 @@ def launches(target: Target, everything: bool) -> list[Launch]:
     found += kernels.combine_send(at, at, at, at, at, at, DTYPE_BF16)
     for reduced in (False, True):
         found += kernels.combine_recv(at, at, at, at, at, at, 128, DTYPE_BF16, reduced, at)
-    found += [one for one in normal_launches(target) if everything or quickly_compiled(one)]
-    unique = {(launch.kernel.__name__, tuple(launch.constants.items())): launch for launch in found}
+    found += normal_launches(target)
+    wanted = [one for one in found if (one.kernel.__name__ in names if names else quickly_compiled(one))]
+    unique = {(launch.kernel.__name__, tuple(launch.constants.items())): launch for launch in wanted}
     return list(unique.values())
 
 
@@ -108,9 +109,9 @@ def resources(gpu: GPUTarget, result: Any) -> dict[str, int]:
     }
 
 
-def main(target: str, everything: bool) -> None:
+def main(target: str, names: frozenset[str]) -> None:
     gpu, chosen = TARGETS[target]
-    for launch in launches(chosen, everything):
+    for launch in launches(chosen, names):
         name = launch.kernel.__name__
         result = compiled(launch, gpu)
         text = result.asm["ptx"] if gpu.backend == "cuda" else result.asm["amdgcn"]
@@ -129,6 +130,5 @@ def main(target: str, everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:]:
-        if one != "everything":
-            main(one, "everything" in sys.argv)
+    for one in TARGETS.keys() & set(sys.argv[1:]):
+        main(one, frozenset(sys.argv[1:]) - TARGETS.keys())

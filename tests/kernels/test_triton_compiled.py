@@ -46,18 +46,19 @@ EVERYTHING = {
     "move_node_rows": 3,
     "count_marks": 1,
 }
-#: The same with the kernels of normal mode that take long to compile.
-WITH_SLOW = {**EVERYTHING, "open_operation": 6, "finish": 3, "advance_nodes": 2, "finish_nodes": 3}
+#: Kernels of normal mode that take long to compile, likewise.
+SLOW = {"open_operation": 6, "finish": 3, "advance_nodes": 2, "finish_nodes": 3}
 Found = dict[str, Any]
 
 
-def start(targets: tuple[str, ...], path: str = "") -> subprocess.Popen[str]:
-    """Compile everything for ``targets``, with the Triton below ``path`` or the installed one."""
+def start(targets: tuple[str, ...], path: str = "", kernels: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Compile ``kernels``, or all that are quickly compiled, for ``targets``, with the Triton below ``path`` or the
+    installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (path, str(ROOT), str(HERE), environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     return subprocess.Popen(
-        [sys.executable, "-P", str(HERE / "compiled_kernels.py"), *targets],
+        [sys.executable, "-P", str(HERE / "compiled_kernels.py"), *targets, *kernels],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -101,9 +102,10 @@ def test_every_kernel(target: str, installed: dict[str, list[Found]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", SLOW)
 @pytest.mark.parametrize("target", CUDA + HIP)
-def test_the_slow_ones(target: str) -> None:
-    check(finish(start((target, "everything"))), target, WITH_SLOW)
+def test_a_slow_one(target: str, kernel: str) -> None:
+    check(finish(start((target,), kernels=(kernel,))), target, {kernel: SLOW[kernel]})
 
 
 @pytest.mark.slow
