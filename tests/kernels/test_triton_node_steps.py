@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,38 +24,41 @@ from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     # not imported here: whether it is the interpreter is decided when it is imported
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 
 
+Run = Callable[..., Any]
+
+
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Ranks]:
-    """One process whose Triton is the interpreter."""
+def interpreted() -> Iterator[Run]:
+    """Runs a body in one process whose Triton is the interpreter; what it returns."""
     pool = Ranks()
-    yield pool
+    yield lambda body, *arguments: pool.run(1, body, *arguments, timeout=580)[0]
     pool.close()
 
 
-def test_a_slot_is_granted_again_when_the_node_is_done_with_it(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.regrant)
+def test_a_slot_is_granted_again_when_the_node_is_done_with_it(interpreted: Run) -> None:
+    interpreted(bodies.regrant)
 
 
-def test_a_forwarder_shows_what_has_arrived(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.show)
+def test_a_forwarder_shows_what_has_arrived(interpreted: Run) -> None:
+    interpreted(bodies.show)
 
 
-def test_a_forwarder_is_done_with_a_row_when_it_has_kept_its_marks(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.taken)
+def test_a_forwarder_is_done_with_a_row_when_it_has_kept_its_marks(interpreted: Run) -> None:
+    interpreted(bodies.taken)
 
 
-def test_an_exchange_is_over_when_everything_is_shown_and_taken(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.over)
+def test_an_exchange_is_over_when_everything_is_shown_and_taken(interpreted: Run) -> None:
+    interpreted(bodies.over)
 
 
-def test_a_board_of_another_operation_says_nothing(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.old_board)
+def test_a_board_of_another_operation_says_nothing(interpreted: Run) -> None:
+    interpreted(bodies.old_board)
 
 
 @pytest.mark.parametrize(
@@ -72,50 +76,50 @@ def test_a_board_of_another_operation_says_nothing(interpreted: Ranks) -> None:
         (relay.ARRIVED, 10),
     ],
 )
-def test_a_board_that_breaks_the_format_names_its_forwarder(interpreted: Ranks, word: int, value: int) -> None:
-    assert interpreted.run(1, bodies.forged_board, word, value) == [(ctx.FAILURE_PROTOCOL, 2)]
+def test_a_board_that_breaks_the_format_names_its_forwarder(interpreted: Run, word: int, value: int) -> None:
+    assert interpreted(bodies.forged_board, word, value) == (ctx.FAILURE_PROTOCOL, 2)
 
 
-def test_a_rank_finds_its_rows_by_their_marks(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.listed)
+def test_a_rank_finds_its_rows_by_their_marks(interpreted: Run) -> None:
+    interpreted(bodies.listed)
 
 
 @pytest.mark.parametrize(("wrong", "blamed"), [(-1, -1), (1, -1), (4, 0), (-2, 0)])
-def test_ids_that_the_node_has_not_name_their_source(interpreted: Ranks, wrong: int, blamed: int) -> None:
+def test_ids_that_the_node_has_not_name_their_source(interpreted: Run, wrong: int, blamed: int) -> None:
     """Of four experts of the node the last two are this rank's."""
-    assert interpreted.run(1, bodies.passed_rows, wrong) == [([[-1, 0], [1, -1]], blamed)]
+    assert interpreted(bodies.passed_rows, wrong) == ([[-1, 0], [1, -1]], blamed)
 
 
-def test_rows_are_laid_out_only_where_the_forwarder_has_read(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.room)
+def test_rows_are_laid_out_only_where_the_forwarder_has_read(interpreted: Run) -> None:
+    interpreted(bodies.room)
 
 
-def test_a_batch_is_summed_when_all_of_its_rows_are_laid_out(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.sums)
+def test_a_batch_is_summed_when_all_of_its_rows_are_laid_out(interpreted: Run) -> None:
+    interpreted(bodies.sums)
 
 
-def test_rows_are_free_when_their_sums_are_sent(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.freed)
+def test_rows_are_free_when_their_sums_are_sent(interpreted: Run) -> None:
+    interpreted(bodies.freed)
 
 
-def test_a_node_sums_in_float32_and_rounds_once(interpreted: Ranks) -> None:
+def test_a_node_sums_in_float32_and_rounds_once(interpreted: Run) -> None:
     """bfloat16 forgets a 1 beside 256; a single row keeps the sign of its zero."""
-    (found, blamed) = interpreted.run(1, bodies.summed)[0]
+    found, blamed = interpreted(bodies.summed)
     assert [str(value) for value in found] == ["258.0", "-0.0", "256.0"]
     assert blamed == -1
 
 
-def test_a_source_that_marks_more_rows_than_it_told_of_is_named(interpreted: Ranks) -> None:
+def test_a_source_that_marks_more_rows_than_it_told_of_is_named(interpreted: Run) -> None:
     """Rank 0 marks three rows for rank 3, which knows of two: what lies behind its rows is not summed."""
-    (found, blamed) = interpreted.run(1, bodies.summed, 2)[0]
+    found, blamed = interpreted(bodies.summed, 2)
     assert found == [258.0, 0.0, 1.0]
     assert blamed == 0
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "from a handle"])
-def test_rows_over_the_rails_are_told_by_rail_peers(interpreted: Ranks, first: bool) -> None:
+def test_rows_over_the_rails_are_told_by_rail_peers(interpreted: Run, first: bool) -> None:
     def heard(*rail_rows: int) -> tuple[int, int]:
-        return interpreted.run(1, bodies.heard, first, list(rail_rows))[0]  # type: ignore[no-any-return]
+        return tuple(interpreted(bodies.heard, first, list(rail_rows)))
 
     assert heard(3, 0, 0, 0)[0] == 0
     for rows, peer in (((-1, 0, 0, 0), 0), ((3, 1, 0, 0), 1), ((3, 0, 0, 1), 3)):
@@ -123,20 +127,20 @@ def test_rows_over_the_rails_are_told_by_rail_peers(interpreted: Ranks, first: b
     assert heard(4, 0, 0, 0)[0] == (0 if first else ctx.FAILURE_PROTOCOL)
 
 
-def test_a_handle_keeps_what_came_from_each_rank(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.opened)
+def test_a_handle_keeps_what_came_from_each_rank(interpreted: Run) -> None:
+    interpreted(bodies.opened)
 
 
-def test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.finished)
+def test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched(interpreted: Run) -> None:
+    interpreted(bodies.finished)
 
 
-def test_a_token_crosses_once_to_a_node(interpreted: Ranks) -> None:
-    interpreted.run(1, bodies.lists)
+def test_a_token_crosses_once_to_a_node(interpreted: Run) -> None:
+    interpreted(bodies.lists)
 
 
 @pytest.mark.parametrize("combine", [False, True], ids=["dispatch", "combine"])
 @pytest.mark.parametrize("heap", [True, False], ids=["heap", "rounds"])
 @pytest.mark.parametrize(("ranks", "node_ranks"), [(6, 2), (18, 9)])
-def test_rows_land_apart(interpreted: Ranks, ranks: int, node_ranks: int, heap: bool, combine: bool) -> None:
-    interpreted.run(1, bodies.placed, ranks, node_ranks, combine, heap)
+def test_rows_land_apart(interpreted: Run, ranks: int, node_ranks: int, heap: bool, combine: bool) -> None:
+    interpreted(bodies.placed, ranks, node_ranks, combine, heap)
