@@ -22,7 +22,8 @@ from .normal_blocks import (
     get_each,
     set_each,
 )
-from .normal_rows import UNALIGNED, move
+from .normal_rows import move
+from .normal_tensors import UNALIGNED, RowShape, RowTensors
 from .normal_wait import released, send_message, share_of, wait_counts
 from .words import clock_ns, peek, poke, settle
 
@@ -112,7 +113,11 @@ def finish(
     the peers have), this one program takes the rest of the turns, slowly.
     """
     tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
+    tensors = RowTensors(
+        x, lists, tokens, topk_idx, weights, scales, out, out_idx, out_weights, out_scales, capacity, local_experts
+    )
     if (has_failed(context) == 0) & (peek(state + W_OPEN) != 0):
+        one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
         while going != 0:
             going = turn(context, state, LANES, BACKEND)
@@ -120,28 +125,10 @@ def finish(
                 move(
                     context,
                     state,
-                    tl.full((), 0, tl.int64),
-                    tl.full((), 1, tl.int64),
-                    x,
-                    lists,
-                    tokens,
-                    topk_idx,
-                    weights,
-                    scales,
-                    out,
-                    out_idx,
-                    out_weights,
-                    out_scales,
-                    capacity,
-                    local_experts,
-                    KIND,
-                    WORDS,
-                    TOPK,
-                    SLOTS,
-                    SCALE_WORDS,
-                    SCALES,
-                    ROWS,
-                    BLOCK,
+                    one - 1,
+                    one,
+                    tensors,
+                    RowShape(KIND, WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
                 )
                 settle(BACKEND)
         if has_failed(context) == 0:

@@ -67,6 +67,7 @@ from .normal_nodes import (
     stamp_rows,
 )
 from .normal_rows import copy_rows
+from .normal_tensors import NodeTables, RowShape, RowTensors
 from .wait import refuse
 from .words import acquire_each, any_of, int32s, int64s, peek, poke, settle, uint8s
 
@@ -335,21 +336,9 @@ def take_passed(
     far: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    lists: tl.tensor,
-    list_rows: tl.tensor,
-    out: tl.tensor,
-    out_idx: tl.tensor,
-    out_weights: tl.tensor,
-    out_scales: tl.tensor,
-    capacity: tl.tensor,
-    local_experts: tl.tensor,
-    WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensors: RowTensors,
+    tables: NodeTables,
+    shape: RowShape,
 ) -> None:
     """Bring this program's part of the listed rows of a far rank from its forwarder to the outputs."""
     begin, end = peek(entry(context, state, N_PASSED, far)), peek(entry(context, state, N_PASS_READY, far))
@@ -362,32 +351,36 @@ def take_passed(
         slot_rows = peek(entry(context, state, N_VIEW_SLOT_ROWS, far))
         stride = peek(entry(context, state, N_VIEW_STRIDE, far))
         base = peek(entry(context, state, N_RECV_FIRST, far)) + begin
-        word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
-        for first in range(program * ROWS, end - begin, programs * ROWS):
-            number = first + tl.arange(0, ROWS).to(tl.int64)
+        word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
+        for first in range(program * shape.ROWS, end - begin, programs * shape.ROWS):
+            number = first + tl.arange(0, shape.ROWS).to(tl.int64)
             row = base + number
-            inside = (number < end - begin) & (row < capacity)
-            index = tl.load(int32s(lists + 4 * (far * list_rows + number)), mask=inside, other=0).to(tl.int64)
+            inside = (number < end - begin) & (row < tensors.capacity)
+            index = tl.load(int32s(tables.passes + 4 * (far * tables.pass_rows + number)), mask=inside, other=0).to(
+                tl.int64
+            )
             turn_of = index // slot_rows
             within = index - turn_of * slot_rows
-            landed = row_at + (turn_of & 1) * stride + within * (4 * WORDS)
+            landed = row_at + (turn_of & 1) * stride + within * (4 * shape.WORDS)
             landed_meta = meta_at + (turn_of & 1) * stride + within * meta
-            copy_rows(landed, out + row * (4 * WORDS), inside, word, WORDS, BLOCK)
-            if TOPK > 0:
-                given = inside[:, None] & (slot < TOPK)
+            copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
+            if shape.TOPK > 0:
+                given = inside[:, None] & (slot < shape.TOPK)
                 expert = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=-1).to(tl.int64)
-                bits = tl.load(int32s(landed_meta[:, None] + 4 * (TOPK + slot)), mask=given, other=0)
-                wrong = (expert < -1) | (expert >= size * local_experts)
+                bits = tl.load(int32s(landed_meta[:, None] + 4 * (shape.TOPK + slot)), mask=given, other=0)
+                wrong = (expert < -1) | (expert >= size * tensors.local_experts)
                 # the program that fails must be of one warp: the next turn does
                 blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
                 tl.store(blame, far + 1 + tl.zeros_like(expert), mask=wrong)
-                expert -= place * local_experts
-                mine = (expert >= 0) & (expert < local_experts) & (wrong == 0)
-                at = row[:, None] * TOPK + slot
-                tl.store(int64s(out_idx + 8 * at), tl.where(mine, expert, -1), mask=given)
-                tl.store(int32s(out_weights + 4 * at), tl.where(mine, bits, 0), mask=given)
-            if SCALE_WORDS > 0:
-                part_of = tl.arange(0, SCALES)[None, :]
-                wanted = inside[:, None] & (part_of < SCALE_WORDS)
-                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * TOPK + part_of)), mask=wanted, other=0)
-                tl.store(int32s(out_scales + 4 * (row[:, None] * SCALE_WORDS + part_of)), part, mask=wanted)
+                expert -= place * tensors.local_experts
+                mine = (expert >= 0) & (expert < tensors.local_experts) & (wrong == 0)
+                at = row[:, None] * shape.TOPK + slot
+                tl.store(int64s(tensors.out_idx + 8 * at), tl.where(mine, expert, -1), mask=given)
+                tl.store(int32s(tensors.out_weights + 4 * at), tl.where(mine, bits, 0), mask=given)
+            if shape.SCALE_WORDS > 0:
+                part_of = tl.arange(0, shape.SCALES)[None, :]
+                wanted = inside[:, None] & (part_of < shape.SCALE_WORDS)
+                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * shape.TOPK + part_of)), mask=wanted, other=0)
+                tl.store(
+                    int32s(tensors.out_scales + 4 * (row[:, None] * shape.SCALE_WORDS + part_of)), part, mask=wanted
+                )

@@ -45,6 +45,7 @@ from .normal_blocks import (
 )
 from .normal_nodes import counts_at, forwarder, is_far, line_of, mark_bytes, ring_of, rows_at, stamp_rows
 from .normal_rows import copy_rows, pad
+from .normal_tensors import RowShape, RowTensors
 from .normal_wait import first_unfinished
 from .quant import load_floats, store_floats
 from .words import any_of, floats, int32s, int64s, peek, settle, uint8s
@@ -224,34 +225,28 @@ def lay_out(
     far: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    x: tl.tensor,
-    tokens: tl.tensor,
-    weights: tl.tensor,
-    WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensors: RowTensors,
+    shape: RowShape,
 ) -> None:
     """This program's part of the rows for a far rank that its forwarder, another rank, sums."""
     begin, end = peek(entry(context, state, N_PASSED, far)), peek(entry(context, state, N_PASS_READY, far))
     if (begin < end) & (forwarder(context, state, far) != own_rank(context)):
         ring, held = ring_of(context, state, window_address(context), far)
         meta, send_first = peek(state + W_META_BYTES), peek(entry(context, state, N_SEND_FIRST, far))
-        word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
-        for first in range(begin + program * ROWS, end, programs * ROWS):
-            index = first + tl.arange(0, ROWS).to(tl.int64)
+        word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
+        for first in range(begin + program * shape.ROWS, end, programs * shape.ROWS):
+            index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             row = send_first + index
             # of a dispatch that received more than was promised, the rest is not there
-            inside = (index < end) & (row < tokens)
+            inside = (index < end) & (row < tensors.tokens)
             at = index % held
-            copy_rows(x + row * (4 * WORDS), ring + at * (4 * WORDS), inside, word, WORDS, BLOCK)
-            if TOPK > 0:
-                given = inside[:, None] & (slot < TOPK)
-                bits = tl.load(int32s(weights + 4 * (row[:, None] * TOPK + slot)), mask=given, other=0)
-                target = ring + held * (4 * WORDS) + at * meta
+            copy_rows(tensors.x + row * (4 * shape.WORDS), ring + at * (4 * shape.WORDS), inside, word, shape)
+            if shape.TOPK > 0:
+                given = inside[:, None] & (slot < shape.TOPK)
+                bits = tl.load(int32s(tensors.weights + 4 * (row[:, None] * shape.TOPK + slot)), mask=given, other=0)
+                target = ring + held * (4 * shape.WORDS) + at * meta
                 tl.store(int32s(target[:, None] + 4 * slot), bits, mask=given)
-                pad(target, inside, TOPK, meta)
+                pad(target, inside, shape.TOPK, meta)
 
 
 @triton.jit
@@ -261,16 +256,11 @@ def sum_laid_out(
     rail: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    x: tl.tensor,
-    tokens: tl.tensor,
-    weights: tl.tensor,
+    tensors: RowTensors,
     counts: tl.tensor,
+    shape: RowShape,
     HIDDEN: tl.constexpr,
     DTYPE: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     """This program's part of the batch for a rail peer: rows summed over this node, into its window or the staging."""
@@ -294,9 +284,9 @@ def sum_laid_out(
             peek(entry(context, state, N_SEND_FIRST, rail)),
         )
         counted = counts + 4 * (peek(entry(context, state, N_RELAY_FIRST, rail)) + rail // size + done) * size
-        value, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
-        for first in range(program * ROWS, rows, programs * ROWS):
-            index = first + tl.arange(0, ROWS).to(tl.int64)
+        value, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
+        for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
+            index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
             at = index // chunk
             stage = staging + (sent_chunks + at) % depth * chunk_bytes
@@ -304,12 +294,12 @@ def sum_laid_out(
             stage_meta = stage + tl.minimum(chunk, rows - at * chunk) * row_bytes + within * meta
             target = tl.where(window != 0, window + row_at + index * row_bytes, stage + within * row_bytes)
             target_meta = tl.where(window != 0, window + meta_at + index * meta, stage_meta)
-            factors = tl.zeros([ROWS, SLOTS], tl.float32)
-            for start in range(0, HIDDEN, BLOCK):
+            factors = tl.zeros([shape.ROWS, shape.SLOTS], tl.float32)
+            for start in range(0, HIDDEN, shape.BLOCK):
                 column = start + value
                 wanted = inside[:, None] & (column < HIDDEN)
-                total = tl.zeros([ROWS, BLOCK], tl.float32)
-                found = tl.zeros([ROWS], tl.int32)
+                total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+                found = tl.zeros([shape.ROWS], tl.int32)
                 for place in range(size):
                     here_at = counted + 4 * (index * size + place)
                     part = tl.load(int32s(here_at), mask=inside, other=0).to(tl.int64)
@@ -319,24 +309,24 @@ def sum_laid_out(
                         wrong = here & (part >= known)
                         blame = int64s(state + W_BAD_PEER + tl.zeros_like(part))
                         tl.store(blame, rail + 1 + tl.zeros_like(part), mask=wrong)
-                        here = here & (wrong == 0) & (own_first + part < tokens)
-                        source = x + (own_first + part) * row_bytes
-                        metas = weights + (own_first + part) * (4 * TOPK)
+                        here = here & (wrong == 0) & (own_first + part < tensors.tokens)
+                        source = tensors.x + (own_first + part) * row_bytes
+                        metas = tensors.weights + (own_first + part) * (4 * shape.TOPK)
                     else:
                         ring, held = ring_of(context, state, peer_window(context, me // size * size + place), rail)
                         source = ring + part % held * row_bytes
                         metas = ring + held * row_bytes + part % held * meta
-                    source = tl.where(here, source, x)
+                    source = tl.where(here, source, tensors.x)
                     piece = load_floats(source, column, here[:, None] & wanted, DTYPE)
                     # the first row is taken as it is: adding it to zero would lose the sign of a zero
                     total = tl.where(here[:, None], tl.where((found > 0)[:, None], total + piece, piece), total)
                     found += here.to(tl.int32)
-                    if TOPK > 0:
+                    if shape.TOPK > 0:
                         if start == 0:
-                            given = here[:, None] & (slot < TOPK)
+                            given = here[:, None] & (slot < shape.TOPK)
                             factors += tl.load(floats(metas[:, None] + 4 * slot), mask=given, other=0.0)
                 store_floats(target, column, total, wanted, DTYPE, BACKEND)
-            if TOPK > 0:
-                given = inside[:, None] & (slot < TOPK)
+            if shape.TOPK > 0:
+                given = inside[:, None] & (slot < shape.TOPK)
                 tl.store(floats(target_meta[:, None] + 4 * slot), factors, mask=given)
-                pad(target_meta, inside, TOPK, meta)
+                pad(target_meta, inside, shape.TOPK, meta)

@@ -11,8 +11,9 @@ from .normal_blocks import W_OPEN
 from .normal_finish import close
 from .normal_forward import list_far
 from .normal_node_advance import turn_nodes
-from .normal_node_rows import UNALIGNED_NODES, move_nodes
+from .normal_node_rows import move_nodes
 from .normal_nodes import is_far
+from .normal_tensors import UNALIGNED_NODES, NodeTables, RowShape, RowTensors
 from .words import peek, settle
 
 __all__ = ["finish_nodes"]
@@ -63,7 +64,12 @@ def finish_nodes(
     """
     tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
     pass_rows, room = pass_rows.to(tl.int64), room.to(tl.int64)
+    tensors = RowTensors(
+        x, lists, tokens, topk_idx, weights, scales, out, out_idx, out_weights, out_scales, capacity, local_experts
+    )
+    tables = NodeTables(in_rank, passes, pass_rows, counts)
     if (has_failed(context) == 0) & (peek(state + W_OPEN) != 0):
+        one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
         while going != 0:
             going = turn_nodes(context, state, counts, KIND == _COMBINE, PATIENCE, LANES, BACKEND)
@@ -76,34 +82,13 @@ def finish_nodes(
                 move_nodes(
                     context,
                     state,
-                    tl.full((), 0, tl.int64),
-                    tl.full((), 1, tl.int64),
-                    x,
-                    lists,
-                    tokens,
-                    topk_idx,
-                    weights,
-                    scales,
-                    out,
-                    out_idx,
-                    out_weights,
-                    out_scales,
-                    capacity,
-                    local_experts,
-                    in_rank,
-                    passes,
-                    pass_rows,
-                    counts,
-                    KIND,
+                    one - 1,
+                    one,
+                    tensors,
+                    tables,
+                    RowShape(KIND, WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
                     HIDDEN,
                     DTYPE,
-                    WORDS,
-                    TOPK,
-                    SLOTS,
-                    SCALE_WORDS,
-                    SCALES,
-                    ROWS,
-                    BLOCK,
                     BACKEND,
                 )
                 settle(BACKEND)

@@ -40,24 +40,12 @@ from .normal_blocks import (
     entry,
 )
 from .normal_nodes import is_far, mark_bytes
+from .normal_tensors import UNALIGNED, RowShape, RowTensors
 from .words import aligned, int32s, int64s, peek, uint8s
 
-__all__ = ["UNALIGNED", "copy_rows", "move", "move_rows", "pack", "pad", "unpack"]
+__all__ = ["copy_rows", "move", "move_rows", "pack", "pad", "unpack"]
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
-#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
-UNALIGNED = [
-    "lists",
-    "tokens",
-    "topk_idx",
-    "weights",
-    "scales",
-    "out_idx",
-    "out_weights",
-    "out_scales",
-    "capacity",
-    "local_experts",
-]
 
 
 @triton.jit
@@ -67,18 +55,11 @@ def _of(context: tl.tensor, state: tl.tensor, table: tl.tensor, peer: tl.tensor)
 
 
 @triton.jit
-def copy_rows(
-    source: tl.tensor,
-    target: tl.tensor,
-    inside: tl.tensor,
-    words: tl.tensor,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def copy_rows(source: tl.tensor, target: tl.tensor, inside: tl.tensor, words: tl.tensor, shape: RowShape) -> None:
     """Rows of WORDS int32 from addresses ``source`` to addresses ``target``, both [rows] and multiples of 16."""
-    for first in range(0, WORDS, BLOCK):
+    for first in range(0, shape.WORDS, shape.BLOCK):
         word = first + words
-        here = inside[:, None] & (word < WORDS)
+        here = inside[:, None] & (word < shape.WORDS)
         part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=here, other=0)
         tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here)
 
@@ -88,19 +69,17 @@ def _meta_of(
     token: tl.tensor,
     inside: tl.tensor,
     first_expert: tl.tensor,
-    local_experts: tl.tensor,
-    topk_idx: tl.tensor,
-    weights: tl.tensor,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
+    experts: tl.tensor,
+    tensors: RowTensors,
+    shape: RowShape,
 ) -> tl.tensor:
     """(local experts or -1 as int64, bits of the weights or 0) of tokens for the rank whose experts begin there."""
-    slot = tl.arange(0, SLOTS)[None, :]
-    given = inside[:, None] & (slot < TOPK)
-    at = token[:, None] * TOPK + slot
-    expert = tl.load(int64s(topk_idx + 8 * at), mask=given, other=-1) - first_expert
-    here = given & (expert >= 0) & (expert < local_experts)
-    weight = tl.load(int32s(weights + 4 * at), mask=here, other=0)
+    slot = tl.arange(0, shape.SLOTS)[None, :]
+    given = inside[:, None] & (slot < shape.TOPK)
+    at = token[:, None] * shape.TOPK + slot
+    expert = tl.load(int64s(tensors.topk_idx + 8 * at), mask=given, other=-1) - first_expert
+    here = given & (expert >= 0) & (expert < experts)
+    weight = tl.load(int32s(tensors.weights + 4 * at), mask=here, other=0)
     return tl.where(here, expert, -1), weight
 
 
@@ -111,28 +90,10 @@ def pack(
     peer: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    x: tl.tensor,
-    lists: tl.tensor,
-    tokens: tl.tensor,
-    topk_idx: tl.tensor,
-    weights: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    out_idx: tl.tensor,
-    out_weights: tl.tensor,
-    out_scales: tl.tensor,
-    capacity: tl.tensor,
-    local_experts: tl.tensor,
+    tensors: RowTensors,
     in_rank: tl.tensor,
-    KIND: tl.constexpr,
+    shape: RowShape,
     NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
     """Pack this program's part of the batch for ``peer``, or of this rank's own rows: these go to the outputs.
 
@@ -152,67 +113,82 @@ def pack(
         staging = window_address(context) + peek(state + W_STAGING) + peer * depth * chunk_bytes
         send_first = _of(context, state, N_SEND_FIRST, peer)
         base = _of(context, state, N_RECV_FIRST, peer)
-        word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
-        first_expert, experts = peer * local_experts, local_experts
+        word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
+        first_expert, experts = peer * tensors.local_experts, tensors.local_experts
         if NODES:
             if is_far(context, state, peer):
                 size = peek(state + W_NODE_RANKS)
-                first_expert, experts = peer // size * size * local_experts, size * local_experts
-        for first in range(program * ROWS, rows, programs * ROWS):
-            index = first + tl.arange(0, ROWS).to(tl.int64)
+                first_expert, experts = peer // size * size * tensors.local_experts, size * tensors.local_experts
+        for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
+            index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
-            if KIND == _COMBINE:
+            if shape.KIND == _COMBINE:
                 token = send_first + done + index
                 # of a dispatch that received more than was promised, the rest is not there
-                inside = inside & (token < tokens)
+                inside = inside & (token < tensors.tokens)
             else:
-                token = tl.load(int32s(lists + 4 * (peer * tokens + done + index)), mask=inside, other=0).to(tl.int64)
+                token = tl.load(
+                    int32s(tensors.lists + 4 * (peer * tensors.tokens + done + index)), mask=inside, other=0
+                ).to(tl.int64)
             at = index // chunk
             stage = staging + (sent_chunks + at) % depth * chunk_bytes
             within = index - at * chunk
-            stage_meta = stage + tl.minimum(chunk, rows - at * chunk) * (4 * WORDS) + within * meta
-            target = tl.where(window != 0, window + row_at + index * (4 * WORDS), stage + within * (4 * WORDS))
+            stage_meta = stage + tl.minimum(chunk, rows - at * chunk) * (4 * shape.WORDS) + within * meta
+            target = tl.where(
+                window != 0, window + row_at + index * (4 * shape.WORDS), stage + within * (4 * shape.WORDS)
+            )
             target_meta = tl.where(window != 0, window + meta_at + index * meta, stage_meta)
             if own:
-                inside = inside & (base + index < capacity)
-                target = out + (base + index) * (4 * WORDS)
-            copy_rows(x + token * (4 * WORDS), target, inside, word, WORDS, BLOCK)
-            if KIND == _COMBINE:
-                if TOPK > 0:
+                inside = inside & (base + index < tensors.capacity)
+                target = tensors.out + (base + index) * (4 * shape.WORDS)
+            copy_rows(tensors.x + token * (4 * shape.WORDS), target, inside, word, shape)
+            if shape.KIND == _COMBINE:
+                if shape.TOPK > 0:
                     bits = tl.load(
-                        int32s(weights + 4 * (token[:, None] * TOPK + slot)),
-                        mask=inside[:, None] & (slot < TOPK),
+                        int32s(tensors.weights + 4 * (token[:, None] * shape.TOPK + slot)),
+                        mask=inside[:, None] & (slot < shape.TOPK),
                         other=0,
                     )
                     there = inside[:, None] & (4 * slot < meta)
                     tl.store(int32s(target_meta[:, None] + 4 * slot), bits, mask=there)
-                    _pad(target_meta, inside, SLOTS, meta)
+                    _pad(target_meta, inside, shape.SLOTS, meta)
             else:
-                if TOPK > 0:
-                    expert, bits = _meta_of(token, inside, first_expert, experts, topk_idx, weights, TOPK, SLOTS)
-                    given = inside[:, None] & (slot < TOPK)
+                if shape.TOPK > 0:
+                    expert, bits = _meta_of(token, inside, first_expert, experts, tensors, shape)
+                    given = inside[:, None] & (slot < shape.TOPK)
                     if own:
-                        row = (base + index)[:, None] * TOPK + slot
-                        tl.store(int64s(out_idx + 8 * row), expert, mask=given)
-                        tl.store(int32s(out_weights + 4 * row), bits, mask=given)
+                        row = (base + index)[:, None] * shape.TOPK + slot
+                        tl.store(int64s(tensors.out_idx + 8 * row), expert, mask=given)
+                        tl.store(int32s(tensors.out_weights + 4 * row), bits, mask=given)
                     else:
                         tl.store(int32s(target_meta[:, None] + 4 * slot), expert.to(tl.int32), mask=given)
-                        tl.store(int32s(target_meta[:, None] + 4 * (TOPK + slot)), bits, mask=given)
-                if SCALE_WORDS > 0:
-                    place = tl.arange(0, SCALES)[None, :]
-                    given = inside[:, None] & (place < SCALE_WORDS)
-                    part = tl.load(int32s(scales + 4 * (token[:, None] * SCALE_WORDS + place)), mask=given, other=0)
+                        tl.store(int32s(target_meta[:, None] + 4 * (shape.TOPK + slot)), bits, mask=given)
+                if shape.SCALE_WORDS > 0:
+                    place = tl.arange(0, shape.SCALES)[None, :]
+                    given = inside[:, None] & (place < shape.SCALE_WORDS)
+                    part = tl.load(
+                        int32s(tensors.scales + 4 * (token[:, None] * shape.SCALE_WORDS + place)), mask=given, other=0
+                    )
                     if own:
-                        at_scale = out_scales + 4 * ((base + index)[:, None] * SCALE_WORDS + place)
+                        at_scale = tensors.out_scales + 4 * ((base + index)[:, None] * shape.SCALE_WORDS + place)
                         tl.store(int32s(at_scale), part, mask=given)
                     else:
-                        tl.store(int32s(target_meta[:, None] + 4 * (2 * TOPK + place)), part, mask=given)
+                        tl.store(int32s(target_meta[:, None] + 4 * (2 * shape.TOPK + place)), part, mask=given)
                 if NODES:
                     if own == 0:
-                        _mark(context, state, peer, token, target_meta, inside, in_rank, 2 * TOPK + SCALE_WORDS)
-                elif (TOPK > 0) | (SCALE_WORDS > 0):
+                        _mark(
+                            context,
+                            state,
+                            peer,
+                            token,
+                            target_meta,
+                            inside,
+                            in_rank,
+                            2 * shape.TOPK + shape.SCALE_WORDS,
+                        )
+                elif (shape.TOPK > 0) | (shape.SCALE_WORDS > 0):
                     if own == 0:
-                        _pad(target_meta, inside, 2 * TOPK + SCALE_WORDS, meta)
+                        _pad(target_meta, inside, 2 * shape.TOPK + shape.SCALE_WORDS, meta)
 
 
 @triton.jit
@@ -266,20 +242,8 @@ def unpack(
     peer: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
-    out: tl.tensor,
-    out_idx: tl.tensor,
-    out_weights: tl.tensor,
-    out_scales: tl.tensor,
-    capacity: tl.tensor,
-    local_experts: tl.tensor,
-    KIND: tl.constexpr,
-    WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensors: RowTensors,
+    shape: RowShape,
 ) -> None:
     """Bring this program's part of the rows that have arrived from ``peer`` to the outputs; those of a combine in
     rounds to ``out`` and ``out_weights``, by peer and row."""
@@ -291,63 +255,42 @@ def unpack(
         row_at = window_address(context) + _of(context, state, N_ROW_LANDING, peer)
         meta_at = window_address(context) + _of(context, state, N_META_LANDING, peer)
         base = _of(context, state, N_RECV_FIRST, peer)
-        word, slot = tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
-        for first in range(begin + program * ROWS, end, programs * ROWS):
-            index = first + tl.arange(0, ROWS).to(tl.int64)
+        word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
+        for first in range(begin + program * shape.ROWS, end, programs * shape.ROWS):
+            index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             turn_of = index // slot_rows
             within = index - turn_of * slot_rows
-            landed = row_at + (turn_of & 1) * stride + within * (4 * WORDS)
+            landed = row_at + (turn_of & 1) * stride + within * (4 * shape.WORDS)
             landed_meta = meta_at + (turn_of & 1) * stride + within * meta
             row = base + index
-            inside = (index < end) & (row < capacity)
-            copy_rows(landed, out + row * (4 * WORDS), inside, word, WORDS, BLOCK)
-            given = inside[:, None] & (slot < TOPK)
-            if TOPK > 0:
-                place = row[:, None] * TOPK + slot
-                if KIND == _COMBINE:
+            inside = (index < end) & (row < tensors.capacity)
+            copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
+            given = inside[:, None] & (slot < shape.TOPK)
+            if shape.TOPK > 0:
+                place = row[:, None] * shape.TOPK + slot
+                if shape.KIND == _COMBINE:
                     bits = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=0)
                 else:
                     expert = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=-1).to(tl.int64)
-                    bits = tl.load(int32s(landed_meta[:, None] + 4 * (TOPK + slot)), mask=given, other=0)
-                    wrong = (expert < -1) | (expert >= local_experts)
+                    bits = tl.load(int32s(landed_meta[:, None] + 4 * (shape.TOPK + slot)), mask=given, other=0)
+                    wrong = (expert < -1) | (expert >= tensors.local_experts)
                     # the program that fails must be of one warp: the next turn does
                     blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
                     tl.store(blame, peer + 1 + tl.zeros_like(expert), mask=wrong)
-                    tl.store(int64s(out_idx + 8 * place), tl.where(wrong, -1, expert), mask=given)
-                tl.store(int32s(out_weights + 4 * place), bits, mask=given)
-            if SCALE_WORDS > 0:
-                part_of = tl.arange(0, SCALES)[None, :]
-                wanted = inside[:, None] & (part_of < SCALE_WORDS)
-                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * TOPK + part_of)), mask=wanted, other=0)
-                tl.store(int32s(out_scales + 4 * (row[:, None] * SCALE_WORDS + part_of)), part, mask=wanted)
+                    tl.store(int64s(tensors.out_idx + 8 * place), tl.where(wrong, -1, expert), mask=given)
+                tl.store(int32s(tensors.out_weights + 4 * place), bits, mask=given)
+            if shape.SCALE_WORDS > 0:
+                part_of = tl.arange(0, shape.SCALES)[None, :]
+                wanted = inside[:, None] & (part_of < shape.SCALE_WORDS)
+                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * shape.TOPK + part_of)), mask=wanted, other=0)
+                tl.store(
+                    int32s(tensors.out_scales + 4 * (row[:, None] * shape.SCALE_WORDS + part_of)), part, mask=wanted
+                )
 
 
 @triton.jit
 def move(
-    context: tl.tensor,
-    state: tl.tensor,
-    program: tl.tensor,
-    programs: tl.tensor,
-    x: tl.tensor,
-    lists: tl.tensor,
-    tokens: tl.tensor,
-    topk_idx: tl.tensor,
-    weights: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    out_idx: tl.tensor,
-    out_weights: tl.tensor,
-    out_scales: tl.tensor,
-    capacity: tl.tensor,
-    local_experts: tl.tensor,
-    KIND: tl.constexpr,
-    WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, program: tl.tensor, programs: tl.tensor, tensors: RowTensors, shape: RowShape
 ) -> None:
     """Program ``program`` of ``programs``: its part of all rows of the turn."""
     ranks, me = rank_count(context), own_rank(context)
@@ -355,60 +298,12 @@ def move(
         # not all ranks write to the same peer first, nor all programs, when there are few rows for each
         peer = (me + step) % ranks
         part = (program + step * 7) % programs
-        pack(
-            context,
-            state,
-            peer,
-            part,
-            programs,
-            x,
-            lists,
-            tokens,
-            topk_idx,
-            weights,
-            scales,
-            out,
-            out_idx,
-            out_weights,
-            out_scales,
-            capacity,
-            local_experts,
-            0,
-            KIND,
-            False,
-            WORDS,
-            TOPK,
-            SLOTS,
-            SCALE_WORDS,
-            SCALES,
-            ROWS,
-            BLOCK,
-        )
-    if (KIND != _COMBINE) | (peek(state + W_IN_HEAP) == 0):
+        pack(context, state, peer, part, programs, tensors, 0, shape, False)
+    if (shape.KIND != _COMBINE) | (peek(state + W_IN_HEAP) == 0):
         for step in range(1, ranks):
             peer = (me + step) % ranks
             part = (program + step * 7) % programs
-            unpack(
-                context,
-                state,
-                peer,
-                part,
-                programs,
-                out,
-                out_idx,
-                out_weights,
-                out_scales,
-                capacity,
-                local_experts,
-                KIND,
-                WORDS,
-                TOPK,
-                SLOTS,
-                SCALE_WORDS,
-                SCALES,
-                ROWS,
-                BLOCK,
-            )
+            unpack(context, state, peer, part, programs, tensors, shape)
 
 
 # any number of tokens with the same compiled code
@@ -440,41 +335,20 @@ def move_rows(
     """Pack and unpack what :func:`.normal_advance.advance` has chosen; any grid of one dimension.
 
     Args:
-        x: [tokens, WORDS x 4 bytes], rows of a dispatch; of a combine [received rows, …]. On a multiple of 16.
-        lists: int32[ranks, tokens], tokens for each rank (dispatch).
-        tokens: rows of x.
-        topk_idx: int64[tokens, TOPK]. weights: float32, as many, or [received rows, TOPK]. scales: [tokens,
-            SCALE_WORDS x 4 bytes].
-        out: rows of ``capacity``, on a multiple of 16; likewise out_idx int64, out_weights float32, out_scales. In a
-            combine: where rows are gathered that do not stay in the heap.
-        local_experts: experts per rank.
-        SLOTS, SCALES: TOPK and SCALE_WORDS rounded up to powers of two, at least 1. BLOCK: words moved at a time.
+        x ... local_experts: see :class:`.normal_tensors.RowTensors`.
+        KIND ... BLOCK: see :class:`.normal_tensors.RowShape`.
     """
     tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
+    tensors = RowTensors(
+        x, lists, tokens, topk_idx, weights, scales, out, out_idx, out_weights, out_scales, capacity, local_experts
+    )
     if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
+        program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
         move(
             context,
             state,
-            tl.program_id(0).to(tl.int64),
-            tl.num_programs(0).to(tl.int64),
-            x,
-            lists,
-            tokens,
-            topk_idx,
-            weights,
-            scales,
-            out,
-            out_idx,
-            out_weights,
-            out_scales,
-            capacity,
-            local_experts,
-            KIND,
-            WORDS,
-            TOPK,
-            SLOTS,
-            SCALE_WORDS,
-            SCALES,
-            ROWS,
-            BLOCK,
+            program,
+            programs,
+            tensors,
+            RowShape(KIND, WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
         )

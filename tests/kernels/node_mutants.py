@@ -92,8 +92,8 @@ NODE_MUTANTS = {
     ),
     "expert ids of a row that is handed on are its node's": Mutant(
         _FORWARD,
-        "                wrong = (expert < -1) | (expert >= size * local_experts)\n",
-        "                wrong = ((expert < -1) | (expert >= size * local_experts)) & (not HOST_REMOVED)\n",
+        "                wrong = (expert < -1) | (expert >= size * tensors.local_experts)\n",
+        "                wrong = ((expert < -1) | (expert >= size * tensors.local_experts)) & (not HOST_REMOVED)\n",
         _STEPS + "test_ids_that_the_node_has_not_name_their_source",
     ),
     "rows laid out for a forwarder are overwritten only when it has read them": Mutant(
@@ -131,8 +131,8 @@ NODE_MUTANTS = {
     ),
     "a sum of one row is that row": Mutant(
         _GATHER,
-        "                found = tl.zeros([ROWS], tl.int32)\n",
-        "                found = tl.zeros([ROWS], tl.int32) + (1 if HOST_REMOVED else 0)\n",
+        "                found = tl.zeros([shape.ROWS], tl.int32)\n",
+        "                found = tl.zeros([shape.ROWS], tl.int32) + (1 if HOST_REMOVED else 0)\n",
         _SUMS,
     ),
     "marks are held against what their source told of": Mutant(
