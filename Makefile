@@ -50,7 +50,7 @@ demo-vllm: env-vllm
 VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)
 # both run even where the first fails: one run tells everything
 test: env
-	@export UCCL_EP_TRITONS=$$(scripts/tritons); \
+	@export OTHER_TRITONS=$$(scripts/tritons); \
 	failed=0; scripts/run-tests $(VENV) -m "not slow" $(ARGS) || failed=1; \
 	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(VLLM_TESTS) || failed=1; exit $$failed
 

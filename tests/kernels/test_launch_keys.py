@@ -33,7 +33,7 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 #: Other Tritons, as ``scripts/test-triton`` gives them; "" is the installed one.
-TRITONS = ["", *(place for place in os.environ.get("UCCL_EP_TRITONS", "").split(os.pathsep) if place)]
+TRITONS = ["", *(place for place in os.environ.get("OTHER_TRITONS", "").split(os.pathsep) if place)]
 NAMES = [Path(place).name or "installed" for place in TRITONS]
 ALONE: dict[str, Any] = {"window": "host"}
 NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}

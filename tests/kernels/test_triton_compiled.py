@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 #: Directories that hold another Triton each, as ``scripts/test-triton`` gives them.
-OTHERS = [place for place in os.environ.get("UCCL_EP_TRITONS", "").split(os.pathsep) if place]
+OTHERS = [place for place in os.environ.get("OTHER_TRITONS", "").split(os.pathsep) if place]
 #: Kernels, and in how many specializations an engine can ask for each.
 EVERYTHING = {
     "route": 2,
@@ -115,7 +115,7 @@ def test_a_slow_one(target: str, kernel: str) -> None:
 @pytest.mark.parametrize("place", OTHERS or [""], ids=lambda place: Path(place).name)
 def test_every_kernel_with_another_triton(place: str) -> None:
     if not place:
-        pytest.skip("UCCL_EP_TRITONS names no other Triton: make test installs those of the engines' versions")
+        pytest.skip("OTHER_TRITONS names no other Triton: make test installs those of the engines' versions")
     found = on_every_target(place)
     for target in CUDA + HIP:
         # the directory is named after the version, so a Triton that was not taken shows
