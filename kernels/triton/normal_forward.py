@@ -66,7 +66,7 @@ from .normal_nodes import (
     rows_at,
     stamp_rows,
 )
-from .normal_rows import copy_rows
+from .normal_rows import copy_rows, copy_scales
 from .normal_tensors import NodeTables, RowShape, RowTensors
 from .wait import refuse
 from .words import acquire_each, any_of, int32s, int64s, peek, poke, settle, uint8s
@@ -378,9 +378,4 @@ def take_passed(
                 tl.store(int64s(tensors.out_idx + 8 * at), tl.where(mine, expert, -1), mask=given)
                 tl.store(int32s(tensors.out_weights + 4 * at), tl.where(mine, bits, 0), mask=given)
             if shape.SCALE_WORDS > 0:
-                part_of = tl.arange(0, shape.SCALES)[None, :]
-                wanted = inside[:, None] & (part_of < shape.SCALE_WORDS)
-                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * shape.TOPK + part_of)), mask=wanted, other=0)
-                tl.store(
-                    int32s(tensors.out_scales + 4 * (row[:, None] * shape.SCALE_WORDS + part_of)), part, mask=wanted
-                )
+                copy_scales(landed_meta, row, inside, tensors, shape)

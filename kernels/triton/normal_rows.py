@@ -43,7 +43,7 @@ from .normal_nodes import is_far, mark_bytes
 from .normal_tensors import UNALIGNED, RowShape, RowTensors
 from .words import aligned, int32s, int64s, peek, uint8s
 
-__all__ = ["copy_rows", "move", "move_rows", "pack", "pad", "unpack"]
+__all__ = ["copy_rows", "copy_scales", "move", "move_rows", "pack", "pad", "unpack"]
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 
@@ -62,6 +62,17 @@ def copy_rows(source: tl.tensor, target: tl.tensor, inside: tl.tensor, words: tl
         here = inside[:, None] & (word < shape.WORDS)
         part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=here, other=0)
         tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here)
+
+
+@triton.jit
+def copy_scales(
+    landed_meta: tl.tensor, row: tl.tensor, inside: tl.tensor, tensors: RowTensors, shape: RowShape
+) -> None:
+    """Scales of rows that landed, behind their ids and weights at ``landed_meta`` [rows], to ``row`` of the output."""
+    place = tl.arange(0, shape.SCALES)[None, :]
+    given = inside[:, None] & (place < shape.SCALE_WORDS)
+    part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * shape.TOPK + place)), mask=given, other=0)
+    tl.store(int32s(tensors.out_scales + 4 * (row[:, None] * shape.SCALE_WORDS + place)), part, mask=given)
 
 
 @triton.jit
@@ -280,12 +291,7 @@ def unpack(
                     tl.store(int64s(tensors.out_idx + 8 * place), tl.where(wrong, -1, expert), mask=given)
                 tl.store(int32s(tensors.out_weights + 4 * place), bits, mask=given)
             if shape.SCALE_WORDS > 0:
-                part_of = tl.arange(0, shape.SCALES)[None, :]
-                wanted = inside[:, None] & (part_of < shape.SCALE_WORDS)
-                part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * shape.TOPK + part_of)), mask=wanted, other=0)
-                tl.store(
-                    int32s(tensors.out_scales + 4 * (row[:, None] * shape.SCALE_WORDS + part_of)), part, mask=wanted
-                )
+                copy_scales(landed_meta, row, inside, tensors, shape)
 
 
 @triton.jit
