@@ -47,11 +47,17 @@ def in_threads(size: int, body: Callable[[ThreadExchange], Any]) -> list[Any]:
     return results
 
 
-def joined(exchange: ThreadExchange, *, tcp: bool = False, **overrides: Any) -> ControlMesh:
-    """A connected mesh; ``tcp`` pretends that every rank is on a host of its own."""
+def introduced(exchange: ThreadExchange, **overrides: Any) -> tuple[ControlMesh, Introduction]:
+    """A mesh that is not connected yet, and what its rank knows of the others."""
     settings = Settings.from_environment({}, **{"connect_timeout": 10.0, **overrides})
     mesh = ControlMesh(exchange.rank, exchange.size, settings)
     known = introduce(exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={})
+    return mesh, known
+
+
+def joined(exchange: ThreadExchange, *, tcp: bool = False, **overrides: Any) -> ControlMesh:
+    """A connected mesh; ``tcp`` pretends that every rank is on a host of its own."""
+    mesh, known = introduced(exchange, **overrides)
     if tcp:
         import msgspec
 

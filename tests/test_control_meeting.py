@@ -6,11 +6,9 @@ import socket
 import time
 from typing import Any
 
-from control_threads import ThreadExchange, in_threads, joined
+from control_threads import ThreadExchange, in_threads, introduced, joined
 
-from uccl_ep_serving.bootstrap import Introduction, introduce
-from uccl_ep_serving.config import Settings
-from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.bootstrap import Introduction
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 
 
@@ -25,11 +23,7 @@ def test_ranks_that_disagree_are_told_who_and_what() -> None:
 
 def test_a_wrong_secret_is_refused_and_strangers_do_not_disturb() -> None:
     def body(exchange: ThreadExchange) -> Any:
-        settings = Settings.from_environment({}, connect_timeout=3.0)
-        mesh = ControlMesh(exchange.rank, 2, settings)
-        known = introduce(
-            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
-        )
+        mesh, known = introduced(exchange, connect_timeout=3.0)
         if exchange.rank == 1:
             for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b""):
                 with socket.create_connection((known.cards[0].address, known.cards[0].port)) as stranger:
@@ -48,11 +42,7 @@ def test_silent_strangers_never_push_out_a_rank() -> None:
     """More of them than are kept, on both listeners, before and while the ranks connect."""
 
     def body(exchange: ThreadExchange) -> Any:
-        settings = Settings.from_environment({}, connect_timeout=10.0)
-        mesh = ControlMesh(exchange.rank, 3, settings)
-        known = introduce(
-            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
-        )
+        mesh, known = introduced(exchange, connect_timeout=10.0)
         strangers = []
         for card in known.cards:
             for _ in range(30):
@@ -72,11 +62,7 @@ def test_silent_strangers_never_push_out_a_rank() -> None:
 
 def test_a_rank_that_gives_up_while_connecting_is_named_at_once() -> None:
     def body(exchange: ThreadExchange) -> Any:
-        settings = Settings.from_environment({}, connect_timeout=30.0)
-        mesh = ControlMesh(exchange.rank, exchange.size, settings)
-        known = introduce(
-            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
-        )
+        mesh, known = introduced(exchange, connect_timeout=30.0)
         start = time.monotonic()
         try:
             if exchange.rank == 1:
@@ -98,11 +84,7 @@ def test_silent_strangers_do_not_hold_up_the_group() -> None:
     strangers: list[socket.socket] = []
 
     def body(exchange: ThreadExchange) -> Any:
-        settings = Settings.from_environment({}, connect_timeout=20.0)
-        mesh = ControlMesh(exchange.rank, 2, settings)
-        known = introduce(
-            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
-        )
+        mesh, known = introduced(exchange, connect_timeout=20.0)
         if exchange.rank == 1:
             strangers.extend(
                 socket.create_connection((known.cards[0].address, known.cards[0].port)) for _ in range(100)
@@ -128,11 +110,7 @@ def test_equal_host_identities_without_a_common_socket_meet_over_tcp() -> None:
     import msgspec
 
     def body(exchange: ThreadExchange) -> Any:
-        settings = Settings.from_environment({}, connect_timeout=10.0)
-        mesh = ControlMesh(exchange.rank, 2, settings)
-        known = introduce(
-            exchange, settings, socket_name=mesh.socket_name, address=mesh.address, port=mesh.port, sizes={}
-        )
+        mesh, known = introduced(exchange, connect_timeout=10.0)
         cards = tuple(msgspec.structs.replace(card, socket_name=card.socket_name + "x") for card in known.cards)
         mesh.connect(Introduction(cards, known.secret))
         local = mesh.local_peers
