@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Rewrite the lists in requirements/ from what is installed in the running environment.
 
-Where SGLang is installed these are core, dev and sglang-cpu; where vLLM is, vllm-cpu alone, which must then agree with
-the other two. Each list is closed: it names every distribution it needs that an earlier list does not have, so that pip
-installs it with ``--no-deps`` and no resolver decides anything. The dependencies in pyproject.toml decide
+Where SGLang is installed these are core, dev, triton and sglang-cpu; where vLLM is, vllm-cpu alone, which must then
+agree with core and dev. Each list is closed: it names every distribution it needs that an earlier list does not have,
+so that pip installs it with ``--no-deps`` and no resolver decides anything. The dependencies in pyproject.toml decide
 which list a distribution belongs to; what they do not reach was installed for the engine.
 
 Usage: ``.venv/bin/python scripts/freeze.py`` in an environment where ``make test`` and ``make demo`` pass, and
@@ -75,13 +75,15 @@ def main() -> None:
     core = closure([*declared["dependencies"], *build], installed)
     # packaging is what this script itself needs
     dev = closure([*extras["test"], *extras["dev"], "packaging"], installed) - core
-    rest = set(installed) - core - dev
+    triton = closure(extras["cuda"], installed) - core - dev
+    rest = set(installed) - core - dev - triton
     if VLLM in installed:
         check_pins(["core.txt", "dev.txt"], installed)
         rewrite(ROOT / "requirements" / "vllm-cpu.txt", rest - NOT_LISTED, installed)
         return
     rewrite(ROOT / "requirements" / "core.txt", core - NOT_LISTED, installed)
     rewrite(ROOT / "requirements" / "dev.txt", dev - NOT_LISTED, installed)
+    rewrite(ROOT / "requirements" / "triton.txt", triton - NOT_LISTED, installed)
     rewrite(ROOT / "requirements" / "sglang-cpu.txt", rest - NOT_LISTED, installed)
 
 
