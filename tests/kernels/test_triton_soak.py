@@ -25,12 +25,17 @@ pytestmark = [
 
 #: No heap to speak of, and landing slots of a few rows: everything goes in rounds.
 ROUNDS = {"heap_bytes": 4096, "round_bytes": 32768, "chunk_bytes": 8192}
-WINDOWS: dict[str, dict[str, Any]] = {
-    "mapped": PATHS["mapped"],
-    "mapped, in rounds": {**PATHS["mapped"], **ROUNDS},
-    "shm": PATHS["shm"],
-    "shm, in rounds": {**PATHS["shm"], **ROUNDS},
-    "ipc": PATHS["ipc"],
+#: Nodes of two ranks, between which proxies copy.
+NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}
+#: How many ranks, and their settings.
+WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
+    "mapped": (2, PATHS["mapped"]),
+    "mapped, in rounds": (2, {**PATHS["mapped"], **ROUNDS}),
+    "shm": (2, PATHS["shm"]),
+    "shm, in rounds": (2, {**PATHS["shm"], **ROUNDS}),
+    "ipc": (2, PATHS["ipc"]),
+    "between nodes": (4, NODES),
+    "between nodes, in rounds": (4, {**NODES, **ROUNDS}),
 }
 
 
@@ -43,15 +48,16 @@ def interpreted() -> Iterator[Ranks]:
 
 
 def test_a_few_steps(interpreted: Ranks) -> None:
-    window = WINDOWS["shm, in rounds"]
-    assert interpreted.run(2, bodies.soak, window, 4, 21, 8, timeout=500) == [4, 4]
+    ranks, window = WINDOWS["shm, in rounds"]
+    assert interpreted.run(ranks, bodies.soak, window, 4, 21, 8, timeout=500) == [4, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_hundred_steps(interpreted: Ranks, window: str) -> None:
+    ranks, overrides = WINDOWS[window]
     seed = list(WINDOWS).index(window)
-    assert interpreted.run(2, bodies.soak, WINDOWS[window], 100, seed, 40, timeout=3000) == [100, 100]
+    assert interpreted.run(ranks, bodies.soak, overrides, 100, seed, 40, timeout=3000) == [100] * ranks
 
 
 def test_nothing_waits_for_the_device_where_the_host_need_not_look(interpreted: Ranks) -> None:

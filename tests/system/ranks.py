@@ -27,6 +27,10 @@ _PRELOAD = ["torch", "torch.distributed", "uccl_ep_serving.buffer"]
 _calls = itertools.count()
 
 
+#: Errors that tell of another rank, which may have raised what explains them.
+_BLAMES = frozenset(("PeerTimeout", "PeerLost"))
+
+
 class RankFailed(AssertionError):
     """A rank raised; the message holds its traceback."""
 
@@ -95,13 +99,13 @@ class Ranks:
         return results
 
     def run(self, size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 90.0) -> list[Any]:
-        """Results by rank. Raises RankFailed for the first rank that raised."""
+        """Results by rank. Raises RankFailed for the first rank that raised: one that blames no peer, if there is one."""
         self.start(size, body, *arguments)
         results = self.finish(list(range(size)), timeout)
-        for rank in range(size):
-            succeeded, value = results[rank]
-            if not succeeded:
-                raise RankFailed(rank, *value)
+        failed = [rank for rank in range(size) if not results[rank][0]]
+        if failed:
+            first = min(failed, key=lambda rank: results[rank][1][0] in _BLAMES)
+            raise RankFailed(first, *results[first][1])
         return [results[rank][1] for rank in range(size)]
 
     def pid(self, rank: int) -> int:
