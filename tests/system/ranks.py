@@ -99,7 +99,7 @@ class Ranks:
         return results
 
     def run(self, size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 90.0) -> list[Any]:
-        """Results by rank. Raises RankFailed for the first rank that raised: one that blames no peer, if there is one."""
+        """Results by rank. Raises RankFailed for the first rank that raised: if it can, one that blames no peer."""
         self.start(size, body, *arguments)
         results = self.finish(list(range(size)), timeout)
         failed = [rank for rank in range(size) if not results[rank][0]]
