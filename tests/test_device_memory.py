@@ -9,7 +9,8 @@ import os
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -32,10 +33,17 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Handle:
-    """``cudaIpcMemHandle_t`` as every release of cuda-bindings has it: bytes at an address."""
+    """``cudaIpcMemHandle_t`` as every release of cuda-bindings has it: bytes at an address, as long as it lives."""
+
+    #: The bytes of handles that are gone: memory that an allocator has given to others.
+    given_back: ClassVar[list[Any]] = []
 
     def __init__(self, content: bytes = b"") -> None:
         self._bytes = ctypes.create_string_buffer(content, 64)
+
+    def __del__(self) -> None:
+        ctypes.memset(self._bytes, 0xEE, 64)
+        self.given_back.append(self._bytes)
 
     def getPtr(self) -> int:
         """Where they are."""
@@ -51,7 +59,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A ``cuda.bindings.runtime`` that notes its calls."""
     calls: list[tuple[Any, ...]] = []
     runtime: Any = types.ModuleType("cuda.bindings.runtime")
-    opened = Handle(b"h" * 64)
 
     def function(name: str, *results: Any) -> None:
         def call(*arguments: Any) -> tuple[Any, ...]:
@@ -66,11 +73,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     function("cudaMalloc", 0x9000)
     function("cudaMemset")
     function("cudaFree")
-    function("cudaIpcGetMemHandle", opened)
+    function("cudaIpcGetMemHandle")
     function("cudaIpcOpenMemHandle", 0xA000)
     function("cudaIpcCloseMemHandle")
     # status "active", number 41, and a later release's extra results
     function("cudaStreamGetCaptureInfo", 1, 41, None, None, None, 0)
+    note = runtime.cudaIpcGetMemHandle
+    # a new object with each call, as the real one has it
+    runtime.cudaIpcGetMemHandle = lambda address: (*note(address), Handle(b"h" * 64))
     runtime.cudaIpcMemHandle_t = Handle
     runtime.cudaGetErrorString = lambda code: (0, b"out of memory")
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", runtime)
@@ -209,6 +219,24 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
     with pytest.raises(ConfigError, match=r"libamdhip64\.so"):
         HipMemory(GPU)
+
+
+def test_rocm_libraries_are_those_that_torch_has_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another copy of them would know nothing of torch's memory."""
+    maps, asked = tmp_path / "maps", []
+    monkeypatch.setattr(device_memory, "_MAPS", maps)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: asked.append(name) or Hip())  # type: ignore[func-returns-value]
+    maps.write_text("7f00-7f01 r--p 00000000 00:00 0\n7f02-7f03 r-xp 00000000 08:01 5    /usr/lib/libc.so.6\n")
+    HipMemory(GPU)
+    with maps.open("a") as file:
+        file.write("7f04-7f05 r-xp 00001000 08:01 9    /opt/my env/torch/lib/libamdhip64.so\n")
+        file.write("7f06-7f07 r-xp 00001000 08:01 9    /opt/my env/torch/lib/libhsa-runtime64.so.1.15\n")
+    HipMemory(GPU).export_dmabuf(0xB000, 4096)
+    assert asked == [
+        "libamdhip64.so",
+        "/opt/my env/torch/lib/libamdhip64.so",
+        "/opt/my env/torch/lib/libhsa-runtime64.so.1.15",
+    ]
 
 
 class Hip:

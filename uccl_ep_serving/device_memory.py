@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import mmap
 import os
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ _OUT_OF_MEMORY = 2
 #: Smaller allocations may share a block of this size, and IPC hands whole blocks over (CUDA's manual of
 #: ``cudaIpcGetMemHandle``).
 _BLOCK_BYTES = 2 << 20
+_MAPS = Path("/proc/self/maps")
 _HOST_WINDOWS = "UCCL_EP_WINDOW=host on all ranks"
 #: By function: the likely cause of its failure, and the next step.
 _CAUSES = {
@@ -192,8 +194,10 @@ class CudaMemory(_Driver):
 
     def export(self, address: int) -> bytes:
         """See :class:`DeviceMemory`."""
-        # by address: later releases of cuda-bindings 13 have no attribute for the bytes
-        return ctypes.string_at(self._call("IpcGetMemHandle", address).getPtr(), _HANDLE_BYTES)
+        # By address, since later releases of cuda-bindings 13 have no attribute for the bytes. They go with the object,
+        # so it must have a name while they are read.
+        opaque = self._call("IpcGetMemHandle", address)
+        return ctypes.string_at(opaque.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
         """See :class:`DeviceMemory`."""
@@ -238,6 +242,20 @@ class CudaMemory(_Driver):
         return f"{self.device} does not order the writes of NICs (cudaDevAttrGPUDirectRDMAWritesOrdering)"
 
 
+def _loaded(name: str) -> str:
+    """Path of the library ``name`` that this process has loaded, else ``name``.
+
+    Wheels of torch bring ROCm's libraries with them. Another copy, from where the system has one, would know nothing of
+    torch's devices, streams and memory.
+    """
+    for line in _MAPS.read_text(errors="surrogateescape").splitlines():
+        # address, permissions, offset, device, inode, path
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and os.path.basename(fields[5]).startswith(name):
+            return fields[5]
+    return name
+
+
 class _HipHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
@@ -257,7 +275,7 @@ class HipMemory(_Driver):
         super().__init__(device)
         self._hsa = hsa
         try:
-            self._library = library or ctypes.CDLL("libamdhip64.so")
+            self._library = library or ctypes.CDLL(_loaded("libamdhip64.so"))
         except OSError as error:
             raise ConfigError(f"tensors on {device} need ROCm's libamdhip64.so: {error}") from error
 
@@ -306,7 +324,7 @@ class HipMemory(_Driver):
         """See :class:`DeviceMemory`. ROCm's runtime below HIP does it (``hsa_amd_portable_export_dmabuf``)."""
         descriptor, offset = ctypes.c_int(-1), ctypes.c_uint64(0)
         try:
-            export = (self._hsa or ctypes.CDLL("libhsa-runtime64.so.1")).hsa_amd_portable_export_dmabuf
+            export = (self._hsa or ctypes.CDLL(_loaded("libhsa-runtime64.so.1"))).hsa_amd_portable_export_dmabuf
         except (OSError, AttributeError) as error:
             raise self._no_dmabuf(str(error), 0) from error
         code = int(
