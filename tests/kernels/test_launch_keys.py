@@ -54,15 +54,20 @@ def interpreted() -> Iterator[Ranks]:
     pool.close()
 
 
-def keys_of(launches: list[Seen], triton: str = "") -> list[str]:
-    """Triton's key of each, for CUDA."""
+def compiling(triton: str) -> dict[str, str]:
+    """The environment of a process whose Triton is that below ``triton``, or the installed one, not the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (triton, str(HERE.parents[1]), environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    return environment
+
+
+def keys_of(launches: list[Seen], triton: str = "") -> list[str]:
+    """Triton's key of each, for CUDA."""
     done = subprocess.run(
         [sys.executable, "-P", str(HERE / "launch_keys.py")],
         input=json.dumps([launch[1:] for launch in launches]),
-        env=environment,
+        env=compiling(triton),
         capture_output=True,
         text=True,
         check=False,
@@ -123,6 +128,32 @@ def test_normal_mode_runs_what_was_compiled_ahead(of_normal_mode: list[Seen], tr
 @pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
 def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: list[Seen], triton: str) -> None:
     check(between_nodes, BETWEEN_NODES, triton)
+
+
+NO_GLOBALS = """
+from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.normal_advance import advance
+
+def warmup(*arguments, grid, **constants):
+    assert advance.cache_key
+    read.append(len(advance.used_global_vals))
+    return {grid: "a launcher"}
+
+read = []
+advance.warmup = warmup
+Launch(advance, (1,), (0, 0), {"LANES": 32, "BACKEND": 1}).compile()
+assert read[0] > 0
+assert len(advance.used_global_vals) == 0
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+def test_no_launch_compares_global_names(triton: str) -> None:
+    """Triton compares all that a kernel reads, at every launch, unless it has none of them."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", NO_GLOBALS], env=compiling(triton), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_what_a_value_changes_is_seen() -> None:
