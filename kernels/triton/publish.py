@@ -54,15 +54,15 @@ def _store_commands(
         )
     elif BACKEND == HIP:
         # an exchange would be a read-modify-write over PCIe: two stores past the caches after a write-back do the same
-        where = tl.where(chosen, slots, sink)
         tl.inline_asm_elementwise(
             """buffer_wbl2 sc0 sc1
             s_waitcnt vmcnt(0)
-            global_store_dwordx2 $1, $3, off offset:8 sc0 sc1
-            global_store_dwordx2 $1, $2, off sc0 sc1
+            global_store_dwordx2 $2, $4, off sc0 sc1
+            global_store_dwordx2 $1, $3, off sc0 sc1
             v_mov_b32 $0, 0""",
-            "=&v,v,v,v,~{memory}",
-            [where, low, high],
+            "=&v,v,v,v,v,~{memory}",
+            # each word has an address of its own: the sink is one word, and what follows it is somebody's
+            [tl.where(chosen, slots, sink), tl.where(chosen, slots + 8, sink), low, high],
             tl.int32,
             is_pure=False,
             pack=1,

@@ -118,6 +118,10 @@ def hip_faults(name: str, code: str) -> list[str]:
         faults += _poll_faults(_polls(code, label, branch, load, clock), r"s_c?branch", load, clock)
         if "buffer_inv sc0 sc1" not in code:
             faults.append("no acquire")
+    # what such stores do not choose goes to a sink of one word
+    assembly = re.findall(r";;#ASMSTART([\s\S]*?);;#ASMEND", code)
+    if any(re.search(r"_store_[^\n]*\boffset:", one) for one in assembly):
+        faults.append("a store of a lane that sends nothing goes beyond the word that takes it")
     # other than that of a command
     if name in COPYING and not re.search(r"(?:global|buffer)_store_dwordx[24] (?!.* sc1)", code):
         faults.append("stores are not vectorised")

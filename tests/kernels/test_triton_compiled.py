@@ -145,9 +145,11 @@ global_load_dwordx4 v[0:3], v[4:5], off
 global_store_dwordx4 v[6:7], v[0:3], off
 s_waitcnt vmcnt(0)
 s_barrier
+;;#ASMSTART
 buffer_wbl2 sc0 sc1
 s_waitcnt vmcnt(0)
 global_store_dwordx2 v[8:9], v[10:11], off sc0 sc1
+;;#ASMEND
 .LBB0_1:
 global_load_dwordx2 v[12:13], v[14:15], off sc0 sc1
 s_waitcnt vmcnt(0)
@@ -180,6 +182,7 @@ CUDA_TRAPS = [
 HIP_TRAPS = [
     ("pack_combine", "buffer_wbl2 sc0 sc1\n", "", "without a write-back"),
     ("pack_combine", "s_waitcnt vmcnt(0)\ns_barrier", "s_barrier", "does not wait for stores"),
+    ("pack_combine", "v[10:11], off sc0 sc1", "v[10:11], off offset:8 sc0 sc1", "beyond the word"),
     ("route", "off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv", "off\ns_waitcnt vmcnt(0)\nbuffer_inv", "hoisted"),
     ("route", "s_cbranch_scc0 .LBB0_2\n", "", "every turn"),
     ("route", "buffer_inv sc0 sc1\n", "", "no acquire"),

@@ -1,0 +1,108 @@
+"""Publishing alone, with stores that no lane can leave out, as on ROCm. Imported only where Triton is the interpreter.
+
+The interpreter knows no assembly: :func:`_assembly` does what stores of it do, and passes over what only orders them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+from uccl_ep_serving.kernels.triton import blocks, normal_blocks
+from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
+from uccl_ep_serving.kernels.triton.words import int64s
+from uccl_ep_serving.protocol import context as ctx
+from uccl_ep_serving.protocol.command import Command, decode
+from uccl_ep_serving.protocol.ring import CAPACITY, HEAD, SLOTS, lap_of, ring_bytes
+from uccl_ep_serving.protocol.streams import STREAMS
+
+RANKS, LANES, SLOTS_OF_RING, HIP = 5, 8, 16, 2
+#: What stands in every word of the state block, and must still stand there.
+UNTOUCHED = 0x5A5A5A5A
+_STORE = re.compile(r"global_store_dwordx2 \$(\d+), \$(\d+), off(?: offset:(\d+))?")
+
+
+def _assembly(
+    text: str, constraints: str, values: list[tl.tensor], dtype: tl.dtype, is_pure: bool, pack: int
+) -> tl.tensor | None:
+    for address, value, offset in _STORE.findall(text):
+        where, what = (np.ravel(values[int(place) - 1].handle.data) for place in (address, value))
+        for at, word in np.broadcast(where, what):
+            ctypes.c_int64.from_address(int(at) + int(offset or 0)).value = int(word)
+    return values[0] if values else None
+
+
+@triton.jit
+def publish(
+    context: tl.int64,
+    state: tl.int64,
+    chosen: tl.int64,
+    stream: tl.int64,
+    FLAGS: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Flags of 7 messages, or a write, for each peer whose word of ``chosen`` is not 0."""
+    peers = tl.arange(0, LANES).to(tl.int64)
+    take = tl.load(int64s(chosen + 8 * peers)) != 0
+    zero = tl.zeros_like(peers)
+    stream = stream.to(tl.int64)
+    if FLAGS:
+        store_flags(context, state, peers, take, stream, zero + 7, BACKEND)
+    else:
+        source, target, last = zero + 64, zero + 128 * peers, zero + 1
+        put_writes(context, state, peers, take, stream, source, target, zero + 32, last, BACKEND)
+
+
+class _Bench:
+    """A context whose rings and flags the test reads, and a state block of which only the sink may change."""
+
+    def __init__(self) -> None:
+        self.state = np.full(normal_blocks.STATE_WORDS + blocks.STATE_WORDS, UNTOUCHED, dtype=np.int64)
+        self.ring = np.zeros(ring_bytes(SLOTS_OF_RING) // 8, dtype=np.int64)
+        self.ring[CAPACITY // 8] = SLOTS_OF_RING
+        self.head = np.zeros(2, dtype=np.int64)
+        self.flags = np.zeros(RANKS, dtype=np.int64)
+        rings = np.full(STREAMS, self.ring.ctypes.data, dtype=np.int64)
+        heads = np.full(STREAMS, self.head.ctypes.data, dtype=np.int64)
+        places = (self.flags.ctypes.data + 8 * np.arange(RANKS, dtype=np.int64)).repeat(STREAMS)
+        self.context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
+        self.context[ctx.RANKS], self.context[ctx.FLAG] = RANKS, places.ctypes.data
+        self.context[ctx.RING], self.context[ctx.HEADS] = rings.ctypes.data, heads.ctypes.data
+        self.kept = (rings, heads, places)
+
+    def publish(self, peers: list[int], flags: bool) -> None:
+        chosen = np.zeros(LANES, dtype=np.int64)
+        chosen[peers] = 1
+        arguments: tuple[Any, ...] = (self.context.ctypes.data, self.state.ctypes.data, chosen.ctypes.data, 3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tl, "inline_asm_elementwise", _assembly)
+            publish[(1,)](*arguments, FLAGS=flags, LANES=LANES, BACKEND=HIP)
+
+    def commands(self) -> list[Command]:
+        found = []
+        for index in range(int(self.ring[HEAD // 8])):
+            low, high = (int(word) for word in self.ring[SLOTS // 8 + 2 * index :][:2])
+            assert low & 1 == high & 1 == lap_of(index, SLOTS_OF_RING)
+            found.append(decode(low, high))
+        return found
+
+    def changed(self) -> list[int]:
+        """Words of the state block that something was stored to."""
+        return [int(word) for word in np.flatnonzero(self.state != UNTOUCHED)]
+
+
+def run() -> tuple[list[Command], list[int], list[int]]:
+    """The commands to ranks 1, 2 and 4 of 5, the flags of ranks 0 and 3, and words of the state block that changed."""
+    bench = _Bench()
+    bench.publish([1, 4], flags=False)
+    bench.publish([2], flags=False)
+    bench.publish([0, 3], flags=True)
+    assert not bench.ring[SLOTS // 8 + 2 * 3 :].any()
+    return bench.commands(), bench.flags.tolist(), bench.changed()
