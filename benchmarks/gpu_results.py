@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Puts what the parts of ``scripts/gpu-check`` have left in a directory into one file of results.
+
+    benchmarks/gpu_results.py LOGS RESULTS
+
+A part that left nothing keeps what it said last, with the commit and the time that it is from (``found``). Figures that
+were taken while NVIDIA's Multi-Process Service ran (``MPS=1``) stand beside those without it, under ``with_mps``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+#: Of a suite in pytest's report.
+_COUNTS = ("tests", "failures", "errors", "skipped", "time", "timestamp")
+
+
+def suite(report: Path) -> dict[str, Any]:
+    """The counts of a report of pytest, and the last words of each test that failed."""
+    found = ElementTree.parse(report).getroot().find("testsuite")
+    if found is None:
+        return {"failed": {"pytest": "no test suite in its report"}}
+    faults = {
+        case.get("name", "?"): str(fault.get("message"))[-400:]
+        for case in found
+        for fault in case
+        if fault.tag in ("failure", "error")
+    }
+    return {**{name: found.get(name) for name in _COUNTS}, "failed": faults}
+
+
+def parts(logs: Path) -> Iterator[tuple[str, Any]]:
+    """(name, result) of every part that has left one; a result cut short is none."""
+    for name in ("probe", "soak"):
+        if (said := _text(logs / f"{name}.json")).strip().endswith("}"):
+            yield name, json.loads(said)
+    for name in ("first", "tests"):
+        if _text(logs / f"{name}.xml"):
+            yield name, suite(logs / f"{name}.xml")
+    for name in ("memcheck", "racecheck"):
+        if said := _text(logs / name).strip():
+            yield name, said
+
+
+def figures(logs: Path) -> dict[str, Any]:
+    """What the scripts of figures have measured."""
+    found: dict[str, Any] = {}
+    for name in ("low_latency", "normal"):
+        if said := _text(logs / f"{name}.json"):
+            found |= json.loads(said)
+    return found
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def merged(before: dict[str, Any], logs: Path, mps: bool, stamp: dict[str, str]) -> dict[str, Any]:
+    """``before`` with what is in ``logs``, all of one run, which ``stamp`` marks."""
+    new, measured = dict(parts(logs)), figures(logs)
+    if mps and measured:
+        new["with_mps"] = {**before.get("with_mps", {}), **measured}
+    else:
+        new |= measured
+    return {**before, **new, "found": {**before.get("found", {}), **dict.fromkeys(new, stamp)}}
+
+
+def main() -> None:
+    from uccl_ep_serving.cli.bench_machine import describe
+
+    logs, target = map(Path, sys.argv[1:])
+    stamp = {"commit": describe()["commit"], "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    before = json.loads(target.read_text()) if target.exists() else {}
+    found = merged(before, logs, os.environ.get("MPS") == "1", stamp)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # whoever ends this half-way leaves the results of before
+    written = target.with_suffix(".part")
+    written.write_text(json.dumps(found, indent=1) + "\n")
+    written.replace(target)
+
+
+if __name__ == "__main__":
+    main()
