@@ -185,6 +185,8 @@ def main() -> int:
     failed = 0
     for check in checks:
         started = time.monotonic()
+        # where one never ends, this says which
+        print(f"probe: {check.__name__}", file=sys.stderr, flush=True)
         try:
             said = check(memory, target)
         except Exception as error:

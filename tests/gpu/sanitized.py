@@ -1,8 +1,8 @@
 """Dispatches and combines small enough for compute-sanitizer: ``python tests/gpu/sanitized.py``.
 
 Two ranks, each a process that this one starts, so that a sanitizer which follows children checks both. Every kernel
-runs, over device memory that the peer maps and through rings to proxies, and the result is held against the oracle.
-A sanitizer slows kernels down a hundred times, hence the deadline of ten minutes.
+inside a node runs, in both modes, over device memory that the peer maps and through rings to proxies, and the result is
+held against the oracle. A sanitizer slows kernels down a hundred times, hence the deadline of ten minutes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,32 @@ RANKS = 2
 def serve(rank: int, port: int) -> None:
     """One rank."""
     import gpu_bodies
+    import ll_cases
+    import normal_cases
+    import torch
     import torch.distributed as dist
-    from ll_cases import Case
 
     from uccl_ep_serving.bootstrap import StoreExchange
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=600))
-    cases = [Case(), Case(reduced=False, routing="holes"), Case(fp8=True, hidden=256)]
+    low_latency = [
+        ll_cases.Case(),
+        ll_cases.Case(reduced=False, routing="holes"),
+        ll_cases.Case(fp8=True, hidden=256),
+    ]
+    normal = [
+        normal_cases.Case(tokens=(9, 6), experts=8),
+        normal_cases.Case(tokens=(0, 7), experts=8, dtype=torch.float8_e4m3fn),
+    ]
     for path in ("ipc", "shm"):
-        exchange = StoreExchange(store, rank, RANKS, path)
-        overrides = {**gpu_bodies.PATHS[path], "timeout": 600.0, "connect_timeout": 600.0}
-        gpu_bodies.against_the_oracle(exchange, overrides, cases)
+        for body, cases in (
+            (gpu_bodies.against_the_oracle, low_latency),
+            (gpu_bodies.normal_against_the_oracle, normal),
+        ):
+            name = f"{body.__name__} over {path}"
+            exchange = StoreExchange(store, rank, RANKS, name)
+            body(exchange, {**gpu_bodies.PATHS[path], "timeout": 600.0, "connect_timeout": 600.0}, cases)
+            print(f"sanitized: rank {rank}: {name}", flush=True)
 
 
 def main() -> int:

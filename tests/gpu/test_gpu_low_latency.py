@@ -5,15 +5,14 @@ These have not run yet: no machine of the project has had a GPU. ``make test-gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gpu_bodies
 import pytest
 import torch
+from gpu_ranks import GpuRanks
 from ll_cases import Case
 from ll_replay import FORMS
-from ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -25,37 +24,45 @@ WIRE_FORMATS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def on_gpu() -> Iterator[Ranks]:
-    """Rank processes that each have a context of their own on the device."""
-    pool = Ranks()
-    yield pool
-    pool.close()
+def cases_of(ranks: int) -> list[Case]:
+    """Every format, and routing with holes from ranks that have no tokens."""
+    cases = [Case(ranks=ranks, experts=4 * ranks, **form) for form in WIRE_FORMATS]
+    cases.append(Case(ranks=ranks, experts=4 * ranks, counts=(8, 0, 3), routing="holes"))
+    cases.append(Case(ranks=ranks, dtype=torch.float32))
+    return cases
 
 
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_against_the_oracle(on_gpu: Ranks, ranks: int, path: str) -> None:
-    cases = [Case(ranks=ranks, experts=4 * ranks, **form) for form in WIRE_FORMATS]
-    cases += [
-        Case(ranks=ranks, experts=4 * ranks, counts=(8, 0, 3), routing="holes"),
-        Case(ranks=ranks, dtype=torch.float32),
-    ]
-    on_gpu.run(ranks, gpu_bodies.against_the_oracle, gpu_bodies.PATHS[path], cases, timeout=500)
+def test_against_the_oracle(on_gpu: GpuRanks, ranks: int, path: str) -> None:
+    on_gpu.run(ranks, gpu_bodies.against_the_oracle, gpu_bodies.PATHS[path], cases_of(ranks), timeout=500)
+
+
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), (8, 4)])
+def test_between_simulated_nodes(on_gpu: GpuRanks, ranks: int, node_ranks: int) -> None:
+    """To some peers kernels write themselves, to others proxies do, in one operation."""
+    overrides = {**gpu_bodies.NODES, "node_ranks": node_ranks}
+    on_gpu.run(ranks, gpu_bodies.against_the_oracle, overrides, cases_of(ranks), timeout=500)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
-def test_graph_replays_with_other_tokens(on_gpu: Ranks, path: str, form: str) -> None:
+def test_graph_replays_with_other_tokens(on_gpu: GpuRanks, path: str, form: str) -> None:
     on_gpu.run(2, gpu_bodies.replays, gpu_bodies.PATHS[path], form, 20, timeout=300)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
-def test_streams_and_events(on_gpu: Ranks, path: str) -> None:
+def test_streams_and_events(on_gpu: GpuRanks, path: str) -> None:
     on_gpu.run(2, gpu_bodies.streams, gpu_bodies.PATHS[path], timeout=300)
 
 
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
-def test_a_silent_peer_is_named_and_the_gpu_stays_usable(on_gpu: Ranks, path: str) -> None:
-    kind, peer, works = on_gpu.run(2, gpu_bodies.silent_peer, gpu_bodies.PATHS[path], timeout=300)[0]
-    assert (kind, peer, works) == ("PeerTimeout", 1, True)
+def test_a_silent_peer_is_named_and_the_gpu_stays_usable(on_gpu: GpuRanks, path: str) -> None:
+    found = on_gpu.run(2, gpu_bodies.silent_peer, gpu_bodies.PATHS[path], timeout=300)[0]
+    assert found == ("PeerTimeout", 1, True)
+
+
+@pytest.mark.parametrize("path", ["shm", "ipc"])
+def test_a_peer_that_replays_no_graph_is_named(on_gpu: GpuRanks, path: str) -> None:
+    found = on_gpu.run(2, gpu_bodies.silent_peer_of_replays, gpu_bodies.PATHS[path], timeout=300)[0]
+    assert found == ("PeerTimeout", 1, True)

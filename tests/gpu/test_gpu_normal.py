@@ -5,14 +5,13 @@ These have not run yet: no machine of the project has had a GPU. ``make test-gpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gpu_bodies
 import pytest
 import torch
+from gpu_ranks import GpuRanks
 from normal_cases import Case
-from ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -20,36 +19,51 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ROUNDS: dict[str, Any] = {"heap_bytes": 4096, "round_bytes": 1 << 20, "chunk_bytes": 65536}
 
 
-@pytest.fixture(scope="module")
-def on_gpu() -> Iterator[Ranks]:
-    """Rank processes that each have a context of their own on the device."""
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 def cases_of(ranks: int) -> list[Case]:
-    """Even and uneven ranks, FP8 and BF16."""
+    """Even and uneven ranks, FP8 and BF16, in few shapes: each takes some seconds to compile."""
     tokens = tuple((40, 0, 133, 7)[rank % 4] for rank in range(ranks))
     return [
-        Case(tokens=tokens, experts=4 * ranks, hidden=1024),
-        Case(tokens=tokens, experts=4 * ranks, dtype=torch.float8_e4m3fn, seed=1),
+        Case(tokens=tokens, experts=4 * ranks),
+        Case(tokens=tokens, experts=4 * ranks, dtype=torch.float8_e4m3fn, hidden=1024, seed=1),
         Case(tokens=tokens[::-1], experts=4 * ranks, hot=0, seed=2),
     ]
 
 
 @pytest.mark.parametrize("path", gpu_bodies.PATHS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_against_the_oracle(on_gpu: Ranks, ranks: int, path: str) -> None:
+def test_against_the_oracle(on_gpu: GpuRanks, ranks: int, path: str) -> None:
     on_gpu.run(ranks, gpu_bodies.normal_against_the_oracle, gpu_bodies.PATHS[path], cases_of(ranks), timeout=500)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
-def test_rounds(on_gpu: Ranks, path: str) -> None:
+def test_rounds(on_gpu: GpuRanks, path: str) -> None:
     overrides = {**gpu_bodies.PATHS[path], **ROUNDS}
     on_gpu.run(2, gpu_bodies.normal_against_the_oracle, overrides, cases_of(2), timeout=500)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
-def test_a_graph_replays_with_other_tokens(on_gpu: Ranks, path: str) -> None:
+def test_a_graph_replays_with_other_tokens(on_gpu: GpuRanks, path: str) -> None:
     on_gpu.run(2, gpu_bodies.normal_replays, gpu_bodies.PATHS[path], 10, timeout=500)
+
+
+@pytest.mark.parametrize("path", ["shm", "ipc"])
+def test_streams_and_events(on_gpu: GpuRanks, path: str) -> None:
+    on_gpu.run(2, gpu_bodies.normal_streams, gpu_bodies.PATHS[path], timeout=300)
+
+
+@pytest.mark.parametrize("path", ["shm", "ipc"])
+def test_a_silent_peer_is_named_and_the_gpu_stays_usable(on_gpu: GpuRanks, path: str) -> None:
+    found = on_gpu.run(2, gpu_bodies.normal_silent_peer, gpu_bodies.PATHS[path], timeout=300)[0]
+    assert found == ("PeerTimeout", 1, True)
+
+
+@pytest.mark.parametrize("window", ["host", "device"])
+@pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), (8, 4), (8, 2)])
+def test_between_simulated_nodes(on_gpu: GpuRanks, ranks: int, node_ranks: int, window: str) -> None:
+    """A row crosses once to a node, over proxies or, with windows in GPU memory, written by the kernels."""
+    overrides = {**gpu_bodies.NODES, "node_ranks": node_ranks, "window": window}
+    on_gpu.run(ranks, gpu_bodies.normal_against_the_oracle, overrides, cases_of(ranks), True, timeout=500)
+
+
+def test_a_graph_replays_between_simulated_nodes(on_gpu: GpuRanks) -> None:
+    on_gpu.run(4, gpu_bodies.normal_replays, {**gpu_bodies.NODES, "node_ranks": 2}, 10, timeout=500)

@@ -1,0 +1,61 @@
+"""What the tests on a GPU run on each rank, run here in Triton's interpreter: the tests' own code is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+
+# after the path: rank processes inherit it and import the bodies
+import gpu_bodies
+import ll_cases
+import normal_cases
+from ranks import Ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    # not imported here: whether it is the interpreter is decided when it is imported
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+IPC: dict[str, Any] = {**gpu_bodies.PATHS["ipc"], "device": "interpreter", "timeout": 120.0}
+NODES: dict[str, Any] = {**gpu_bodies.NODES, "device": "interpreter", "timeout": 120.0, "node_ranks": 2}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    """Rank processes whose Triton is the interpreter."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def test_low_latency(interpreted: Ranks) -> None:
+    cases = [ll_cases.Case(topk=2), ll_cases.Case(topk=2, fp8=True, reduced=False)]
+    interpreted.run(2, gpu_bodies.against_the_oracle, IPC, cases, timeout=500)
+
+
+def test_normal(interpreted: Ranks) -> None:
+    cases = [normal_cases.Case(tokens=(4, 3), experts=4, topk=2, dtype=torch.float8_e4m3fn)]
+    interpreted.run(2, gpu_bodies.normal_against_the_oracle, IPC, cases, timeout=500)
+
+
+@pytest.mark.parametrize("window", ["host", "device"])
+def test_normal_between_nodes(interpreted: Ranks, window: str) -> None:
+    cases = [normal_cases.Case(tokens=(4, 3, 0, 2), experts=8, topk=2)]
+    overrides = {**NODES, "window": window}
+    interpreted.run(4, gpu_bodies.normal_against_the_oracle, overrides, cases, True, timeout=550)
+
+
+def test_soak(interpreted: Ranks) -> None:
+    found = interpreted.run(2, gpu_bodies.soak, IPC, 0.0, 3, timeout=550)
+    assert [one["steps"] for one in found] == [8, 8]
