@@ -7,9 +7,12 @@ Triton's interpreter on CPU tensors: everything but the figures, which then mean
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib.util
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +22,17 @@ ROOT = Path(__file__).resolve().parents[1]
 for place in (".", "kernels", "system", "gpu"):
     sys.path.insert(0, str(ROOT / "tests" / place))
 
-__all__ = ["ROOT", "copy_bandwidth", "interpreted", "machine", "run_parts", "seconds_of"]
+__all__ = [
+    "ROOT",
+    "beside_deepep",
+    "import_deepep",
+    "interpreted",
+    "machine",
+    "reached",
+    "run_parts",
+    "seconds_of",
+    "share_the_cores",
+]
 
 
 def interpreted() -> bool:
@@ -43,13 +56,42 @@ def seconds_of(step: Callable[[], Any]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def copy_bandwidth(nbytes: int = 1 << 30) -> float:
-    """Bytes read and written per second by a copy of ``nbytes`` on the device; the best of ten."""
+def share_the_cores(ranks: int) -> None:
+    """For the oracle, which ranks compute at the same time."""
     import torch
 
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if interpreted() else "cuda")
-    target = torch.empty_like(source)
-    return 2 * nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(10))
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks, 1))
+
+
+def import_deepep() -> Any:
+    """The module ``deep_ep``. Its library finds what it is linked to only once that is loaded."""
+    import torch  # noqa: F401  loads the CUDA runtime and NCCL
+
+    spec = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("nvidia") else None
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for library in Path(place, "lib").glob("libnvshmem_host.so.*"):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    import deep_ep
+
+    return deep_ep
+
+
+def reached(directory: str, rank: int, call: str) -> str:
+    """Note that ``rank`` is about to make ``call``, and return that."""
+    Path(directory, str(rank)).write_text(call)
+    return call
+
+
+def beside_deepep(pool: Any, ranks: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``body(exchange, *arguments, directory)`` measures of DeepEP on each rank, which notes each call there
+    (:func:`reached`): where a rank does not come back from one, for DeepEP may end the process, that call is named."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            found: list[Any] = pool.run(ranks, body, *arguments, directory, timeout=90)
+            return found
+        except AssertionError as error:
+            calls = {file.name: file.read_text() for file in sorted(Path(directory).iterdir())}
+            return [{"rank": int(rank), "failed": call, "error": str(error)[-400:]} for rank, call in calls.items()]
 
 
 def machine() -> dict[str, Any]:
@@ -97,22 +139,24 @@ def run_parts(
 
     if not interpreted() and not torch.cuda.is_available():
         parser.exit(1, "no GPU: torch finds no CUDA or ROCm device\n")
-    from ranks import Ranks
+    from gpu_ranks import GpuRanks
 
     found: dict[str, Any] = {"machine": machine()}
-    pool = Ranks()
+    pool = GpuRanks()
     try:
         measured = parts(pool, options)
         for name in options.only.split(","):
+            begun = time.monotonic()
             try:
                 found[name] = measured[name]()
             except Exception as error:
                 # the other parts are worth having
                 found[name] = {"failed": f"{type(error).__name__}: {error}"[-2000:]}
-            print(json.dumps({name: found[name]}), flush=True)
+            print(json.dumps({name: found[name], "seconds": round(time.monotonic() - begun, 1)}), flush=True)
+            if options.json is not None:
+                # whoever ends this early has what was measured
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         pool.close()
-        if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
     if any(isinstance(part, dict) and "failed" in part for part in found.values()):
         parser.exit(1, "a part failed\n")

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """Low-latency mode on one GPU: checked, then timed. Ranks are processes that share the device.
 
-    benchmarks/gpu_low_latency.py [--only kernels,round_trip,publish,deepep] [--json FILE]
+    benchmarks/gpu_low_latency.py [--only kernels,alone,publish,round_trip,deepep] [--json FILE]
 
 Each part prints one JSON object, with the device, the versions and the commit. ``scripts/gpu-check`` runs all of it
 beside the tests. It has not run yet: no machine of the project has had a GPU.
 
 - ``kernels``: one rank sends itself 128 and 4,096 tokens of 7,168 BF16 values as FP8: microseconds of each kernel, by
-  the profiler, and the bandwidth of packing and unpacking beside that of a plain copy. Target: 80% of it at 4,096.
-- ``round_trip``: two ranks, 128 tokens, FP8 there and BF16 back, windows on the device and in host memory:
-  microseconds per replay of a graph that holds dispatch and combine. Target: 40 us of GPU time. On one device the
-  ranks' kernels take turns, so these are upper bounds for a rank that has a device of its own.
+  the profiler, and the bandwidth of packing and unpacking beside a plain copy that moves as many bytes. Target: 80% of
+  it at 4,096.
+- ``alone``: the same rank and 128 tokens, FP8 there and BF16 back: microseconds per replay of a graph that holds
+  dispatch and combine. Target: 40 us of GPU time.
 - ``publish``: two ranks over ``shm``: from the ring's head moving (stored right before the commands) to its tail
   following, as a host thread sees both. Target: p50 under 5 us.
+- ``round_trip``: two ranks, 128 tokens, windows on the device and in host memory: microseconds per replay. Without MPS
+  (``machine.mps``) kernels of two processes take turns of milliseconds on one device: these are then upper bounds for a
+  rank that has a device of its own.
 - ``deepep``: the dispatch of ``kernels`` by DeepEP where its package is installed; otherwise which call failed.
 """
 
@@ -24,11 +27,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpu_frame import copy_bandwidth, run_parts
+from gpu_frame import beside_deepep, import_deepep, reached, run_parts, share_the_cores
 
 HIDDEN, TOPK = 7168, 8
 #: Local experts of the one rank: enough for top-8, few enough for the worst case of 4,096 tokens to fit (0.9 GiB).
 LOCAL_EXPERTS = 32
+#: Of the speed of a copy; microseconds of a round trip, and from publishing to taking.
+COPY_TARGET, ROUND_TRIP_TARGET, PUBLISH_TARGET = 0.8, 40.0, 5.0
 
 
 def kernel_times(step: Callable[[], Any], names: tuple[str, ...], turns: int = 30) -> dict[str, float]:
@@ -45,21 +50,53 @@ def kernel_times(step: Callable[[], Any], names: tuple[str, ...], turns: int = 3
             step()
         torch.cuda.synchronize()
     samples: dict[str, list[float]] = {}
+    seen = set()
     for event in profile.events():
+        seen.add(event.name)
         for name in names:
             if event.name.startswith(name):
-                samples.setdefault(name, []).append(float(event.device_time))
+                samples.setdefault(name, []).append(event.time_range.elapsed_us())
+    missing = sorted(set(names) - set(samples))
+    assert not missing, f"the profiler has not seen {missing}, but {sorted(seen)[:40]}"
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
-    """Times of every kernel of a rank alone, with all its experts chosen evenly."""
+def copy_microseconds(nbytes: int) -> float:
+    """Of a copy on the device that reads and writes ``nbytes`` together, as a kernel that takes turns with others."""
+    import torch
+
+    source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return kernel_times(lambda: target.copy_(source), ("Memcpy DtoD",))["Memcpy DtoD"]
+
+
+def check_dispatched(x: Any, ids: Any, rows: Any, count: Any, handle: Any) -> None:
+    """Every row that a rank alone has received is the quantised row of its token, once for each expert of it."""
+    import torch
+
+    from uccl_ep_serving.reference import quantise_fp8
+
+    values, scales = rows
+    fine, factors = (one.to(values.device) for one in quantise_fp8(x.cpu()))
+    chosen = torch.bincount(ids.flatten(), minlength=len(count))
+    assert torch.equal(count.long(), chosen), (count.tolist(), chosen.tolist())
+    for expert, number in enumerate(count.tolist()):
+        token = handle.src_info[expert, :number].long()
+        assert torch.equal(token.sort().values, (ids == expert).any(dim=1).nonzero().flatten())
+        assert torch.equal(values[expert, :number].view(torch.uint8), fine.view(torch.uint8)[token])
+        assert torch.equal(scales[expert, :number], factors[token])
+
+
+def alone(exchange: Any, tokens: int) -> tuple[Any, Any, Any]:
+    """(its Buffer, the dispatch and combine of a rank that sends itself ``tokens`` tokens, combined tokens), after both
+    were checked: every expert doubles its rows."""
     import gpu_bodies
     import ll_cases
     import torch
 
-    from uccl_ep_serving.protocol.message import DTYPE_FP8, row_bytes
+    from uccl_ep_serving.reference import calc_diff, dequantise_fp8
 
+    share_the_cores(1)
     case = ll_cases.Case(
         ranks=1, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=LOCAL_EXPERTS, topk=TOPK, fp8=True
     )
@@ -67,11 +104,29 @@ def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
     given = case.inputs()[0]
     x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
     y = torch.zeros(LOCAL_EXPERTS, tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(x)
 
-    def step() -> None:
-        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, LOCAL_EXPERTS, topk_weights=weights)
-        buffer.low_latency_combine(y, ids, weights, handle)
+    def step() -> Any:
+        rows, count, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, LOCAL_EXPERTS, topk_weights=weights)
+        buffer.low_latency_combine(y, ids, weights, handle, out=out)
+        return rows, count, handle
 
+    rows, count, handle = step()
+    check_dispatched(x, ids, rows, count, handle)
+    for expert, number in enumerate(count.tolist()):
+        y[expert, :number] = 2 * dequantise_fp8(rows[0][expert, :number], rows[1][expert, :number])
+    step()
+    expected = 2 * x.double() * weights.double().sum(dim=1, keepdim=True)
+    difference = calc_diff(out, expected)
+    assert difference < 9e-4, difference
+    return buffer, step, out
+
+
+def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
+    """Times of every kernel of a rank alone, with all its experts chosen evenly."""
+    from uccl_ep_serving.protocol.message import DTYPE_FP8, row_bytes
+
+    buffer, step, _ = alone(exchange, tokens)
     names = ("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows")
     names += ("prepare_combine", "pack_combine", "combine_arrival", "sum_rows")
     times = kernel_times(step, names)
@@ -83,44 +138,22 @@ def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
         "pack_combine": tokens * (1 + TOPK) * 2 * HIDDEN,
         "sum_rows": tokens * 2 * 2 * HIDDEN,
     }
-    bandwidth = copy_bandwidth()
+    shares = {name: copy_microseconds(nbytes) / times[name] for name, nbytes in moved.items()}
     return {
         "tokens": tokens,
         "microseconds": times,
-        "copy_bytes_per_s": bandwidth,
-        "share_of_copy": {name: nbytes / times[name] * 1e6 / bandwidth for name, nbytes in moved.items()},
+        "microseconds_together": sum(times.values()),
+        "gb_per_s": {name: nbytes / times[name] / 1e3 for name, nbytes in moved.items()},
+        "share_of_copy": shares,
+        "target_met": min(shares["pack_dispatch"], shares["unpack_rows"]) >= COPY_TARGET,
     }
 
 
-def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Microseconds per replay of one rank, after a check against the oracle."""
-    import gpu_bodies
-    import ll_cases
+def replay_microseconds(step: Callable[[], Any], turns: int = 200) -> dict[str, float]:
+    """Of a replay of a graph that holds ``step``, as events of the stream have it."""
     import torch
 
     from uccl_ep_serving.cli.bench_statistics import summary
-
-    experts = 256
-    case = ll_cases.Case(
-        ranks=exchange.size, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=experts, topk=TOPK, fp8=True
-    )
-    buffer = gpu_bodies.opened(exchange, overrides)
-    inputs = case.inputs()
-    checked = ll_cases.run_rank(case, gpu_bodies.OnHost(buffer), exchange.rank, inputs)
-    ll_cases.check_combined(case, inputs, exchange.rank, checked)
-    given = inputs[exchange.rank]
-    x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
-    y = torch.randn(experts // exchange.size, exchange.size * tokens, HIDDEN, device="cuda").bfloat16()
-
-    def step() -> None:
-        _, _, handle, _, hook = buffer.low_latency_dispatch(
-            x, ids, tokens, experts, topk_weights=weights, return_recv_hook=True
-        )
-        assert hook is not None
-        hook()
-        _, _, hook = buffer.low_latency_combine(y, ids, weights, handle, return_recv_hook=True)
-        assert hook is not None
-        hook()
 
     for _ in range(5):
         step()
@@ -129,15 +162,69 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
     with torch.cuda.graph(graph):
         step()
     samples = []
-    for _ in range(200):
+    for _ in range(10 + turns):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         samples.append(1000 * start.elapsed_time(end))
+    # the first ones load the graph
+    return summary(samples[10:])
+
+
+def replays(exchange: Any, tokens: int) -> dict[str, Any]:
+    """Microseconds per replay of a rank that sends to itself; what the last replay combined is what the first did."""
+    import torch
+
+    buffer, step, out = alone(exchange, tokens)
+    torch.cuda.synchronize()
+    before = out.clone()
+    out.zero_()
+    found = replay_microseconds(step)
+    assert torch.equal(out, before), "a replay combined something else"
+    buffer.check()
     buffer.destroy()
-    return {"rank": exchange.rank, "ranks": exchange.size, "tokens": tokens, **overrides, "replay_us": summary(samples)}
+    return {"tokens": tokens, "replay_us": found, "target_met": found["median"] < ROUND_TRIP_TARGET}
+
+
+def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Microseconds per replay of one rank, after a check against the oracle, and with the same result at the end."""
+    import gpu_bodies
+    import ll_cases
+    import torch
+
+    share_the_cores(exchange.size)
+    experts = 256
+    case = ll_cases.Case(
+        ranks=exchange.size, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=experts, topk=TOPK, fp8=True
+    )
+    buffer = gpu_bodies.opened(exchange, overrides)
+    gpu_bodies.run_case(buffer, torch.device("cuda"), exchange.rank, case)
+    given = case.inputs()[exchange.rank]
+    x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
+    y = torch.randn(experts // exchange.size, exchange.size * tokens, HIDDEN, device="cuda").bfloat16()
+    out = torch.empty_like(x)
+
+    def step() -> None:
+        _, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, tokens, experts, topk_weights=weights, return_recv_hook=True
+        )
+        assert hook is not None
+        hook()
+        _, _, hook = buffer.low_latency_combine(y, ids, weights, handle, out=out, return_recv_hook=True)
+        assert hook is not None
+        hook()
+
+    step()
+    torch.cuda.synchronize()
+    before = out.clone()
+    out.zero_()
+    found = replay_microseconds(step)
+    assert torch.equal(out, before), "a replay combined something else"
+    buffer.check()
+    buffer.destroy()
+    return {"rank": exchange.rank, "ranks": exchange.size, "tokens": tokens, **overrides, "replay_us": found}
 
 
 def publish(exchange: Any, turns: int) -> dict[str, Any]:
@@ -178,32 +265,34 @@ def publish(exchange: Any, turns: int) -> dict[str, Any]:
         samples.append((time.perf_counter_ns() - seen) / 1e3)
         hook()
     buffer.destroy()
-    return {"rank": exchange.rank, "publish_to_pop_us": summary(samples)}
+    found = summary(samples)
+    return {"rank": exchange.rank, "publish_to_pop_us": found, "target_met": found["median"] < PUBLISH_TARGET}
 
 
-def deepep(exchange: Any, tokens: int) -> dict[str, Any]:
+def deepep(exchange: Any, tokens: int, directory: str) -> dict[str, Any]:
     """DeepEP's low-latency dispatch of a rank alone, or the call that failed."""
     import torch
     import torch.distributed as dist
 
-    stage = "import deep_ep"
+    rank = exchange.rank
+    stage = reached(directory, rank, "import deep_ep")
     try:
-        import deep_ep
+        deep_ep = import_deepep()
 
-        stage = "init_process_group"
+        stage = reached(directory, rank, "init_process_group")
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        stage = "get_low_latency_rdma_size_hint"
+        stage = reached(directory, rank, "get_low_latency_rdma_size_hint")
         nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, 1, LOCAL_EXPERTS)
-        stage = "Buffer"
+        stage = reached(directory, rank, "Buffer")
         buffer = deep_ep.Buffer(
             dist.group.WORLD, 0, nbytes, low_latency_mode=True, num_qps_per_rank=LOCAL_EXPERTS, explicitly_destroy=True
         )
-        stage = "low_latency_dispatch"
+        stage = reached(directory, rank, "low_latency_dispatch")
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         ids = torch.rand(tokens, LOCAL_EXPERTS, device="cuda").topk(TOPK, dim=1).indices
         times = kernel_times(
             lambda: buffer.low_latency_dispatch(x, ids, tokens, LOCAL_EXPERTS, use_fp8=True),
-            ("void deep_ep::internode_ll::dispatch",),
+            ("void deep_ep::",),
         )
         return {"tokens": tokens, "microseconds": times}
     except Exception as error:
@@ -213,20 +302,21 @@ def deepep(exchange: Any, tokens: int) -> dict[str, Any]:
 def parts(pool: Any, _options: argparse.Namespace) -> dict[str, Callable[[], list[Any]]]:
     """What can be measured, by name."""
     return {
-        "kernels": lambda: [pool.run(1, kernels, tokens, timeout=300)[0] for tokens in (128, 4096)],
+        "kernels": lambda: [pool.run(1, kernels, tokens, timeout=120)[0] for tokens in (128, 4096)],
+        "alone": lambda: pool.run(1, replays, 128, timeout=120),
+        "publish": lambda: pool.run(2, publish, 300, timeout=60),
         "round_trip": lambda: [
             one
             for window in ("device", "host")
-            for one in pool.run(2, round_trip, {"window": window}, 128, timeout=300)
+            for one in pool.run(2, round_trip, {"window": window}, 128, timeout=120)
         ],
-        "publish": lambda: pool.run(2, publish, 300, timeout=300),
-        "deepep": lambda: [pool.run(1, deepep, 128, timeout=120)[0]],
+        "deepep": lambda: beside_deepep(pool, 1, deepep, 128),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    run_parts(parser, ("kernels", "round_trip", "publish", "deepep"), parts)
+    run_parts(parser, ("kernels", "alone", "publish", "round_trip", "deepep"), parts)
 
 
 if __name__ == "__main__":

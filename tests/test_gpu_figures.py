@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import gpu_normal  # noqa: E402  after the path
+import gpu_frame  # noqa: E402  after the path
+import gpu_normal  # noqa: E402
 
 
 def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +47,40 @@ def test_a_part_that_does_not_exist_is_refused() -> None:
     shown = run("gpu_normal.py", "--only", "normal_alone,nothing")
     assert shown.returncode == 2
     assert "no part is named nothing; there are normal_alone, normal_exchange, normal_deepep" in shown.stderr
+
+
+class DyingPool:
+    """Ranks of which the second ends in the middle of a call."""
+
+    def run(self, ranks: int, body: object, *arguments: str, timeout: float) -> None:
+        for rank in range(ranks):
+            gpu_frame.reached(arguments[-1], rank, "import deep_ep")
+        gpu_frame.reached(arguments[-1], 1, "Buffer")
+        raise AssertionError("rank 1 raised ProcessDied")
+
+
+def test_the_call_that_a_rank_does_not_come_back_from_is_named() -> None:
+    found = gpu_frame.beside_deepep(DyingPool(), 2, print)
+    assert [(one["rank"], one["failed"]) for one in found] == [(0, "import deep_ep"), (1, "Buffer")]
+    assert "ProcessDied" in found[1]["error"]
+
+
+def test_ranks_are_new_ones_after_a_failure() -> None:
+    from gpu_ranks import GpuRanks
+    from ranks import RankFailed
+
+    pool = GpuRanks()
+    try:
+        first = pool.run(1, type)
+        before = pool.pid(0)
+        assert pool.run(1, type) == first
+        assert pool.pid(0) == before
+        with pytest.raises(RankFailed, match="TypeError"):
+            pool.run(1, len)
+        assert pool.run(1, type) == first
+        assert pool.pid(0) != before
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow
