@@ -22,10 +22,15 @@ import triton.language as tl
 from uccl_ep_serving.device_lane import StreamLane
 from uccl_ep_serving.device_memory import DeviceMemory, memory_of
 from uccl_ep_serving.kernels.triton.launch import Target, present_target
-from uccl_ep_serving.kernels.triton.words import acquire, clock_ns, int64s, poke, release_each, settle
+from uccl_ep_serving.kernels.triton.words import acquire, clock_ns, int64s, poke, release_each, settle, uniform
+from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.native.pages import own_pages
 
 WORD = 0x1234_5678_9ABC_DEF0
+#: A window is as large at least.
+SEGMENT_BYTES = 4 << 20
+#: Nanoseconds that a kernel waits for another process, which first has to start.
+PATIENCE = 60_000_000_000
 
 
 @triton.jit
@@ -54,6 +59,20 @@ def clock_steps(out: tl.int64, looks: tl.int64, BACKEND: tl.constexpr) -> None:
     settle(BACKEND)
     tl.store(int64s(out), least)
     tl.store(int64s(out + 8), before - first)
+
+
+@triton.jit
+def wait_word(address: tl.int64, value: tl.int64, limit: tl.int64, out: tl.int64, BACKEND: tl.constexpr) -> None:
+    """Wait for ``value`` as kernels wait for peers: (1 when it came, nanoseconds)."""
+    start = clock_ns(BACKEND)
+    now = start
+    present = tl.full((), 0, tl.int32)
+    while (present == 0) & (now - start < limit):
+        present = uniform((acquire(address, BACKEND) == value).to(tl.int32), BACKEND)
+        now = clock_ns(BACKEND)
+    settle(BACKEND)
+    poke(out, present.to(tl.int64))
+    poke(out + 8, now - start)
 
 
 def here() -> tuple[DeviceMemory, Target]:
@@ -97,25 +116,65 @@ def device_memory(memory: DeviceMemory, target: Target) -> str:
     return "zeroed"
 
 
+def in_another_process(role: str, argument: str, pass_fds: tuple[int, ...] = ()) -> None:
+    """Run one of :data:`ROLES` there, to its end."""
+    command = [sys.executable, __file__, role, argument]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, pass_fds=pass_fds)
+    assert child.returncode == 0, child.stderr[-2000:]
+
+
+def segments(memory: DeviceMemory, target: Target) -> str:
+    """Memory that two processes share, pinned by both: what a kernel of one stores, one of the other sees."""
+    segment = Segment.create("uccl_ep probe", SEGMENT_BYTES)
+    address = memory.map_host(segment.address, SEGMENT_BYTES)
+    store(memory, target, address, WORD)
+    in_another_process("segment", str(segment.fd), (segment.fd,))
+    assert word_at(memory, target, address + 8) == WORD + 1
+    assert int(segment.bytes.view("int64")[1]) == WORD + 1
+    memory.unmap_host(segment.address)
+    segment.close()
+    return f"{SEGMENT_BYTES >> 20} MiB, by two processes"
+
+
+def as_segment(memory: DeviceMemory, target: Target, descriptor: str) -> None:
+    """The other process of :func:`segments`."""
+    segment = Segment.attach(int(descriptor), SEGMENT_BYTES)
+    address = memory.map_host(segment.address, SEGMENT_BYTES)
+    store(memory, target, address + 8, word_at(memory, target, address) + 1)
+    memory.unmap_host(segment.address)
+    segment.close()
+
+
 def peers(memory: DeviceMemory, target: Target) -> str:
     """Another process opens the memory, and each sees what the other's kernel has stored."""
     address = memory.allocate(4096)
     store(memory, target, address, WORD)
-    child = subprocess.run(
-        [sys.executable, __file__, memory.export(address).hex()], capture_output=True, text=True, timeout=120
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
+    in_another_process("peer", memory.export(address).hex())
     assert word_at(memory, target, address + 8) == WORD + 1
     memory.free(address)
     return "opened by another process on this device"
 
 
-def as_peer(handle: bytes) -> None:
-    """The other process of :func:`peers`."""
-    memory, target = here()
-    address = memory.open(handle)
+def as_peer(memory: DeviceMemory, target: Target, handle: str) -> None:
+    """The other process of :func:`peers` and :func:`waiting`."""
+    address = memory.open(bytes.fromhex(handle))
     store(memory, target, address + 8, word_at(memory, target, address) + 1)
     memory.close(address)
+
+
+def waiting(memory: DeviceMemory, target: Target) -> str:
+    """A kernel waits, and a kernel of another process, which the device must let run meanwhile, ends that."""
+    if target.interpreted:
+        return "a launch waits for its kernel in the interpreter"
+    address = memory.allocate(4096)
+    store(memory, target, address, WORD)
+    found = torch.zeros(2, dtype=torch.int64, device=memory.device)
+    wait_word[(1,)](address + 8, WORD + 1, PATIENCE, found.data_ptr(), BACKEND=target.backend, num_warps=1)
+    in_another_process("peer", memory.export(address).hex())
+    came, waited = found.tolist()
+    assert came == 1, f"nothing came within {waited * 1e-9:.0f} s"
+    memory.free(address)
+    return f"ended after {waited * 1e-9:.1f} s, by another process"
 
 
 def captures(memory: DeviceMemory, target: Target) -> str:
@@ -166,17 +225,23 @@ def dma_buf(memory: DeviceMemory, target: Target) -> str:
         memory.free(address)
 
 
+#: What another process does for a check, by its first argument.
+ROLES: dict[str, Callable[[DeviceMemory, Target, str], None]] = {"peer": as_peer, "segment": as_segment}
+
+
 def main() -> int:
     """0 when everything does what it should."""
-    if len(sys.argv) > 1:
-        as_peer(bytes.fromhex(sys.argv[1]))
-        return 0
     memory, target = here()
+    if len(sys.argv) > 1:
+        ROLES[sys.argv[1]](memory, target, sys.argv[2])
+        return 0
     checks: tuple[Callable[[DeviceMemory, Target], str], ...] = (
         clock,
         host_memory,
+        segments,
         device_memory,
         peers,
+        waiting,
         captures,
         dma_buf,
     )
