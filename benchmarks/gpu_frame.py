@@ -102,6 +102,8 @@ def machine() -> dict[str, Any]:
     from uccl_ep_serving.cli.bench_machine import describe
 
     found = {**describe(), "triton": triton.__version__}
+    # a copy of the sources has no git
+    found["commit"] = found["commit"] or os.environ.get("COMMIT", "")
     if interpreted():
         return {**found, "device": "Triton's interpreter: times mean nothing"}
     properties = torch.cuda.get_device_properties(0)

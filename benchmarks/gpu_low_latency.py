@@ -72,12 +72,12 @@ def copy_microseconds(nbytes: int) -> float:
 
 def check_dispatched(x: Any, ids: Any, rows: Any, count: Any, handle: Any) -> None:
     """Every row that a rank alone has received is the quantised row of its token, once for each expert of it."""
+    import ll_cases
     import torch
 
-    from uccl_ep_serving.reference import quantise_fp8
-
     values, scales = rows
-    fine, factors = (one.to(values.device) for one in quantise_fp8(x.cpu()))
+    fnuz = values.dtype == torch.float8_e4m3fnuz
+    fine, factors = (one.to(values.device) for one in ll_cases.quantised(ll_cases.Case(fnuz=fnuz), x.cpu()))
     chosen = torch.bincount(ids.flatten(), minlength=len(count))
     assert torch.equal(count.long(), chosen), (count.tolist(), chosen.tolist())
     for expert, number in enumerate(count.tolist()):

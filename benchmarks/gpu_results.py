@@ -76,7 +76,8 @@ def main() -> None:
     from uccl_ep_serving.cli.bench_machine import describe
 
     logs, target = map(Path, sys.argv[1:])
-    stamp = {"commit": describe()["commit"], "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    commit = describe()["commit"] or os.environ.get("COMMIT", "")
+    stamp = {"commit": commit, "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     before = json.loads(target.read_text()) if target.exists() else {}
     found = merged(before, logs, os.environ.get("MPS") == "1", stamp)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ class Case:
 
     ``counts``: tokens per rank, cycled. ``routing``: "random", "none" (all -1), "holes" (some -1), "one" (everybody
     chooses expert 0), "last" (the last one), "far" (only experts of the next rank), "twice" (an expert named twice).
+    ``fnuz``: FP8 as gfx942 has it, whose largest value is 240.
     """
 
     ranks: int = 2
@@ -41,6 +42,7 @@ class Case:
     counts: tuple[int, ...] = (8,)
     routing: str = "random"
     seed: int = 0
+    fnuz: bool = False
 
     def inputs(self) -> list[LowLatencyInput]:
         """Every rank's tokens."""
@@ -93,6 +95,21 @@ def arguments(case: Case = CASE, rank: int = 0) -> dict[str, Any]:
     }
 
 
+def quantised(case: Case, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values and scales of rows, as the case's device has them."""
+    rounded = case.round_scale or case.ue8m0
+    if not case.fnuz:
+        return quantise_fp8(x, rounded)
+    blocks = x.float().unflatten(1, (-1, 128))
+    amax = blocks.abs().amax(dim=2).clamp(min=1e-4)
+    scale = amax * (torch.tensor(1.0) / torch.tensor(240.0))
+    factor = torch.tensor(240.0) / amax
+    if rounded:
+        scale = torch.exp2(torch.log2(scale.double()).ceil()).float()
+        factor = 1 / scale
+    return (blocks * factor.unsqueeze(2)).clamp(-240, 240).flatten(1).to(torch.float8_e4m3fnuz), scale
+
+
 def expert_output(x: torch.Tensor, rank: int) -> torch.Tensor:
     """What the test's experts make of their rows: each expert scales by a factor of its own."""
     factors = 1 + 0.25 * (torch.arange(x.shape[0]) + rank * x.shape[0]).float()
@@ -123,7 +140,8 @@ def check_received(case: Case, rows: Any, count: torch.Tensor, handle: Any, want
         if not case.fp8:
             assert torch.equal(values[expert, :number], sent)
             continue
-        codes, factors = quantise_fp8(sent, case.round_scale or case.ue8m0)
+        codes, factors = quantised(case, sent)
+        assert values.dtype == codes.dtype
         assert torch.equal(values[expert, :number].view(torch.uint8), codes.view(torch.uint8))
         got = scales[expert, :number]
         assert torch.equal(unpack_ue8m0(got.contiguous()) if case.ue8m0 else got, factors)
@@ -167,7 +185,7 @@ def expected_combined(case: Case, inputs: list[LowLatencyInput], rank: int) -> t
     if case.fp8:
         seen = [
             LowLatencyInput(
-                dequantise_fp8(*quantise_fp8(given.x, case.round_scale or case.ue8m0)).to(case.dtype),
+                dequantise_fp8(*quantised(case, given.x)).to(case.dtype),
                 given.topk_idx,
                 given.topk_weights,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import gpu_bodies
 import ll_cases
 import normal_cases
 from ranks import Ranks
+
+from uccl_ep_serving.bootstrap import StoreExchange
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,6 +45,24 @@ def interpreted() -> Iterator[Ranks]:
 def test_low_latency(interpreted: Ranks) -> None:
     cases = [ll_cases.Case(topk=2), ll_cases.Case(topk=2, fp8=True, reduced=False)]
     interpreted.run(2, gpu_bodies.against_the_oracle, IPC, cases, timeout=500)
+
+
+def on_gfx942(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> None:
+    """Kernels that quantise as on gfx942."""
+    buffer = gpu_bodies.opened(exchange, overrides)
+    from uccl_ep_serving.kernels.triton import low_latency
+
+    present = low_latency.present_target
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_latency, "present_target", lambda: replace(present(), fnuz=True))
+        for case in cases:
+            gpu_bodies.run_case(buffer, torch.device("cpu"), exchange.rank, case)
+    buffer.destroy()
+
+
+def test_low_latency_of_gfx942(interpreted: Ranks) -> None:
+    fp8 = ll_cases.Case(ranks=1, experts=4, topk=2, fp8=True, fnuz=True)
+    interpreted.run(1, on_gfx942, IPC, [fp8, replace(fp8, hidden=512, ue8m0=True)], timeout=500)
 
 
 def test_normal(interpreted: Ranks) -> None:
