@@ -75,7 +75,7 @@ test-triton: env
 
 # on a machine with a GPU: the tests alone; all that needs one is scripts/gpu-check
 test-gpu:
-	@unset VENV; ARGS="$(ARGS)" scripts/gpu-check tests
+	@unset VENV; ARGS="$(ARGS)" scripts/gpu-check first tests
 
 test-all: env-sglang env-vllm
 	@$(BIN)/pytest $(ARGS)

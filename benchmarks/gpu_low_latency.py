@@ -304,7 +304,7 @@ def parts(pool: Any, _options: argparse.Namespace) -> dict[str, Callable[[], lis
     return {
         "kernels": lambda: [pool.run(1, kernels, tokens, timeout=120)[0] for tokens in (128, 4096)],
         "alone": lambda: pool.run(1, replays, 128, timeout=120),
-        "publish": lambda: pool.run(2, publish, 300, timeout=60),
+        "publish": lambda: pool.run(2, publish, 300, timeout=120),
         "round_trip": lambda: [
             one
             for window in ("device", "host")

@@ -49,12 +49,17 @@ def parts(logs: Path) -> Iterator[tuple[str, Any]]:
             yield name, said
 
 
+#: Scripts of figures.
+_FIGURES = ("low_latency", "normal")
+
+
 def figures(logs: Path) -> dict[str, Any]:
-    """What the scripts of figures have measured."""
+    """What the scripts of figures have measured; by a script's name that it has failed as a whole."""
     found: dict[str, Any] = {}
-    for name in ("low_latency", "normal"):
+    for name in _FIGURES:
         if said := _text(logs / f"{name}.json"):
-            found |= json.loads(said)
+            measured = json.loads(said)
+            found |= {name: measured} if "failed" in measured else measured
     return found
 
 
@@ -62,13 +67,18 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+def _without(names: set[str], found: dict[str, Any]) -> dict[str, Any]:
+    return {name: result for name, result in found.items() if name not in names}
+
+
 def merged(before: dict[str, Any], logs: Path, mps: bool, stamp: dict[str, str]) -> dict[str, Any]:
     """``before`` with what is in ``logs``, all of one run, which ``stamp`` marks."""
     new, measured = dict(parts(logs)), figures(logs)
+    again = {name for name in _FIGURES if _text(logs / f"{name}.json")}
     if mps and measured:
-        new["with_mps"] = {**before.get("with_mps", {}), **measured}
+        new["with_mps"] = {**_without(again, before.get("with_mps", {})), **measured}
     else:
-        new |= measured
+        before, new = _without(again, before), new | measured
     return {**before, **new, "found": {**before.get("found", {}), **dict.fromkeys(new, stamp)}}
 
 

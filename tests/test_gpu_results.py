@@ -70,3 +70,13 @@ def test_figures_with_mps_stand_beside_those_without(tmp_path: Path) -> None:
     both = gpu_results.merged(plain, tmp_path, True, STAMP)
     assert both["alone"] == [1]
     assert both["with_mps"] == {"machine": {"mps": True}, "alone": [2]}
+
+
+def test_a_script_of_figures_that_failed_says_so_until_it_does_not(tmp_path: Path) -> None:
+    (tmp_path / "normal.json").write_text('{"failed": "no result, status 124"}')
+    found = gpu_results.merged({"alone": [1]}, tmp_path, False, STAMP)
+    assert found["normal"] == {"failed": "no result, status 124"}
+    (tmp_path / "normal.json").write_text('{"normal_alone": [2]}')
+    found = gpu_results.merged(found, tmp_path, False, STAMP)
+    assert "normal" not in found
+    assert (found["alone"], found["normal_alone"]) == ([1], [2])

@@ -1,4 +1,4 @@
-"""Random operations of both modes among two ranks on the GPU: ``python tests/gpu/soak.py SECONDS [SEED]``.
+"""Random operations of both modes among two ranks on the GPU: ``python tests/gpu/soak.py SECONDS``.
 
 Over windows that peers map and over proxies, half of the time each. Prints JSON; exit status 1 when a result is wrong
 or memory grows.
@@ -6,10 +6,12 @@ or memory grows.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "system"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -21,15 +23,20 @@ from gpu_ranks import GpuRanks
 
 def main() -> int:
     """0 when all is well."""
-    seconds, seed = float(sys.argv[1]) / 2, int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda", help="or interpreter: Triton's, on CPU tensors")
+    options = parser.parse_args()
     pool, found, failed = GpuRanks(), {}, 0
     for path in ("ipc", "shm"):
+        given = {**gpu_bodies.PATHS[path], "device": options.device}, options.seconds / 2, options.seed
         try:
-            found[path] = pool.run(2, gpu_bodies.soak, gpu_bodies.PATHS[path], seconds, seed, timeout=seconds + 110)
+            found[path] = pool.run(2, gpu_bodies.soak, *given, timeout=options.seconds / 2 + 110)
         except AssertionError as error:
             failed, found[path] = 1, {"failed": str(error)[-2000:]}
     pool.close()
-    print(json.dumps({"seconds": 2 * seconds, "seed": seed, **found}, indent=1))
+    print(json.dumps({"seconds": options.seconds, "seed": options.seed, **found}, indent=1))
     return failed
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,6 +79,10 @@ def test_normal_between_nodes(interpreted: Ranks, window: str) -> None:
     interpreted.run(4, gpu_bodies.normal_against_the_oracle, overrides, cases, True, timeout=550)
 
 
-def test_soak(interpreted: Ranks) -> None:
-    found = interpreted.run(2, gpu_bodies.soak, IPC, 0.0, 3, timeout=550)
-    assert [one["steps"] for one in found] == [8, 8]
+def test_soak() -> None:
+    """Two rounds of all shapes over each path, as ``scripts/gpu-check`` starts them."""
+    command = [sys.executable, str(Path(gpu_bodies.__file__).with_name("soak.py")), "0", "--device", "interpreter"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert [one["steps"] for path in ("ipc", "shm") for one in found[path]] == [8] * 4
