@@ -113,7 +113,7 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> None:
     """A layer captured once in a CUDA graph and replayed with other tokens and routing."""
     buffer = opened(exchange, overrides)
-    layer = Layer(buffer, form, torch.device("cuda"))
+    layer = Layer(buffer, form, device_of(overrides))
     for _ in range(3):
         layer.run()
     torch.cuda.synchronize()
@@ -186,7 +186,7 @@ def normal_replays(exchange: StoreExchange, overrides: dict[str, Any], times: in
     """Layout, dispatch and combine of normal mode in a CUDA graph, replayed with other tokens and routing."""
     buffer, rank = opened(exchange, overrides), exchange.rank
     case = normal_cases.Case(tokens=(40, 33, 7, 0)[: exchange.size], experts=4 * exchange.size)
-    fixed = _on_device(case.inputs(), torch.device("cuda"))
+    fixed = _on_device(case.inputs(), device_of(overrides))
     worst = sum(case.tokens)
 
     def step() -> normal_cases.Outcome:
@@ -213,13 +213,14 @@ def streams(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     a hook that is called on another stream than its dispatch."""
     buffers = [opened(exchange, overrides) for _ in range(2)]
     case = ll_cases.Case(ranks=exchange.size, experts=4 * exchange.size)
-    rank = exchange.rank
+    rank, device = exchange.rank, device_of(overrides)
     for turn in range(4):
         cases = [ll_cases.Case(**{**case.__dict__, "seed": 2 * turn + half}) for half in range(2)]
         given = [one.inputs() for one in cases]
         results = []
         for buffer, inputs in zip(buffers, given, strict=True):
-            staged = [one.cuda() for one in (inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)]
+            given_here = (inputs[rank].x, inputs[rank].topk_idx, inputs[rank].topk_weights)
+            staged = [one.to(device) for one in given_here]
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
@@ -232,7 +233,7 @@ def streams(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
             with torch.cuda.stream(other):
                 event.current_stream_wait()
                 local = case.experts // exchange.size
-                factors = 1 + 0.25 * (torch.arange(local, device="cuda") + rank * local).float()
+                factors = 1 + 0.25 * (torch.arange(local, device=device) + rank * local).float()
                 y = (rows.float() * factors[:, None, None]).to(rows.dtype)
                 out, _, hook = buffer.low_latency_combine(y, mine[1], mine[2], handle, return_recv_hook=True)
             results.append((out, hook))
@@ -249,12 +250,13 @@ def normal_streams(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     results that another stream uses once the event was waited for (async_finish), outputs of either stream's memory,
     and inputs that are given back as soon as they were handed over."""
     buffers, rank = [opened(exchange, overrides) for _ in range(2)], exchange.rank
+    device = device_of(overrides)
     case = normal_cases.Case(tokens=(40, 33), experts=8)
     worst = sum(case.tokens)
     for turn in range(4):
         options: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": turn % 2 == 1}
         given = [replace(case, seed=2 * turn + half).inputs() for half in range(2)]
-        staged = [_on_device(inputs, torch.device("cuda")) for inputs in given]
+        staged = [_on_device(inputs, device_of(overrides)) for inputs in given]
         torch.cuda.synchronize()
         sent = []
         for buffer, there in zip(buffers, staged, strict=True):
@@ -281,7 +283,7 @@ def normal_streams(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
             # to the allocator, which must know that another stream reads them still
             del x, ids, weights
             with torch.cuda.stream(writer):
-                spoilt = [torch.full(shape, -1, dtype=dtype, device="cuda") for shape, dtype in like]
+                spoilt = [torch.full(shape, -1, dtype=dtype, device=device) for shape, dtype in like]
             sent.append((received, local_ids, local_weights, counts, handle, event, spoilt))
         returned = []
         for buffer, (received, _, local_weights, _, handle, event, _) in zip(buffers, sent, strict=True):
@@ -329,7 +331,7 @@ def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str
     buffer = opened(exchange, {**overrides, "timeout": 3.0})
     case = ll_cases.Case(ranks=exchange.size)
     given = case.inputs()[exchange.rank]
-    host = OnHost(buffer, torch.device("cuda"))
+    host = OnHost(buffer, device_of(overrides))
 
     def dispatch() -> None:
         host.dispatch(given.x, given.topk_idx, case.tokens, case.experts, use_fp8=False)
@@ -343,7 +345,7 @@ def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str
 def silent_peer_of_replays(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int, bool]:
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
     buffer = opened(exchange, {**overrides, "timeout": 3.0})
-    layer = Layer(buffer, "plain", torch.device("cuda"))
+    layer = Layer(buffer, "plain", device_of(overrides))
     for _ in range(2):
         layer.run()
     torch.cuda.synchronize()
@@ -367,7 +369,7 @@ def silent_peer_of_replays(exchange: StoreExchange, overrides: dict[str, Any]) -
 def normal_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int, bool]:
     """Rank 1 does not make the second dispatch of normal mode: the host that waits for its size is told."""
     rank = exchange.rank
-    inputs = _on_device(normal_cases.Case(tokens=(40, 33), experts=8).inputs(), torch.device("cuda"))
+    inputs = _on_device(normal_cases.Case(tokens=(40, 33), experts=8).inputs(), device_of(overrides))
     # compiling would eat into a deadline this short
     buffer = opened(exchange, overrides)
     normal_cases.dispatch(buffer, inputs, rank)

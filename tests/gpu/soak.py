@@ -32,7 +32,7 @@ def main() -> int:
     for path in ("ipc", "shm"):
         given = {**gpu_bodies.PATHS[path], "device": options.device}, options.seconds / 2, options.seed
         try:
-            found[path] = pool.run(2, gpu_bodies.soak, *given, timeout=options.seconds / 2 + 110)
+            found[path] = pool.run(2, gpu_bodies.soak, *given, timeout=options.seconds / 2 + 200)
         except AssertionError as error:
             failed, found[path] = 1, {"failed": str(error)[-2000:]}
     pool.close()
