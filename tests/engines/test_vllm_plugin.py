@@ -390,6 +390,7 @@ def test_nothing_changes_under_another_backend(in_engine: InEngine, name: str) -
         ("LAYER_TARGETS", 2, "absent"),
         ("LAYER_TARGETS", 2, "other parameters"),
         ("LAYER_TARGETS", 3, "other parameters"),
+        ("LAYER_TARGETS", 4, "absent"),
     ],
 )
 def test_a_moved_target_is_named_with_the_version(in_engine: InEngine, stage: str, index: int, how: str) -> None:

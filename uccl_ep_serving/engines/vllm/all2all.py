@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from uccl_ep_serving import Buffer
 from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
 
-__all__ = ["UcclEpAll2AllManager", "communicator_of", "manager_of_ep_group"]
+__all__ = ["UcclEpAll2AllManager", "check_buffers", "communicator_of", "manager_of_ep_group"]
 
 _lock = threading.Lock()
+#: Those that are not closed; elastic expert parallelism builds the next one beside the present one.
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
@@ -33,6 +36,7 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None, *, backend: str = HIGH_THROUGHPUT) -> None:
         super().__init__(cpu_group, tcp_store_group)
+        _managers.add(self)
         self._buffer: Buffer | None = None
         self._num_sms = Buffer.num_sms
         # vLLM reserves none for DeepEP's low latency (device_communicators/all2all.py:397), whose kernels only send and
@@ -52,6 +56,11 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
     def max_sms_used(self) -> int | None:
         """SMs to keep free of computation while micro-batches overlap; 0: none are reserved."""
         return self._num_sms if self._reserves_sms else 0
+
+    def check(self) -> None:
+        """Raise what the Buffer, if there is one, knows to be wrong; see :meth:`uccl_ep_serving.Buffer.check`."""
+        if self._buffer is not None:
+            self._buffer.check()
 
     def destroy(self) -> None:
         """Close the Buffer. May be called twice."""
@@ -77,6 +86,12 @@ def manager_of_ep_group() -> Any:
     from vllm.model_executor.layers.fused_moe.all2all_utils import get_ep_all2all_manager
 
     return get_ep_all2all_manager()
+
+
+def check_buffers() -> None:
+    """Raise what is known to be wrong with any Buffer of this process. Waits for nothing."""
+    for manager in list(_managers):
+        manager.check()
 
 
 _communicators: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""The hooks of a worker: which experts the layers choose, and the prepare / finalize objects they get."""
+"""The hooks of a worker: which experts the layers choose, the prepare / finalize objects they get, and a look before
+each step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def activate() -> None:
         ConfigError: a target is missing (nothing has been changed then), or a hook did not take.
     """
     verify((*LAYER_TARGETS, *USED))
-    high_throughput, low_latency, make, round_up = LAYER_TARGETS
+    high_throughput, low_latency, make, round_up, execute = LAYER_TARGETS
     if all(map(hooked, LAYER_TARGETS)):
         return
     hook_property(high_throughput)
@@ -38,9 +40,28 @@ def activate() -> None:
         replacement = hook(original)
         setattr(owner, name, replacement)
         _rebind(name, original, replacement)
+    owner, name, original = find(execute)
+    if not hooked(execute):
+        setattr(owner, name, _after_a_look(original))
+    # Ray's compiled graph goes past it; the class exists where Ray is installed, and then its worker has imported it
+    with_ray: Any = getattr(sys.modules.get("vllm.v1.executor.ray_utils"), "RayWorkerWrapper", None)
+    original = vars(with_ray).get("execute_model_ray") if with_ray is not None else None
+    if original is not None and not hasattr(original, "__wrapped__"):
+        with_ray.execute_model_ray = _after_a_look(original)
     for target in LAYER_TARGETS:
         if not hooked(target):
             raise refusal(f"the hook on {target.path} did not take")
+
+
+def _after_a_look(original: Any) -> Any:
+    @functools.wraps(original)
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        from uccl_ep_serving.engines.vllm import all2all
+
+        all2all.check_buffers()
+        return original(*args, **kwargs)
+
+    return mark(execute_model)
 
 
 def _rebind(name: str, original: Any, replacement: Any) -> None:

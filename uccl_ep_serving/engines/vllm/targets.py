@@ -192,6 +192,13 @@ LAYER_TARGETS = (
         "rounds up to rows of 16 bytes: there is no list of allowed sizes",
         "fused_moe/all2all_utils.py:148",
     ),
+    Target(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.execute_model",
+        ("self", "scheduler_output"),
+        "first raises what the Buffer knows to be wrong: a replayed CUDA graph calls nothing of ours",
+        "v1/worker/worker_base.py:383",
+    ),
 )
 """Hooked in a worker, when its EP group is built and before the model is."""
 
