@@ -136,3 +136,43 @@ def test_destroy_from_another_thread_ends_a_wait() -> None:
     assert time.monotonic() - started < 3
     thread.join(5)
     assert "closed" in str(raised[0])
+
+
+def _waits_for_a_peer(space: KernelSpace) -> float:
+    """What a device is while a kernel waits for a peer: synchronising with it ends with the sticky error, which kernels
+    look at, or at their own limit. Returns how long it took."""
+    started = time.monotonic()
+    while not space.failed and time.monotonic() < started + space.timeout:
+        time.sleep(0.001)
+    return time.monotonic() - started
+
+
+def test_a_kernel_that_waits_for_a_peer_does_not_hold_a_close(caplog: pytest.LogCaptureFixture) -> None:
+    buffer = Buffer(_Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20, timeout=60.0))
+    space, waited = buffer.runtime.space, []
+    buffer.runtime.before_draining(lambda: waited.append(_waits_for_a_peer(space)))
+    # what a Buffer does that is collected
+    buffer.runtime.close(1.0)
+    assert 0.9 < waited[0] < 20.0
+    assert "its kernels still wait: they end here" in caplog.text
+
+
+def test_a_kernel_that_waits_for_a_peer_does_not_hold_windows_that_are_laid_out_anew() -> None:
+    environment = {"heap_bytes": 1 << 20, "timeout": 60.0, "connect_timeout": 1.0}
+    buffer = Buffer(_Alone(), settings=Settings.from_environment({}, **environment))
+    space, waited = buffer.runtime.space, []
+    buffer.runtime.before_draining(lambda: waited.append(_waits_for_a_peer(space)))
+    buffer.runtime.grow(None)
+    assert 0.9 < waited[0] < 20.0
+    buffer.runtime.check()
+    buffer.destroy()
+    assert len(waited) == 1
+
+
+def test_a_device_that_finishes_in_time_is_released_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    buffer = Buffer(_Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20))
+    space, failed = buffer.runtime.space, []
+    buffer.runtime.before_draining(lambda: failed.append(space.failed))
+    buffer.destroy()
+    assert failed == [False]
+    assert "still wait" not in caplog.text

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .absences import Absences, Verdict
 from .background import start_thread
@@ -88,6 +88,8 @@ class ControlMesh:
         #: Name of the step in which this rank is, and the peers of which nothing has come; the reader answers from it.
         self._step: tuple[str, Callable[[], list[int]]] = "", list
         self._closing = False
+        #: When the reader does what for :meth:`limit`. Writer: the host; reader: the reader.
+        self._limit: tuple[float, Callable[[], None]] | None = None
         self._reader: threading.Thread | None = None
         _open_meshes.add(self)
 
@@ -118,16 +120,39 @@ class ControlMesh:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def limit(self, deadline: float, act: Callable[[], None]) -> Iterator[None]:
+        """A limit for a block that waits for something which has none: ``act``, called by the thread that reads unless
+        the block has ended by ``deadline``, a ``time.monotonic()`` instant, makes its wait end."""
+        self._limit = deadline, act
+        try:
+            self._wake_reader()
+            yield
+        finally:
+            self._limit = None
+
+    def _wake_reader(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+
     def _read(self) -> None:
+        acted = None
         while not self._closing:
+            limit = self._limit
+            if limit is not None and limit is not acted and time.monotonic() >= limit[0]:
+                acted = limit
+                limit[1]()
+            patience = None if limit is None or limit is acted else max(limit[0] - time.monotonic(), 0.0)
             try:
-                ready = self._selector.select()
+                ready = self._selector.select(patience)
             except (OSError, ValueError):
                 # abandon(), in another thread, closed the selector
                 return
             for key, _ in ready:
                 link: Link | None = key.data
                 if link is None:
+                    with contextlib.suppress(OSError):
+                        self._wake.recv(64)
                     continue
                 try:
                     self._read_link(link)
@@ -369,8 +394,7 @@ class ControlMesh:
             self._closing = True
             self._changed.notify_all()
         if self._reader is not None and self._reader is not threading.current_thread():
-            with contextlib.suppress(OSError):
-                self._waker.send(b"x")
+            self._wake_reader()
             self._reader.join(5.0)
         self.abandon()
 

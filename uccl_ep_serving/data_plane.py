@@ -48,7 +48,7 @@ class DataPlane:
         segments: this rank's window and mailbox, then what was mapped of peers.
         endpoints: by proxy, one of each kind of transport in use.
         choices: the way to each peer.
-        finishes: called before a drain, by whose kernels may still publish.
+        finishes: called before a drain, by whose kernels may still publish; the sticky error ends them.
         node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
         nic_bandwidth: bytes per second of the NICs in use, one way, 0.0 without any or where the system does not say.
         releases: called before the memory goes, by who has mapped it into a device.

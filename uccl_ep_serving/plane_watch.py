@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -65,6 +66,17 @@ class PlaneWatch:
         plane = self._plane()
         if plane is not None:
             plane.forget(peer, ctx.FAILURE_PEER_LOST)
+
+    def drain(self, plane: DataPlane, deadline: float) -> bool:
+        """See :meth:`DataPlane.drain`. A device is waited for as long as its kernels wait for peers: at ``deadline``
+        they are released, and what they have not sent is lost."""
+
+        def release() -> None:
+            if plane.space is not None and plane.space.fail(ctx.FAILURE_CLOSED):
+                _log.warning("rank %d leaves windows in which its kernels still wait: they end here", self._rank)
+
+        with self._mesh.limit(deadline, release) if plane.finishes else contextlib.nullcontext():
+            return plane.drain(deadline, self._members)
 
     def _on_lost(self, peer: int) -> None:
         if not self._members.mask[peer]:

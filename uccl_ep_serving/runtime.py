@@ -264,7 +264,8 @@ class Runtime:
             self._fail(error, step)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
-        """Call ``finish``, which makes sure that everything is published, before the present generation is drained."""
+        """Call ``finish``, which returns once everything is published, before the present generation is drained. It has
+        to end when the sticky error is set: that is how its time is limited."""
         self.space  # noqa: B018  raises when there is none
         assert self._plane is not None
         self._plane.finishes.append(finish)
@@ -347,7 +348,7 @@ class Runtime:
     def _rebuild(self, plan: LowLatencyPlan | None, generation: int) -> None:
         deadline = time.monotonic() + self.settings.connect_timeout
         old = self._plane
-        if old is not None and not old.drain(deadline, self._members):
+        if old is not None and not self._watch.drain(old, deadline):
             _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
         # Nobody may unmap or stop while another rank still writes to it.
         self._mesh.gather("leaving the old window", without=self._members.masked)
@@ -457,7 +458,7 @@ class Runtime:
             _log.warning("rank %d closes under an operation of another of its threads, which ends here", self.rank)
             return
         try:
-            plane.drain(deadline, self._members)
+            self._watch.drain(plane, deadline)
             self._mesh.gather(CLOSE, without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
         except UcclEpError as error:
             # The others may keep working or be gone; this rank leaves all the same.
