@@ -21,6 +21,11 @@ def test_staging_is_bounded_and_rounds_hold_a_chunk(ranks: int) -> None:
     assert layout.nbytes < 8 << 30
 
 
+def test_a_prefill_of_eight_ranks_stays_in_the_heap() -> None:
+    """4,096 tokens to every one of eight ranks, and back with their weights: nothing goes in rounds."""
+    assert normal_plan(8, Settings(), 0).heap >= 8 * 4096 * _ROW
+
+
 def test_settings_win_where_they_fit() -> None:
     small = normal_plan(8, Settings(chunk_bytes=65536, round_bytes=8 << 20, heap_bytes=4096), 10_000)
     assert (small.chunk, small.rounds, small.heap) == (65536, 8 << 20, 12288)

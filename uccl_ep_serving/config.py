@@ -151,7 +151,7 @@ class Settings:
     bytes_in_flight: int = 64 * _MIB
     peer_bytes_in_flight: int = 16 * _MIB
     writes_in_flight: int = 4096
-    heap_bytes: int = 256 * _MIB
+    heap_bytes: int = 512 * _MIB
     round_bytes: int = 64 * _MIB
     chunk_bytes: int = 1 * _MIB
     chunk_depth: int = 4

@@ -156,7 +156,7 @@ class NormalPlan:
 
     ranks: int
     local_experts: int = MAX_EXPERTS
-    heap: int = 256 << 20
+    heap: int = 512 << 20
     rounds: int = 64 << 20
     chunk: int = 1 << 20
     depth: int = 4
