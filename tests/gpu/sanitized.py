@@ -1,4 +1,4 @@
-"""Dispatches and combines small enough for compute-sanitizer: ``python tests/gpu/sanitized.py``.
+"""Dispatches and combines small enough for compute-sanitizer: ``python tests/gpu/sanitized.py [interpreter]``.
 
 Two ranks, each a process that this one starts, so that a sanitizer which follows children checks both. Every kernel
 inside a node runs, in both modes, over device memory that the peer maps and through rings to proxies, and the result is
@@ -12,14 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-for place in ("kernels", "system"):
+for place in ("kernels", "system", "gpu"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / place))
 
 RANKS = 2
 
 
-def serve(rank: int, port: int) -> None:
-    """One rank."""
+def serve(device: str, rank: int, port: int) -> None:
+    """One rank. ``device``: cuda, or interpreter for Triton's on CPU tensors."""
     import gpu_bodies
     import ll_cases
     import normal_cases
@@ -45,19 +45,22 @@ def serve(rank: int, port: int) -> None:
         ):
             name = f"{body.__name__} over {path}"
             exchange = StoreExchange(store, rank, RANKS, name)
-            body(exchange, {**gpu_bodies.PATHS[path], "timeout": 600.0, "connect_timeout": 600.0}, cases)
+            slow = {"timeout": 600.0, "connect_timeout": 600.0}
+            body(exchange, {**gpu_bodies.PATHS[path], **slow, "device": device}, cases)
             print(f"sanitized: rank {rank}: {name}", flush=True)
 
 
 def main() -> int:
     """0 when every rank has ended well."""
-    if len(sys.argv) > 1:
-        serve(int(sys.argv[1]), int(sys.argv[2]))
+    device, *rank = sys.argv[1:] or ["cuda"]
+    if rank:
+        serve(device, *map(int, rank))
         return 0
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(store.port)]) for rank in range(RANKS)]
+    command = [sys.executable, __file__, device]
+    ranks = [subprocess.Popen([*command, str(rank), str(store.port)]) for rank in range(RANKS)]
     return max(abs(rank.wait()) for rank in ranks)
 
 

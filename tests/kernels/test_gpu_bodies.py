@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,10 +80,25 @@ def test_normal_between_nodes(interpreted: Ranks, window: str) -> None:
     interpreted.run(4, gpu_bodies.normal_against_the_oracle, overrides, cases, True, timeout=550)
 
 
-def test_soak() -> None:
-    """Two rounds of all shapes over each path, as ``scripts/gpu-check`` starts them."""
-    command = [sys.executable, str(Path(gpu_bodies.__file__).with_name("soak.py")), "0", "--device", "interpreter"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)
+def run(script: str, *options: str) -> str:
+    """What a script prints that ``scripts/gpu-check`` starts, started as it is there."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(Path(gpu_bodies.__file__).with_name(script)), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
+    return done.stdout
+
+
+def test_soak() -> None:
+    """Two rounds of all shapes over each path."""
+    found = json.loads(run("soak.py", "0", "--device", "interpreter"))
     assert [one["steps"] for path in ("ipc", "shm") for one in found[path]] == [8] * 4
+
+
+def test_what_a_sanitizer_watches() -> None:
+    said = run("sanitized.py", "interpreter").splitlines()
+    bodies = ("against_the_oracle", "normal_against_the_oracle")
+    ended = {
+        f"sanitized: rank {rank}: {body} over {path}" for rank in (0, 1) for body in bodies for path in ("ipc", "shm")
+    }
+    assert set(said) == ended
