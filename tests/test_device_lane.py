@@ -1,15 +1,12 @@
-"""Streams and events of low-latency mode on a device, on a model of a device: who waits for whom, in DeepEP's rules.
-
-The model notes, for each kernel, which others it runs after for certain; what a test does not find there may overlap.
-"""
+"""Streams and events of a Buffer on a device, on a model of a device: who waits for whom, in DeepEP's rules."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from device_model import Device, Event, Stream, Tensor, begin_capture, install
 
 from uccl_ep_serving.device_lane import StreamLane
 from uccl_ep_serving.device_launch import InFlight, launch
@@ -17,71 +14,6 @@ from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.handles import EventOverlap
 
 GPU = torch.device("cuda", 0)
-
-
-class Stream:
-    """A stream: ``after`` is everything that its next kernel runs after."""
-
-    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
-        self.priority = priority
-        self.cuda_stream = id(self)
-        self.after: set[str] = set()
-
-    def wait_stream(self, other: Stream) -> None:
-        self.after |= other.after
-
-    def wait_event(self, event: Event) -> None:
-        assert event.captured == Device.capturing, "an event of another graph, or of none, cannot be waited for"
-        self.after |= event.after
-
-
-class Event:
-    """An event of a stream."""
-
-    def __init__(self) -> None:
-        self.after: set[str] = set()
-        self.captured = 0
-
-    def record(self, stream: Stream) -> None:
-        self.after, self.captured = set(stream.after), Device.capturing
-
-    def wait(self) -> None:
-        Device.current.wait_event(self)
-
-
-class Device:
-    """The one device: its current stream, and what every kernel ran after."""
-
-    current = Stream()
-    #: Number of the capture, 0 while there is none.
-    capturing = 0
-    kernels: dict[str, set[str]]
-
-    @classmethod
-    def kernel(cls, name: str) -> None:
-        """A kernel is launched on the current stream."""
-        cls.kernels[name] = set(cls.current.after)
-        cls.current.after.add(name)
-
-    @classmethod
-    @contextlib.contextmanager
-    def on(cls, stream: Stream) -> Iterator[None]:
-        """``torch.cuda.stream``."""
-        before, cls.current = cls.current, stream
-        try:
-            yield
-        finally:
-            cls.current = before
-
-
-class Tensor:
-    """A tensor that notes the streams it is used on."""
-
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
-
-    def record_stream(self, stream: Stream) -> None:
-        self.streams.append(stream)
 
 
 class Kernel:
@@ -97,13 +29,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> type[Device]:
     """``torch.cuda`` is the model."""
-    Device.current, Device.capturing, Device.kernels = Stream(), 0, {}
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Device.current)
-    monkeypatch.setattr(torch.cuda, "stream", Device.on)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(Device.capturing))
+    install(monkeypatch)
     return Device
 
 
@@ -234,17 +160,108 @@ def test_kernels_of_one_buffer_never_overlap_and_those_of_two_may(device: type[D
 def test_a_capture_waits_for_no_event_from_outside(device: type[Device]) -> None:
     buffer = OneBuffer()
     buffer.dispatch("warm")
-    device.capturing, device.current = 1, Stream()
-    buffer.lane._own.after.clear()
+    begin_capture(1)
     _, hook = buffer.dispatch("a", hook=True)
     assert hook is not None
     hook()
     assert device.kernels["a receive"] == {"a send"}
     # another graph, captured right after: the model would say if anything waited for the first one
-    device.capturing, device.current = 2, Stream()
-    buffer.lane._own.after.clear()
+    begin_capture(2)
     buffer.dispatch("b")
     assert device.kernels["b send"] == set()
-    device.capturing, device.current = 0, Stream()
+    begin_capture(0)
     # nor does what follows the captures wait for an event inside one
     buffer.dispatch("c")
+
+
+def test_in_a_capture_memory_is_kept_by_the_event_and_not_by_the_allocator(device: type[Device]) -> None:
+    """torch keeps what it was told is used on another stream until the capture ends: of every layer."""
+    buffer, tensor = OneBuffer(), Tensor()
+    current = begin_capture(1)
+    event, _ = buffer.dispatch("a", async_finish=True, tensor=tensor)
+    assert event.extra_tensors == (tensor,)
+    assert set(tensor.streams) == {current}
+    # an operation after that event, for which the caller's stream has not waited: the event may go now
+    with buffer.lane.operation(event, own_stream=True):
+        pass
+    assert set(tensor.streams) == {current, buffer.lane.stream}
+
+
+class Captured(EventOverlap):
+    """``Buffer.capture``, on the model."""
+
+    def __init__(self) -> None:
+        super().__init__(Event())
+        self.event.record(Device.current)  # type: ignore[union-attr]
+
+
+def operation(
+    lane: StreamLane, name: str, previous: EventOverlap | None, own_stream: bool, finish: bool, tensor: Tensor
+) -> EventOverlap:
+    """One of normal mode: it fills what it returns, then moves rows."""
+    with lane.operation(previous, own_stream=own_stream):
+        Device.kernel(f"{name} fill")
+        return lane.run(lambda: Device.kernel(f"{name} rows"), [tensor], own_stream=True, finish=finish)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("capture", [0, 1])
+def test_an_operation_after_an_event_overlaps_what_the_stream_was_given_since(
+    device: type[Device], capture: int
+) -> None:
+    """SGLang's two-batch overlap in prefill: the other batch's work stands between the event and the call."""
+    lane, tensor = OneBuffer().lane, Tensor()
+    main = begin_capture(capture)
+    device.kernel("router")
+    event = Captured()
+    device.kernel("other")
+    sent = operation(lane, "a", event, own_stream=True, finish=False, tensor=tensor)
+    device.kernel("overlapped")
+    sent.current_stream_wait()
+    device.kernel("after")
+    assert device.current is main
+    assert device.kernels["a fill"] == {"router"}
+    assert device.kernels["a rows"] == {"router", "a fill"}
+    assert "a rows" not in device.kernels["overlapped"]
+    assert "a rows" in device.kernels["after"]
+    # what it returns is the communication stream's memory, which the caller's stream uses
+    assert main in tensor.streams
+    assert (lane.stream in tensor.streams) == (not capture)
+
+
+@pytest.mark.parametrize("capture", [0, 1])
+def test_memory_of_the_communication_stream_is_filled_there_after_the_current_stream(
+    device: type[Device], capture: int
+) -> None:
+    """Without an event. In a capture the communication stream must be part of it before anything is allocated on it."""
+    lane, tensor = OneBuffer().lane, Tensor()
+    main = begin_capture(capture)
+    device.kernel("router")
+    with lane.operation(None, own_stream=True):
+        assert device.current is lane.stream
+        assert device.current.captured == capture
+    operation(lane, "a", None, own_stream=True, finish=True, tensor=tensor)
+    device.kernel("after")
+    assert "router" in device.kernels["a fill"]
+    assert "a rows" in device.kernels["after"]
+    assert set(tensor.streams) == {main}
+
+
+def test_an_operation_on_the_callers_memory_is_after_the_event_and_the_current_stream(device: type[Device]) -> None:
+    """Its memory may have been another kernel's until now, so it cannot begin before that one."""
+    lane, writer = OneBuffer().lane, Stream()
+    with device.on(writer):
+        device.kernel("router")
+        event = Captured()
+    device.kernel("other")
+    operation(lane, "a", event, own_stream=False, finish=True, tensor=Tensor())
+    assert {"router", "other"} <= device.kernels["a fill"]
+    assert {"router", "other", "a fill"} <= device.kernels["a rows"]
+
+
+def test_an_operation_that_fails_leaves_the_lane_as_it_was(device: type[Device]) -> None:
+    buffer, main = OneBuffer(), device.current
+    with pytest.raises(ConfigError), buffer.lane.operation(None, own_stream=True):
+        raise ConfigError("wrong")
+    buffer.dispatch("a")
+    assert device.current is main
+    assert "a receive" in main.after

@@ -11,9 +11,9 @@ An expert id out of range counts as -1; it is raised by the call whose host look
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 
 from .device_ground import DeviceGround
 from .errors import ConfigError
-from .handles import DeviceNormalHandle, DispatchOrigin, EventOverlap, wait_for
+from .handles import DeviceNormalHandle, DispatchOrigin, EventOverlap
 from .kernels.interface import NodeTensors, NormalFormat, NormalTensors
 from .normal_device_arguments import DispatchArguments, check_combine, check_dispatch
 from .normal_device_route import Marks, Route, all_of, new_marks, node_tensors, run_all, without_nodes
@@ -62,19 +62,18 @@ class DeviceNormal:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """See :meth:`Normal.get_dispatch_layout`. Ids out of range count nowhere here; dispatch refuses them."""
-        wait_for(previous_event)
-        ranks = self._runtime.ranks
-        check_topk(topk_idx, None, None, self._device)
-        experts = check_experts(num_experts, ranks)
-        ids = topk_idx.contiguous()
-        with self._allocating(allocate_on_comm_stream):
+        with self._ground.lane.operation(previous_event, own_stream=allocate_on_comm_stream):
+            ranks = self._runtime.ranks
+            check_topk(topk_idx, None, None, self._device)
+            experts = check_experts(num_experts, ranks)
+            ids = topk_idx.contiguous()
             marks = Marks(ids, experts, ranks)
             nodes = self._new_node_counts(marks)
-        steps, used = all_of(marks.launches(self._kernels, 0, 0)), marks.tensors
-        if nodes is not None and nodes is not marks.per_rank:
-            steps, used = (*steps, marks.node_counting(nodes)), [*used, nodes]
-        event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
-        return marks.per_rank, nodes, marks.per_expert, marks.in_rank, event
+            steps, used = all_of(marks.launches(self._kernels, 0, 0)), [*marks.tensors, *_copied(topk_idx)]
+            if nodes is not None and nodes is not marks.per_rank:
+                steps, used = (*steps, marks.node_counting(nodes)), [*used, nodes]
+            event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            return marks.per_rank, nodes, marks.per_expert, marks.in_rank, event
 
     def _new_node_counts(self, marks: Marks) -> torch.Tensor | None:
         """Tokens with an expert on each node, to be filled: None when all ranks share one node; where nodes are not
@@ -118,48 +117,47 @@ class DeviceNormal:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: of this or an earlier operation.
         """
         started = time.monotonic_ns()
-        wait_for(previous_event)
-        session, lane = self._session, self._ground.lane
-        layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-        asked = check_dispatch(
-            x,
-            handle,
-            self,
-            layout,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            self._runtime.ranks,
-            self._device,
-        )
-        asked, before = self._crossing(asked)
-        form, tokens = asked.form, len(asked.rows)
-        looks = asked.handle is None and not num_worst_tokens
-        if looks and lane.capturing:
-            raise ConfigError(
-                f"{form.name}: how many rows come is read back, which no graph can capture: give num_worst_tokens"
+        with self._ground.lane.operation(previous_event, own_stream=allocate_on_comm_stream):
+            session, lane = self._session, self._ground.lane
+            layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            asked = check_dispatch(
+                x,
+                handle,
+                self,
+                layout,
+                topk_idx,
+                topk_weights,
+                expert_alignment,
+                num_worst_tokens,
+                self._runtime.ranks,
+                self._device,
             )
-        here, wire = session.adopt(form, 0)
+            asked, before = self._crossing(asked)
+            form, tokens = asked.form, len(asked.rows)
+            looks = asked.handle is None and not num_worst_tokens
+            if looks and lane.capturing:
+                raise ConfigError(
+                    f"{form.name}: how many rows come is read back, which no graph can capture: give num_worst_tokens"
+                )
+            here, wire = session.adopt(form, 0)
 
-        opening = self._prepare(asked, before, here, wire, num_worst_tokens)
-        steps, handle, used = opening
-        per_local: list[int] = []
-        session.begin(form, looks)
-        if looks:
-            handle, counted = self._open(opening, form, here)
-            per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
-            steps = ()
+            opening = self._prepare(asked, before, here, wire, num_worst_tokens)
+            steps, handle, used = opening
+            per_local: list[int] = []
+            session.begin(form, looks)
+            if looks:
+                handle, counted = self._open(opening, form, here)
+                per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
+                steps = ()
 
-        with self._allocating(allocate_on_comm_stream):
             outputs = _Outputs(asked, handle.capacity, self._device)
-        if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
-            outputs.rows.view(torch.uint8).zero_()
-        steps += self._exchange(asked, outputs, handle, here, wire, config)
-        used = [*used, *outputs.tensors]
-        event = lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
-        session.end(form, tokens, handle.sent_away, started)
-        return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, handle, event
+            if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
+                outputs.rows.view(torch.uint8).zero_()
+            steps += self._exchange(asked, outputs, handle, here, wire, config)
+            used = [*used, *outputs.tensors, *_copied(x, topk_idx, topk_weights, *layout)]
+            event = lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            session.end(form, tokens, handle.sent_away, started)
+            return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, handle, event
 
     def _crossing(self, asked: DispatchArguments) -> tuple[DispatchArguments, tuple[Callable[[], None], ...]]:
         """With how rows cross to other nodes, and what must be launched first where a handle knows another way."""
@@ -289,79 +287,80 @@ class DeviceNormal:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """See :meth:`Normal.combine`; ``config`` and errors as for :meth:`dispatch`."""
         started = time.monotonic_ns()
-        wait_for(previous_event)
-        asked = check_combine(x, handle, self, topk_weights, bias, self._device)
-        form, rows, weights, biases, handle = asked
-        crossed = self._session.node_ranks(form.name)
-        handle, before = self._on_its_way(handle, crossed)
-        form = form._replace(node_ranks=0 if handle.nodes is None else crossed)
-        tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
-        here, wire = self._session.adopt(form, len(biases))
-        with self._allocating(allocate_on_comm_stream):
+        with self._ground.lane.operation(previous_event, own_stream=allocate_on_comm_stream):
+            asked = check_combine(x, handle, self, topk_weights, bias, self._device)
+            form, rows, weights, biases, handle = asked
+            crossed = self._session.node_ranks(form.name)
+            handle, before = self._on_its_way(handle, crossed)
+            form = form._replace(node_ranks=0 if handle.nodes is None else crossed)
+            tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
+            here, wire = self._session.adopt(form, len(biases))
             out = torch.empty(tokens, hidden, dtype=rows.dtype, device=self._device)
             out_weights = None
             if topk:
                 out_weights = torch.empty(tokens, topk, dtype=torch.float32, device=self._device)
-        back = self._rows_to_gather(form, handle)
-        gathered = torch.empty(back, hidden, dtype=rows.dtype, device=self._device)
-        gathered_weights = torch.empty(back, topk, dtype=torch.float32, device=self._device)
-        launches = self._kernels.open(
-            *here.addresses,
-            wire,
-            handle.send_rows.data_ptr(),
-            handle.recv_rows.data_ptr(),
-            0,
-            handle.number.data_ptr(),
-            0,
-            0,
-            here.told.address,
-            self._session.new_ticket(),
-            0,
-            0 if handle.nodes is None else handle.nodes.passing.data_ptr(),
-        )
-        nodes, scratch = None, node_tensors(handle)
-        if handle.nodes is not None:
-            marks, size = handle.nodes.relay_marks, handle.nodes.node_ranks
-            counts = torch.empty(len(marks) + self._runtime.ranks // size, size, dtype=torch.int32, device=self._device)
-            scratch.append(counts)
-            nodes = NodeTensors(0, 0, 0, marks.data_ptr(), len(marks), counts.data_ptr())
-        tensors = NormalTensors(
-            rows.data_ptr(),
-            0,
-            len(rows),
-            0,
-            _address(weights),
-            0,
-            gathered.data_ptr(),
-            0,
-            gathered_weights.data_ptr(),
-            0,
-            back,
-        )
-        turns = self._turns(wire, here, handle, tokens)
-        programs = self._session.programs(form, here, tokens, handle.copies, turns, config)
-        launches += self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs)
-        launches += self._kernels.reduce(
-            *here.addresses,
-            wire,
-            rows.data_ptr(),
-            _address(weights),
-            handle.places.data_ptr(),
-            tokens,
-            gathered.data_ptr(),
-            gathered_weights.data_ptr(),
-            tuple(one.data_ptr() for one in biases),
-            out.data_ptr(),
-            _address(out_weights),
-            programs,
-        )
-        used = [rows, out, gathered, gathered_weights, *biases, *handle[:6], *scratch]
-        used += [one for one in (weights, out_weights) if one is not None]
-        self._session.begin(form, looks=False)
-        steps = before + all_of(launches)
-        event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
-        self._session.end(form, tokens, handle.sent_away, started)
-        return out, out_weights, event
+            back = self._rows_to_gather(form, handle)
+            gathered = torch.empty(back, hidden, dtype=rows.dtype, device=self._device)
+            gathered_weights = torch.empty(back, topk, dtype=torch.float32, device=self._device)
+            launches = self._kernels.open(
+                *here.addresses,
+                wire,
+                handle.send_rows.data_ptr(),
+                handle.recv_rows.data_ptr(),
+                0,
+                handle.number.data_ptr(),
+                0,
+                0,
+                here.told.address,
+                self._session.new_ticket(),
+                0,
+                0 if handle.nodes is None else handle.nodes.passing.data_ptr(),
+            )
+            nodes, scratch = None, node_tensors(handle)
+            if handle.nodes is not None:
+                marks, size = handle.nodes.relay_marks, handle.nodes.node_ranks
+                counts = torch.empty(
+                    len(marks) + self._runtime.ranks // size, size, dtype=torch.int32, device=self._device
+                )
+                scratch.append(counts)
+                nodes = NodeTensors(0, 0, 0, marks.data_ptr(), len(marks), counts.data_ptr())
+            tensors = NormalTensors(
+                rows.data_ptr(),
+                0,
+                len(rows),
+                0,
+                _address(weights),
+                0,
+                gathered.data_ptr(),
+                0,
+                gathered_weights.data_ptr(),
+                0,
+                back,
+            )
+            turns = self._turns(wire, here, handle, tokens)
+            programs = self._session.programs(form, here, tokens, handle.copies, turns, config)
+            launches += self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs)
+            launches += self._kernels.reduce(
+                *here.addresses,
+                wire,
+                rows.data_ptr(),
+                _address(weights),
+                handle.places.data_ptr(),
+                tokens,
+                gathered.data_ptr(),
+                gathered_weights.data_ptr(),
+                tuple(one.data_ptr() for one in biases),
+                out.data_ptr(),
+                _address(out_weights),
+                programs,
+            )
+            used = [rows, out, gathered, gathered_weights, *biases, *handle[:6], *scratch, *_copied(topk_weights, bias)]
+            used += [one for one in (weights, out_weights) if one is not None]
+            self._session.begin(form, looks=False)
+            steps = before + all_of(launches)
+            event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            self._session.end(form, tokens, handle.sent_away, started)
+            return out, out_weights, event
 
     def _rows_to_gather(self, form: RowFormat, handle: DeviceNormalHandle) -> int:
         """How many rows a combine gathers before it sums them: 0 where they fit the heap, from where kernels sum."""
@@ -381,10 +380,6 @@ class DeviceNormal:
         turns = self._kernels.turns(layout, runtime.settings.channels, wire, most, not here.space.all_mapped, fits)
         # a rank alone still copies its own rows
         return turns or 1
-
-    def _allocating(self, on_comm_stream: bool) -> contextlib.AbstractContextManager[Any]:
-        stream = self._ground.comm_stream
-        return torch.cuda.stream(stream) if on_comm_stream and stream is not None else contextlib.nullcontext()
 
 
 class _Opening(NamedTuple):
@@ -425,6 +420,12 @@ class _Outputs:
         """All of them."""
         given = [one for one in (self.scales, self.topk_idx, self.topk_weights) if one is not None]
         return [self.rows, *given, *self.scratch]
+
+
+def _copied(*given: object) -> list[torch.Tensor]:
+    """Of what a caller passes: the tensors that were copied here, on the stream of the operation, to be contiguous."""
+    tensors = chain.from_iterable(one if isinstance(one, tuple) else (one,) for one in given)
+    return [one for one in tensors if isinstance(one, torch.Tensor) and not one.is_contiguous()]
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -6,6 +6,7 @@ the host's code left out, which is what a graph leaves out.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,12 @@ class RecordingLane:
         self.launches: list[Callable[[], None]] = []
         # a graph has a memory pool of its own, in which what was freed while it was captured stays as it was
         self._kept: list[torch.Tensor] = []
+
+    def operation(
+        self, previous: EventOverlap | None, *, own_stream: bool
+    ) -> contextlib.AbstractContextManager[None, bool | None]:
+        """See ``device_lane.DeviceLane``."""
+        return contextlib.nullcontext()
 
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool

@@ -129,6 +129,10 @@ def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks
     interpreted.run(2, bodies.asynchronous, PATHS["mapped"], (5, 3), (True,), timeout=300)
 
 
+def test_operations_after_an_event_run_beside_what_the_stream_was_given_since(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.beside_other_work, PATHS["mapped"], timeout=300)
+
+
 def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
     """369 KB in two turns of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
     for launched, found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):

@@ -17,13 +17,16 @@ import bodies
 import normal_cases
 import pytest
 import torch
+from device_model import Device, begin_capture, install
 from normal_cases import Case, same_bits
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer, Config
+from uccl_ep_serving.device_lane import StreamLane
 from uccl_ep_serving.errors import ConfigError, UcclEpError
-from uccl_ep_serving.handles import EventOverlap
+from uccl_ep_serving.handles import EventOverlap, wait_for
 from uccl_ep_serving.normal_device import DeviceNormal
 
 
@@ -308,6 +311,13 @@ class LateLane:
         self._work = ThreadPoolExecutor(1)
         self.asked: list[bool] = []
 
+    @contextlib.contextmanager
+    def operation(self, previous: EventOverlap | None, *, own_stream: bool) -> Iterator[None]:
+        """See :class:`DeviceLane`."""
+        with torch.cuda.stream(self.stream) if own_stream else contextlib.nullcontext():
+            wait_for(previous)
+            yield
+
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
@@ -404,6 +414,103 @@ def asynchronous(
         assert counts == [-(-count // 8) * 8 for count in there.expert_counts]
         assert all(same_bits(one, two) for one, two in zip(again, received, strict=True))
     lane.settle()
+    buffer.destroy()
+
+
+class NotedLane(StreamLane):
+    """Streams of a model of a device, which notes what runs where."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), lambda stream: Device.capturing)
+        self.launched = 0
+
+    def run(
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """See :class:`DeviceLane`."""
+
+        def noted() -> None:
+            Device.kernel(f"launch {self.launched}")
+            self.launched += 1
+            launch()
+
+        return super().run(noted, tensors, own_stream=own_stream, finish=finish)
+
+
+class Noted(TorchDispatchMode):
+    """Notes on which stream torch does what it does, and for which capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where: list[tuple[Any, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.where.append((Device.current, Device.current.captured))
+        return function(*args, **(kwargs or {}))
+
+
+def beside_other_work(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Two-batch overlap, as SGLang does it in prefill: an event is captured, the other batch's work is given to the
+    same stream, then the operation is called with the event. It runs beside that work, with all that it allocates and
+    fills, also in a captured graph, of which all that is part."""
+    buffer = opened(exchange, overrides)
+    inputs = Case(tokens=(5,), experts=4, topk=2, hidden=128).inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        ground: Any = buffer._ground
+        lane = ground.lane = NotedLane()
+        kept: set[tuple[int, Any]] = set()
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream)))
+        # columns of a wider tensor, which are copied
+        strided = torch.cat([inputs.topk_idx[0], inputs.topk_idx[0]], 1)[:, :2]
+        # compiled, and the windows in use
+        normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0, num_worst_tokens=5), worst=5)
+        for capture in (0, 1):
+            begin_capture(capture)
+            begun = lane.launched
+
+            def event(name: str) -> EventOverlap:
+                Device.kernel(name)
+                found = EventOverlap(torch.cuda.Event())
+                found.event.record(Device.current)  # type: ignore[union-attr]
+                Device.kernel(f"other work after {name}")
+                return found
+
+            options: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
+            with Noted() as notes:
+                per_rank, _, per_expert, in_rank, laid_out = buffer.get_dispatch_layout(
+                    strided, 4, previous_event=event("router"), **options
+                )
+                received, idx, weights, counts, handle, sent = buffer.dispatch(
+                    inputs.x[0],
+                    topk_idx=inputs.topk_idx[0],
+                    topk_weights=inputs.topk_weights[0],
+                    num_tokens_per_rank=per_rank,
+                    is_token_in_rank=in_rank,
+                    num_tokens_per_expert=per_expert,
+                    num_worst_tokens=5 * capture,
+                    previous_event=laid_out,
+                    **options,
+                )
+            assert set(notes.where) == {(lane.stream, capture)}
+            assert (strided.data_ptr(), lane.stream) in kept or capture
+            sent_by = lane.launched
+            sent.current_stream_wait()
+            outputs = normal_cases.expert_outputs(received, 0)
+            with Noted() as notes:
+                combined, back, done = buffer.combine(
+                    outputs, handle, topk_weights=weights, previous_event=event("experts"), **options
+                )
+            assert set(notes.where) == {(lane.stream, capture)}
+            after = [Device.kernels[f"launch {number}"] for number in range(begun, lane.launched)]
+            assert all("router" in one for one in after)
+            assert not any("other work after router" in one for one in after[: sent_by - begun])
+            assert all("experts" in one and "other work after experts" not in one for one in after[sent_by - begun :])
+            done.current_stream_wait()
+            Device.kernel("end")
+            assert f"launch {lane.launched - 1}" in Device.kernels["end"]
+            case = normal_cases.Outcome(received, idx, weights, counts, handle, combined, back)
+            normal_cases.check_rank(inputs, 0, case, worst=5 * capture)
     buffer.destroy()
 
 
