@@ -67,6 +67,18 @@ class Device:
     #: Number of the capture that is going on, 0 while there is none.
     capturing = 0
     kernels: dict[str, set[str]]
+    #: The calling thread's device, of several.
+    chosen = torch.device("cuda", 0)
+
+    @classmethod
+    @contextlib.contextmanager
+    def choose(cls, device: torch.device) -> Iterator[None]:
+        """``torch.cuda.device``."""
+        before, cls.chosen = cls.chosen, device
+        try:
+            yield
+        finally:
+            cls.chosen = before
 
     @classmethod
     def kernel(cls, name: str) -> None:
@@ -109,5 +121,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Device.current)
     monkeypatch.setattr(torch.cuda, "stream", Device.on)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", Device.choose)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(Device.current.captured))

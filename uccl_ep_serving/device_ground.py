@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -77,6 +78,11 @@ class DeviceGround:
     def comm_stream(self) -> Any:
         """The stream that communication kernels run on, None in the interpreter."""
         return self.lane.stream
+
+    def on_its_device(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the Buffer's device the calling thread's, for which Triton compiles. Kernels compiled for another would
+        be compiled once more by their first launch, inside an operation or a capture."""
+        return contextlib.nullcontext() if self.interpreted else torch.cuda.device(self.memory.device)
 
     def take_report(self) -> None:
         """Make a failure that a kernel of the present generation has reported this rank's sticky error."""

@@ -74,7 +74,6 @@ class DeviceSession:
         self._ground = ground
         self._memory = ground.memory
         self._lane = ground.lane
-        self._interpreted = ground.interpreted
         self._serving: Serving | None = None
         self._combine_buffer: torch.Tensor | None = None
         self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
@@ -117,7 +116,7 @@ class DeviceSession:
             objection = ""
             try:
                 self._check_idle(plan)
-                kernels = device_low_latency_kernels(plan, self._interpreted)
+                kernels = self._new_kernels(plan)
                 kernels.check(runtime.settings)
                 # before the ranks meet: a rank that compiles while others wait would eat into their deadline
                 self._compile_dispatch(plan, kernels, x, coding, round_scale, reduced)
@@ -128,7 +127,7 @@ class DeviceSession:
             laid_out = plan
         if self._serving is None or self.generation != runtime.generation:
             self._refuse_capture(f"the windows for {laid_out} are not in use yet")
-            kernels = device_low_latency_kernels(laid_out, self._interpreted)
+            kernels = self._new_kernels(laid_out)
             space = self._ground.space()
             device = self._memory.device
             state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
@@ -139,6 +138,10 @@ class DeviceSession:
             self.combines.clear()
         self._compile_dispatch(laid_out, self._serving.kernels, x, coding, round_scale, reduced)
         return self._serving
+
+    def _new_kernels(self, plan: LowLatencyPlan) -> DeviceLowLatencyKernels:
+        with self._ground.on_its_device():
+            return device_low_latency_kernels(plan, self._ground.interpreted)
 
     def _compile_dispatch(
         self,
@@ -154,7 +157,8 @@ class DeviceSession:
         kind = (source, coding.dtype, round_scale, reduced)
         if (plan, kind) not in self._compiled:
             self._refuse_capture("its kernels are not compiled for these dtypes yet")
-            kernels.warm_dispatch(source, coding.dtype, round_scale, reduced)
+            with self._ground.on_its_device():
+                kernels.warm_dispatch(source, coding.dtype, round_scale, reduced)
             self._compiled.add((plan, kind))
 
     def compile_combine(
@@ -164,7 +168,8 @@ class DeviceSession:
         kind = (dtype, reduced)
         if (plan, kind) not in self._compiled:
             self._refuse_capture("its kernels are not compiled for these dtypes yet")
-            kernels.warm_combine(dtype, reduced)
+            with self._ground.on_its_device():
+                kernels.warm_combine(dtype, reduced)
             self._compiled.add((plan, kind))
 
     def _refuse_capture(self, why: str) -> None:

@@ -108,7 +108,8 @@ class DeviceNormalSession:
     """
 
     def __init__(self, runtime: DeviceNormalRuntime, ground: DeviceGround) -> None:
-        self.kernels: DeviceNormalKernels = device_normal_kernels(runtime.ranks, ground.interpreted)
+        with ground.on_its_device():
+            self.kernels: DeviceNormalKernels = device_normal_kernels(runtime.ranks, ground.interpreted)
         self._runtime = runtime
         self._ground = ground
         self._present: Generation | None = None
@@ -160,7 +161,8 @@ class DeviceNormalSession:
                     f"{form.name}: dispatch and combine once in the same formats before a graph is captured"
                 )
             # before this rank tells the others of the operation: compiling would eat into their deadline
-            self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
+            with self._ground.on_its_device():
+                self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
             self._warm.add(kind)
         return self._present, wire
 
