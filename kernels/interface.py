@@ -456,6 +456,7 @@ class DeviceNormalKernels(Protocol):
         state: int,
         form: NormalFormat,
         x: int,
+        received: int,
         weights: int,
         places: int,
         tokens: int,
@@ -466,7 +467,7 @@ class DeviceNormalKernels(Protocol):
         out_weights: int,
         programs: int,
     ) -> tuple[KernelLaunch, ...]:
-        """Sum the rows of a combine that has been exchanged."""
+        """Sum the rows of a combine that has been exchanged; ``received`` of them are this rank's experts'."""
 
     def turns(
         self, layout: WindowLayout, channels: int, form: NormalFormat, rows: int, proxied: bool, fits: bool

@@ -344,6 +344,7 @@ class DeviceNormal:
                 *here.addresses,
                 wire,
                 rows.data_ptr(),
+                len(rows),
                 _address(weights),
                 handle.places.data_ptr(),
                 tokens,

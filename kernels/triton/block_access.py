@@ -23,6 +23,7 @@ __all__ = [
     "has_failed",
     "head_address",
     "is_live",
+    "mask_address",
     "own_rank",
     "peer_window",
     "rank_count",
@@ -124,10 +125,16 @@ def peer_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def mask_address(context: tl.tensor) -> tl.tensor:
+    """Address of int32[ranks], by rank: not 0 = it is masked."""
+    return peek(context + _MASK)
+
+
+@triton.jit
 def is_live(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """True for ranks of the group that are not masked. ``peers`` may exceed the ranks."""
     inside = peers < rank_count(context)
-    mask = int32s(peek(context + _MASK) + 4 * peers)
+    mask = int32s(mask_address(context) + 4 * peers)
     return inside & (tl.load(mask, mask=inside, other=1) == 0)
 
 

@@ -38,6 +38,10 @@ __all__ = ["TritonNormalKernels"]
 
 #: Words (or values) of a row that a program moves at a time, its warps, and the rows that it moves together.
 _BLOCK, _WARPS, _ROWS = 1024, 8, 4
+#: Values of a row that a program sums at a time, tokens, and ranks whose rows it asks for together: 16 KiB of BF16 are
+#: on their way to it. Programs for each one that moves rows: of 64 registers and 256 threads, four share a
+#: multiprocessor.
+_SUMMED, _SUM_ROWS, _TOGETHER, _SUMMING = 1024, 2, 4, 4
 #: Tokens that a program marks together; (token, rank) pairs that it holds.
 _MARKED, _PAIRS = 128, 4096
 
@@ -99,7 +103,7 @@ class TritonNormalKernels:
         found = self.open(at, at, form, at, at, at, at, at, at, at, 1, 0, at)
         found += self.exchange(at, at, form, tensors, nodes, 1, 1)
         if form.kind == NormalNotify.OPERATION_COMBINE:
-            found += self.reduce(at, at, form, at, at, at, 1, at, at, (at,) * biases, at, at, 1)
+            found += self.reduce(at, at, form, at, 1, at, at, 1, at, at, (at,) * biases, at, at, 1)
         elif form.kind == NormalNotify.OPERATION_DISPATCH:
             found += self.list(at, 1, 0, form.node_ranks, at, at, at, at)
             if form.topk:
@@ -267,6 +271,7 @@ class TritonNormalKernels:
         state: int,
         form: NormalFormat,
         x: int,
+        received: int,
         weights: int,
         places: int,
         tokens: int,
@@ -277,22 +282,24 @@ class TritonNormalKernels:
         out_weights: int,
         programs: int,
     ) -> tuple[Launch, ...]:
-        """Sum the rows of a combine that has been exchanged."""
+        """Sum the rows of a combine that has been exchanged; ``received`` of them are this rank's experts'."""
         if tokens == 0:
             return ()
         hidden = form.row_bytes // element_bytes(form.dtype)
-        block = min(_BLOCK, _power_of_two(hidden))
-        columns = -(-hidden // block)
-        rows = self._rows if self.target.interpreted else 1
+        block = min(_SUMMED, _power_of_two(hidden))
+        # one more sums the weights
+        columns = -(-hidden // block) + (form.topk > 0)
+        rows = self._rows if self.target.interpreted else _SUM_ROWS
         bias_0, bias_1 = (*biases, 0, 0)[:2]
         return (
             Launch(
                 reduce_rows,
-                (max(min(programs, self._most_programs) // columns, 1), columns),
+                (-(-min(_SUMMING * programs, self._most_programs) // columns), columns),
                 (
                     context,
                     state,
                     x,
+                    received,
                     weights,
                     places,
                     tokens,
@@ -309,12 +316,13 @@ class TritonNormalKernels:
                     "TOPK": form.topk,
                     "SLOTS": _power_of_two(form.topk),
                     "BIASES": len(biases),
+                    "TOGETHER": min(_TOGETHER, self._ranks),
                     "ROWS": rows,
                     "BLOCK": block,
                     "BACKEND": self.target.backend,
                 },
-                # 16 bytes of BF16 a lane
-                warps=min(max(128 // self.target.warp, 1), 4),
+                # 16 bytes of BF16 of a rank's rows to a lane
+                warps=max(256 // self.target.warp, 1),
                 fused=False,
             ),
         )

@@ -8,13 +8,14 @@ must not be the interpreter here. PYTHONPATH chooses the version of Triton.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from typing import Any
 
 import compiled_traps
 import triton
-from compiled_traps import COPYING, WAITING
+from compiled_traps import COPYING, IN_FLIGHT, WAITING
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -32,6 +33,9 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), Target(2, 64)),
 }
 
+#: That the caller allows.
+PROGRAMS = 20
+
 
 def normal_launches(target: Target) -> list[Launch]:
     """Normal mode likewise: FP8 with scales and BF16 dispatches, cached ones, combines with weights and biases."""
@@ -48,13 +52,13 @@ def normal_launches(target: Target) -> list[Launch]:
     ):
         form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, at, at)
         found += kernels.open(at, at, form, at, at, at, at, at, at, at, 1, 0, 0)
-        found += kernels.exchange(at, at, form, tensors, None, 1, 20)
+        found += kernels.exchange(at, at, form, tensors, None, 1, PROGRAMS)
         # the marks of a row between nodes take 16 bytes more at most
         between = form._replace(meta_bytes=meta + 16 if kind != NormalNotify.OPERATION_COMBINE else meta, node_ranks=4)
         found += kernels.open(at, at, between, at, at, at, at, at, at, at, 1, 0, at)
-        found += kernels.exchange(at, at, between, tensors, nodes, 1, 20)
+        found += kernels.exchange(at, at, between, tensors, nodes, 1, PROGRAMS)
         if kind == NormalNotify.OPERATION_COMBINE:
-            found += kernels.reduce(at, at, form, at, at, at, 128, at, at, (at, at), at, at, 20)
+            found += kernels.reduce(at, at, form, at, 128, at, at, 128, at, at, (at, at), at, at, PROGRAMS)
     return found
 
 
@@ -125,6 +129,12 @@ def main(target: str, names: frozenset[str]) -> None:
         # those that wait spend their time waiting
         if found["spilled"] and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")
+        if name in IN_FLIGHT:
+            found["in_flight"] = 16 * launch.warps * chosen.warp * compiled_traps.loads_at_once(text)
+            if found["in_flight"] < IN_FLIGHT[name][gpu.backend == "hip"]:
+                faults.append(f"only {found['in_flight']} bytes of rows are on their way to a program")
+            if math.prod(launch.grid) < PROGRAMS:
+                faults.append(f"a grid of {launch.grid} where {PROGRAMS} programs are allowed")
         said = {"target": target, "kernel": name, "triton": triton.__version__, "faults": faults, **found}
         print(json.dumps(said), flush=True)
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 import re
 import struct
 
-__all__ = ["COPYING", "WAITING", "cubin_resources", "cuda_faults", "hip_faults", "volatile_branches"]
+__all__ = [
+    "COPYING",
+    "IN_FLIGHT",
+    "WAITING",
+    "cubin_resources",
+    "cuda_faults",
+    "hip_faults",
+    "loads_at_once",
+    "volatile_branches",
+]
 
 PUBLISHING = {"pack_dispatch", "pack_combine"}
 #: One program of one warp that publishes.
@@ -17,6 +26,19 @@ WAITING = {"route", "prepare_combine", "dispatch_arrival", "combine_arrival", *T
 #: Their last program to arrive goes on alone.
 ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine", "sum_rows"}
 COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "move_node_rows", "reduce_rows"}
+
+#: Bytes of rows that must be on their way to one program of these, on CUDA and ROCm.
+IN_FLIGHT = {"reduce_rows": (16 << 10, 12 << 10)}
+
+
+def loads_at_once(text: str) -> int:
+    """Most loads of 16 bytes that a thread asks for before it waits for one, in PTX or AMDGCN. The assembler of PTX
+    decides that itself, but moves no load over a barrier and no sum."""
+    if ".target sm_" in text:
+        load, end = r"\bld\.global\.v(?:4\.b32|2\.b64)", r"\bbar\.sync|\bbra\b|^\$L|\badd\S*\.f32|\bst\.global"
+    else:
+        load, end = r"\bglobal_load_dwordx4", r"s_waitcnt vmcnt|s_cbranch_(?!exec)|s_branch|\bglobal_store"
+    return max(len(re.findall(load, part)) for part in re.split(end, text, flags=re.MULTILINE))
 
 
 def _loops(text: str, label: str, branch: str) -> list[str]:

@@ -207,6 +207,15 @@ def test_each_trap_is_found(
         assert any(words in fault for fault in faults), (good, faults)
 
 
+def test_loads_that_wait_for_each_other_are_counted_apart() -> None:
+    load = "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];\n"
+    for between in ("bar.sync 0;\n", "add.rn.f32 %f1, %f2, %f3;\n", "st.global.b32 [%rd2], %r1;\n"):
+        assert compiled_traps.loads_at_once(".target sm_90\n" + 3 * load + between + 2 * load) == 3
+    load = "global_load_dwordx4 v[0:3], v[4:5], off\n"
+    text = 2 * (load + "s_cbranch_execz .LBB0_1\n") + "s_waitcnt vmcnt(1)\n" + load
+    assert compiled_traps.loads_at_once(text) == 2
+
+
 def test_a_branch_on_a_volatile_load_is_found() -> None:
     text = """
     %code = tt.load %address {isVolatile = true} : !tt.ptr<i64>

@@ -80,6 +80,10 @@ def test_worst_case_and_cached(interpreted: Ranks, path: str) -> None:
     interpreted.run(2, bodies.without_a_look, PATHS[path], timeout=580)
 
 
+def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted: Ranks) -> None:
+    interpreted.run(2, bodies.broken_promise, {**PATHS["mapped"], "timeout": 15.0}, timeout=580)
+
+
 @pytest.mark.slow
 def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
     """The last kernel takes all turns itself."""

@@ -99,6 +99,29 @@ def without_a_look(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
+def broken_promise(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """More rows come than ``num_worst_tokens`` promised, and the combine is launched before the host knows, as on a
+    device: what lies behind its rows and weights, which are part of larger tensors, is not summed."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(4, 4), experts=4, topk=2, lost=0.0, hidden=128).inputs()
+    for own, ids in enumerate(inputs.topk_idx):
+        ids[:] = torch.tensor([2 * own, 2 * own + 1])
+    session: Any = buffer._normal._session
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "check", lambda phase: None)
+        rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=1)
+        assert len(rows) == 1
+        more, weights = torch.full((4, 128), 7.0, dtype=rows.dtype), torch.full((4, 2), 7.0)
+        more[:1], weights[:1] = 1.0, 0.5
+        combined, factors, _ = buffer.combine(more[:1], handle, topk_weights=weights[:1])
+    assert combined.tolist() == [[1.0] * 128] + [[0.0] * 128] * 3
+    assert factors.tolist() == [[0.5] * 2] + [[0.0] * 2] * 3
+    with pytest.raises(ConfigError, match="arrived where num_worst_tokens promised fewer"):
+        normal_cases.dispatch(buffer, inputs, rank)
+    normal_cases.check_rank(inputs, rank, normal_cases.round_trip(buffer, inputs, rank))
+    buffer.destroy()
+
+
 def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """A layout and rows only."""
     buffer, rank = opened(exchange, overrides), exchange.rank
