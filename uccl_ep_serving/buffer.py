@@ -190,7 +190,8 @@ class Buffer:
         failure their kernels send nothing and leave zeros.
 
         Raises:
-            ConfigError, PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
+            ConfigError: among others, the windows were laid out anew since the graphs were captured.
+            PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
             UcclEpError: the Buffer is closed.
         """
         phase = "replayed operations"
@@ -199,6 +200,7 @@ class Buffer:
         self.runtime.check(phase)
         if self._ground is not None:
             self._ground.check_ids(phase)
+            self._ground.check_graphs(phase)
 
     # -- class-level contract -----------------------------------------------------------------------------------
 

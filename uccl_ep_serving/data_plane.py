@@ -63,7 +63,7 @@ class DataPlane:
     space: KernelSpace | None = None
     service: ProxyService | None = None
     finishes: list[Callable[[], None]] = field(default_factory=list)
-    releases: list[Callable[[], None]] = field(default_factory=list)
+    releases: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def routes(self) -> dict[int, str]:

@@ -23,12 +23,19 @@ _Made = TypeVar("_Made")
 _log = logging.getLogger("uccl_ep_serving")
 
 
+#: What graphs look at that were captured in windows which are gone: kilobytes each. The host does not hear when the
+#: last of them is destroyed.
+_kept: list[object] = []
+
+
 class GroundRuntime(Protocol):
     """What this needs of a Runtime; see there."""
 
     rank: int
     generation: int
 
+    @property
+    def stale(self) -> str: ...
     @property
     def settings(self) -> Settings: ...
     @property
@@ -43,7 +50,7 @@ class GroundRuntime(Protocol):
     def beyond_device_memory(self) -> frozenset[int]: ...
     def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
     def before_draining(self, finish: Callable[[], None]) -> None: ...
-    def before_unmapping(self, release: Callable[[], None]) -> None: ...
+    def before_unmapping(self, release: Callable[[], object]) -> None: ...
     def lend_to_nics(
         self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
     ) -> None: ...
@@ -73,6 +80,8 @@ class DeviceGround:
         )
         self._space: DeviceSpace | None = None
         self._generation = -1
+        #: What the lane had captured when the present space was built.
+        self._captures = 0
 
     @property
     def comm_stream(self) -> Any:
@@ -102,6 +111,23 @@ class DeviceGround:
                     "is a later call, which has moved nothing, make it again"
                 )
 
+    def keep(self, *memory: object) -> bool:
+        """Make memory of the present windows outlive them where graphs were captured in them; False where none was."""
+        if self.lane.captures == self._captures:
+            return False
+        _kept.extend(memory)
+        return True
+
+    def check_graphs(self, phase: str) -> None:
+        """Raise ConfigError when graphs were captured, and none of them in the present windows."""
+        present = self._generation == self._runtime.generation and not self._runtime.stale
+        if self.lane.captures and not (present and self.lane.captures > self._captures):
+            raise ConfigError(
+                f"{phase}: the windows were laid out anew since graphs were captured (other sizes were dispatched, or "
+                "a rank was masked). The kernels of those graphs move nothing any more, and combined rows are zero. "
+                "Next step: dispatch and combine once, and capture the graphs again"
+            )
+
     def prepare(self, make: Callable[[], _Made]) -> _Made:
         """What ``make`` makes of this rank's memory for an operation that is not begun yet.
 
@@ -128,7 +154,7 @@ class DeviceGround:
         runtime = self._runtime
         if self._space is None or self._generation != runtime.generation:
             self._space = self._build()
-            self._generation = runtime.generation
+            self._generation, self._captures = runtime.generation, self.lane.captures
         return self._space
 
     def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
@@ -159,7 +185,7 @@ class DeviceGround:
         space = self.prepare(lambda: self._space_over(window))
         # what a kernel has not published yet, no proxy can wait for
         runtime.before_draining(self.memory.synchronize)
-        runtime.before_unmapping(space.close)
+        runtime.before_unmapping(lambda: space.close(self.keep))
         if window is not None and runtime.nic_peers:
             try:
                 # after what frees the memory was noted: the NICs let go of it first

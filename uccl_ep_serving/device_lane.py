@@ -31,6 +31,10 @@ class DeviceLane(Protocol):
         """True while the current stream captures a graph."""
 
     @property
+    def captures(self) -> int:
+        """How many times something was run that was captured, and may be replayed."""
+
+    @property
     def stream(self) -> Any:
         """The communication stream, None where there are no streams."""
 
@@ -61,6 +65,7 @@ class HostLane:
     """In Triton's interpreter a kernel is over when its launch returns."""
 
     capturing = False
+    captures = 0
     stream = None
 
     def operation(
@@ -84,11 +89,15 @@ class StreamLane:
     Args:
         device: theirs.
         capture_of: number of the capture that the stream with a handle takes part in (``DeviceMemory.capture_of``).
+
+    Attributes:
+        captures: see :class:`DeviceLane`.
     """
 
     def __init__(self, device: torch.device, capture_of: Callable[[int], int]) -> None:
         self._device = device
         self._capture_of = capture_of
+        self.captures = 0
         self._own = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
         #: The capture that ``_last`` belongs to, None for none.
@@ -152,6 +161,7 @@ class StreamLane:
                 event = torch.cuda.Event()
                 event.record(stream)
             self._last, self._captured = event, capture
+            self.captures += capture is not None
             if stream != caller and finish:
                 caller.wait_event(event)
         for tensor in tensors:

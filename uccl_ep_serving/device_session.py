@@ -131,6 +131,7 @@ class DeviceSession:
             space = self._ground.space()
             device = self._memory.device
             state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
+            runtime.before_unmapping(lambda: self._ground.keep(state))
             self._serving = Serving(state, kernels, space)
             self.generation = runtime.generation
             self._combine_buffer = None
@@ -212,5 +213,7 @@ class DeviceSession:
         if self._combine_buffer is None:
             dtype = torch.bfloat16 if plan.element == 2 else torch.float32
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
-            self._combine_buffer = torch.empty(shape, dtype=dtype, device=self._memory.device)
+            buffer = self._combine_buffer = torch.empty(shape, dtype=dtype, device=self._memory.device)
+            # experts of a captured graph may write to it
+            self._runtime.before_unmapping(lambda: self._ground.keep(buffer))
         return self._combine_buffer

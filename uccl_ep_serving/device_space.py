@@ -61,10 +61,12 @@ class _HostPages:
                 return mapped + address - start
         raise AssertionError(f"{address:#x} is not mapped into the device")
 
-    def unmap(self) -> None:
-        """Undo all of :meth:`map`."""
-        while self._ranges:
-            self._memory.unmap_host(self._ranges.pop()[0])
+    def unmap(self, but: int = 0) -> None:
+        """Undo all of :meth:`map`, except for the range of one address."""
+        ranges, self._ranges = self._ranges, []
+        for start, end, _ in reversed(ranges):
+            if not start <= but < end:
+                self._memory.unmap_host(start)
 
 
 def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -183,6 +185,7 @@ class DeviceSpace:
         self._window = window
         self._pages = _HostPages(memory)
         self._tensors: list[torch.Tensor] = []
+        self._verdict: torch.Tensor
         self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         try:
             self.context = self._build()
@@ -236,6 +239,8 @@ class DeviceSpace:
             flag = windows[:, None] + layout.direct_flags + 8 * (space.rank * STREAMS + streams)
             flag = np.where(mapped, flag, 0).astype(np.int64).ravel()
             completed = np.where(mapped, 0, completed.reshape(ranks, STREAMS)).ravel()
+        verdict = self._on_device(np.zeros(1, dtype=np.int64))
+        self._verdict = self._tensors[-1]
         context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
         for word, value in {
             ctx.RANK: space.rank,
@@ -251,7 +256,7 @@ class DeviceSpace:
             # constant: masking a rank begins a new generation
             ctx.MASK: self._on_device(mask),
             ctx.ERROR: self._pages(space.error),
-            ctx.VERDICT: self._on_device(np.zeros(1, dtype=np.int64)),
+            ctx.VERDICT: verdict,
             ctx.REPORT: self._pages(self._report.ctypes.data),
             ctx.HEADS: self._on_device(self._heads(rings)),
             ctx.LIMIT: int(space.timeout * 1e9),
@@ -301,13 +306,22 @@ class DeviceSpace:
         self._report[ctx.ERROR_IDS] = 0
         return (told >> ctx.ERROR_IDS_SHIFT) - 1, told & ((1 << ctx.ERROR_IDS_SHIFT) - 1)
 
-    def close(self) -> None:
-        """Let go of all memory once the device has finished; the sticky error has released waiting kernels."""
+    def close(self, keep: Callable[..., bool] = lambda *memory: False) -> None:
+        """Let go of all memory once the device has finished; the sticky error has released waiting kernels.
+
+        Args:
+            keep: told what kernels of captured graphs look at before anything else, makes it outlive this object, and
+                returns True, where there are such graphs. A replay then finds that an earlier kernel has failed.
+        """
         try:
             self._memory.synchronize()
-            self._pages.unmap()
+            kept = keep(self._tensors, self._report)
+            if kept:
+                self._verdict.fill_(1)
+                self._memory.synchronize()
+            self._pages.unmap(but=self._report.ctypes.data if kept else 0)
             if self._window is not None:
                 self._window.close()
         except TransportError as error:
             _log.error("%s. What was mapped stays until this process ends", error)
-        self._tensors.clear()
+        self._tensors = []

@@ -68,7 +68,7 @@ class DeviceNormalRuntime(Protocol):
     def stale(self) -> str: ...
     @property
     def grow_asked(self) -> bool: ...
-    def before_unmapping(self, release: Callable[[], None]) -> None: ...
+    def before_unmapping(self, release: Callable[[], object]) -> None: ...
     def check(self, phase: str) -> None: ...
     def begin_operation(self) -> None: ...
     def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
@@ -221,8 +221,17 @@ class DeviceNormalSession:
                 kernels.told_words * runtime.ranks,
             )
         )
-        runtime.before_unmapping(told.close)
-        return Generation(space, self._ground.prepare(lambda: kernels.new_state(runtime.layout, memory.device)), told)
+        states: list[object] = []
+
+        def release() -> None:
+            # an opening in a captured graph tells the host whatever it finds
+            if not self._ground.keep(told, *states):
+                told.close()
+
+        runtime.before_unmapping(release)
+        state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, memory.device))
+        states.append(state)
+        return Generation(space, state, told)
 
     def new_ticket(self) -> int:
         """What the opening of the next operation stores last, once it has told the host everything."""

@@ -270,7 +270,7 @@ class Runtime:
         assert self._plane is not None
         self._plane.finishes.append(finish)
 
-    def before_unmapping(self, release: Callable[[], None]) -> None:
+    def before_unmapping(self, release: Callable[[], object]) -> None:
         """Call ``release`` when the memory of the present generation goes, once its proxies have stopped."""
         self.space  # noqa: B018  raises when there is none
         assert self._plane is not None

@@ -25,9 +25,12 @@ class RecordingLane:
 
     capturing = False
     stream = None
+    #: What is run meanwhile is not kept.
+    eager = False
 
     def __init__(self) -> None:
         self.launches: list[Callable[[], None]] = []
+        self.captures = 0
         # a graph has a memory pool of its own, in which what was freed while it was captured stays as it was
         self._kept: list[torch.Tensor] = []
 
@@ -41,8 +44,10 @@ class RecordingLane:
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """See ``device_lane.DeviceLane``."""
-        self.launches.append(launch)
-        self._kept.extend(tensors)
+        if not self.eager:
+            self.launches.append(launch)
+            self._kept.extend(tensors)
+            self.captures += 1
         launch()
         return EventOverlap()
 

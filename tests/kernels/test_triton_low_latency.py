@@ -172,6 +172,12 @@ def test_a_silent_peer_is_named(interpreted: Ranks, path: str) -> None:
     assert found["published"] == 0
 
 
+def test_a_graph_of_windows_that_are_gone_does_nothing_and_must_be_captured_again(interpreted: Ranks) -> None:
+    for text in interpreted.run(2, triton_bodies.replay_in_windows_that_are_gone, PATHS["mapped"], timeout=300):
+        assert "the windows were laid out anew since graphs were captured" in text
+        assert "capture the graphs again" in text
+
+
 def test_replays_without_the_host(interpreted: Ranks) -> None:
     """As of a captured graph: other tokens and other routing in the same tensors, numbers and parities go on."""
     assert interpreted.run(2, triton_bodies.replays, PATHS["mapped"], "plain", 1, timeout=300) == [1, 1]

@@ -137,6 +137,10 @@ def test_operations_after_an_event_run_beside_what_the_stream_was_given_since(in
     interpreted.run(1, bodies.beside_other_work, PATHS["mapped"], timeout=300)
 
 
+def test_a_graph_of_windows_that_are_gone_does_nothing_and_must_be_captured_again(interpreted: Ranks) -> None:
+    interpreted.run(1, bodies.replay_in_windows_that_are_gone, PATHS["mapped"], timeout=300)
+
+
 def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
     """369 KB in two turns of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
     for launched, found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):

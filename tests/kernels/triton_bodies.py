@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,6 +309,44 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     out, _, _ = buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, handle)
     assert torch.allclose(out, given.x * given.topk_weights.sum(dim=1, keepdim=True))
     buffer.destroy()
+
+
+def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
+    replays says that it must be captured again, until one is. Returns what was raised."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+
+    buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
+    lane = RecordingLane()
+    low_latency = buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
+    ground: Any = low_latency._session._ground
+    buffer._ground = ground
+    layer = Layer(buffer, "plain", torch.device("cpu"), lane.compute)
+    layer.run()
+    buffer.check()
+    state: Any = low_latency._session._serving.state  # type: ignore[union-attr]
+    looked_at = [weakref.ref(one) for one in (*ground.space()._tensors, state.words)]
+    del state
+    lane.eager = True
+    assert bodies.round_trip(buffer, tokens=4, hidden=256) < 0.02
+    with pytest.raises(ConfigError) as caught:
+        buffer.check()
+    # neither unmapped nor given to others
+    assert all(one() is not None for one in looked_at)
+    layer.batches[0].load(7)
+    layer.batches[0].out.fill_(3.0)
+    lane.replay()
+    assert not layer.batches[0].out.any()
+    assert bodies.round_trip(buffer, tokens=4, hidden=256) < 0.02
+    lane.launches.clear()
+    lane.eager = False
+    again = Layer(buffer, "plain", torch.device("cpu"), lane.compute)
+    again.run()
+    buffer.check()
+    again.check(lane.replay, 1)
+    buffer.destroy()
+    return str(caught.value)
 
 
 def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:

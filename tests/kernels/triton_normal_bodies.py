@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ import normal_cases
 import pytest
 import torch
 from device_model import Device, begin_capture, install
+from ll_replay import RecordingLane
 from normal_cases import Case, same_bits
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -328,6 +330,7 @@ class LateLane:
     """A stream as a thread: launches run later, in order, and who does not wait for their event sees no result."""
 
     capturing = False
+    captures = 0
 
     def __init__(self) -> None:
         self.stream = object()
@@ -534,6 +537,31 @@ def beside_other_work(exchange: StoreExchange, overrides: dict[str, Any]) -> Non
             assert f"launch {lane.launched - 1}" in Device.kernels["end"]
             case = normal_cases.Outcome(received, idx, weights, counts, handle, combined, back)
             normal_cases.check_rank(inputs, 0, case, worst=5 * capture)
+    buffer.destroy()
+
+
+def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """A graph that is replayed after the windows were laid out anew reaches no memory that others have by then, what
+    tells the host included, and sums nothing."""
+    buffer = opened(exchange, overrides)
+    ground: Any = buffer._ground
+    lane = ground.lane = RecordingLane()
+    inputs = Case(tokens=(5,), experts=4, topk=2, hidden=128).inputs()
+    outcome = normal_cases.round_trip(buffer, inputs, 0, num_worst_tokens=5)
+    normal: Any = buffer._normal
+    present = normal._session._present
+    looked_at = [weakref.ref(one) for one in (present.told, present.state, *present.space._tensors)]
+    del present
+    lane.eager = True
+    buffer.check()
+    buffer.runtime.grow(None)
+    normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0))
+    with pytest.raises(ConfigError, match="capture the graphs again"):
+        buffer.check()
+    assert all(one() is not None for one in looked_at)
+    lane.replay()
+    assert not outcome.combined.any()
+    normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0))
     buffer.destroy()
 
 
