@@ -160,10 +160,12 @@ def test_kernels_of_one_buffer_never_overlap_and_those_of_two_may(device: type[D
 def test_a_capture_waits_for_no_event_from_outside(device: type[Device]) -> None:
     buffer = OneBuffer()
     buffer.dispatch("warm")
+    assert buffer.lane.captures == 0
     begin_capture(1)
     _, hook = buffer.dispatch("a", hook=True)
     assert hook is not None
     hook()
+    assert buffer.lane.captures == 2
     assert device.kernels["a receive"] == {"a send"}
     # another graph, captured right after: the model would say if anything waited for the first one
     begin_capture(2)

@@ -302,6 +302,17 @@ def test_addresses_are_translated(cuda: list[tuple[Any, ...]]) -> None:
     assert cuda[-1] == ("cudaHostUnregister", 5 * page)
 
 
+def test_what_kernels_of_old_graphs_look_at_stays_mapped(cuda: list[tuple[Any, ...]]) -> None:
+    page = mmap.PAGESIZE
+    pages = _HostPages(CudaMemory(GPU))
+    pages.map([(5 * page, 8), (8 * page + 64, 8), (9 * page, 8)])
+    pages.unmap(but=8 * page + 64)
+    assert [call for call in cuda if call[0] == "cudaHostUnregister"] == [
+        ("cudaHostUnregister", 9 * page),
+        ("cudaHostUnregister", 5 * page),
+    ]
+
+
 @pytest.fixture
 def interpreted() -> Iterator[InterpretedMemory]:
     before = len(os.listdir("/proc/self/fd"))
