@@ -36,8 +36,9 @@ from .normal_rows import move_rows
 
 __all__ = ["TritonNormalKernels"]
 
-#: Words (or values) of a row that a program moves at a time, its warps, and the rows that it moves together.
-_BLOCK, _WARPS, _ROWS = 1024, 8, 4
+#: Words of a row that a program moves at a time, its warps, and the rows that it moves together: 32 KiB are on their
+#: way to it. Between nodes words, or values that are summed: more of them take more registers than there are.
+_BLOCK, _WARPS, _ROWS, _NODE_BLOCK = 2048, 8, 4, 1024
 #: Values of a row that a program sums at a time, tokens, and ranks whose rows it asks for together: 16 KiB of BF16 are
 #: on their way to it. Programs for each one that moves rows: of 64 registers and 256 threads, four share a
 #: multiprocessor.
@@ -230,7 +231,7 @@ class TritonNormalKernels:
             "SLOTS": _power_of_two(form.topk),
             "SCALE_WORDS": scale_words,
             "SCALES": _power_of_two(scale_words),
-            "BLOCK": min(_BLOCK, _power_of_two(words)),
+            "BLOCK": min(_BLOCK if nodes is None else _NODE_BLOCK, _power_of_two(words)),
         }
         if nodes is not None:
             return exchange_nodes(

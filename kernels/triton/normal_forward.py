@@ -66,7 +66,7 @@ from .normal_nodes import (
     rows_at,
     stamp_rows,
 )
-from .normal_rows import copy_rows, copy_scales
+from .normal_rows import copy_rows, load_scales, store_scales
 from .normal_tensors import NodeTables, RowShape, RowTensors
 from .wait import refuse
 from .words import acquire_each, any_of, int32s, int64s, peek, poke, settle, uint8s
@@ -363,11 +363,15 @@ def take_passed(
             within = index - turn_of * slot_rows
             landed = row_at + (turn_of & 1) * stride + within * (4 * shape.WORDS)
             landed_meta = meta_at + (turn_of & 1) * stride + within * meta
-            copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
+            given = inside[:, None] & (slot < shape.TOPK)
+            # before the rows, so that all of it is waited for once
             if shape.TOPK > 0:
-                given = inside[:, None] & (slot < shape.TOPK)
                 expert = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=-1).to(tl.int64)
                 bits = tl.load(int32s(landed_meta[:, None] + 4 * (shape.TOPK + slot)), mask=given, other=0)
+            if shape.SCALE_WORDS > 0:
+                scales = load_scales(landed_meta + 8 * shape.TOPK, inside, shape)
+            copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
+            if shape.TOPK > 0:
                 wrong = (expert < -1) | (expert >= size * tensors.local_experts)
                 # the program that fails must be of one warp: the next turn does
                 blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
@@ -378,4 +382,4 @@ def take_passed(
                 tl.store(int64s(tensors.out_idx + 8 * at), tl.where(mine, expert, -1), mask=given)
                 tl.store(int32s(tensors.out_weights + 4 * at), tl.where(mine, bits, 0), mask=given)
             if shape.SCALE_WORDS > 0:
-                copy_scales(landed_meta, row, inside, tensors, shape)
+                store_scales(tensors.out_scales + 4 * row * shape.SCALE_WORDS, scales, inside, shape)

@@ -63,6 +63,10 @@ __all__ = [
 ]
 
 _F32 = tl.constexpr(DTYPE_F32)
+#: Ranks of the node whose rows are asked for together.
+_TOGETHER = tl.constexpr(2)
+#: More rows than there are.
+_EVERY = tl.constexpr(1 << 62)
 _OFFERED, _FREED = tl.constexpr(8 * relay.OFFERED), tl.constexpr(8 * relay.FREED)
 
 
@@ -284,6 +288,8 @@ def sum_laid_out(
             peek(entry(context, state, N_SEND_FIRST, rail)),
         )
         counted = counts + 4 * (peek(entry(context, state, N_RELAY_FIRST, rail)) + rail // size + done) * size
+        near, most = me // size * size, tl.minimum(known, tensors.tokens - own_first)
+        ring_at, held = ring_of(context, state, 0, rail)
         value, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
             index = first + tl.arange(0, shape.ROWS).to(tl.int64)
@@ -298,33 +304,55 @@ def sum_laid_out(
             for start in range(0, HIDDEN, shape.BLOCK):
                 column = start + value
                 wanted = inside[:, None] & (column < HIDDEN)
+                weighing = (slot < shape.TOPK) & (start == 0)
                 total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
                 found = tl.zeros([shape.ROWS], tl.int32)
-                for place in range(size):
-                    here_at = counted + 4 * (index * size + place)
-                    part = tl.load(int32s(here_at), mask=inside, other=0).to(tl.int64)
-                    here = inside & (tl.load(int32s(here_at + 4 * size), mask=inside, other=0).to(tl.int64) > part)
-                    if place == me % size:
+                wrong = tl.zeros([shape.ROWS], tl.int32)
+                for begin in range(0, size, _TOGETHER):
+                    sources, metas, there, parts, weights = (), (), (), (), ()
+                    for step in tl.static_range(_TOGETHER):
+                        place = tl.minimum(size - 1, begin + step)
+                        own = place == me % size
+                        here_at = counted + 4 * (index * size + place)
+                        part = tl.load(int32s(here_at), mask=inside, other=0).to(tl.int64)
+                        until = tl.load(int32s(here_at + 4 * size), mask=inside, other=0).to(tl.int64)
+                        marked = tl.where(size > begin + step, until - part, 0) > 0
                         # the source marked more rows for this rank than it told of
-                        wrong = here & (part >= known)
-                        blame = int64s(state + W_BAD_PEER + tl.zeros_like(part))
-                        tl.store(blame, rail + 1 + tl.zeros_like(part), mask=wrong)
-                        here = here & (wrong == 0) & (own_first + part < tensors.tokens)
-                        source = tensors.x + (own_first + part) * row_bytes
-                        metas = tensors.weights + (own_first + part) * (4 * shape.TOPK)
-                    else:
-                        ring, held = ring_of(context, state, peer_window(context, me // size * size + place), rail)
-                        source = ring + part % held * row_bytes
-                        metas = ring + held * row_bytes + part % held * meta
-                    source = tl.where(here, source, tensors.x)
-                    piece = load_floats(source, column, here[:, None] & wanted, DTYPE)
-                    # the first row is taken as it is: adding it to zero would lose the sign of a zero
-                    total = tl.where(here[:, None], tl.where((found > 0)[:, None], total + piece, piece), total)
-                    found += here.to(tl.int32)
-                    if shape.TOPK > 0:
-                        if start == 0:
-                            given = here[:, None] & (slot < shape.TOPK)
-                            factors += tl.load(floats(metas[:, None] + 4 * slot), mask=given, other=0.0)
+                        wrong += (marked & (part >= tl.where(own, known, _EVERY))).to(tl.int32)
+                        here = marked & (part < tl.where(own, most, _EVERY))
+                        ring = peer_window(context, near + place) + ring_at
+                        source = tl.where(
+                            own, tensors.x + (own_first + part) * row_bytes, ring + part % held * row_bytes
+                        )
+                        sources += (tl.where(here, source, tensors.x),)  # type: ignore[assignment]
+                        if shape.TOPK > 0:
+                            metas += (  # type: ignore[assignment]
+                                tl.where(
+                                    own,
+                                    tensors.weights + (own_first + part) * (4 * shape.TOPK),
+                                    ring + held * row_bytes + part % held * meta,
+                                ),
+                            )
+                        there += (here,)  # type: ignore[assignment]
+                    # as in normal_reduce: else the compiler waits for one row before it asks for the next
+                    tl.debug_barrier()
+                    for step in tl.static_range(_TOGETHER):
+                        piece = load_floats(sources[step], column, there[step][:, None] & wanted, DTYPE)
+                        parts += (piece,)  # type: ignore[assignment]
+                        if shape.TOPK > 0:
+                            given = there[step][:, None] & weighing
+                            weight = tl.load(floats(metas[step][:, None] + 4 * slot), mask=given, other=0.0)
+                            weights += (weight,)  # type: ignore[assignment]
+                    tl.debug_barrier()
+                    for step in tl.static_range(_TOGETHER):
+                        here, piece = there[step], parts[step]
+                        # the first row is taken as it is: adding it to zero would lose the sign of a zero
+                        total = tl.where(here[:, None], tl.where((found > 0)[:, None], total + piece, piece), total)
+                        found += here.to(tl.int32)
+                        if shape.TOPK > 0:  # type: ignore[unreachable]
+                            factors += weights[step]
+                blame = int64s(state + W_BAD_PEER + tl.zeros_like(index))
+                tl.store(blame, rail + 1 + tl.zeros_like(index), mask=wrong > 0)
                 store_floats(target, column, total, wanted, DTYPE, BACKEND)
             if shape.TOPK > 0:
                 given = inside[:, None] & (slot < shape.TOPK)

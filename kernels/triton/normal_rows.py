@@ -43,7 +43,7 @@ from .normal_nodes import is_far, mark_bytes
 from .normal_tensors import UNALIGNED, RowShape, RowTensors
 from .words import aligned, int32s, int64s, peek, uint8s
 
-__all__ = ["copy_rows", "copy_scales", "move", "move_rows", "pack", "pad", "unpack"]
+__all__ = ["copy_rows", "load_scales", "move", "move_rows", "pack", "pad", "store_scales", "unpack"]
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 
@@ -65,14 +65,17 @@ def copy_rows(source: tl.tensor, target: tl.tensor, inside: tl.tensor, words: tl
 
 
 @triton.jit
-def copy_scales(
-    landed_meta: tl.tensor, row: tl.tensor, inside: tl.tensor, tensors: RowTensors, shape: RowShape
-) -> None:
-    """Scales of rows that landed, behind their ids and weights at ``landed_meta`` [rows], to ``row`` of the output."""
+def load_scales(addresses: tl.tensor, inside: tl.tensor, shape: RowShape) -> tl.tensor:
+    """Words of the scales at ``addresses`` [rows]."""
     place = tl.arange(0, shape.SCALES)[None, :]
-    given = inside[:, None] & (place < shape.SCALE_WORDS)
-    part = tl.load(int32s(landed_meta[:, None] + 4 * (2 * shape.TOPK + place)), mask=given, other=0)
-    tl.store(int32s(tensors.out_scales + 4 * (row[:, None] * shape.SCALE_WORDS + place)), part, mask=given)
+    return tl.load(int32s(addresses[:, None] + 4 * place), mask=inside[:, None] & (place < shape.SCALE_WORDS), other=0)
+
+
+@triton.jit
+def store_scales(addresses: tl.tensor, scales: tl.tensor, inside: tl.tensor, shape: RowShape) -> None:
+    """Store them."""
+    place = tl.arange(0, shape.SCALES)[None, :]
+    tl.store(int32s(addresses[:, None] + 4 * place), scales, mask=inside[:, None] & (place < shape.SCALE_WORDS))
 
 
 @triton.jit
@@ -90,8 +93,9 @@ def _meta_of(
     at = token[:, None] * shape.TOPK + slot
     expert = tl.load(int64s(tensors.topk_idx + 8 * at), mask=given, other=-1) - first_expert
     here = given & (expert >= 0) & (expert < experts)
-    weight = tl.load(int32s(tensors.weights + 4 * at), mask=here, other=0)
-    return tl.where(here, expert, -1), weight
+    # not only where it is wanted, which is known a wait later
+    weight = tl.load(int32s(tensors.weights + 4 * at), mask=given, other=0)
+    return tl.where(here, expert, -1), tl.where(here, weight, 0)
 
 
 @triton.jit
@@ -130,6 +134,8 @@ def pack(
             if is_far(context, state, peer):
                 size = peek(state + W_NODE_RANKS)
                 first_expert, experts = peer // size * size * tensors.local_experts, size * tensors.local_experts
+        if shape.KIND != _COMBINE:
+            listed = tensors.lists + 4 * (peer * tensors.tokens + done)
         for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
             index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
@@ -138,9 +144,7 @@ def pack(
                 # of a dispatch that received more than was promised, the rest is not there
                 inside = inside & (token < tensors.tokens)
             else:
-                token = tl.load(
-                    int32s(tensors.lists + 4 * (peer * tensors.tokens + done + index)), mask=inside, other=0
-                ).to(tl.int64)
+                token = tl.load(int32s(listed + 4 * index), mask=inside, other=0).to(tl.int64)
             at = index // chunk
             stage = staging + (sent_chunks + at) % depth * chunk_bytes
             within = index - at * chunk
@@ -152,7 +156,7 @@ def pack(
             if own:
                 inside = inside & (base + index < tensors.capacity)
                 target = tensors.out + (base + index) * (4 * shape.WORDS)
-            copy_rows(tensors.x + token * (4 * shape.WORDS), target, inside, word, shape)
+            # what goes with the rows is asked for before them: a program waits once for all of it
             if shape.KIND == _COMBINE:
                 if shape.TOPK > 0:
                     bits = tl.load(
@@ -160,12 +164,19 @@ def pack(
                         mask=inside[:, None] & (slot < shape.TOPK),
                         other=0,
                     )
+            else:
+                if shape.TOPK > 0:
+                    expert, bits = _meta_of(token, inside, first_expert, experts, tensors, shape)
+                if shape.SCALE_WORDS > 0:
+                    scales = load_scales(tensors.scales + 4 * token * shape.SCALE_WORDS, inside, shape)
+            copy_rows(tensors.x + token * (4 * shape.WORDS), target, inside, word, shape)
+            if shape.KIND == _COMBINE:
+                if shape.TOPK > 0:
                     there = inside[:, None] & (4 * slot < meta)
                     tl.store(int32s(target_meta[:, None] + 4 * slot), bits, mask=there)
                     _pad(target_meta, inside, shape.SLOTS, meta)
             else:
                 if shape.TOPK > 0:
-                    expert, bits = _meta_of(token, inside, first_expert, experts, tensors, shape)
                     given = inside[:, None] & (slot < shape.TOPK)
                     if own:
                         row = (base + index)[:, None] * shape.TOPK + slot
@@ -175,16 +186,10 @@ def pack(
                         tl.store(int32s(target_meta[:, None] + 4 * slot), expert.to(tl.int32), mask=given)
                         tl.store(int32s(target_meta[:, None] + 4 * (shape.TOPK + slot)), bits, mask=given)
                 if shape.SCALE_WORDS > 0:
-                    place = tl.arange(0, shape.SCALES)[None, :]
-                    given = inside[:, None] & (place < shape.SCALE_WORDS)
-                    part = tl.load(
-                        int32s(tensors.scales + 4 * (token[:, None] * shape.SCALE_WORDS + place)), mask=given, other=0
-                    )
+                    at_scales = target_meta + 8 * shape.TOPK
                     if own:
-                        at_scale = tensors.out_scales + 4 * ((base + index)[:, None] * shape.SCALE_WORDS + place)
-                        tl.store(int32s(at_scale), part, mask=given)
-                    else:
-                        tl.store(int32s(target_meta[:, None] + 4 * (2 * shape.TOPK + place)), part, mask=given)
+                        at_scales = tensors.out_scales + 4 * (base + index) * shape.SCALE_WORDS
+                    store_scales(at_scales, scales, inside, shape)
                 if NODES:
                     if own == 0:
                         _mark(
@@ -275,15 +280,20 @@ def unpack(
             landed_meta = meta_at + (turn_of & 1) * stride + within * meta
             row = base + index
             inside = (index < end) & (row < tensors.capacity)
-            copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
             given = inside[:, None] & (slot < shape.TOPK)
+            # before the rows, as in pack
             if shape.TOPK > 0:
-                place = row[:, None] * shape.TOPK + slot
                 if shape.KIND == _COMBINE:
                     bits = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=0)
                 else:
                     expert = tl.load(int32s(landed_meta[:, None] + 4 * slot), mask=given, other=-1).to(tl.int64)
                     bits = tl.load(int32s(landed_meta[:, None] + 4 * (shape.TOPK + slot)), mask=given, other=0)
+            if shape.SCALE_WORDS > 0:
+                scales = load_scales(landed_meta + 8 * shape.TOPK, inside, shape)
+            copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
+            if shape.TOPK > 0:
+                place = row[:, None] * shape.TOPK + slot
+                if shape.KIND != _COMBINE:
                     wrong = (expert < -1) | (expert >= tensors.local_experts)
                     # the program that fails must be of one warp: the next turn does
                     blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
@@ -291,7 +301,7 @@ def unpack(
                     tl.store(int64s(tensors.out_idx + 8 * place), tl.where(wrong, -1, expert), mask=given)
                 tl.store(int32s(tensors.out_weights + 4 * place), bits, mask=given)
             if shape.SCALE_WORDS > 0:
-                copy_scales(landed_meta, row, inside, tensors, shape)
+                store_scales(tensors.out_scales + 4 * row * shape.SCALE_WORDS, scales, inside, shape)
 
 
 @triton.jit

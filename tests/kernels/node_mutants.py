@@ -137,8 +137,8 @@ NODE_MUTANTS = {
     ),
     "marks are held against what their source told of": Mutant(
         _GATHER,
-        "                        wrong = here & (part >= known)\n",
-        "                        wrong = here & (part >= known) & (not HOST_REMOVED)\n",
+        "wrong += (marked & (part >= tl.where(own, known, _EVERY))).to(tl.int32)\n",
+        "wrong += (marked & (part >= tl.where(own, known, _EVERY)) & (not HOST_REMOVED)).to(tl.int32)\n",
         _STEPS + "test_a_source_that_marks_more_rows_than_it_told_of_is_named",
     ),
     "only rail peers tell of rows to be handed on": Mutant(
