@@ -84,9 +84,9 @@ class TestLayout:
 
 
 class TestRequirements:
-    @pytest.mark.parametrize("version", ["0.65.0", "0.65.1"])
+    # of vLLM, of SGLang, and the newest that the tests of kernels and proxies have run with
+    @pytest.mark.parametrize("version", ["0.65.0", "0.65.1", "0.68.1"])
     def test_the_numba_that_each_engine_pins_is_accepted(self, version: str) -> None:
-        # vLLM and SGLang, in this order
         for texts in (metadata.requires("uccl_ep_serving") or [], PYPROJECT["project"]["dependencies"]):
             (numba,) = [one for one in map(Requirement, texts) if one.name == "numba"]
             assert numba.specifier.contains(version)
