@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 __all__ = ["LINK_BANDWIDTH", "PCIE_BANDWIDTH", "PROXY_BANDWIDTH", "Budget", "RowTraffic", "budget", "row_traffic"]
 
-#: Bytes of rows that one program copies in a second. Of 4 rows of 14 KiB it has 16 KiB on the way at a time, and waits
-#: three times more for their ids, weights and places: 7 waits, of 0.55 us when the memory is busy (twice the 479 cycles
-#: of an idle H100, arXiv 2402.13499), for 56 KiB. DeepEP's 20 SMs move 153 GB/s in and 153 GB/s out (its README,
-#: dispatch among 8 H800): as much each. Not measured here yet: no machine of the project has had a GPU.
+#: Bytes of rows that one program copies in a second: what DeepEP's SMs do (153 GB/s in and as much out with 20, its
+#: README, dispatch among 8 H800). What is on its way to a program would allow more (Little's law): it waits for the
+#: list of 4 rows, then asks for up to 32 KiB at once, so 2 waits for 28 KiB of FP8 rows and 3 for 56 KiB of BF16 rows.
+#: At 0.55 us, twice the 479 cycles of an idle H100 (arXiv 2402.13499), that is 26 and 35 GB/s. Not measured here yet:
+#: no machine of the project has had a GPU.
 _PROGRAM_BANDWIDTH = 15e9
 #: Seconds of a turn that has nothing to copy: two kernels, each of which starts about 2 us after the end of the last.
+#: What ``advance`` waits for is not counted: loads past the caches, one after the other.
 _TURN_SECONDS = 4e-6
 #: Bytes a second, one way. Fourth-generation NVLink: 18 links of 25 GB/s (NVIDIA H100 data sheet: 900 GB/s both ways).
 LINK_BANDWIDTH = 450e9
