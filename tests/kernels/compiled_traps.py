@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import NamedTuple
 
 __all__ = [
     "COPYING",
@@ -41,29 +42,88 @@ def loads_at_once(text: str) -> int:
     return max(len(re.findall(load, part)) for part in re.split(end, text, flags=re.MULTILINE))
 
 
-def _loops(text: str, label: str, branch: str) -> list[str]:
-    """Bodies of loops: from a label to a later branch back to it."""
-    places = {match.group(1): match.end() for match in re.finditer(label, text, re.MULTILINE)}
-    return [
-        text[places[match.group(1)] : match.start()]
-        for match in re.finditer(branch, text)
-        if places.get(match.group(1), len(text)) < match.start()
-    ]
+class _Wait(NamedTuple):
+    """A loop: its basic blocks, by their places in the text."""
+
+    blocks: tuple[str, ...]
+    places: frozenset[int]
 
 
-def _polls(text: str, label: str, branch: str, load: str, clock: str) -> list[str]:
-    """Bodies of the innermost loops in which a ``load`` and a look at the ``clock`` have stayed."""
-    bodies = [body for body in _loops(text, label, branch) if re.search(load, body) and clock in body]
-    return [body for body in bodies if not any(other != body and other in body for other in bodies)]
+def _loops(text: str, label: str, branch: str, end: str) -> list[_Wait]:
+    """Natural loops. What stands between a loop's head and the branch back to it need not belong to it.
+
+    Args:
+        label, branch: of a basic block, and to one; the name is their group.
+        end: what nothing is executed after in the order of the text, if a line matches it.
+    """
+    blocks: list[list[str]] = [[]]
+    named: dict[str, int] = {}
+    for line in text.splitlines():
+        found = re.search(label, line)
+        if found:
+            blocks.append([])
+            named[found.group(1)] = len(blocks) - 1
+        blocks[-1].append(line)
+        if re.search(branch, line) or re.search(end, line):
+            blocks.append([])
+    ahead: list[list[int]] = []
+    for place, lines in enumerate(blocks):
+        last = lines[-1] if lines else ""
+        target = re.search(branch, last)
+        following = [named[target.group(1)]] if target and target.group(1) in named else []
+        if not re.search(end, last) and place + 1 < len(blocks):
+            following.append(place + 1)
+        ahead.append(following)
+    back: list[list[int]] = [[] for _ in blocks]
+    for place, following in enumerate(ahead):
+        for one in following:
+            back[one].append(place)
+    loops = []
+    for latch, head in _returns(ahead):
+        inside, todo = {head}, [latch]
+        while todo:
+            place = todo.pop()
+            if place not in inside:
+                inside.add(place)
+                todo += back[place]
+        loops.append(_Wait(tuple("\n".join(blocks[place]) for place in sorted(inside)), frozenset(inside)))
+    return loops
 
 
-def _poll_faults(polls: list[str], branch: str, load: str, clock: str) -> list[str]:
-    """What is wrong with such loops. After the clock comes the sticky error, which is not what they wait for."""
+def _returns(ahead: list[list[int]]) -> list[tuple[int, int]]:
+    """Edges of a graph, walked from 0, that go back to where the walk has come from."""
+    found = []
+    on_the_way, seen = {0}, {0}
+    walk = [(0, iter(ahead[0]))]
+    while walk:
+        place, following = walk[-1]
+        one = next(following, None)
+        if one is None:
+            walk.pop()
+            on_the_way.discard(place)
+        elif one in on_the_way:
+            found.append((place, one))
+        elif one not in seen:
+            seen.add(one)
+            on_the_way.add(one)
+            walk.append((one, iter(ahead[one])))
+    return found
+
+
+def _poll_faults(loops: list[_Wait], load: str, clock: str) -> list[str]:
+    """What is wrong with the innermost loops in which a ``load`` and a look at the ``clock`` have stayed. After the
+    clock comes the sticky error, which is not what they wait for."""
+
+    def both(blocks: tuple[str, ...]) -> bool:
+        return any(re.search(load, one) for one in blocks) and any(clock in one for one in blocks)
+
+    waits = [one for one in loops if both(one.blocks)]
+    polls = [one for one in waits if not any(other.places < one.places for other in waits)]
     faults = []
-    if not any(re.search(rf"{load}[\s\S]*?{clock}", body) for body in polls):
+    if not any(re.search(rf"{load}[\s\S]*?{clock}", "\n".join(one.blocks)) for one in polls):
         faults.append("no loop polls past the caches and then looks at the clock: the poll was hoisted")
     # host memory, over PCIe
-    if any(re.search(rf"{clock}(?:(?!{branch})[\s\S])*?{load}", body) for body in polls):
+    if any(re.search(rf"{clock}[\s\S]*?{load}", block) for one in polls for block in one.blocks):
         faults.append("every turn of a wait looks at the sticky error, not only when the clock says so")
     return faults
 
@@ -113,8 +173,8 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
         faults.append("an acquire whose result is not used, which the compiler may delete")
     if name in WAITING:
         label, branch = r"^\$(L__BB\w+):", r"bra(?:\.uni)?\s+\$(L__BB\w+);"
-        load, clock = r"ld\.acquire\.sys\.global\.b64", "globaltimer"
-        faults += _poll_faults(_polls(ptx, label, branch, load, clock), r"\bbra\b", load, clock)
+        load, clock, end = r"ld\.acquire\.sys\.global\.b64", "globaltimer", r"^\s*(?:bra\b|ret;|exit;)"
+        faults += _poll_faults(_loops(ptx, label, branch, end), load, clock)
     if name in COPYING and not re.search(r"st\.global\.v[24]\.b32", ptx):
         faults.append("stores are not vectorised")
     if name in COPYING and not re.search(r"ld\.global\.v(?:4\.b32|2\.b64)", ptx):
@@ -136,8 +196,8 @@ def hip_faults(name: str, code: str) -> list[str]:
         faults.append("a compare-and-exchange, which may not be seen by the host")
     if name in WAITING:
         label, branch = r"^\.?(L?BB\w+):", r"s_c?branch\w*\s+\.?(L?BB\w+)"
-        load, clock = r"global_load_dwordx2 [^\n]*sc0 sc1", "s_memrealtime"
-        faults += _poll_faults(_polls(code, label, branch, load, clock), r"s_c?branch", load, clock)
+        load, clock, end = r"global_load_dwordx2 [^\n]*sc0 sc1", "s_memrealtime", r"^\s*(?:s_branch|s_endpgm)"
+        faults += _poll_faults(_loops(code, label, branch, end), load, clock)
         if "buffer_inv sc0 sc1" not in code:
             faults.append("no acquire")
     # what such stores do not choose goes to a sink of one word
