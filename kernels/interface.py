@@ -372,6 +372,7 @@ class DeviceNormalKernels(Protocol):
             tensor, the most to or from one other rank, those for other ranks, whether all stay where they land; and
             until the host clears them, how many came where fewer were promised, and ``different`` where it was not 0.
         relayed: word in which it tells how many rows of a dispatch this rank hands on.
+        late: words in which it tells how many turns were not launched, of all dispatches and of all combines.
         told, told_words: where, by rank, stands what a peer of another shape told; after it the rows per local expert.
     """
 
@@ -385,6 +386,7 @@ class DeviceNormalKernels(Protocol):
     beyond: int
     parted: int
     relayed: int
+    late: tuple[int, int]
     told: int
     told_words: int
 

@@ -380,7 +380,7 @@ class DeviceNormal:
         fits = room <= layout.normal.heap
         turns = self._kernels.turns(layout, runtime.settings.channels, wire, most, not here.space.all_mapped, fits)
         # a rank alone still copies its own rows
-        return turns or 1
+        return self._session.with_spare(turns or 1, wire.kind, here)
 
 
 class _Opening(NamedTuple):

@@ -30,6 +30,7 @@ from .program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, bud
 from .protocol.layout import LowLatencyPlan, WindowLayout
 from .protocol.message import NormalNotify
 from .row_format import RowFormat, check_room
+from .spare_turns import SpareTurns
 
 __all__ = ["DeviceNormalRuntime", "DeviceNormalSession", "Generation"]
 
@@ -120,6 +121,8 @@ class DeviceNormalSession:
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
         self._told_reasons: set[tuple[str, str]] = set()
+        #: Of dispatches and of combines, in the present windows.
+        self._spare = (SpareTurns(), SpareTurns())
 
     def node_ranks(self, phase: str) -> int:
         """In the present windows: ranks of a node when each row crosses once to a node, else 0; equal on all ranks.
@@ -153,6 +156,7 @@ class DeviceNormalSession:
         self.kernels.check(runtime.settings, form.topk)
         if self._present is None or self._generation != runtime.generation:
             self._present, self._generation = self._build(form.name), runtime.generation
+            self._spare = (SpareTurns(), SpareTurns())
         wire = wire_format(form)
         kind = (form._replace(origin=(-1, -1)), biases)
         if kind not in self._warm:
@@ -165,6 +169,11 @@ class DeviceNormalSession:
                 self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
             self._warm.add(kind)
         return self._present, wire
+
+    def with_spare(self, turns: int, kind: int, here: Generation) -> int:
+        """``turns`` of an operation, and as many more as those before it have missed."""
+        which = int(kind == NormalNotify.OPERATION_COMBINE)
+        return turns + self._spare[which].of(turns, here.told[self.kernels.late[which]])
 
     def programs(self, form: RowFormat, here: Generation, tokens: int, copies: int, turns: int, config: Any) -> int:
         """Programs that move the rows of an operation; each new reason for their number is logged once.

@@ -18,6 +18,8 @@ from .normal_blocks import (
     I_BEYOND,
     I_DIFFERENT,
     I_IN_HEAP,
+    I_LATE0,
+    I_LATE1,
     I_MOST,
     I_PARTED,
     I_RELAYED,
@@ -72,6 +74,7 @@ class TritonNormalKernels:
         I_PARTED,
         I_RELAYED,
     )
+    late = (I_LATE0, I_LATE1)
     told, told_words = INFO_WORDS, TOLD_WORDS
 
     def __init__(self, ranks: int, target: Target | None = None) -> None:

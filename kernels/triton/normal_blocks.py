@@ -33,6 +33,8 @@ in a window.
     25    SINK          takes stores that cannot be predicated (same place as in :mod:`.blocks`)    all
     26    BOARDS        what ranks of a node tell each other (``protocol.relay``)                   host
     27    LINES
+    28    LATE0         turns that the last kernel took of all dispatches, since the host had launched   finish
+    29    LATE1         too few; of all combines
     32    tables of int64[ranks], in the order of TABLES:
 
     over the Buffer's life, by peer (writer: advance and finish):
@@ -114,9 +116,9 @@ __all__ = [
     RAN,
     NODE_RANKS,
 ) = range(25)
-BOARDS, LINES = 26, 27
+BOARDS, LINES, LATE0, LATE1 = range(26, 30)
 STATE_WORDS = 32
-assert NODE_RANKS < SINK < BOARDS < LINES < STATE_WORDS
+assert NODE_RANKS < SINK < BOARDS < LATE1 < STATE_WORDS
 
 TABLES = (
     "GRANTS_SENT",
@@ -166,9 +168,9 @@ TABLES = (
 #: What the opening tells the host, int64 words in host memory: the caller's ticket (stored last), peers that were given
 #: another shape (-1: the opening failed), rows of the received tensor, most rows to or from one other rank, rows for
 #: other ranks, IN_HEAP; two that stay until the host has raised them: rows that came where fewer were promised, and
-#: DIFFERENT where it was not 0; and rows that a first dispatch hands on.
-I_TICKET, I_DIFFERENT, I_TOTAL, I_MOST, I_AWAY, I_IN_HEAP, I_BEYOND, I_PARTED, I_RELAYED = range(9)
-INFO_WORDS = 9
+#: DIFFERENT where it was not 0; rows that a first dispatch hands on; and LATE0 and LATE1 of the operations before it.
+I_TICKET, I_DIFFERENT, I_TOTAL, I_MOST, I_AWAY, I_IN_HEAP, I_BEYOND, I_PARTED, I_RELAYED, I_LATE0, I_LATE1 = range(11)
+INFO_WORDS = 11
 #: After these, by rank: SHAPE, CODING, ROW_BYTES, META_BYTES that a peer told, when its shape differs; then rows per
 #: local expert.
 TOLD_WORDS = 4
@@ -186,6 +188,7 @@ W_HEAP, W_HEAP_BYTES = tl.constexpr(8 * HEAP), tl.constexpr(8 * HEAP_BYTES)
 W_LANDING_END, W_LEAST_CHUNK = tl.constexpr(8 * LANDING_END), tl.constexpr(8 * LEAST_CHUNK)
 W_OPEN, W_IN_HEAP, W_BAD_PEER = tl.constexpr(8 * OPEN), tl.constexpr(8 * IN_HEAP), tl.constexpr(8 * BAD_PEER)
 W_TURN, W_STREAM, W_RAN = tl.constexpr(8 * TURN), tl.constexpr(8 * STREAM), tl.constexpr(8 * RAN)
+W_LATE0, W_LATE1 = tl.constexpr(8 * LATE0), tl.constexpr(8 * LATE1)
 W_ROW_BYTES, W_META_BYTES = tl.constexpr(8 * ROW_BYTES), tl.constexpr(8 * META_BYTES)
 W_NODE_RANKS, W_BOARDS, W_LINES = tl.constexpr(8 * NODE_RANKS), tl.constexpr(8 * BOARDS), tl.constexpr(8 * LINES)
 

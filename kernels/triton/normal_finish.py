@@ -14,6 +14,8 @@ from .normal_blocks import (
     N_CHUNKS_SENT,
     N_CHUNKS_TAKEN,
     N_RECV_ROWS,
+    W_LATE0,
+    W_LATE1,
     W_NOTICES,
     W_NUMBER,
     W_OPEN,
@@ -34,16 +36,26 @@ _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
 
 
 @triton.jit
-def close(context: tl.tensor, state: tl.tensor, KIND: tl.constexpr, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """See all own writes over and, after a dispatch, tell the peers so; then the counters move on."""
+def close(
+    context: tl.tensor,
+    state: tl.tensor,
+    late: tl.tensor,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """See all own writes over and, after a dispatch, tell the peers so; then the counters move on. ``late`` turns were
+    taken by the last kernel."""
     start = clock_ns(BACKEND)
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
     number, notices, stream = peek(state + W_NUMBER), peek(state + W_NOTICES), peek(state + W_STREAM)
     going = tl.full((), 1, tl.int32)
     if KIND == _COMBINE:
         phase, told = 1, 1
+        poke(state + W_LATE1, peek(state + W_LATE1) + late)
     else:
         phase, told = 0, 2
+        poke(state + W_LATE0, peek(state + W_LATE0) + late)
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         zero = tl.zeros_like(peers)
@@ -119,8 +131,10 @@ def finish(
     if (has_failed(context) == 0) & (peek(state + W_OPEN) != 0):
         one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
+        late = tl.full((), 0, tl.int64)
         while going != 0:
             going = turn(context, state, LANES, BACKEND)
+            late += going
             if going != 0:
                 move(
                     context,
@@ -132,4 +146,4 @@ def finish(
                 )
                 settle(BACKEND)
         if has_failed(context) == 0:
-            close(context, state, KIND, LANES, BACKEND)
+            close(context, state, late, KIND, LANES, BACKEND)

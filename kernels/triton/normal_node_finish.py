@@ -71,8 +71,10 @@ def finish_nodes(
     if (has_failed(context) == 0) & (peek(state + W_OPEN) != 0):
         one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
+        late = tl.full((), 0, tl.int64)
         while going != 0:
             going = turn_nodes(context, state, counts, KIND == _COMBINE, PATIENCE, LANES, BACKEND)
+            late += going
             if going != 0:
                 if KIND != _COMBINE:
                     for far in range(rank_count(context)):
@@ -93,4 +95,4 @@ def finish_nodes(
                 )
                 settle(BACKEND)
         if has_failed(context) == 0:
-            close(context, state, KIND, LANES, BACKEND)
+            close(context, state, late, KIND, LANES, BACKEND)

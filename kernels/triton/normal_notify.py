@@ -25,6 +25,8 @@ from .normal_blocks import (
     I_BEYOND,
     I_DIFFERENT,
     I_IN_HEAP,
+    I_LATE0,
+    I_LATE1,
     I_MOST,
     I_PARTED,
     I_TICKET,
@@ -35,6 +37,8 @@ from .normal_blocks import (
     N_RECV_ROWS,
     N_SEND_ROWS,
     TOLD_WORDS,
+    W_LATE0,
+    W_LATE1,
     W_NODE_RANKS,
     W_NOTICES,
     W_NOTIFY_RECV,
@@ -79,6 +83,7 @@ _INFO_BEYOND, _INFO_TICKET, _INFO_PARTED = (
     tl.constexpr(8 * I_TICKET),
     tl.constexpr(8 * I_PARTED),
 )
+_INFO_LATE0, _INFO_LATE1 = tl.constexpr(8 * I_LATE0), tl.constexpr(8 * I_LATE1)
 _INFO_TOLD, _TOLD = tl.constexpr(8 * INFO_WORDS), tl.constexpr(8 * TOLD_WORDS)
 
 
@@ -389,6 +394,8 @@ def open_operation(
             place_nodes(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
         else:
             place(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
+        poke(info + _INFO_LATE0, peek(state + W_LATE0))
+        poke(info + _INFO_LATE1, peek(state + W_LATE1))
         poke(state + W_OPEN, 1)
     poke(info + _INFO_DIFFERENT, different.to(tl.int64))
     settle(BACKEND)

@@ -84,10 +84,12 @@ def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted
     interpreted.run(2, bodies.broken_promise, {**PATHS["mapped"], "timeout": 15.0}, timeout=580)
 
 
-@pytest.mark.slow
 def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
-    """The last kernel takes all turns itself."""
-    interpreted.run(2, bodies.no_turns, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580)
+    """The last kernel takes all turns itself, and the host launches as many more from then on."""
+    for asked in interpreted.run(2, bodies.no_turns, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580):
+        dispatch, combine, next_dispatch, next_combine = asked
+        assert dispatch < next_dispatch <= 2 * dispatch
+        assert combine < next_combine <= 2 * combine
 
 
 @pytest.mark.slow

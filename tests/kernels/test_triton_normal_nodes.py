@@ -115,8 +115,11 @@ def test_without_ids(interpreted: Ranks) -> None:
 
 @pytest.mark.slow
 def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
-    """The last kernel takes all turns itself."""
-    interpreted.run(4, bodies.no_turns, {**NODES, **ROUNDS}, SMALL, timeout=580)
+    """The last kernel takes all turns itself, and the host launches as many more from then on."""
+    for asked in interpreted.run(4, bodies.no_turns, {**NODES, **ROUNDS}, SMALL, timeout=580):
+        dispatch, combine, next_dispatch, next_combine = asked
+        assert dispatch < next_dispatch <= 2 * dispatch
+        assert combine < next_combine <= 2 * combine
 
 
 @pytest.mark.slow

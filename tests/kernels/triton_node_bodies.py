@@ -110,15 +110,15 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
-def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> None:
-    """The host launches no turns at all."""
+def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
+    """The host launches no turns at all; how many it would have, of a dispatch, its combine, and the same again."""
     buffer = plain.opened(exchange, overrides)
-    normal: Any = buffer._normal
-    exchanged = normal._kernels.exchange
-    normal._kernels.exchange = lambda *arguments: exchanged(*arguments[:-2], 0, arguments[-1])
+    checked(buffer, exchange.rank, case.inputs())
+    asked = plain.launch_no_turns(buffer)
     for _ in range(2):
         checked(buffer, exchange.rank, case.inputs())
     buffer.destroy()
+    return asked
 
 
 def slow_rank(exchange: StoreExchange, overrides: dict[str, Any], case: Case, slow: int) -> None:

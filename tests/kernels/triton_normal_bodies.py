@@ -68,13 +68,28 @@ def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buff
     return buffer
 
 
-def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> None:
-    """The host launches no turns at all."""
-    buffer = opened(exchange, overrides)
+def launch_no_turns(buffer: Buffer) -> list[int]:
+    """No turns are launched from now on, of formats that are in use. Of each operation: how many would have been."""
     normal: Any = buffer._normal
     exchanged = normal._kernels.exchange
-    normal._kernels.exchange = lambda *arguments: exchanged(*arguments[:-2], 0, arguments[-1])
-    run_cases(buffer, exchange.rank, [case, replace(case, tokens=(14, 9))])
+    asked: list[int] = []
+
+    def exchange(*arguments: Any) -> Any:
+        *given, turns, programs = arguments
+        asked.append(turns)
+        return exchanged(*given, 0, programs)
+
+    normal._kernels.exchange = exchange
+    return asked
+
+
+def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
+    """The host launches no turns at all; how many it would have, of a dispatch, its combine, and the same again."""
+    buffer, inputs = opened(exchange, overrides), case.inputs()
+    normal_cases.check_rank(inputs, exchange.rank, normal_cases.round_trip(buffer, inputs, exchange.rank))
+    asked = launch_no_turns(buffer)
+    run_cases(buffer, exchange.rank, [case, case, replace(case, tokens=(14, 9))])
+    return asked[:4]
 
 
 def without_a_look(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
