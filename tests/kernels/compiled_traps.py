@@ -29,7 +29,7 @@ ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine
 COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "move_node_rows", "reduce_rows"}
 
 #: Bytes of rows that must be on their way to one program of these, on CUDA and ROCm.
-IN_FLIGHT = {"reduce_rows": (16 << 10, 12 << 10), "move_rows": (32 << 10, 8 << 10)}
+IN_FLIGHT = {"reduce_rows": (16 << 10, 8 << 10), "move_rows": (32 << 10, 8 << 10)}
 
 
 def loads_at_once(text: str) -> int:
