@@ -84,6 +84,7 @@ __all__ = [
     "TOLD_WORDS",
     "DeviceNormalState",
     "entry",
+    "entry_among",
     "get_each",
     "phase_of",
     "set_each",
@@ -220,7 +221,13 @@ N_VIEW_SLOT_ROWS, N_VIEW_STRIDE = _table("VIEW_SLOT_ROWS"), _table("VIEW_STRIDE"
 @triton.jit
 def entry(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses of the peers' entries in a table."""
-    return state + 8 * (_STATE_WORDS + table * rank_count(context) + peers)
+    return entry_among(rank_count(context), state, table, peers)
+
+
+@triton.jit
+def entry_among(ranks: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """The same, for a loop that knows how many ranks there are."""
+    return state + 8 * (_STATE_WORDS + table * ranks + peers)
 
 
 @triton.jit

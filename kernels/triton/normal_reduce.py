@@ -19,17 +19,17 @@ from .normal_blocks import (
     N_RECV_FIRST,
     N_ROW_LANDING,
     N_SEND_FIRST,
-    STATE_WORDS,
     W_IN_HEAP,
     W_META_BYTES,
     W_RAN,
+    entry_among,
 )
 from .quant import load_floats, store_floats
 from .words import floats, int32s, peek
 
 __all__ = ["reduce_rows"]
 
-_F32, _STATE_WORDS = tl.constexpr(DTYPE_F32), tl.constexpr(STATE_WORDS)
+_F32 = tl.constexpr(DTYPE_F32)
 #: More rows than there are.
 _EVERY = tl.constexpr(1 << 62)
 
@@ -55,8 +55,8 @@ class _Combined(NamedTuple):
 
 @triton.jit
 def _of(state: tl.tensor, seen: _Combined, table: tl.constexpr, rank: tl.tensor) -> tl.tensor:
-    """One rank's entry of a table, for a loop that knows how many ranks there are."""
-    return peek(state + 8 * (_STATE_WORDS + table * seen.ranks + rank))
+    """One rank's entry of a table."""
+    return peek(entry_among(seen.ranks, state, table, rank))
 
 
 @triton.jit
