@@ -45,6 +45,7 @@ from .normal_blocks import (
 )
 from .normal_nodes import counts_at, forwarder, is_far, line_of, mark_bytes, ring_of, rows_at, stamp_rows
 from .normal_rows import copy_rows, pad
+from .normal_sum import add_rows
 from .normal_tensors import RowShape, RowTensors
 from .normal_wait import first_unfinished
 from .quant import load_floats, store_floats
@@ -345,11 +346,8 @@ def sum_laid_out(
                             weights += (weight,)  # type: ignore[assignment]
                     tl.debug_barrier()
                     for step in tl.static_range(_TOGETHER):
-                        here, piece = there[step], parts[step]
-                        # the first row is taken as it is: adding it to zero would lose the sign of a zero
-                        total = tl.where(here[:, None], tl.where((found > 0)[:, None], total + piece, piece), total)
-                        found += here.to(tl.int32)
-                        if shape.TOPK > 0:  # type: ignore[unreachable]
+                        total, found = add_rows(total, found, parts[step], there[step])
+                        if shape.TOPK > 0:
                             factors += weights[step]
                 blame = int64s(state + W_BAD_PEER + tl.zeros_like(index))
                 tl.store(blame, rail + 1 + tl.zeros_like(index), mask=wrong > 0)

@@ -24,6 +24,7 @@ from .normal_blocks import (
     W_RAN,
     entry_among,
 )
+from .normal_sum import add_rows
 from .quant import load_floats, store_floats
 from .words import floats, int32s, peek
 
@@ -111,10 +112,7 @@ def _sum_values(
             parts += (part,)  # type: ignore[assignment]
         tl.debug_barrier()
         for step in tl.static_range(TOGETHER):
-            here, part = there[step], parts[step]
-            # the first row is taken as it is: adding it to zero would lose the sign of a zero
-            total = tl.where(here[:, None], tl.where((found > 0)[:, None], total + part, part), total)
-            found += here.to(tl.int32)
+            total, found = add_rows(total, found, parts[step], there[step])
     return total, found
 
 
