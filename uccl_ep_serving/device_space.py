@@ -185,7 +185,8 @@ class DeviceSpace:
         self._window = window
         self._pages = _HostPages(memory)
         self._tensors: list[torch.Tensor] = []
-        self._verdict: torch.Tensor
+        #: 1 once a kernel has failed; kernels of this rank write it and read it.
+        self._verdict = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         try:
             self.context = self._build()
@@ -239,8 +240,6 @@ class DeviceSpace:
             flag = windows[:, None] + layout.direct_flags + 8 * (space.rank * STREAMS + streams)
             flag = np.where(mapped, flag, 0).astype(np.int64).ravel()
             completed = np.where(mapped, 0, completed.reshape(ranks, STREAMS)).ravel()
-        verdict = self._on_device(np.zeros(1, dtype=np.int64))
-        self._verdict = self._tensors[-1]
         context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
         for word, value in {
             ctx.RANK: space.rank,
@@ -256,7 +255,7 @@ class DeviceSpace:
             # constant: masking a rank begins a new generation
             ctx.MASK: self._on_device(mask),
             ctx.ERROR: self._pages(space.error),
-            ctx.VERDICT: verdict,
+            ctx.VERDICT: self._verdict.data_ptr(),
             ctx.REPORT: self._pages(self._report.ctypes.data),
             ctx.HEADS: self._on_device(self._heads(rings)),
             ctx.LIMIT: int(space.timeout * 1e9),
@@ -315,7 +314,7 @@ class DeviceSpace:
         """
         try:
             self._memory.synchronize()
-            kept = keep(self._tensors, self._report)
+            kept = keep(self._tensors, self._verdict, self._report)
             if kept:
                 self._verdict.fill_(1)
                 self._memory.synchronize()
