@@ -179,11 +179,10 @@ def replay_microseconds(step: Callable[[], Any], turns: int = 200) -> dict[str, 
     return summary(samples[10:])
 
 
-def replays(exchange: Any, tokens: int) -> dict[str, Any]:
-    """Microseconds per replay of a rank that sends to itself; what the last replay combined is what the first did."""
+def checked_replays(buffer: Any, step: Callable[[], Any], out: Any) -> dict[str, float]:
+    """The same of a step that has run: what the last replay writes to ``out`` is what that wrote. Ends the Buffer."""
     import torch
 
-    buffer, step, out = alone(exchange, tokens)
     torch.cuda.synchronize()
     before = out.clone()
     out.zero_()
@@ -191,6 +190,12 @@ def replays(exchange: Any, tokens: int) -> dict[str, Any]:
     assert torch.equal(out, before), "a replay combined something else"
     buffer.check()
     buffer.destroy()
+    return found
+
+
+def replays(exchange: Any, tokens: int) -> dict[str, Any]:
+    """Microseconds per replay of a rank that sends to itself."""
+    found = checked_replays(*alone(exchange, tokens))
     return {"tokens": tokens, "replay_us": found, "target_met": found["median"] < ROUND_TRIP_TARGET}
 
 
@@ -223,13 +228,7 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
         hook()
 
     step()
-    torch.cuda.synchronize()
-    before = out.clone()
-    out.zero_()
-    found = replay_microseconds(step)
-    assert torch.equal(out, before), "a replay combined something else"
-    buffer.check()
-    buffer.destroy()
+    found = checked_replays(buffer, step, out)
     return {"rank": exchange.rank, "ranks": exchange.size, "tokens": tokens, **overrides, "replay_us": found}
 
 
