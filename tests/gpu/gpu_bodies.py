@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import bodies
 import ll_cases
@@ -22,6 +23,8 @@ from ll_replay import Layer
 from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.errors import UcclEpError
+
+_Result = TypeVar("_Result")
 
 PATHS: dict[str, dict[str, Any]] = {
     "mapped host memory": {"window": "host"},
@@ -110,21 +113,28 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
     buffer.destroy()
 
 
-def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> None:
-    """A layer captured once in a CUDA graph and replayed with other tokens and routing."""
-    buffer = opened(exchange, overrides)
-    layer = Layer(buffer, form, device_of(overrides))
-    for _ in range(3):
-        layer.run()
+def captured(step: Callable[[], _Result], warm: int) -> tuple[Callable[[], None], _Result]:
+    """(replay, what it writes to) of a CUDA graph that holds ``step``, which runs ``warm`` times before. A replay waits
+    for its end."""
+    for _ in range(warm):
+        step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layer.run()
+        result = step()
 
     def replay() -> None:
         graph.replay()
         torch.cuda.synchronize()
 
+    return replay, result
+
+
+def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> None:
+    """A layer captured once in a CUDA graph and replayed with other tokens and routing."""
+    buffer = opened(exchange, overrides)
+    layer = Layer(buffer, form, device_of(overrides))
+    replay, _ = captured(layer.run, warm=3)
     layer.check(replay, times)
     buffer.destroy()
 
@@ -192,18 +202,12 @@ def normal_replays(exchange: StoreExchange, overrides: dict[str, Any], times: in
     def step() -> normal_cases.Outcome:
         return normal_cases.round_trip(buffer, fixed, rank, num_worst_tokens=worst)
 
-    for _ in range(2):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outcome = step()
+    replay, outcome = captured(step, warm=2)
     for turn in range(times):
         inputs = replace(case, seed=turn + 1).inputs()
         for name in ("x", "topk_idx", "topk_weights"):
             getattr(fixed, name)[rank].copy_(getattr(inputs, name)[rank])
-        graph.replay()
-        torch.cuda.synchronize()
+        replay()
         normal_cases.check_rank(inputs, rank, _on_host(outcome), worst=worst)
     buffer.destroy()
 
@@ -347,24 +351,16 @@ def silent_peer_of_replays(exchange: StoreExchange, overrides: dict[str, Any]) -
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
     buffer = opened(exchange, {**overrides, "timeout": 3.0})
     layer = Layer(buffer, "plain", device_of(overrides))
-    for _ in range(2):
-        layer.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer.run()
-    graph.replay()
-    torch.cuda.synchronize()
-    buffer.check()
-    if exchange.rank == 1:
-        return _fall_silent(buffer)
+    replay, _ = captured(layer.run, warm=2)
 
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
+    def step() -> None:
+        replay()
         buffer.check()
 
-    return _of_a_silent_peer(buffer, replay)
+    step()
+    if exchange.rank == 1:
+        return _fall_silent(buffer)
+    return _of_a_silent_peer(buffer, step)
 
 
 def normal_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int, bool]:
