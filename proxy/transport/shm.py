@@ -20,11 +20,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...errors import BootstrapError, ConfigError, TransportError
+from ...errors import BootstrapError, ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.mailbox import mailbox_bytes, ring_offset
 from . import shm_data as data
 from .base import Capabilities, DataPath
+from .refused import NO_DESCRIPTORS, refused
 from .shm_data import warm
 
 __all__ = ["ShmEndpoint", "encode_address", "mailbox_bytes", "warm"]
@@ -122,8 +123,15 @@ class ShmEndpoint:
         )
 
     def address(self) -> bytes:
-        """Shape of the group as this rank sees it, and which process to watch."""
-        return encode_address(os.getpid(), self._ranks, self._proxy, self._window_bytes)
+        """Shape of the group as this rank sees it, and which process to watch.
+
+        Raises:
+            TransportError: no descriptor is left to read the process's start time.
+        """
+        try:
+            return encode_address(os.getpid(), self._ranks, self._proxy, self._window_bytes)
+        except OSError as error:
+            raise refused(f"rank {self._rank}: start time of its own process", error, "shm") from None
 
     def connect(self, addresses: Sequence[bytes | None], deadline: float) -> None:
         """Check each peer's address against the mapped segments and start to watch its process; never waits.
@@ -131,6 +139,7 @@ class ShmEndpoint:
         Raises:
             BootstrapError: a peer's address is malformed, its segments are not mapped, it sees another group, or its
                 process has ended already.
+            TransportError: no descriptor is left to watch a process.
         """
         for peer, address in enumerate(addresses):
             if address is not None:
@@ -164,21 +173,25 @@ class ShmEndpoint:
         except ProcessLookupError:
             raise BootstrapError(f"{who}: its process {pid} has ended") from None
         except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise refused(f"{who}: pidfd_open", error, "shm") from None
             return f"shm, process not watched (pidfd_open: {error.strerror})"
         self._pidfds.append(pidfd)
         # Checked after the descriptor is open: from here on the pid cannot pass to another process unnoticed.
         try:
             alive = _start_time(pid) == start
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                raise refused(f"{who}: start time of its process {pid}", error, "shm") from None
             alive = False
         if not alive:
             raise BootstrapError(f"{who}: its process {pid} has ended")
-        if self._watch is None:
-            try:
+        try:
+            if self._watch is None:
                 self._watch = select.epoll()
-            except OSError as error:
-                raise TransportError(f"{who}: epoll_create: {error.strerror}", errno=error.errno or 0) from None
-        self._watch.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+            self._watch.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+        except OSError as error:
+            raise refused(f"{who}: cannot watch its process {pid}", error, "shm") from None
         self._peers[peer, data.PIDFD] = pidfd
         return f"shm, process {pid}"
 

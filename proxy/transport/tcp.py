@@ -14,15 +14,16 @@ import os
 import select
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...config import Settings
-from ...errors import BootstrapError, ConfigError, TransportError
+from ...errors import BootstrapError, ConfigError
 from ...handshake import Identity
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import decode_address, encode_address
 from ...protocol.imm import IMM
 from .base import Capabilities, DataPath
+from .refused import refused
 from .tcp_connect import meet
 from .tcp_data import warm
 from .tcp_state import EPOLL, State
@@ -134,21 +135,37 @@ class TcpEndpoint:
         self._listener.close()
         self._listener = None
         try:
-            self._epoll = select.epoll()
-            self._state.context[EPOLL] = self._epoll.fileno()
             for peer in (*targets, *sources):
-                self._how[peer] = _words([links[peer, number] for number in range(me.connections)])
-            for (peer, number), connection in links.items():
-                self._epoll.register(connection.fileno(), _EDGES)
-                fd = connection.detach()
-                self._fds.append(fd)
-                self._state.attach(peer * me.connections + number, fd)
+                self._how[peer] = self._words(peer, [links[peer, number] for number in range(me.connections)])
+            self._take_over(links)
         except OSError as error:
-            # getpeername fails when the peer is gone by now: whoever still holds a socket closes it.
-            raise BootstrapError(f"rank {me.rank}: a proven tcp connection failed: {error.strerror}") from None
+            raise refused(f"rank {me.rank}: cannot watch its tcp connections", error, "tcp") from None
         finally:
             for connection in links.values():
                 connection.close()
+
+    def _words(self, peer: int, connections: Sequence[socket.socket]) -> str:
+        """``tcp, 2 connections, [10.0.0.1]:40000,40001 - [10.0.0.2]:50000,50000``."""
+        try:
+            sides = [[one.getsockname() for one in connections], [one.getpeername() for one in connections]]
+        except OSError as error:
+            # getpeername fails when the peer is gone by now
+            raise BootstrapError(
+                f"rank {self._identity.rank}: a tcp connection to rank {peer}, proven already, failed: "
+                f"{error.strerror}. Likely cause: that rank has ended. Next step: read its log"
+            ) from None
+        ends = [f"[{names[0][0]}]:{','.join(str(name[1]) for name in names)}" for names in sides]
+        return f"tcp, {len(connections)} connections, {' - '.join(ends)}"
+
+    def _take_over(self, links: Mapping[tuple[int, int], socket.socket]) -> None:
+        """Have the data path own ``links``, by (peer, number). Raises OSError; what is left the caller closes."""
+        self._epoll = select.epoll()
+        self._state.context[EPOLL] = self._epoll.fileno()
+        for (peer, number), connection in links.items():
+            self._epoll.register(connection.fileno(), _EDGES)
+            fd = connection.detach()
+            self._fds.append(fd)
+            self._state.attach(peer * self._identity.connections + number, fd)
 
     def data_path(self) -> DataPath:
         """Addresses for the proxy loop; valid from ``connect`` to ``close``."""
@@ -186,17 +203,6 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _words(connections: Sequence[socket.socket]) -> str:
-    """``tcp, 2 connections, [10.0.0.1]:40000,40001 - [10.0.0.2]:50000,50000``."""
-    ends = []
-    for names in (
-        [connection.getsockname() for connection in connections],
-        [connection.getpeername() for connection in connections],
-    ):
-        ends.append(f"[{names[0][0]}]:{','.join(str(name[1]) for name in names)}")
-    return f"tcp, {len(connections)} connections, {' - '.join(ends)}"
-
-
 def _listen(rank: int, host: str) -> socket.socket:
     """A socket listening on ``host``, on a port of the kernel's choice."""
     try:
@@ -208,14 +214,13 @@ def _listen(rank: int, host: str) -> socket.socket:
             f"rank {rank}: peers cannot connect to {host}; choose an interface with UCCL_EP_SOCKET_IFNAME"
         )
     family = socket.AF_INET if parsed.version == 4 else socket.AF_INET6
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        listener.bind((host, 0))
-        # The kernel caps this at net.core.somaxconn; whoever finds the queue full connects again.
-        listener.listen(4096)
-    except OSError as error:
-        listener.close()
-        raise TransportError(
-            f"rank {rank}: cannot listen on {host}: {error.strerror}", device=host, errno=error.errno or 0
-        ) from None
+    with contextlib.ExitStack() as undo:
+        try:
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
+            listener.bind((host, 0))
+            # The kernel caps this at net.core.somaxconn; whoever finds the queue full connects again.
+            listener.listen(4096)
+        except OSError as error:
+            raise refused(f"rank {rank}: cannot listen on {host}", error, host) from None
+        undo.pop_all()
     return listener

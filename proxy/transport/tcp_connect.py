@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ...errors import BootstrapError, TransportError
 from ...handshake import Identity, Refused, Talk, accept, connect, tune
 from ...protocol.frame import Verdict
+from .refused import NO_DESCRIPTORS, refused
 
 __all__ = ["meet"]
 
@@ -54,8 +55,6 @@ _RETRY_ERRNO = frozenset(
     )
 )
 
-_NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
-
 Key = tuple[int, int]
 
 
@@ -75,7 +74,7 @@ class _Meeting:
     sources: frozenset[int]  # higher ranks, that connect to us
     deadline: float
     watch: Callable[[], None]
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    selector: selectors.BaseSelector = field(init=False)
     done: dict[Key, socket.socket] = field(default_factory=dict)
     talks: dict[_Talk, None] = field(default_factory=dict)  # a set in the order of arrival
     retries: list[tuple[float, Key]] = field(default_factory=list)
@@ -85,6 +84,12 @@ class _Meeting:
     strangers: int = 0
     last_stranger: str = ""
 
+    def __post_init__(self) -> None:
+        try:
+            self.selector = selectors.DefaultSelector()
+        except OSError as error:
+            raise self._transport_error(error, "cannot watch its connections while they are made") from None
+
     @property
     def wanted(self) -> int:
         """Connections in all."""
@@ -93,11 +98,11 @@ class _Meeting:
     def run(self) -> dict[Key, socket.socket]:
         """Until every connection is proven; see :func:`meet`."""
         self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ, None)
         tick = time.monotonic()
         self.retries = [(tick, (peer, number)) for peer in self.targets for number in range(self.me.connections)]
         heapq.heapify(self.retries)
         try:
+            self._observe(self.listener, selectors.EVENT_READ, None)
             while len(self.done) < self.wanted:
                 now = time.monotonic()
                 if now >= tick:
@@ -160,7 +165,7 @@ class _Meeting:
             family, kind, protocol, _, sockaddr = found[0]
             connection = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, protocol)
         except OSError as error:
-            if error.errno in _NO_DESCRIPTORS and self._push_out("no descriptors are left"):
+            if error.errno in NO_DESCRIPTORS and self._push_out("no descriptors are left"):
                 heapq.heappush(self.retries, (now, key))
                 return
             raise self._transport_error(error, f"socket for rank {key[0]} at [{host}]:{port}") from None
@@ -177,7 +182,7 @@ class _Meeting:
         if code not in (0, errno.EINPROGRESS):
             self._failed(talk, os.strerror(code), code)
             return
-        self.selector.register(connection, talk.events, talk)
+        self._observe(connection, talk.events, talk)
 
     def _answer(self) -> None:
         """Accept who waits, ACCEPTS_PER_TURN at most: the listener stays readable for the next turn."""
@@ -189,7 +194,7 @@ class _Meeting:
             except OSError as error:
                 if error.errno in (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.ENETDOWN):
                     continue
-                if error.errno in _NO_DESCRIPTORS:
+                if error.errno in NO_DESCRIPTORS:
                     if not self._somebody_waits():
                         return
                     if self._push_out("no descriptors are left"):
@@ -207,7 +212,7 @@ class _Meeting:
             if len(self.talks) >= self.wanted + MAX_STRANGERS:
                 self._push_out("too many silent connections")
             self.talks[talk] = None
-            self.selector.register(connection, selectors.EVENT_READ, talk)
+            self._observe(connection, selectors.EVENT_READ, talk)
             self._step(talk)
 
     def _push_out(self, why: str) -> bool:
@@ -288,13 +293,15 @@ class _Meeting:
             self.selector.unregister(talk.socket)
         talk.close()
 
+    def _observe(self, connection: socket.socket, events: int, talk: _Talk | None) -> None:
+        try:
+            self.selector.register(connection, events, talk)
+        except OSError as error:
+            raise self._transport_error(error, "cannot watch a connection while it is made") from None
+
     def _transport_error(self, error: OSError, what: str) -> TransportError:
-        hint = ""
-        if error.errno in _NO_DESCRIPTORS:
-            hint = f". This endpoint needs {self.wanted} connections: raise ulimit -n or lower UCCL_EP_TCP_CONNECTIONS"
-        return TransportError(
-            f"rank {self.me.rank}: {what}: {error.strerror or error}{hint}", device="tcp", errno=error.errno or 0
-        )
+        less = f" or lower UCCL_EP_TCP_CONNECTIONS: this endpoint needs {self.wanted} connections"
+        return refused(f"rank {self.me.rank}: {what}", error, "tcp", less)
 
 
 def meet(
