@@ -21,16 +21,11 @@ from .block_access import (
     window_address,
 )
 from .normal_blocks import (
-    I_AWAY,
-    I_BEYOND,
     I_DIFFERENT,
-    I_IN_HEAP,
     I_LATE0,
     I_LATE1,
-    I_MOST,
     I_PARTED,
     I_TICKET,
-    I_TOTAL,
     INFO_WORDS,
     N_PASS_RECV,
     N_PASS_SEND,
@@ -59,7 +54,6 @@ __all__ = ["open_operation"]
 
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
 DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
-CACHED = tl.constexpr(NormalNotify.OPERATION_CACHED_DISPATCH)
 COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 _TAG_VALUE, _HEADER = tl.constexpr(NormalNotify.TAG_VALUE), tl.constexpr(HEADER_BYTES)
 _AT_TAG, _AT_NUMBER, _AT_ROWS = (
@@ -72,17 +66,8 @@ _AT_ROW_BYTES, _AT_META_BYTES = tl.constexpr(8 * NormalNotify.ROW_BYTES), tl.con
 _AT_RAIL_ROWS = tl.constexpr(8 * NormalNotify.RAIL_ROWS)
 #: More rows than any operation can have: indices are int32.
 _MOST_ROWS = tl.constexpr((1 << 31) - 1)
-_INFO_DIFFERENT, _INFO_TOTAL, _INFO_MOST = (
-    tl.constexpr(8 * I_DIFFERENT),
-    tl.constexpr(8 * I_TOTAL),
-    tl.constexpr(8 * I_MOST),
-)
-_INFO_AWAY, _INFO_IN_HEAP = tl.constexpr(8 * I_AWAY), tl.constexpr(8 * I_IN_HEAP)
-_INFO_BEYOND, _INFO_TICKET, _INFO_PARTED = (
-    tl.constexpr(8 * I_BEYOND),
-    tl.constexpr(8 * I_TICKET),
-    tl.constexpr(8 * I_PARTED),
-)
+_INFO_DIFFERENT = tl.constexpr(8 * I_DIFFERENT)
+_INFO_TICKET, _INFO_PARTED = tl.constexpr(8 * I_TICKET), tl.constexpr(8 * I_PARTED)
 _INFO_LATE0, _INFO_LATE1 = tl.constexpr(8 * I_LATE0), tl.constexpr(8 * I_LATE1)
 _INFO_TOLD, _TOLD = tl.constexpr(8 * INFO_WORDS), tl.constexpr(8 * TOLD_WORDS)
 

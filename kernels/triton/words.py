@@ -27,7 +27,6 @@ __all__ = [
     "poke",
     "release_each",
     "settle",
-    "shorts",
     "uint8s",
     "uniform",
 ]
@@ -57,12 +56,6 @@ def int64s(addresses: tl.tensor) -> tl.tensor:
 def int32s(addresses: tl.tensor) -> tl.tensor:
     """Pointers to int32."""
     return addresses.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def shorts(addresses: tl.tensor) -> tl.tensor:
-    """Pointers to int16."""
-    return addresses.to(tl.pointer_type(tl.int16))
 
 
 @triton.jit

@@ -27,7 +27,6 @@ __all__ = [
     "poke",
     "poke8",
     "poke32",
-    "store32",
     "store64",
     "zero",
 ]
@@ -96,12 +95,6 @@ def peek8(typingctx, address):  # type: ignore[no-untyped-def]
 def store64(typingctx, address, value):  # type: ignore[no-untyped-def]
     """Store int64, release."""
     return _storer(64, "release")(typingctx, address, value)
-
-
-@intrinsic
-def store32(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Store the low 32 bits, release."""
-    return _storer(32, "release")(typingctx, address, value)
 
 
 @intrinsic
