@@ -69,7 +69,6 @@ def choose(
     mapped: bool,
     same_node: bool = True,
     same_host: bool | None = None,
-    why_not: str = "",
     mine: Offers | None = None,
     theirs: Offers | None = None,
 ) -> Choice:
@@ -81,13 +80,12 @@ def choose(
         mapped: each of the two ranks has mapped the other's window and mailbox.
         same_node: ``UCCL_EP_NODE_RANKS`` does not part them.
         same_host: both run under one kernel; None = not known.
-        why_not: why the windows are not mapped, in words; "" = the obvious reason.
         mine, theirs: what the two ranks offer over NICs; None = nothing.
 
     Raises:
         ConfigError: the settings demand a way that does not exist.
     """
-    missing = why_not or ("its memory cannot be mapped here" if same_host else "it is on another host")
+    missing = "its memory cannot be mapped here" if same_host else "it is on another host"
     mine, theirs = mine or {}, theirs or {}
     if mapped and settings.direct and same_node:
         return Choice(DIRECT, "direct (its window is mapped here and UCCL_EP_DIRECT=1)")

@@ -11,8 +11,7 @@ from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.proxy.transport.select import DIRECT, EFA, ROCE, SHM, TCP, Offer, choose, preview
 
 MAPPED = {"mapped": True, "same_host": True}
-UNMAPPED = {"mapped": False, "same_host": True, "why_not": "memfd of another user namespace"}
-LOCAL = {"mapped": False, "same_host": True}
+UNMAPPED = {"mapped": False, "same_host": True}
 REMOTE = {"mapped": False, "same_host": False}
 
 
@@ -24,9 +23,8 @@ REMOTE = {"mapped": False, "same_host": False}
         (MAPPED, "auto", False, SHM, "UCCL_EP_DIRECT=0"),
         (MAPPED, "shm", False, SHM, "UCCL_EP_TRANSPORT=shm"),
         (MAPPED, "tcp", False, TCP, "UCCL_EP_TRANSPORT=tcp"),
-        (UNMAPPED, "auto", True, TCP, "another user namespace"),
+        (UNMAPPED, "auto", True, TCP, "cannot be mapped"),
         (UNMAPPED, "tcp", True, TCP, "UCCL_EP_TRANSPORT=tcp"),
-        (LOCAL, "auto", True, TCP, "cannot be mapped"),
         (REMOTE, "auto", True, TCP, "another host"),
         (REMOTE, "auto", False, TCP, "another host"),
     ],
@@ -38,7 +36,7 @@ def test_choice(facts: dict[str, Any], transport: str, direct: bool, taken: str,
     assert words in choice.reason
 
 
-@pytest.mark.parametrize(("facts", "words"), [(UNMAPPED, "another user namespace"), (REMOTE, "another host")])
+@pytest.mark.parametrize(("facts", "words"), [(UNMAPPED, "cannot be mapped"), (REMOTE, "another host")])
 def test_shm_that_cannot_be(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"shm .*{words}.*UCCL_EP_TRANSPORT=auto"):
         choose(Settings(transport="shm"), **facts)
