@@ -279,7 +279,6 @@ class ProxyState:
         ring_slots, quantum, bytes_in_flight, peer_bytes_in_flight, writes_in_flight: see Settings.
         die_after: fault injection, commands after which the loop ends; 0 = never.
         spins: idle iterations before the loop yields its core.
-        quota: commands queued per destination.
 
     Raises:
         ConfigError: a value is outside the capacity of the formats.
@@ -305,7 +304,6 @@ class ProxyState:
         writes_in_flight: int,
         die_after: int = 0,
         spins: int = 0,
-        quota: int = DESTINATION_QUOTA,
     ) -> None:
         _check_capacity(rank, ranks, route, len(paths), window_bytes)
         caps = _caps(capabilities, quantum, bytes_in_flight, peer_bytes_in_flight)
@@ -321,7 +319,7 @@ class ProxyState:
         self._owned = aligned_zeros(STREAMS * 8)
         self._arrived = own_pages(streams * 8)
         self._completed = own_pages(streams * 8)
-        self._pool = aligned_zeros(ranks * quota * NODE_BYTES)
+        self._pool = aligned_zeros(ranks * DESTINATION_QUOTA * NODE_BYTES)
         self._events = aligned_zeros(EVENT_LIMIT * EVENT_BYTES)
         self._counters = aligned_zeros(len(COUNTER_NAMES) * 8)
         self._latency = aligned_zeros(STREAMS * LATENCY_BUCKETS * 8)
@@ -357,7 +355,7 @@ class ProxyState:
                 RING_SHIFT: ring_slots.bit_length() - 1,
                 ENDPOINT_COUNT: len(paths),
                 WRITE_CAP: writes_in_flight,
-                QUOTA: quota,
+                QUOTA: DESTINATION_QUOTA,
                 DIE_AFTER: die_after,
                 SPINS: spins,
                 PROXY: proxy,
