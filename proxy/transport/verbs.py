@@ -50,7 +50,6 @@ __all__ = [
     "Port",
     "ProtectionDomain",
     "VerbsObject",
-    "device_names",
     "open_device",
 ]
 
@@ -342,12 +341,6 @@ def _device_list(library: VerbsLibrary) -> Iterator[dict[str, int]]:
         yield found
     finally:
         library.call("ibv_free_device_list", table)
-
-
-def device_names(library: VerbsLibrary) -> list[str]:
-    """Names of the devices that the library can open. Raises TransportError when it cannot say."""
-    with _device_list(library) as devices:
-        return list(devices)
 
 
 def open_device(library: VerbsLibrary, name: str) -> Context:

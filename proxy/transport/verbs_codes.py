@@ -10,13 +10,13 @@ import errno
 __all__ = ["HARMLESS_EVENTS", "STATUS_ERRNO", "completion_words", "event_words"]
 
 # --- ibv_access_flags
-ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ = 1, 2, 4
+ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE = 1, 2
 #: Of the optional range: a library or NIC that does not know it ignores it (``ibv_reg_mr_iova2`` only).
 ACCESS_RELAXED_ORDERING = 1 << 20
 
 # --- ibv_qp_type, ibv_qp_state, ibv_qp_attr_mask
-QPT_RC, QPT_UD, QPT_DRIVER = 2, 4, 0xFF
-QPS_RESET, QPS_INIT, QPS_RTR, QPS_RTS, QPS_SQD, QPS_SQE, QPS_ERR = range(7)
+QPT_RC, QPT_DRIVER = 2, 0xFF
+QPS_RESET, QPS_INIT, QPS_RTR, QPS_RTS, QPS_ERR = 0, 1, 2, 3, 6
 QP_STATE = 1 << 0
 QP_ACCESS_FLAGS = 1 << 3
 QP_PKEY_INDEX = 1 << 4
@@ -36,16 +36,16 @@ QP_DEST_QPN = 1 << 20
 
 # --- ibv_qp_init_attr_mask, ibv_qp_create_send_ops_flags
 INIT_ATTR_PD, INIT_ATTR_SEND_OPS_FLAGS = 1 << 0, 1 << 6
-OPS_RDMA_WRITE, OPS_RDMA_WRITE_WITH_IMM, OPS_SEND = 1 << 0, 1 << 1, 1 << 2
+OPS_RDMA_WRITE, OPS_RDMA_WRITE_WITH_IMM = 1 << 0, 1 << 1
 
 # --- ibv_wr_opcode, ibv_send_flags, ibv_wc_opcode, ibv_wc_flags
-WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_SEND, WR_SEND_WITH_IMM = range(4)
-SEND_FENCE, SEND_SIGNALED, SEND_SOLICITED, SEND_INLINE = 1, 2, 4, 8
-WC_SEND, WC_RDMA_WRITE, WC_RECV, WC_RECV_RDMA_WITH_IMM = 0, 1, 128, 129
+WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM = 0, 1
+SEND_SIGNALED = 2
+WC_RDMA_WRITE, WC_RECV_RDMA_WITH_IMM = 1, 129
 WC_WITH_IMM = 1 << 1
 
 # --- ports and GIDs
-PORT_DOWN, PORT_INIT, PORT_ARMED, PORT_ACTIVE = 1, 2, 3, 4
+PORT_DOWN, PORT_ACTIVE = 1, 4
 LINK_UNSPECIFIED, LINK_INFINIBAND, LINK_ETHERNET = 0, 1, 2
 GID_TYPE_IB, GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2 = range(3)
 
