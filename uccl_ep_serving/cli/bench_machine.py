@@ -79,6 +79,7 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load": [round(value, 2) for value in os.getloadavg()],
-        "kernel": platform.release(),
+        # what follows names the build of one distribution or provider
+        "kernel": ".".join(platform.release().split(".")[:2]),
         "versions": _versions(),
     }
