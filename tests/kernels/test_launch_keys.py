@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 # after the path: rank processes inherit it and import the bodies
 import launch_bodies
 from launch_bodies import Seen
+from other_tritons import other_tritons
 from ranks import Ranks
 
 pytestmark = [
@@ -32,9 +33,8 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-#: Other Tritons, as ``scripts/test-triton`` gives them; "" is the installed one.
-TRITONS = ["", *(place for place in os.environ.get("OTHER_TRITONS", "").split(os.pathsep) if place)]
-NAMES = [Path(place).name or "installed" for place in TRITONS]
+#: Directories that hold a Triton; "" is the installed one.
+TRITONS = [pytest.param("", id="installed"), *other_tritons()]
 ALONE: dict[str, Any] = {"window": "host"}
 NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}
 LOW_LATENCY = {
@@ -114,18 +114,18 @@ def between_nodes(interpreted: Ranks) -> list[Seen]:
     return launches
 
 
-@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+@pytest.mark.parametrize("triton", TRITONS)
 def test_low_latency_runs_what_was_compiled_ahead(of_low_latency: list[Seen], triton: str) -> None:
     check(of_low_latency, LOW_LATENCY, triton)
 
 
-@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+@pytest.mark.parametrize("triton", TRITONS)
 def test_normal_mode_runs_what_was_compiled_ahead(of_normal_mode: list[Seen], triton: str) -> None:
     check(of_normal_mode, NORMAL, triton)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+@pytest.mark.parametrize("triton", TRITONS)
 def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: list[Seen], triton: str) -> None:
     check(between_nodes, BETWEEN_NODES, triton)
 
@@ -147,7 +147,7 @@ assert len(advance.used_global_vals) == 0
 """
 
 
-@pytest.mark.parametrize("triton", TRITONS, ids=NAMES)
+@pytest.mark.parametrize("triton", TRITONS)
 def test_no_launch_compares_global_names(triton: str) -> None:
     """Triton compares all that a kernel reads, at every launch, unless it has none of them."""
     done = subprocess.run(

@@ -13,6 +13,7 @@ from typing import Any
 
 import compiled_traps
 import pytest
+from other_tritons import other_tritons
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -23,7 +24,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
 #: Directories that hold another Triton each, as ``scripts/test-triton`` gives them.
-OTHERS = [place for place in os.environ.get("OTHER_TRITONS", "").split(os.pathsep) if place]
+OTHERS = other_tritons()
 #: Kernels, and in how many specializations an engine can ask for each.
 EVERYTHING = {
     "route": 2,
@@ -112,7 +113,7 @@ def test_a_slow_one(target: str, kernel: str) -> None:
     check(finish(start((target,), kernels=(kernel,))), target, {kernel: SLOW[kernel]})
 
 
-@pytest.mark.parametrize("place", OTHERS or [""], ids=lambda place: Path(place).name)
+@pytest.mark.parametrize("place", OTHERS or [""])
 def test_every_kernel_with_another_triton(place: str) -> None:
     if not place:
         pytest.skip("OTHER_TRITONS names no other Triton: make test installs those of the engines' versions")
