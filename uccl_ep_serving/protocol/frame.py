@@ -342,9 +342,9 @@ def handshake_fields() -> tuple[tuple[str, int, str], ...]:
         (
             "HELLO",
             PREFIX_BYTES + HELLO_BYTES,
-            "source, target, ranks, proxy, connections, connection, window_bytes, job, nonce",
+            "source, target, ranks, proxy, connections, connection, window bytes, job digest, nonce",
         ),
         ("CHALLENGE", PREFIX_BYTES + CHALLENGE_BYTES, "nonce, proof"),
         ("PROOF", PREFIX_BYTES + PROOF_BYTES, "proof"),
-        ("VERDICT", PREFIX_BYTES, "code in the prefix"),
+        ("VERDICT", PREFIX_BYTES, "nothing: the prefix holds its code, 0 = welcome"),
     )

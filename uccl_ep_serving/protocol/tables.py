@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from . import command, context, imm, layout, mailbox, message, ring, streams
+from . import command, context, frame, imm, layout, mailbox, message, ring, streams
 from .bitfield import Word
 
 __all__ = ["PAGE", "TABLES", "main", "render"]
@@ -149,6 +149,10 @@ def _headers() -> str:
     return _table(("message", "word", "name", "meaning"), rows)
 
 
+def _frame_rows() -> list[tuple[object, ...]]:
+    return [(offset, size, name, meaning) for name, offset, size, meaning in frame.frame_fields()]
+
+
 #: Words whose meaning does not differ between headers, so it is not repeated at each of them.
 _SHARED_MEANINGS = {
     "TAG": "format version and kind of the message",
@@ -169,6 +173,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "headers": _headers,
     "context": _context,
     "mailbox": lambda: _words(mailbox.WORD),
+    "frame": lambda: _table(("byte", "bytes", "field", "meaning"), _frame_rows()),
+    "handshake": lambda: _table(("frame", "bytes", "contents after the prefix"), frame.handshake_fields()),
 }
 
 
