@@ -75,7 +75,7 @@ def main() -> None:
     core = closure([*declared["dependencies"], *build], installed)
     # packaging is what this script itself needs
     dev = closure([*extras["test"], *extras["dev"], "packaging"], installed) - core
-    triton = closure(extras["cuda"], installed) - core - dev
+    triton = closure(["triton"], installed) - core - dev
     rest = set(installed) - core - dev - triton
     if VLLM in installed:
         check_pins(["core.txt", "dev.txt"], installed)

@@ -1,8 +1,8 @@
 """Memory that kernels on a device reach: pinned host memory, device memory, and device memory of peers on this host.
 
 Nothing here is imported before a Buffer serves tensors of a device. CUDA is driven through ``cuda-bindings`` (which
-every CUDA build of torch brings), ROCm through its C library. In Triton's interpreter kernels are Python over host
-memory, and device memory is a memfd that peers open through /proc.
+CUDA builds of torch bring from 2.10 on, our extra ``cuda`` for older ones), ROCm through its C library. In Triton's
+interpreter kernels are Python over host memory, and device memory is a memfd that peers open through /proc.
 """
 
 from __future__ import annotations
