@@ -306,7 +306,8 @@ SETTINGS: tuple[Variable, ...] = (
         "socket_ifname",
         str,
         False,
-        "network interface whose address is told to peers; default: the route to the first rank",
+        "network interface whose address is told to peers; default: that of the route to MASTER_ADDR, else the first "
+        "that is not loopback",
     ),
     Variable(
         "nics",
