@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from source_tree import PACKAGE, PYPROJECT, ROOT, python_sources, run_python, source_files, through_symlink
 
+from uccl_ep_serving.engines.versions import Standing, look_up
+
 # Commands may end their own process. The CPU shims run only in servers that the demo or a test starts: SGLang logs a
 # failing plugin and goes on, so that leaving is the only way not to serve with half of them.
 MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/(sglang|vllm)_cpu/__init__|.*/__main__)\.py")
@@ -90,6 +92,14 @@ class TestRequirements:
         for texts in (metadata.requires("uccl_ep_serving") or [], PYPROJECT["project"]["dependencies"]):
             (numba,) = [one for one in map(Requirement, texts) if one.name == "numba"]
             assert numba.specifier.contains(version)
+
+    @pytest.mark.parametrize(("engine", "module"), [("sglang", "sglang"), ("vllm", "vllm.targets")])
+    def test_extras_bring_the_engines_that_tests_serve_with(self, engine: str, module: str) -> None:
+        table = importlib.import_module(f"uccl_ep_serving.engines.{module}").VERSIONS
+        (pin,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"][engine])
+        (only,) = pin.specifier
+        assert (pin.name, only.operator) == (engine, "==")
+        assert look_up(only.version, table)[0] is Standing.SUPPORTED
 
 
 class TestImports:
