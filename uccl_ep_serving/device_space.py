@@ -264,12 +264,13 @@ class DeviceSpace:
         return self._on_device(context)
 
     def _heads(self, rings: _I64) -> _I64:
-        """By stream: address of its ring's head and tail in device memory; streams that share a ring share them."""
+        """By stream: address of its ring's head, tail and capacity in device memory; streams that share a ring share
+        them."""
         heads = np.zeros(STREAMS, dtype=np.int64)
         for ring in np.unique(rings[:CREDIT]):
             if ring:
-                tail = int(_words(int(ring) + TAIL, 1)[0])
-                heads[rings == ring] = self._on_device(np.array([tail, tail], dtype=np.int64))
+                tail, capacity = (int(_words(int(ring) + word, 1)[0]) for word in (TAIL, CAPACITY))
+                heads[rings == ring] = self._on_device(np.array([tail, tail, capacity], dtype=np.int64))
         return heads
 
     @property

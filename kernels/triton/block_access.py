@@ -175,7 +175,7 @@ def ring_address(context: tl.tensor, stream: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def head_address(context: tl.tensor, stream: tl.tensor) -> tl.tensor:
-    """Address of that ring's head and last known tail, in device memory."""
+    """Address of that ring's head, last known tail and capacity, in device memory."""
     return peek(peek(context + _HEADS) + 8 * stream)
 
 

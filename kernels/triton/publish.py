@@ -1,11 +1,11 @@
 """Publishing: commands into the rings for proxied peers, message counts into the windows of mapped ones.
 
 A command is 16 bytes in pinned host memory, on CUDA one store; the lap bit stands in both words, so that a proxy
-never takes half of one. Heads and the last known tails live in device memory: nothing is read back over PCIe unless a
-ring seems full; the head in the ring itself is a copy for the host, stored before the commands, so that whoever sees a
-command taken sees that it was put. Kernels of a Buffer run one after the other and only one program of each publishes,
-so heads need no atomics. Room is waited for before anything is packed (:func:`wait_room`): publishing itself never
-waits.
+never takes half of one. Heads, the last known tails and capacities live in device memory: nothing is read back over
+PCIe unless a ring seems full; the head in the ring itself is a copy for the host, stored before the commands, so that
+whoever sees a command taken sees that it was put. Kernels of a Buffer run one after the other and only one program of
+each publishes, so heads need no atomics. Room is waited for before anything is packed (:func:`wait_room`): publishing
+itself never waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES, UNIT
-from ...protocol.ring import CAPACITY, HEAD, SLOTS, TAIL
+from ...protocol.ring import HEAD, SLOTS, TAIL
 from .block_access import S_SINK, channel_count, flag_address, head_address, ring_address, stream_of
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, fail, turn_over
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
@@ -27,8 +27,7 @@ _STREAM, _LAST = tl.constexpr(HIGH["stream"].shift), tl.constexpr(HIGH["last"].s
 _KIND = tl.constexpr(KIND_WRITE << HIGH["kind"].shift)
 _UNIT, _COMMAND_BYTES = tl.constexpr(UNIT), tl.constexpr(COMMAND_BYTES)
 _MAX_WRITE = tl.constexpr(MAX_WRITE_BYTES)
-_HEAD, _TAIL = tl.constexpr(HEAD), tl.constexpr(TAIL)
-_CAPACITY, _SLOTS = tl.constexpr(CAPACITY), tl.constexpr(SLOTS)
+_HEAD, _TAIL, _SLOTS = tl.constexpr(HEAD), tl.constexpr(TAIL), tl.constexpr(SLOTS)
 #: Pieces start on cache lines, so that two channels never write to the same one.
 _PIECE = tl.constexpr(64)
 
@@ -91,7 +90,7 @@ def put_writes(
     multiples of 16; ``last`` = 1 ends the message. The ring has room.
     """
     ring, head_at = ring_address(context, stream), head_address(context, stream)
-    head, capacity = peek(head_at), peek(ring + _CAPACITY)
+    head, capacity = peek(head_at), peek(head_at + 16)
     take = chosen.to(tl.int64)
     index = head + tl.cumsum(take, axis=0) - take
     lap = ((index // capacity) + 1) & 1
@@ -149,8 +148,10 @@ def put_messages(
     channels = channel_count(context)
     first = stream_of(phase, number)
     piece = (((nbytes + channels - 1) // channels + _PIECE - 1) // _PIECE) * _PIECE
+    # first, since these peers wait for nothing else
     for channel in range(channels):
         store_flags(context, state, peers, live & mapped, first + channel, number // 2 + 1, BACKEND)
+    for channel in range(channels):
         start = tl.minimum(channel * piece, nbytes)
         length = tl.minimum(piece, nbytes - start)
         # an empty write names the start of the message: the end may be the end of the window
@@ -186,7 +187,7 @@ def wait_room(
     """Wait until the ring that owns ``stream`` has room for ``commands`` more; for kernels of one warp. False after a
     failure."""
     ring, head_at = ring_address(context, stream), head_address(context, stream)
-    head, tail, capacity = peek(head_at), peek(head_at + 8), peek(ring + _CAPACITY)
+    head, tail, capacity = peek(head_at), peek(head_at + 8), peek(head_at + 16)
     ending, looked = tl.full((), 0, tl.int32), start
     if head + commands - tail > capacity:
         tail = acquire(ring + _TAIL, BACKEND)

@@ -19,7 +19,7 @@ from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.command import Command, decode
-from uccl_ep_serving.protocol.ring import CAPACITY, HEAD, SLOTS, lap_of, ring_bytes
+from uccl_ep_serving.protocol.ring import HEAD, SLOTS, lap_of, ring_bytes
 from uccl_ep_serving.protocol.streams import STREAMS
 
 RANKS, LANES, SLOTS_OF_RING, HIP = 5, 8, 16, 2
@@ -66,8 +66,7 @@ class _Bench:
     def __init__(self) -> None:
         self.state = np.full(normal_blocks.STATE_WORDS + blocks.STATE_WORDS, UNTOUCHED, dtype=np.int64)
         self.ring = np.zeros(ring_bytes(SLOTS_OF_RING) // 8, dtype=np.int64)
-        self.ring[CAPACITY // 8] = SLOTS_OF_RING
-        self.head = np.zeros(2, dtype=np.int64)
+        self.head = np.array([0, 0, SLOTS_OF_RING], dtype=np.int64)
         self.flags = np.zeros(RANKS, dtype=np.int64)
         rings = np.full(STREAMS, self.ring.ctypes.data, dtype=np.int64)
         heads = np.full(STREAMS, self.head.ctypes.data, dtype=np.int64)

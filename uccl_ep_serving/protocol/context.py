@@ -26,8 +26,8 @@ where the last column says so.
     13    REPORT           address, in host memory, of int64[8]: that failure, in the words   kernel
                            of a sticky error, which the host moves there; and, in word
                            ERROR_IDS, an expert id out of range, which ends nothing
-    14    HEADS            address of int64[256]: address, in device memory, of the head and  -
-                           the last known tail of the ring that owns the stream
+    14    HEADS            address of int64[256]: address, in device memory, of the head, the  -
+                           last known tail and the capacity of the ring that owns the stream
     15    LIMIT            nanoseconds that a wait may last                                   -
 
 The last four are for kernels on a device, which read-modify-write no memory of the host; for kernels on the CPU they
