@@ -179,14 +179,23 @@ def test_cuda_exports_whole_pages_as_dma_buf(driver: Any) -> None:
         CudaMemory(GPU).export_dmabuf(0, page)
 
 
-@pytest.mark.parametrize(("ordering", "words"), [(0, "does not order the writes of NICs"), (100, ""), (200, "")])
+@pytest.mark.parametrize(
+    ("ordering", "shown", "words"),
+    [
+        (0, False, "does not order the writes of NICs"),
+        (0, True, "does not order the writes of NICs"),
+        (100, False, ""),
+        (100, True, "for itself only (cudaDevAttrGPUDirectRDMAWritesOrdering is 100)"),
+        (200, True, ""),
+    ],
+)
 def test_a_gpu_that_does_not_order_writes_of_nics_is_found_out(
-    cuda: list[tuple[Any, ...]], ordering: int, words: str
+    cuda: list[tuple[Any, ...]], ordering: int, shown: bool, words: str
 ) -> None:
     runtime: Any = sys.modules["cuda.bindings.runtime"]
     runtime.cudaDeviceAttr = lambda value: f"attribute {value}"
     runtime.cudaDeviceGetAttribute = lambda *arguments: (cuda.append(arguments), (0, ordering))[1]  # type: ignore[func-returns-value]
-    found = CudaMemory(GPU).unordered
+    found = CudaMemory(GPU).unordered(shown)
     assert words in found
     assert bool(found) == bool(words)
     assert cuda == [("attribute 118", 0)]
@@ -204,7 +213,7 @@ def test_rocm_exports_through_its_runtime() -> None:
     hsa = Hsa()
     memory = HipMemory(GPU, Hip(), hsa)
     assert memory.export_dmabuf(0xB010, 1 << 33) == (55, 0x10)
-    assert memory.unordered == ""
+    assert memory.unordered(shown=True) == ""
     hsa.code = 4096
     with pytest.raises(TransportError, match=r"cuda:0 exports no dma-buf.*4096"):
         memory.export_dmabuf(0xB010, 1 << 33)

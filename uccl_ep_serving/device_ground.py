@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .config import Settings
@@ -15,6 +17,7 @@ from .device_memory import DeviceMemory, memory_of
 from .device_space import DeviceSpace, DeviceWindow
 from .errors import ConfigError, TransportError
 from .kernel_space import KernelSpace
+from .nodes import crossed_once
 from .protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["DeviceGround", "GroundRuntime"]
@@ -32,6 +35,7 @@ class GroundRuntime(Protocol):
     """What this needs of a Runtime; see there."""
 
     rank: int
+    ranks: int
     generation: int
 
     @property
@@ -42,6 +46,10 @@ class GroundRuntime(Protocol):
     def space(self) -> KernelSpace: ...
     @property
     def layout(self) -> WindowLayout: ...
+    @property
+    def mask(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def node_ranks(self) -> int: ...
     @property
     def all_on_this_host(self) -> bool: ...
     @property
@@ -87,6 +95,13 @@ class DeviceGround:
     def comm_stream(self) -> Any:
         """The stream that communication kernels run on, None in the interpreter."""
         return self.lane.stream
+
+    @property
+    def crossed(self) -> int:
+        """In the present windows: ranks of a node when a row of normal mode crosses once to a node, else 0; equal on
+        all ranks."""
+        runtime = self._runtime
+        return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
 
     def on_its_device(self) -> contextlib.AbstractContextManager[None]:
         """Makes the Buffer's device the calling thread's, for which Triton compiles. Kernels compiled for another would
@@ -188,8 +203,9 @@ class DeviceGround:
         runtime.before_unmapping(lambda: space.close(self.keep))
         if window is not None and runtime.nic_peers:
             try:
+                objection = self.memory.unordered(shown=self.crossed > 0)
                 # after what frees the memory was noted: the NICs let go of it first
-                runtime.lend_to_nics(window.own, window.nbytes, self.memory.export_dmabuf, self.memory.unordered)
+                runtime.lend_to_nics(window.own, window.nbytes, self.memory.export_dmabuf, objection)
             except BaseException:
                 space.close()
                 raise

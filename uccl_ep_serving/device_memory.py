@@ -89,9 +89,12 @@ class DeviceMemory(Protocol):
         """A dma-buf over [address, address + nbytes) of an allocation, for a NIC: its descriptor, which the caller
         closes, and where the memory starts in it."""
 
-    @property
-    def unordered(self) -> str:
-        """Why a kernel that was told of a NIC's write into device memory might read older bytes; "" = it never does."""
+    def unordered(self, shown: bool) -> str:
+        """Why a kernel that was told of a NIC's write into device memory might read older bytes; "" = it never does.
+
+        Args:
+            shown: the kernel may run on another device of this host, which has mapped the memory.
+        """
 
 
 class _Driver:
@@ -214,9 +217,9 @@ class CudaMemory(_Driver):
         # (status, number, ...), of which later versions have more
         return int(results[1])
 
-    #: ``cudaDevAttrGPUDirectRDMAWritesOrdering``, and its value from which on writes are ordered for the GPU itself
-    #: (``cudaGPUDirectRDMAWritesOrderingOwner``).
-    _WRITES_ORDERING, _ORDERED_FOR_OWNER = 118, 100
+    #: ``cudaDevAttrGPUDirectRDMAWritesOrdering``, and its values from which on writes are ordered for the GPU itself
+    #: (``cudaGPUDirectRDMAWritesOrderingOwner``) and for all (``...OrderingAllDevices``).
+    _WRITES_ORDERING, _ORDERED_FOR_OWNER, _ORDERED_FOR_ALL = 118, 100, 200
     #: ``CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD``
     _DMA_BUF = 1
 
@@ -233,13 +236,19 @@ class CudaMemory(_Driver):
             raise self._no_dmabuf(text.decode() if isinstance(text, bytes) else str(text), int(code))
         return int(descriptor), address - start
 
-    @property
-    def unordered(self) -> str:
+    def unordered(self, shown: bool) -> str:
         """See :class:`DeviceMemory`. Hopper and later order such writes; what came before needs a flush."""
         attribute = self._runtime.cudaDeviceAttr(self._WRITES_ORDERING)
-        if int(self._call("DeviceGetAttribute", attribute, self.device.index)) >= self._ORDERED_FOR_OWNER:
-            return ""
-        return f"{self.device} does not order the writes of NICs (cudaDevAttrGPUDirectRDMAWritesOrdering)"
+        ordering = int(self._call("DeviceGetAttribute", attribute, self.device.index))
+        said = f"(cudaDevAttrGPUDirectRDMAWritesOrdering is {ordering})"
+        if ordering < self._ORDERED_FOR_OWNER:
+            return f"{self.device} does not order the writes of NICs {said}"
+        if shown and ordering < self._ORDERED_FOR_ALL:
+            return (
+                f"{self.device} orders the writes of NICs for itself only {said}, and the GPUs of a node read from "
+                "each other what came once for all of them, unless UCCL_EP_HIERARCHY=off"
+            )
+        return ""
 
 
 def _loaded(name: str) -> str:
@@ -334,8 +343,7 @@ class HipMemory(_Driver):
             raise self._no_dmabuf("hsa_amd_portable_export_dmabuf failed", code)
         return descriptor.value, offset.value
 
-    @property
-    def unordered(self) -> str:
+    def unordered(self, shown: bool) -> str:
         """See :class:`DeviceMemory`. The memory is allocated uncached, so that nothing older is kept anywhere."""
         return ""
 
@@ -420,8 +428,7 @@ class InterpretedMemory:
                 return os.dup(descriptor), address - start
         raise TransportError(f"{address:#x} is no memory of this device", device="memfd")
 
-    @property
-    def unordered(self) -> str:
+    def unordered(self, shown: bool) -> str:
         """See :class:`DeviceMemory`."""
         return ""
 

@@ -23,7 +23,6 @@ from .errors import ConfigError, TransportError, UcclEpError
 from .kernel_space import SLICE_NS, KernelSpace
 from .kernels.interface import DeviceNormalKernels, DeviceNormalStateBlock, NormalFormat
 from .kernels.select import device_normal_kernels
-from .nodes import crossed_once
 from .normal_device_format import difference, wire_format
 from .normal_device_told import Told
 from .program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
@@ -142,7 +141,7 @@ class DeviceNormalSession:
             )
         if runtime.stale:
             runtime.grow(None)
-        return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
+        return self._ground.crossed
 
     def adopt(self, form: RowFormat, biases: int) -> tuple[Generation, NormalFormat]:
         """After :meth:`node_ranks`: what belongs to the present windows, with kernels compiled.

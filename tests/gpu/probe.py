@@ -218,7 +218,7 @@ def dma_buf(memory: DeviceMemory, target: Target) -> str:
     try:
         descriptor, offset = memory.export_dmabuf(address, 4 << 20)
         os.close(descriptor)
-        return f"exported, at offset {offset}; {memory.unordered or 'writes of NICs are ordered'}"
+        return f"exported, at offset {offset}; {memory.unordered(shown=True) or 'writes of NICs are ordered'}"
     except Exception as error:
         return f"not exported: {error}"
     finally:

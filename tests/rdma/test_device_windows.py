@@ -183,7 +183,7 @@ class OnDevice:
             )
             self._space = DeviceSpace(runtime.space, self._memory, window)
             runtime.before_unmapping(self._space.close)
-            runtime.lend_to_nics(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered)
+            runtime.lend_to_nics(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered(False))
             self._generation = runtime.generation
             self.window_address = window.own
         assert self._space is not None

@@ -1,0 +1,55 @@
+"""Which writes of NICs a GPU must order: those that other GPUs of the node read as well, where rows are handed on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from uccl_ep_serving import device_ground
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.device_ground import DeviceGround
+from uccl_ep_serving.device_lane import HostLane
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_ranks", "hierarchy", "masked", "shown"),
+    [
+        (4, 2, "auto", False, True),
+        (4, 2, "off", False, False),
+        (4, 2, "auto", True, False),
+        (4, 1, "auto", False, False),
+    ],
+)
+def test_an_objection_is_asked_for_what_peers_read(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, node_ranks: int, hierarchy: str, masked: bool, shown: bool
+) -> None:
+    told: list[str] = []
+    memory: Any = SimpleNamespace(
+        synchronize=None, export_dmabuf=None, unordered=lambda shown: f"the objection where shown is {shown}"
+    )
+    window: Any = SimpleNamespace(own=1 << 40, nbytes=4096)
+    monkeypatch.setattr(device_ground, "memory_of", lambda device, interpreted: memory)
+    monkeypatch.setattr(device_ground, "DeviceWindow", lambda *_: window)
+    monkeypatch.setattr(device_ground, "DeviceSpace", lambda *_: SimpleNamespace(close=None))
+    runtime: Any = SimpleNamespace(
+        rank=0,
+        ranks=ranks,
+        generation=0,
+        settings=Settings(window="device", hierarchy=hierarchy),
+        space=None,
+        layout=None,
+        mask=np.array([0, 0, 0, masked], dtype=np.int32),
+        node_ranks=node_ranks,
+        nic_peers=frozenset({2, 3}),
+        beyond_device_memory=frozenset(),
+        exchange=None,
+        before_draining=lambda finish: None,
+        before_unmapping=lambda release: None,
+        lend_to_nics=lambda start, nbytes, export, objection: told.append(objection),
+    )
+    DeviceGround(runtime, torch.device("cpu"), HostLane()).space()
+    assert told == [f"the objection where shown is {shown}"]
