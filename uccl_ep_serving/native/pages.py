@@ -11,7 +11,11 @@ __all__ = ["own_pages"]
 
 
 def own_pages(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes at the start of pages of their own, committed when first touched, private to the process."""
+    """Zeroed bytes at the start of pages of their own, committed when first touched.
+
+    Shared with children of a fork, who get no copies: else the first write after a fork would move the writer to other
+    pages than those that a device has mapped (Linux before 5.9 does not spare pinned ones).
+    """
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, whole, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, dtype=np.uint8)[:nbytes]
