@@ -44,6 +44,7 @@ def sum_rows(
     DTYPE: tl.constexpr,
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
@@ -57,6 +58,7 @@ def sum_rows(
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.
         out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes.
+        TOGETHER: slots whose rows are asked for together: a program waits once for their places and once for them.
     """
     tokens = tokens.to(tl.int64)
     width: tl.constexpr = 4 if DTYPE == _F32 else 2
@@ -71,20 +73,32 @@ def sum_rows(
         region = window_address(context) + peek(state + S_COMBINE_RECV)
         region += (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
         returns = route + peek(state + S_ROUTE_RETURNS)
-        for index in range(TOPK):
-            at = token * TOPK + index
-            entry = tl.load(int64s(returns + 8 * at), mask=token < tokens, other=-1)
-            rank = tl.where(entry >= 0, entry >> 32, 0)
-            # of a rank that was lost since the dispatch nothing has come
-            here = (entry >= 0) & is_live(context, rank)
-            base = region + peek(route_table(context, route, R_RETURN_BASE, rank))
-            start = base + tl.where(here, entry & 0xFFFFFFFF, 0) * row_bytes
-            part = load_floats(start, value, here[:, None] & wanted, DTYPE)
-            if REDUCED:
-                total = tl.where(here[:, None], total + part, total)
-            else:
-                factor = tl.load(floats(weights + 4 * at), mask=token < tokens, other=0.0)
-                total = tl.where(here[:, None], total + factor[:, None] * part, total)
+        for first in range(0, TOPK, TOGETHER):
+            sources, there, factors, parts = (), (), (), ()
+            for step in tl.static_range(TOGETHER):
+                inside = (token < tokens) & (first + step < TOPK)
+                at = token * TOPK + first + step
+                entry = tl.load(int64s(returns + 8 * at), mask=inside, other=-1)
+                rank = tl.where(entry >= 0, entry >> 32, 0)
+                # of a rank that was lost since the dispatch nothing has come
+                here = (entry >= 0) & is_live(context, rank)
+                base = region + peek(route_table(context, route, R_RETURN_BASE, rank))
+                sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * row_bytes,)  # type: ignore[assignment]
+                there += (here,)  # type: ignore[assignment]
+                if not REDUCED:
+                    factor = tl.load(floats(weights + 4 * at), mask=inside, other=0.0)
+                    factors += (factor,)  # type: ignore[assignment]
+            # as in normal_reduce: else the compiler waits for one row before it asks for the next
+            tl.debug_barrier()
+            for step in tl.static_range(TOGETHER):
+                part = load_floats(sources[step], value, there[step][:, None] & wanted, DTYPE)
+                parts += (part,)  # type: ignore[assignment]
+            tl.debug_barrier()
+            for step in tl.static_range(TOGETHER):
+                part = parts[step]
+                if not REDUCED:
+                    part = factors[step][:, None] * part
+                total = tl.where(there[step][:, None], total + part, total)
     store_floats(target, value, total, wanted, DTYPE, BACKEND)
     if failed == 0:
         if arrives_last(state + S_ARRIVALS, tl.num_programs(0) * tl.num_programs(1), BACKEND):

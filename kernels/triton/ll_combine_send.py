@@ -103,45 +103,59 @@ def pack_combine(
     HIDDEN: tl.constexpr,
     DTYPE: tl.constexpr,
     TOPK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Pack and publish the rows for every source; grid (ceil(T / ROWS), R). Compile without fused multiply-add: product
+    """Pack and publish the rows for every source; any grid (programs, R). Compile without fused multiply-add: product
     and sum are rounded separately, as everywhere else.
 
     Args:
         x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes.
         layout_range: int64[L, R] of the dispatch.
+        TOGETHER: slots whose rows are asked for together.
     """
     if has_failed(context) == 0:
         source = tl.program_id(1).to(tl.int64)
-        index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         ranks, most = rank_count(context), peek(state + S_TOKENS)
         capacity = ranks * most
         tokens = peek(route_table(context, route, R_RECEIVED, source))
-        if tl.program_id(0).to(tl.int64) * ROWS < tokens:
-            width: tl.constexpr = 4 if DTYPE == _F32 else 2
+        width: tl.constexpr = 4 if DTYPE == _F32 else 2
+        places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
+        first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
+        reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
+        for lowest in range(tl.program_id(0).to(tl.int64) * ROWS, tokens, tl.num_programs(0).to(tl.int64) * ROWS):
+            index = lowest + tl.arange(0, ROWS).to(tl.int64)
             inside = index < tokens
-            places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
-            first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
-            if peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED:
+            if reduced:
                 weights = route + peek(state + S_ROUTE_WEIGHTS) + 4 * source * most * TOPK
                 target = first_row + index * row_bytes
-                for first in range(0, HIDDEN, BLOCK):
-                    value = first + tl.arange(0, BLOCK)[None, :]
-                    total = tl.zeros([ROWS, BLOCK], tl.float32)
-                    for slot in range(TOPK):
-                        at = 4 * (index * TOPK + slot)
-                        place = tl.load(int32s(places + at), mask=inside, other=-1)
-                        factor = tl.load(floats(weights + at), mask=inside, other=0.0)
-                        row = _expert_row(layout_range, place, source, ranks, capacity)
-                        start = x + row * (HIDDEN * width)
-                        here = (place >= 0)[:, None] & (value < HIDDEN)
-                        part = load_floats(start, value, here, DTYPE)
-                        total = tl.where(here, total + factor[:, None] * part, total)
+                for column in range(0, HIDDEN, BLOCK):
+                    value = column + tl.arange(0, BLOCK)[None, :]
                     wanted = inside[:, None] & (value < HIDDEN)
+                    total = tl.zeros([ROWS, BLOCK], tl.float32)
+                    for first in range(0, TOPK, TOGETHER):
+                        sources, there, factors, parts = (), (), (), ()
+                        for step in tl.static_range(TOGETHER):
+                            given = inside & (first + step < TOPK)
+                            at = 4 * (index * TOPK + first + step)
+                            place = tl.load(int32s(places + at), mask=given, other=-1)
+                            factor = tl.load(floats(weights + at), mask=given, other=0.0)
+                            row = _expert_row(layout_range, place, source, ranks, capacity)
+                            sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
+                            there += (place >= 0,)  # type: ignore[assignment]
+                            factors += (factor,)  # type: ignore[assignment]
+                        # as in normal_reduce: else the compiler waits for one row before it asks for the next
+                        tl.debug_barrier()
+                        for step in tl.static_range(TOGETHER):
+                            part = load_floats(sources[step], value, there[step][:, None] & wanted, DTYPE)
+                            parts += (part,)  # type: ignore[assignment]
+                        tl.debug_barrier()
+                        for step in tl.static_range(TOGETHER):
+                            part = total + factors[step][:, None] * parts[step]
+                            total = tl.where(there[step][:, None], part, total)
                     store_floats(target, value, total, wanted, DTYPE, BACKEND)
             else:
                 before = route + peek(state + S_ROUTE_BEFORE) + 4 * source * most

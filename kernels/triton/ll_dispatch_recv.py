@@ -186,7 +186,7 @@ def unpack_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Copy the rows of every source to their experts; grid (ceil(T / ROWS), R).
+    """Copy the rows of every source to their experts; any grid (programs, R).
 
     Args:
         recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps.
@@ -195,13 +195,13 @@ def unpack_rows(
     """
     if has_failed(context) == 0:
         source = tl.program_id(1).to(tl.int64)
-        index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         ranks, most, number = rank_count(context), peek(state + S_TOKENS), peek(route)
         meta_size, capacity = peek(state + S_META), ranks * most
         tokens = peek(route_table(context, route, R_RECEIVED, source))
-        if tl.program_id(0).to(tl.int64) * ROWS < tokens:
+        metas = _message(context, state, number, source) + HEADER
+        for lowest in range(tl.program_id(0).to(tl.int64) * ROWS, tokens, tl.num_programs(0).to(tl.int64) * ROWS):
+            index = lowest + tl.arange(0, ROWS).to(tl.int64)
             inside = index < tokens
-            metas = _message(context, state, number, source) + HEADER
             row = metas + tokens * meta_size + index * row_bytes
             places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
             # checked by count_rows; whatever became of it since, it stays a token

@@ -111,7 +111,8 @@ def pack_dispatch(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Pack and publish the next dispatch message for every rank; grid (ceil(tokens / ROWS), at least 1).
+    """Pack and publish the next dispatch message for every rank; grid (ceil(tokens / ROWS), at least 1; any), the
+    second for the blocks of a row.
 
     Args:
         x: [tokens, HIDDEN] of dtype SOURCE, contiguous, on a multiple of 16 bytes.
@@ -123,12 +124,14 @@ def pack_dispatch(
     if has_failed(context) == 0:
         token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
         sends = route + peek(state + S_ROUTE_SENDS)
-        _write_metas(context, state, route, topk_idx, weights, token, tokens, row_bytes, REDUCED, TOPK, SLOTS, ROWS)
+        column, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+        if column == 0:
+            _write_metas(context, state, route, topk_idx, weights, token, tokens, row_bytes, REDUCED, TOPK, SLOTS, ROWS)
         if (CODING == _FP8) | (CODING == _UE8M0):
             width: tl.constexpr = 4 if SOURCE == _F32 else 2
             groups: tl.constexpr = BLOCK // _GROUP
             value = tl.arange(0, BLOCK)[None, :]
-            for first in range(0, HIDDEN, BLOCK):
+            for first in range(column, HIDDEN, step):
                 inside = (token[:, None] < tokens) & (first + value < HIDDEN)
                 given = load_floats(x + token * (HIDDEN * width), first + value, inside, SOURCE)
                 given = tl.reshape(given, [ROWS, groups, _GROUP])
@@ -149,7 +152,7 @@ def pack_dispatch(
                         tl.store(uint8s(rows[:, None] + HIDDEN + group), exponents, mask=wanted_scales)
         else:
             words: tl.constexpr = HIDDEN * (4 if SOURCE == _F32 else 2) // 4
-            for first in range(0, words, BLOCK):
+            for first in range(column, words, step):
                 word = first + tl.arange(0, BLOCK)[None, :]
                 inside = (token[:, None] < tokens) & (word < words)
                 given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
@@ -158,7 +161,7 @@ def pack_dispatch(
                     chosen = entry >= 0
                     rows, _ = _row_addresses(context, state, route, entry, chosen, row_bytes)
                     tl.store(aligned(rows, tl.int32)[:, None] + word, given, mask=chosen[:, None] & inside)
-        if arrives_last(state + S_ARRIVALS, tl.num_programs(0), BACKEND):
+        if arrives_last(state + S_ARRIVALS, tl.num_programs(0) * tl.num_programs(1), BACKEND):
             number = peek(state + S_DISPATCH_NUMBER)
             ranks = rank_count(context)
             for first_peer in range(0, ranks, LANES):

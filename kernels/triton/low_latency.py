@@ -34,6 +34,11 @@ _COMPARED = 2048
 _BLOCK, _THREADS = 1024, 128
 #: A multiple of 16 like the real ones, for compiling ahead.
 _ANY_ADDRESS = 1 << 40
+#: Slots of a token whose rows are asked for together, by the expert's rank and by the token's: with more, ptxas spills.
+_WEIGHED_TOGETHER, _SUMMED_TOGETHER = 4, 8
+#: Programs of one kernel, some for each multiprocessor of any device. Few tokens have several each; the rows of many
+#: sources share them, since few come from each.
+_PROGRAMS = 1024
 #: (expert, source) pairs laid out at a time.
 _LAID_OUT = 1024
 
@@ -119,6 +124,9 @@ class TritonLowLatencyKernels:
     def _blocks(self, tokens: int) -> int:
         return max(-(-tokens // self._rows), 1)
 
+    def _blocks_of_a_source(self) -> int:
+        return min(self._blocks(self.plan.tokens), max(_PROGRAMS // self.plan.ranks, 1))
+
     def dispatch_send(
         self,
         context: int,
@@ -141,6 +149,7 @@ class TritonLowLatencyKernels:
         """
         plan = self.plan
         wire = row_bytes(plan.hidden, coding)
+        blocks, block = self._blocks(tokens), min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK))
         first = Launch(
             route,
             (plan.ranks + 1,),
@@ -149,7 +158,7 @@ class TritonLowLatencyKernels:
         )
         second = Launch(
             pack_dispatch,
-            (self._blocks(tokens),),
+            (blocks, min(max(_PROGRAMS // blocks, 1), -(-plan.hidden // block))),
             (context, state, route_block, x, topk_idx, weights, tokens, wire),
             {
                 "HIDDEN": plan.hidden,
@@ -161,7 +170,7 @@ class TritonLowLatencyKernels:
                 "TOPK": plan.topk,
                 "SLOTS": self._slots,
                 "ROWS": self._rows,
-                "BLOCK": min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK)),
+                "BLOCK": block,
                 **self._publishing,
             },
             warps=self._warps,
@@ -200,7 +209,7 @@ class TritonLowLatencyKernels:
             ),
             Launch(
                 unpack_rows,
-                (self._blocks(plan.tokens), plan.ranks),
+                (self._blocks_of_a_source(), plan.ranks),
                 (
                     context,
                     state,
@@ -239,12 +248,13 @@ class TritonLowLatencyKernels:
             ),
             Launch(
                 pack_combine,
-                (self._blocks(plan.tokens), plan.ranks),
+                (self._blocks_of_a_source(), plan.ranks),
                 (context, state, route_block, x, layout_range, wire),
                 {
                     "HIDDEN": plan.hidden,
                     "DTYPE": dtype,
                     "TOPK": plan.topk,
+                    "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
                     "ROWS": self._rows,
                     "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
                     **self._publishing,
@@ -286,6 +296,7 @@ class TritonLowLatencyKernels:
                     "DTYPE": dtype,
                     "REDUCED": reduced,
                     "TOPK": plan.topk,
+                    "TOGETHER": min(_SUMMED_TOGETHER, self._slots),
                     "ROWS": self._rows,
                     "BLOCK": block,
                     **self._backend,

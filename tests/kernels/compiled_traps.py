@@ -29,16 +29,22 @@ ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine
 COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "move_node_rows", "reduce_rows"}
 
 #: Bytes of rows that must be on their way to one program of these, on CUDA and ROCm.
-IN_FLIGHT = {"reduce_rows": (16 << 10, 8 << 10), "move_rows": (32 << 10, 8 << 10)}
+IN_FLIGHT = {
+    "reduce_rows": (16 << 10, 8 << 10),
+    "move_rows": (32 << 10, 8 << 10),
+    "sum_rows": (16 << 10, 8 << 10),
+    "pack_combine": (8 << 10, 8 << 10),
+}
 
 
 def loads_at_once(text: str) -> int:
     """Most loads of 16 bytes that a thread asks for before it waits for one, in PTX or AMDGCN. The assembler of PTX
-    decides that itself, but moves no load over a barrier and no sum."""
+    decides that itself, but moves no load over a barrier and no sum. In AMDGCN it stands there: a branch over a load
+    that nobody needs is no wait."""
     if ".target sm_" in text:
-        load, end = r"\bld\.global\.v(?:4\.b32|2\.b64)", r"\bbar\.sync|\bbra\b|^\$L|\badd\S*\.f32|\bst\.global"
+        load, end = r"\bld\.global\.v(?:4\.b32|2\.b64)", r"\bbar\.sync|\bbra\b|^\$L__BB|\badd\S*\.f32|\bst\.global"
     else:
-        load, end = r"\bglobal_load_dwordx4", r"s_waitcnt vmcnt|s_cbranch_(?!exec)|s_branch|\bglobal_store"
+        load, end = r"\bglobal_load_dwordx4", r"s_waitcnt vmcnt|s_branch|\bglobal_store"
     return max(len(re.findall(load, part)) for part in re.split(end, text, flags=re.MULTILINE))
 
 

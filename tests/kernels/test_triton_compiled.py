@@ -213,8 +213,10 @@ def test_loads_that_wait_for_each_other_are_counted_apart() -> None:
     for between in ("bar.sync 0;\n", "add.rn.f32 %f1, %f2, %f3;\n", "st.global.b32 [%rd2], %r1;\n"):
         assert compiled_traps.loads_at_once(".target sm_90\n" + 3 * load + between + 2 * load) == 3
     load = "global_load_dwordx4 v[0:3], v[4:5], off\n"
-    text = 2 * (load + "s_cbranch_execz .LBB0_1\n") + "s_waitcnt vmcnt(1)\n" + load
-    assert compiled_traps.loads_at_once(text) == 2
+    for over in ("s_cbranch_execz", "s_cbranch_scc1"):
+        text = 2 * (load + f"{over} .LBB0_1\n") + "s_waitcnt vmcnt(1)\n" + load
+        assert compiled_traps.loads_at_once(text) == 2
+    assert compiled_traps.loads_at_once(2 * (load + "s_branch .LBB0_1\n")) == 1
 
 
 def test_a_branch_on_a_volatile_load_is_found() -> None:
