@@ -60,6 +60,16 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
     return len(cases)
 
 
+def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: int, cases: list[ll_cases.Case]) -> int:
+    """The same with at most so many programs in a kernel that has one for several rows."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.kernels.triton import low_latency
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_latency, "_PROGRAMS", programs)
+        return against_the_oracle(exchange, overrides, cases)
+
+
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
     os.environ["TRITON_INTERPRET"] = "1"
