@@ -14,7 +14,7 @@ from uccl_ep_serving import data_plane
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane import DataPlane
-from uccl_ep_serving.errors import UcclEpError
+from uccl_ep_serving.errors import TransportError, UcclEpError
 from uccl_ep_serving.kernel_space import KernelSpace
 from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.native.failure import warm
@@ -118,6 +118,31 @@ def test_a_handler_that_closes_in_the_waiting_thread_does_not_wait_for_itself() 
         space.wait("dispatch", step)
     assert time.monotonic() - started < 2
     assert len(steps) == 1
+
+
+def test_what_cannot_be_let_go_keeps_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that has failed refuses to unmap, an endpoint to close: the memory goes all the same."""
+    let_go: list[str] = []
+
+    class Endpoint:
+        def __init__(self, name: str, works: bool) -> None:
+            self.name, self.works = name, works
+
+        def close(self) -> None:
+            let_go.append(self.name)
+            if not self.works:
+                raise TransportError(f"{self.name} cannot be closed")
+
+    plane = _plane()
+    own, peer = plane.segments
+    plane.endpoints = [[Endpoint("roce", False)], [Endpoint("tcp", True)]]  # type: ignore[list-item]
+    plane.releases += [Endpoint("graph", True).close, Endpoint("device", False).close]
+    with pytest.raises(TransportError, match="roce cannot be closed"):
+        plane.close(time.monotonic() + 5)
+    assert let_go == ["device", "graph", "tcp", "roce"]
+    assert own.fd == peer.fd == -1
+    plane.close(time.monotonic() + 5)
+    assert len(let_go) == 4
 
 
 class _Alone:

@@ -215,13 +215,14 @@ class DataPlane:
                 return
         if self in _abandoned:
             return
-        while self.releases:
-            self.releases.pop()()
-        for endpoint in (one for row in self.endpoints for one in row):
-            endpoint.close()
-        for segment in self.segments:
-            segment.close()
-        self.endpoints, self.segments = [], []
+        with contextlib.ExitStack() as steps:  # runs from the last to the first, each whatever becomes of the others
+            for segment in self.segments:
+                steps.callback(segment.close)
+            for endpoint in (one for row in self.endpoints for one in row):
+                steps.callback(endpoint.close)
+            for release in self.releases:
+                steps.callback(release)
+            self.segments, self.endpoints, self.releases = [], [], []
 
 
 def _read_offers(peer: int, text: bytes) -> tuple[str, dict[str, bytes]]:
