@@ -114,6 +114,18 @@ def test_ranks_of_another_version_are_refused_on_every_rank(field: str, words: s
         assert "has 'another'" in str(error) or "has -1" in str(error)
 
 
+def test_an_exchange_that_breaks_down_hides_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        rank, size = 1, 2
+
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            raise ConnectionResetError("the launcher is gone")
+
+    with pytest.raises(ConfigError, match="heap"), bootstrap.refusing(Broken()):
+        raise ConfigError("heap_bytes is negative")
+    assert "rank 1 could not tell the others so: ConnectionResetError: the launcher is gone" in caplog.text
+
+
 def test_a_card_that_cannot_be_read_is_taken_for_another_version() -> None:
     def body(exchange: ThreadExchange) -> None:
         if exchange.rank == 1:

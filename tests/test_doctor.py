@@ -79,6 +79,19 @@ class TestDoctor:
         monkeypatch.setenv("UCCL_EP_NIC_GID_INDEX", "5")
         assert shown() == "5 (environment)"
 
+    def test_a_malformed_list_of_nics_is_named_where_a_buffer_would_refuse_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setenv("NCCL_IB_HCA", "^")
+        (found,) = [one for one in doctor.transports() if "NCCL_IB_HCA" in one.value]
+        assert found.status == "problem"
+        monkeypatch.setenv("UCCL_EP_TRANSPORT", "tcp")
+        findings = list(doctor.transports())
+        assert [one.status for one in findings if "NCCL_IB_HCA" in one.value] == ["note"]
+        assert [one.value for one in findings if one.name == "peer"]
+
     def test_a_gpu_that_engines_are_refused_on_is_not_called_ok(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 

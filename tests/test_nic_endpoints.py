@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.nic_endpoints import HostNics
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.nic_endpoints import HostNics, nic_transports
 from uccl_ep_serving.proxy.transport import roce
 from uccl_ep_serving.proxy.transport.select import Offer
 from uccl_ep_serving.topology import Nic, Topology
@@ -40,6 +43,15 @@ def asked(monkeypatch: pytest.MonkeyPatch):
         return found
 
     return ask
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_who_uses_no_nic_is_not_held_up_by_a_malformed_list_of_them(transport: str) -> None:
+    malformed = Settings(nccl_ib_hca="^", transport=transport)
+    assert nic_transports(malformed) == ()
+    for one in ("auto", "efa", "roce"):
+        with pytest.raises(ConfigError, match="NCCL_IB_HCA"):
+            nic_transports(dataclasses.replace(malformed, transport=one))
 
 
 def test_each_rank_has_a_nic_of_its_own(asked) -> None:

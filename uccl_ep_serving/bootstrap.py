@@ -318,8 +318,8 @@ def refusing(exchange: Exchange) -> Iterator[None]:
         )
         try:
             exchange.all_gather(msgspec.msgpack.encode(card))
-        except BootstrapError as other:
-            _log.error("rank %d could not tell the others so: %s", exchange.rank, other)
+        except Exception as other:  # of any kind: what counts is why this rank does not start
+            _log.error("rank %d could not tell the others so: %s: %s", exchange.rank, type(other).__name__, other)
         raise
 
 

@@ -42,8 +42,10 @@ def gpu_address() -> str:
 def nic_transports(settings: Settings) -> tuple[str, ...]:
     """Transports for which this host has NICs that a rank may use. Opens none of them.
 
-    Raises ConfigError when the list of wanted devices is malformed.
+    Raises ConfigError when the list of wanted devices is malformed, unless ``transport`` rules NICs out.
     """
+    if settings.transport not in ("auto", *NIC_TRANSPORTS):
+        return ()
     rails = HostNics(settings).rails
     return tuple(transport for transport in NIC_TRANSPORTS if rails[transport].nics)
 

@@ -34,7 +34,7 @@ from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.protocol.command import MAX_RANKS
-from uccl_ep_serving.proxy.transport.select import preview
+from uccl_ep_serving.proxy.transport.select import NIC_TRANSPORTS, Offers, preview
 from uccl_ep_serving.rails import HcaFilter
 from uccl_ep_serving.topology import Topology
 
@@ -216,11 +216,20 @@ def transports() -> Iterator[Finding]:
     yield _tcp()
     try:
         in_force = Settings.from_environment()
-        nics = HostNics(in_force)
     except ConfigError:
         return  # reported under settings
-    yield from examine_transports(nics, in_force)
-    for situation, answer in preview(in_force, nics.offers):
+    offers: Offers = {}
+    try:
+        nics = HostNics(in_force)
+    except ConfigError as error:
+        if in_force.transport in ("auto", *NIC_TRANSPORTS):  # a Buffer would raise the same
+            yield Finding("nics", str(error), Status.PROBLEM, "correct or unset the variable")
+            return
+        yield Finding("nics", f"not looked at: {error}", Status.NOTE, "correct or unset the variable")
+    else:
+        offers = nics.offers
+        yield from examine_transports(nics, in_force)
+    for situation, answer in preview(in_force, offers):
         yield Finding("peer", f"{situation}: {answer}")
 
 
