@@ -13,7 +13,7 @@ from uccl_ep_serving.cli.plan import plan
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.plane_builder import normal_plan
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 
 
 def test_the_plan_is_the_layout_that_ranks_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,33 @@ def test_the_command_prints_a_table_or_json() -> None:
         (["--ranks", "3", "--experts", "16"], "multiple of 3 ranks"),
         (["--ranks", "4", "--experts", "16", "--dtype", "int3"], "none of bf16, fp16, f32"),
         (["--ranks", "4096", "--experts", "4096", "--tokens", "8192"], "exceeds"),
+        (["--ranks", "0", "--experts", "16"], "ranks = 0 is outside 1..4096"),
+        (["--ranks", "8", "--experts", "16", "--tokens", "-1"], "tokens per rank = -1"),
     ],
 )
 def test_shapes_that_no_window_holds_are_refused_by_name(options: list[str], words: str) -> None:
     shown = CliRunner().invoke(app, ["plan", *options])
     assert shown.exit_code == 2
     assert words in shown.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "0", "--experts", "16"], "ranks = 0 is outside 1..4096"),
+        (["--ranks", "5000", "--experts", "5000"], "ranks = 5000 is outside 1..4096"),
+        (["--ranks", "8", "--experts", "5"], "a multiple of 8 ranks"),
+        (["--ranks", "8", "--experts", "16", "--topk", "0"], "topk = 0"),
+        (["--ranks", "8", "--experts", "16", "--hidden", "-5"], "hidden = -5"),
+    ],
+)
+def test_normal_mode_alone_is_checked_as_well(options: list[str], words: str) -> None:
+    shown = CliRunner().invoke(app, ["plan", "--tokens", "0", *options])
+    assert shown.exit_code == 2, shown.exception
+    assert words in shown.output
+
+
+@pytest.mark.parametrize("ranks", [0, 4097])
+def test_a_plan_of_normal_mode_has_as_many_ranks_as_the_formats_hold(ranks: int) -> None:
+    with pytest.raises(ValueError, match=rf"ranks = {ranks} is outside 1\.\.4096"):
+        NormalPlan(ranks)

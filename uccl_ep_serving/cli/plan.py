@@ -42,13 +42,16 @@ def plan(
         node_ranks: ranks of a host, 0: all.
 
     Raises:
-        ConfigError: the formats cannot hold such a window, or a setting has no sensible value.
+        ConfigError: the shapes contradict each other, the formats cannot hold such a window, or a setting has no
+            sensible value.
     """
     settings = Settings.from_environment()
     if dtype not in ELEMENTS:
         raise ConfigError(f"dtype {dtype!r} is none of {', '.join(ELEMENTS)}")
     try:
-        low_latency = LowLatencyPlan(ranks, tokens, hidden, experts, topk, ELEMENTS[dtype]) if tokens else None
+        # without low latency as well: the shapes are those of the model, whatever the mode
+        shapes = LowLatencyPlan(ranks, tokens or 1, hidden, experts, topk, ELEMENTS[dtype])
+        low_latency = shapes if tokens else None
         layout = WindowLayout(ranks, low_latency, normal_plan(ranks, settings, 0))
     except ValueError as error:
         raise ConfigError(str(error)) from error

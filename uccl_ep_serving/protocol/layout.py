@@ -162,6 +162,8 @@ class NormalPlan:
     depth: int = 4
 
     def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks = {self.ranks} is outside 1..{MAX_RANKS}")
         for name in ("heap", "rounds", "chunk"):
             value = getattr(self, name)
             if value < 0 or value % PAGE:
