@@ -31,8 +31,14 @@ def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
         "queue_depth": 4,
         "writes_in_flight": 5,
         "ops": {
-            "ll_dispatch": {"count": 100 * factor, "p50_us": 80.0, "p99_us": 200.0},
-            "ll_combine": {"count": 0, "p50_us": 0.0, "p99_us": 0.0},
+            "ll_dispatch": {
+                "count": 100 * factor,
+                "tokens": 6400 * factor,
+                "rows": 12000 * factor,
+                "p50_us": 80.0,
+                "p99_us": 200.0,
+            },
+            "ll_combine": {"count": 0, "tokens": 0, "rows": 0, "p50_us": 0.0, "p99_us": 0.0},
         },
         **changes,
     }
@@ -55,7 +61,7 @@ def test_rates_are_differences() -> None:
         "50",
         "7",
         "5",
-        "ll_dispatch 100/s, p50 80 us, p99 200 us",
+        "ll_dispatch 100/s, 6,400 tokens/s, 12,000 rows/s, p50 80 us, p99 200 us",
     ]
 
 
@@ -72,7 +78,28 @@ def test_who_is_missing_is_said() -> None:
 
 def test_a_buffer_without_peers_or_proxies_has_a_line() -> None:
     (row,) = cells({(7, 0): {"rank": 0, "world": 1, "generation": 0, "transport_by_peer": {}, "ops": {}}}, {})
-    assert row[1:4] == ["0 of 1", "alone", "0.0"]
+    assert row[1:] == ["0 of 1", "alone", *"------", ""]
+
+
+def test_what_kernels_write_themselves_is_not_said_to_be_nothing() -> None:
+    """Proxies have counted 0 there, whatever moved: what is known of it are tokens and rows."""
+    silent = dict.fromkeys(("bytes_sent", "messages_sent", "writes", "messages_received", "ring_depth"), 0)
+    direct = counters(1, transport_by_peer={"0": "direct", "2": "direct"}, **silent)
+    (row,) = cells({(7, 0): direct}, {})
+    assert row[3:9] == ["-"] * 6
+    assert "3,200 tokens/s, 6,000 rows/s" in row[9]
+    one_over_tcp = {**direct, "transport_by_peer": {"0": "direct", "2": "tcp"}}
+    (row,) = cells({(7, 0): one_over_tcp}, {})
+    assert row[3:7] == ["0.0", "0", "0", "0"]
+
+
+def test_rows_that_the_host_does_not_know_are_left_out() -> None:
+    on_a_gpu = {"ll_dispatch": {"count": 4, "tokens": 512, "rows": 0, "p50_us": 9.0, "p99_us": 10.0}}
+    (row,) = cells({(7, 0): counters(1, ops=on_a_gpu)}, {})
+    assert row[9] == "ll_dispatch 2/s, 256 tokens/s, p50 9 us, p99 10 us"
+    caption = str(top.table({(7, 0): counters(1)}, {}, 1.0).caption)
+    assert "on a GPU the host's part alone" in caption
+    assert "through proxies" in caption
 
 
 def test_open_buffers_are_found_and_shown() -> None:

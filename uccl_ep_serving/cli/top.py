@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from uccl_ep_serving.live import query, serving_processes
+from uccl_ep_serving.proxy.transport.select import DIRECT
 
 __all__ = ["read_all", "run", "table"]
 
@@ -25,6 +26,14 @@ Counters = Mapping[str, Any]
 Key = tuple[int, int]
 
 _HEADINGS = ("pid", "rank", "peers", "MB/s sent", "messages/s", "writes/s", "received/s", "waiting", "in flight")
+#: What proxies count; kernels that write a peer's window themselves count nothing of it.
+_PROXIED = ("messages_sent", "writes", "messages_received")
+_CAPTION = (
+    "MB/s, messages, writes, received, waiting and in flight: of peers that are reached through proxies; - = none is, "
+    "kernels write every window themselves. Operations: calls, tokens given, rows sent to other ranks (left out where "
+    "the host does not know them, as in low latency on a GPU); p50 and p99 inside the latest calls, on a GPU the "
+    "host's part alone."
+)
 _NOTHING = "no open Buffer of this user in this network namespace"
 
 
@@ -52,11 +61,25 @@ def _rate(name: str, now: Counters, before: Counters, seconds: float) -> float:
 
 
 def _operations(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
-    """Of every operation that has been called: calls per second, and percentiles over its latest calls."""
+    """Of every operation that has been called: rates, and percentiles over its latest calls."""
     for name, one in now.get("ops", {}).items():
         if one["count"]:
-            calls = _rate("count", one, before.get("ops", {}).get(name, {}), seconds)
-            yield f"{name} {calls:,.0f}/s, p50 {one['p50_us']:,.0f} us, p99 {one['p99_us']:,.0f} us"
+            earlier = before.get("ops", {}).get(name, {})
+            rates = [f"{name} {_rate('count', one, earlier, seconds):,.0f}/s"]
+            rates += [f"{_rate(what, one, earlier, seconds):,.0f} {what}/s" for what in ("tokens", "rows") if one[what]]
+            yield f"{', '.join(rates)}, p50 {one['p50_us']:,.0f} us, p99 {one['p99_us']:,.0f} us"
+
+
+def _proxied(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
+    """What goes through proxies: four rates, then what waits and what is in flight now."""
+    if all(way == DIRECT for way in now.get("transport_by_peer", {}).values()):
+        yield from "-" * (len(_PROXIED) + 3)
+        return
+    yield f"{_rate('bytes_sent', now, before, seconds) / 1e6:,.1f}"
+    for name in _PROXIED:
+        yield f"{_rate(name, now, before, seconds):,.0f}"
+    yield f"{now.get('ring_depth', 0) + now.get('queue_depth', 0):,}"
+    yield f"{now.get('writes_in_flight', 0):,}"
 
 
 def table(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: float) -> Table:
@@ -77,17 +100,10 @@ def table(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: 
             str(key[0]),
             f"{counters.get('rank')} of {counters.get('world')}",
             _peers(counters),
-            f"{_rate('bytes_sent', counters, earlier, seconds) / 1e6:,.1f}",
-            *(
-                f"{_rate(name, counters, earlier, seconds):,.0f}"
-                for name in ("messages_sent", "writes", "messages_received")
-            ),
-            f"{counters.get('ring_depth', 0) + counters.get('queue_depth', 0):,}",
-            f"{counters.get('writes_in_flight', 0):,}",
+            *_proxied(counters, earlier, seconds),
             "\n".join(_operations(counters, earlier, seconds)),
         )
-    if not now:
-        result.caption = _NOTHING
+    result.caption, result.caption_justify = (_CAPTION if now else _NOTHING), "left"
     return result
 
 
