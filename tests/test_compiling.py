@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import logging
 import threading
 import time
@@ -25,6 +26,24 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(jit, "_SAY_SECONDS", 0.1)
     caplog.set_level(logging.INFO, logger=native.jit._log.name)
+
+
+def test_a_directory_that_was_asked_for_and_cannot_be_used_is_talked_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("UCCL_EP_CACHE_DIR", str(tmp_path / "mine"))
+    choose = functools.cache(jit.cache_directory.__wrapped__)
+    assert choose().is_relative_to(tmp_path / "mine")
+    assert caplog.messages == []
+    monkeypatch.setenv("UCCL_EP_CACHE_DIR", "/dev/null/nowhere")  # below a file: not even root can make it
+    choose.cache_clear()
+    directory = choose()
+    assert choose() == directory
+    assert directory.is_relative_to(tmp_path / "other")
+    (said,) = caplog.messages
+    assert "UCCL_EP_CACHE_DIR=/dev/null/nowhere cannot be written" in said
+    assert str(directory) in said
 
 
 @pytest.mark.usefixtures("impatient")

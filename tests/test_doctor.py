@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,22 @@ class TestDoctor:
         (found,) = json.loads(done.stdout)["sections"]["settings"]
         assert found["status"] == "problem"
         assert "UCCL_EP_CHANNELS" in found["value"]
+
+    def test_where_compiled_code_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from uccl_ep_serving.cli import doctor
+        from uccl_ep_serving.native.jit import cache_directory
+
+        def shown(wanted: str) -> tuple[str, str]:
+            monkeypatch.setenv("UCCL_EP_CACHE_DIR", wanted)
+            monkeypatch.setattr(doctor, "cache_directory", cache_directory.__wrapped__)
+            (found,) = [one for one in doctor.environment() if one.name == "compiled code"]
+            return found.status, found.value
+
+        status, value = shown(str(tmp_path))
+        assert (status, Path(value).parents[1]) == ("ok", tmp_path)
+        status, value = shown("/dev/null/nowhere")
+        assert status == "note"
+        assert "UCCL_EP_CACHE_DIR=/dev/null/nowhere cannot be written" in value
 
     def test_a_misspelt_setting_is_named_with_the_nearest_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from uccl_ep_serving.cli import doctor

@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "unknown_variables"]
+__all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "cache_wanted", "unknown_variables"]
 
 _PREFIX = "UCCL_EP_"
 _MIB = 1 << 20
@@ -377,11 +377,16 @@ _EARLY = {
 }
 
 
+def cache_wanted(environment: Mapping[str, str] | None = None) -> str:
+    """The directory for compiled code that the user has asked for, "" for none."""
+    return (os.environ if environment is None else environment).get(_PREFIX + "CACHE_DIR", "")
+
+
 def cache_base(environment: Mapping[str, str] | None = None) -> list[str]:
     """Candidate directories for compiled code, best first."""
     environment = os.environ if environment is None else environment
     found = (
-        environment.get(_PREFIX + "CACHE_DIR"),
+        cache_wanted(environment),
         environment.get("XDG_CACHE_HOME"),
         os.path.expanduser("~/.cache"),
     )

@@ -28,10 +28,11 @@ from rich.table import Table
 from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
 from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
 from uccl_ep_serving.cli.findings import Finding, Status
-from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.config import SETTINGS, Settings, cache_wanted, unknown_variables
 from uccl_ep_serving.engines.devices import SERVED
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.native.jit import cache_directory
 from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.protocol.command import MAX_RANKS
 from uccl_ep_serving.proxy.transport.select import NIC_TRANSPORTS, Offers, preview
@@ -104,6 +105,16 @@ def environment() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0))
     yield Finding("cores", f"{usable} usable of {cores}")
     yield Finding("memory", f"{_size(psutil.virtual_memory().available)} available")
+    yield _compiled_code()
+
+
+def _compiled_code() -> Finding:
+    """Where compiled code is kept, and whether that is where the user wants it."""
+    directory, wanted = cache_directory(), cache_wanted()
+    if not wanted or directory.is_relative_to(wanted):
+        return Finding("compiled code", str(directory))
+    value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} cannot be written"
+    return Finding("compiled code", value, Status.NOTE, "make the directory writable for this user, or unset it")
 
 
 def _engine(name: str, version: str | None, table: Sequence[VersionRange]) -> Finding:

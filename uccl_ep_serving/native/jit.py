@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar, cast
 import numba
 from numba import njit
 
-from ..config import cache_base
+from ..config import cache_base, cache_wanted
 
 __all__ = ["c_function", "cache_directory", "compile_lock", "compiled", "inlined"]
 
@@ -68,7 +68,19 @@ def _writable(directory: Path) -> bool:
 @functools.cache
 def cache_directory() -> Path:
     """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
-    temporary directory, the first that can be written."""
+    temporary directory, the first that can be written. Says once when that is not the one that was asked for."""
+    directory, wanted = _first_writable(), cache_wanted()
+    if wanted and not directory.is_relative_to(wanted):
+        _log.warning(
+            "UCCL_EP_CACHE_DIR=%s cannot be written: compiled code is kept in %s instead. Next step: make it writable "
+            "for this user, or unset it",
+            wanted,
+            directory,
+        )
+    return directory
+
+
+def _first_writable() -> Path:
     digest = _source_digest()
     for base in cache_base():
         if _writable(directory := Path(base) / "uccl_ep_serving" / digest):
