@@ -45,9 +45,40 @@ def test_bad_values_are_named(name: str, value: str) -> None:
         Settings.from_environment({name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("UCCL_EP_HEAP_BYTES", "512MB", "as 512M"),
+        ("UCCL_EP_HEAP_BYTES", "1.5G", "as 512M"),
+        ("UCCL_EP_HEAP_BYTES", "M", "as 512M"),
+        ("UCCL_EP_HEAP_BYTES", "-1M", r"must be in 0\.\.\d+ bytes"),
+        ("UCCL_EP_PROXIES", "08", "without leading zeros, as 8"),
+        ("UCCL_EP_PROXIES", "two", "whole number"),
+        ("UCCL_EP_RING_SLOTS", "4k", "whole number"),
+        ("UCCL_EP_PROXY_CPUS", "-3", "as 4,5 or 4-7"),
+        ("UCCL_EP_PROXY_CPUS", "4,x", "'x' is no core"),
+        ("UCCL_EP_PROXY_CPUS", "4-", "as 4,5 or 4-7"),
+        ("UCCL_EP_TIMEOUT", "1min", "a number of seconds"),
+        ("UCCL_EP_TIMEOUT", "nan", r"must be in 0\.05\.\.86400 seconds"),
+        ("UCCL_EP_NIC_BANDWIDTH", "fast", "a number of GB/s"),
+    ],
+)
+def test_what_would_be_accepted_is_said(name: str, value: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}='{value}': .*{words}") as caught:
+        Settings.from_environment({name: value})
+    assert "int()" not in str(caught.value)
+    assert "convert" not in str(caught.value)
+
+
+def test_cores_are_listed_and_ranged() -> None:
+    assert Settings.from_environment({"UCCL_EP_PROXY_CPUS": "4-6, 9,"}).proxy_cpus == (4, 5, 6, 9)
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match="PEER_BYTES_IN_FLIGHT"):
-        Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": "1M"})
+        Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": "1M", "UCCL_EP_PEER_BYTES_IN_FLIGHT": "2M"})
+    with pytest.raises(ConfigError, match="PEER_BYTES_IN_FLIGHT"):
+        Settings.from_environment({}, bytes_in_flight=1 << 20, peer_bytes_in_flight=2 << 20)
 
 
 def test_every_transport_is_named_where_the_setting_is_explained() -> None:

@@ -1,6 +1,6 @@
 """Settings: every ``UCCL_EP_*`` variable, read once, checked, frozen.
 
-This is the only module that reads the environment. A :class:`Settings` is built when a Buffer is created; ranks
+This is the only module that reads ``UCCL_EP_*``. A :class:`Settings` is built when a Buffer is created; ranks
 exchange the ones marked "agreed" at bootstrap and refuse to start when they differ. Unknown ``UCCL_EP_*`` variables are
 reported, because a misspelt setting that silently does nothing costs hours.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ _MIB = 1 << 20
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        value = int(text, 0)
+        try:
+            value = int(text, 0)
+        except ValueError:
+            raise ValueError("must be a whole number without leading zeros, as 8 or 0x8") from None
         if not low <= value <= high:
             raise ValueError(f"must be in {low}..{high}")
         return value
@@ -46,20 +50,30 @@ def _power_of_two(low: int, high: int) -> Callable[[str], int]:
 
 def _size(low: int, high: int) -> Callable[[str], int]:
     """Bytes, with an optional K, M or G (powers of 1024), rounded up to 4096."""
-    bounded = _integer(low, high)
 
     def parse(text: str) -> int:
         shift = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper(), 0)
-        digits = text[:-1] if shift else text
-        value = bounded(str(int(digits, 0) << shift))
+        try:
+            value = int(text[:-1] if shift else text, 0) << shift
+        except ValueError:
+            raise ValueError("must be a whole number of bytes, or of K, M or G (powers of 1024), as 512M") from None
+        if not low <= value <= high:
+            raise ValueError(f"must be in {low}..{high} bytes")
         return -(-value // 4096) * 4096
 
     return parse
 
 
+def _number(text: str, unit: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"must be a number of {unit}") from None
+
+
 def _seconds(low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        value = float(text)
+        value = _number(text, "seconds")
         if not low <= value <= high:
             raise ValueError(f"must be in {low}..{high} seconds")
         return value
@@ -68,7 +82,7 @@ def _seconds(low: float, high: float) -> Callable[[str], float]:
 
 
 def _gigabytes(text: str) -> float:
-    value = float(text)
+    value = _number(text, "GB/s")
     if not 0 <= value <= 1e5:
         raise ValueError("must be in 0..100000 GB/s")
     return value
@@ -98,7 +112,9 @@ def _cpus(text: str) -> tuple[int, ...]:
     """``"4,5"`` or ``"4-7"`` or empty."""
     cpus: list[int] = []
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
+        if not (named := re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)):
+            raise ValueError(f"{part!r} is no core and no range of cores: write them as 4,5 or 4-7")
+        first, last = named.groups()
         found = range(int(first), int(last or first) + 1)
         if not found:
             raise ValueError(f"{part} names no core")
