@@ -74,6 +74,16 @@ def test_cores_are_listed_and_ranged() -> None:
     assert Settings.from_environment({"UCCL_EP_PROXY_CPUS": "4-6, 9,"}).proxy_cpus == (4, 5, 6, 9)
 
 
+@pytest.mark.parametrize(
+    ("both", "peer"), [("8M", 4 << 20), ("31M", 31 << 19), ("64M", 16 << 20), ("1G", 16 << 20), ("4K", 4096)]
+)
+def test_a_peer_has_at_most_half_where_only_the_whole_is_set(both: str, peer: int) -> None:
+    assert Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": both}).peer_bytes_in_flight == peer
+    explicit = {"UCCL_EP_BYTES_IN_FLIGHT": both, "UCCL_EP_PEER_BYTES_IN_FLIGHT": "4K"}
+    assert Settings.from_environment(explicit).peer_bytes_in_flight == 4096
+    assert Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": "8M"}, peer_bytes_in_flight=8 << 20)
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigError, match="PEER_BYTES_IN_FLIGHT"):
         Settings.from_environment({"UCCL_EP_BYTES_IN_FLIGHT": "1M", "UCCL_EP_PEER_BYTES_IN_FLIGHT": "2M"})

@@ -21,6 +21,8 @@ __all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "cache_wanted", "un
 
 _PREFIX = "UCCL_EP_"
 _MIB = 1 << 20
+#: Least value of ``bytes_in_flight`` and ``peer_bytes_in_flight``.
+_LEAST_IN_FLIGHT = 4096
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
@@ -209,10 +211,14 @@ class Settings:
                 raise ConfigError(f"{name}={environment[name]!r}: {error}. Meaning: {variable.meaning}") from None
         values["master_address"] = environment.get("MASTER_ADDR", "")
         values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
-        settings = cls(**{**values, **overrides})
+        given = {**values, **overrides}
+        settings = cls(**given)
         if settings.proxies > settings.channels:
             # Streams are dealt to proxies by channel: more proxies than channels would idle.
             settings = dataclasses.replace(settings, channels=settings.proxies)
+        if "peer_bytes_in_flight" not in given:
+            room = max(settings.bytes_in_flight // 2, _LEAST_IN_FLIGHT)
+            settings = dataclasses.replace(settings, peer_bytes_in_flight=min(settings.peer_bytes_in_flight, room))
         if settings.peer_bytes_in_flight > settings.bytes_in_flight:
             raise ConfigError(
                 f"UCCL_EP_PEER_BYTES_IN_FLIGHT = {settings.peer_bytes_in_flight} exceeds "
@@ -283,12 +289,13 @@ SETTINGS: tuple[Variable, ...] = (
         False,
         "bytes of the largest single write; longer commands are split by the proxy",
     ),
-    Variable("bytes_in_flight", _size(4096, 1 << 40), False, "bytes posted and not completed, per proxy"),
+    Variable("bytes_in_flight", _size(_LEAST_IN_FLIGHT, 1 << 40), False, "bytes posted and not completed, per proxy"),
     Variable(
         "peer_bytes_in_flight",
-        _size(4096, 1 << 40),
+        _size(_LEAST_IN_FLIGHT, 1 << 40),
         False,
-        "the same per peer, so that a slow peer leaves room for the others",
+        "the same per peer, so that a slow peer leaves room for the others; where it is not set, at most half of "
+        "UCCL_EP_BYTES_IN_FLIGHT",
     ),
     Variable("writes_in_flight", _integer(1, 1 << 16), False, "writes posted and not completed, per proxy"),
     Variable("heap_bytes", _size(0, 1 << 40), True, "bytes of window in which normal mode places received rows"),
