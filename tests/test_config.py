@@ -70,6 +70,17 @@ def test_what_would_be_accepted_is_said(name: str, value: str, words: str) -> No
     assert "convert" not in str(caught.value)
 
 
+def test_ours_goes_before_nccls() -> None:
+    (variable,) = [variable for variable in SETTINGS if variable.field == "nic_gid_index"]
+    assert variable.source({}) == variable.source({"UCCL_EP_NIC_GID_INDEX": ""}) == ""
+    theirs = {"NCCL_IB_GID_INDEX": "3"}
+    assert variable.source(theirs) == "NCCL_IB_GID_INDEX"
+    assert Settings.from_environment(theirs).nic_gid_index == 3
+    both = {**theirs, "UCCL_EP_NIC_GID_INDEX": "5"}
+    assert variable.source(both) == "UCCL_EP_NIC_GID_INDEX"
+    assert Settings.from_environment(both).nic_gid_index == 5
+
+
 def test_cores_are_listed_and_ranged() -> None:
     assert Settings.from_environment({"UCCL_EP_PROXY_CPUS": "4-6, 9,"}).proxy_cpus == (4, 5, 6, 9)
 

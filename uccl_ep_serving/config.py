@@ -149,6 +149,10 @@ class Variable:
         """Name of the environment variable."""
         return _PREFIX + self.field.upper()
 
+    def source(self, environment: Mapping[str, str]) -> str:
+        """The variable of ``environment`` that decides: ours, else NCCL's; "" where neither is set (or is empty)."""
+        return next((name for name in (self.name, self.fallback) if environment.get(name)), "")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -202,7 +206,7 @@ class Settings:
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
         for variable in SETTINGS:
-            name = next((name for name in (variable.name, variable.fallback) if environment.get(name)), "")
+            name = variable.source(environment)
             if not name:
                 continue
             try:

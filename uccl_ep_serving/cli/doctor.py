@@ -311,7 +311,7 @@ def settings() -> Iterator[Finding]:
         yield Finding("environment", str(error), Status.PROBLEM, "correct or unset the variable")
     else:
         for variable in SETTINGS:
-            source = next((name for name in (variable.name, variable.fallback) if os.environ.get(name)), "default")
+            source = variable.source(os.environ) or "default"
             source = "environment" if source == variable.name else source
             yield Finding(variable.name, f"{getattr(in_force, variable.field)!r} ({source})")
     for name, closest in unknown_variables().items():
