@@ -268,7 +268,7 @@ SETTINGS: tuple[Variable, ...] = (
         "device",
         _choice("auto", "cpu", "cuda", "interpreter"),
         True,
-        "tensors that a Buffer serves in low-latency mode; auto = those of its first dispatch; cuda means ROCm as "
+        "tensors that a Buffer serves, in both modes; auto = like the first one that it is given; cuda means ROCm as "
         "well; interpreter = the GPU's kernels on CPU tensors in Triton's interpreter, for debugging (needs "
         "TRITON_INTERPRET=1)",
     ),
