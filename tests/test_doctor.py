@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from source_tree import ROOT, run_python
+
+from uccl_ep_serving.cli.findings import Finding
 
 
 class TestDoctor:
@@ -112,7 +115,7 @@ class TestDoctor:
     def test_a_gpu_that_engines_are_refused_on_is_not_called_ok(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
-        from uccl_ep_serving.cli import doctor
+        from uccl_ep_serving.cli import doctor, doctor_gpus
 
         class Device:
             name, total_memory, major, minor, gcnArchName = "H100", 80 << 30, 9, 0, "gfx942"
@@ -120,13 +123,97 @@ class TestDoctor:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device)
-        (found,) = doctor.gpus()
+        found = next(doctor.gpus())
         assert (found.name, found.status) == ("cuda:0", "note")
+        assert found.value.startswith("H100, 80 GiB, ")
         assert "refused at launch" in found.value
         assert "cpu ranks" in found.next_step
-        monkeypatch.setattr(doctor, "SERVED", ("cpu", "cuda"))
+        monkeypatch.setattr(doctor_gpus, "SERVED", ("cpu", "cuda"))
+        assert next(doctor.gpus()).status == "ok"
+
+
+class TestGpus:
+    """What the first dispatch of GPU tensors needs is looked at where torch finds a GPU."""
+
+    @pytest.fixture
+    def shown(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
+        """shown(packages, tools, **environment) -> findings by name, on a machine that has just those."""
+        import torch
+
+        from uccl_ep_serving.cli import doctor, doctor_gpus, doctor_packages
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+        def show(packages: dict[str, str], tools: tuple[str, ...], **environment: str) -> dict[str, Finding]:
+            monkeypatch.delenv("CC", raising=False)
+            monkeypatch.delenv("UCCL_EP_DEVICE", raising=False)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setattr(doctor_packages, "installed", packages.get)
+            monkeypatch.setattr(doctor_gpus.shutil, "which", lambda name: f"/usr/bin/{name}" if name in tools else None)
+            return {found.name: found for found in doctor.gpus()}
+
+        return show
+
+    @pytest.fixture
+    def headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        from uccl_ep_serving.cli import doctor_gpus
+
+        monkeypatch.setattr(doctor_gpus.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        header = tmp_path / "Python.h"
+        header.touch()
+        return header
+
+    @pytest.mark.parametrize("hip", [None, "7.0"])
+    def test_what_is_there_is_ok(self, shown, headers: Path, monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "hip", hip)
+        packages = {"triton": "3.5.0", "cuda-bindings": "13.0"} if hip is None else {"pytorch-triton-rocm": "3.5.0"}
+        found = shown(packages, ("gcc",))
+        assert list(found) == ["triton", *(["cuda-bindings"] if hip is None else []), "C compiler"]
+        assert {one.status for one in found.values()} == {"ok"}
+
+    @pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+    def test_what_is_missing_is_a_problem_for_whoever_uses_the_gpu(self, shown, headers: Path, device: str) -> None:
+        found = shown({"triton": "3.1.0"}, (), UCCL_EP_DEVICE=device)
+        assert "outside the supported range" in found["triton"].value
+        assert "not installed" in found["cuda-bindings"].value
+        assert "neither gcc nor clang" in found["C compiler"].value
+        assert {one.status for one in found.values()} == {"note" if device == "cpu" else "problem"}
+        assert all("UCCL_EP_DEVICE=cpu" in one.next_step for one in found.values())
+
+    def test_the_compiler_is_the_one_that_triton_takes(self, shown, headers: Path) -> None:
+        assert shown({}, ("gcc", "clang"))["C compiler"].value.startswith("/usr/bin/gcc,")
+        assert shown({}, ("clang",))["C compiler"].value.startswith("/usr/bin/clang,")
+        assert shown({}, ("gcc", "mine"), CC="mine")["C compiler"].value.startswith("/usr/bin/mine,")
+        named = shown({}, ("gcc",), CC="gone")["C compiler"]
+        assert (named.status, named.value) == ("problem", "none: CC=gone is not there, Triton needs one")
+
+    def test_without_the_headers_of_python_nothing_is_built(self, shown, headers: Path) -> None:
+        headers.unlink()
+        found = shown({}, ("gcc",))["C compiler"]
+        assert found.status == "problem"
+        assert f"{headers} is missing" in found.value
+
+    @pytest.mark.parametrize(
+        ("hip", "cuda", "words"),
+        [("7.0", None, "built for ROCm 7.0 but"), (None, "12.9", "built for CUDA 12.9 but"), (None, None, "CPU build")],
+    )
+    def test_a_build_of_torch_without_its_device_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, hip: str | None, cuda: str | None, words: str
+    ) -> None:
+        import torch
+
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
         (found,) = doctor.gpus()
-        assert found.status == "ok"
+        assert words in found.value
+        assert found.status == "note"
 
 
 class TestOpenFiles:

