@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +237,33 @@ class TestOpenFiles:
             assert finding.status == status
             assert f"{limit}: enough for groups of" in finding.value
             assert ("ulimit -n" in finding.next_step) == (status != "ok")
+
+
+class TestTcp:
+    @pytest.mark.parametrize(
+        ("addresses", "words"),
+        [
+            ({"lo": ["::1"], "eth0": ["fe80::1%eth0", "2001:db8::7"]}, "usable over eth0 2001:db8::7, lo ::1"),
+            ({"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]}, "usable over eth0 10.0.0.7, lo 127.0.0.1"),
+            ({"lo": ["127.0.0.1", "::1"], "eth0": ["fe80::1%eth0"]}, "usable on this host only (lo 127.0.0.1, lo ::1)"),
+            ({"eth0": ["fe80::1%eth0"]}, "unusable: no interface is up with an IP address"),
+            ({"down": ["2001:db8::7"]}, "unusable: no interface is up with an IP address"),
+        ],
+    )
+    def test_addresses_of_both_families_count(
+        self, monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], words: str
+    ) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        def entry(text: str) -> SimpleNamespace:
+            return SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)
+
+        given = {name: [entry(text) for text in texts] for name, texts in addresses.items()}
+        monkeypatch.setattr(doctor.psutil, "net_if_addrs", lambda: given)
+        up = {name: SimpleNamespace(isup=name != "down") for name in given}
+        monkeypatch.setattr(doctor.psutil, "net_if_stats", lambda: up)
+        (found,) = [one for one in doctor.transports() if one.name == "tcp"]
+        assert found.value == words
 
 
 class TestLockedMemory:

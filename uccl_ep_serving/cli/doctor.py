@@ -154,16 +154,19 @@ def _shm() -> Finding:
 
 
 def _tcp() -> Finding:
+    """Addresses that peers could connect to: of both families, as ranks listen (``bootstrap.local_host``)."""
     up = psutil.net_if_stats()
     addresses = [
         f"{name} {address.address}"
         for name, found in sorted(psutil.net_if_addrs().items())
         for address in found
-        if address.family == socket.AF_INET and name in up and up[name].isup
+        if address.family in (socket.AF_INET, socket.AF_INET6) and name in up and up[name].isup
+        # with a zone: link-local, which ranks do not take
+        if "%" not in address.address
     ]
     if not addresses:
         step = "bring an interface up: ip link set lo up"
-        return Finding("tcp", "unusable: no interface is up with an IPv4 address", Status.NOTE, step)
+        return Finding("tcp", "unusable: no interface is up with an IP address", Status.NOTE, step)
     if all(address.startswith("lo ") for address in addresses):
         return Finding("tcp", f"usable on this host only ({', '.join(addresses)})")
     return Finding("tcp", f"usable over {', '.join(addresses)}")
