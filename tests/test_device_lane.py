@@ -10,7 +10,7 @@ from device_model import Device, Event, Stream, Tensor, begin_capture, install
 
 from uccl_ep_serving.device_lane import StreamLane
 from uccl_ep_serving.device_launch import InFlight, launch
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.handles import EventOverlap
 
 GPU = torch.device("cuda", 0)
@@ -19,10 +19,15 @@ GPU = torch.device("cuda", 0)
 class Kernel:
     """A launch of a kernel."""
 
+    #: Names of launches that fail.
+    broken: frozenset[str] = frozenset()
+
     def __init__(self, name: str) -> None:
         self.name = name
 
     def run(self) -> None:
+        if self.name in self.broken:
+            raise RuntimeError("out of resources")
         Device.kernel(self.name)
 
 
@@ -50,6 +55,7 @@ class OneBuffer:
     def dispatch(
         self, name: str, *, async_finish: bool = False, hook: bool = False, tensor: Tensor | None = None
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
+        self.flight.check_whole("low-latency dispatch")
         self.flight.check_room()
         return launch(
             self.lane,
@@ -142,6 +148,54 @@ def test_two_micro_batches_in_flight(device: type[Device]) -> None:
     # a Buffer's kernels run one after the other, whatever the order of the hooks
     assert "b receive" in device.kernels["a receive"]
     buffer.dispatch("c", hook=True)
+
+
+@pytest.mark.parametrize(("half", "hook"), [("send", False), ("receive", False), ("send", True)])
+def test_a_launch_that_fails_is_named_by_every_call_after_it(
+    device: type[Device], monkeypatch: pytest.MonkeyPatch, half: str, hook: bool
+) -> None:
+    """There is no hook that could be called, and the peers may have what was launched."""
+    buffer = OneBuffer()
+    monkeypatch.setattr(Kernel, "broken", frozenset({f"a {half}"}))
+    with pytest.raises(RuntimeError, match="out of resources"):
+        buffer.dispatch("a", hook=hook)
+    for _ in range(3):
+        with pytest.raises(UcclEpError, match=r"an earlier low-latency dispatch \(RuntimeError: out of"):
+            buffer.dispatch("b")
+    assert (buffer.flight.count, buffer.received) == (0, [])
+    # new windows, in which all ranks begin at zero
+    buffer.flight.clear()
+    buffer.dispatch("c")
+    assert buffer.received == ["c"]
+
+
+def test_a_capture_that_fails_has_sent_nothing(device: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = OneBuffer()
+    _, hook = buffer.dispatch("before", hook=True)
+    assert hook is not None
+    begin_capture(1)
+    monkeypatch.setattr(Kernel, "broken", frozenset({"a receive"}))
+    with pytest.raises(RuntimeError, match="out of resources"):
+        buffer.dispatch("a")
+    begin_capture(0)
+    # the one before is still the last that runs: there is room for one more
+    buffer.dispatch("b")
+    hook()
+    assert buffer.received == ["b", "before"]
+
+
+def test_a_hook_whose_launch_fails_can_be_called_again(device: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = OneBuffer()
+    _, hook = buffer.dispatch("a", hook=True)
+    assert hook is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "broken", frozenset({"a receive"}))
+        with pytest.raises(RuntimeError, match="out of resources"):
+            hook()
+    assert (buffer.flight.count, buffer.received) == (1, [])
+    buffer.dispatch("b")
+    hook()
+    assert (buffer.flight.count, buffer.received) == (0, ["b", "a"])
 
 
 def test_kernels_of_one_buffer_never_overlap_and_those_of_two_may(device: type[Device]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from .device_lane import DeviceLane
-from .errors import ConfigError
+from .errors import ConfigError, UcclEpError
 from .handles import EventOverlap
 from .kernels.interface import KernelLaunch
 
@@ -31,6 +31,7 @@ class InFlight:
         self._words = words
         self._next = 0
         self._open: set[int] = set()
+        self._failed = ""
 
     @property
     def count(self) -> int:
@@ -55,10 +56,32 @@ class InFlight:
         """Its receive is launched."""
         self._open.discard(number)
 
+    def give_up(self, number: int, error: BaseException, captured: bool) -> None:
+        """The launch of the latest operation raised, so no hook will receive it.
+
+        Args:
+            captured: a graph was being captured, so nothing of it has run.
+        """
+        self._open.discard(number)
+        self._next = number
+        if not captured:
+            self._failed = f"{self.phase} ({type(error).__name__}: {error})"
+
+    def check_whole(self, phase: str) -> None:
+        """Raises UcclEpError when an operation was given up after part of it may have run."""
+        if self._failed:
+            # some peers may have its message and others not: it can be neither repeated nor skipped
+            raise UcclEpError(
+                f"{phase}: an earlier {self._failed} was interrupted after part of it may have been sent, so ranks no "
+                "longer agree on what comes next. Next step: close this Buffer on this rank and mask the rank on all "
+                "others, or close it everywhere and build the group again"
+            )
+
     def clear(self) -> None:
         """Counters start again with a window generation."""
         self._open.clear()
         self._next = 0
+        self._failed = ""
 
 
 def _all_of(launches: Iterable[KernelLaunch]) -> Callable[[], None]:
@@ -89,18 +112,27 @@ def launch(
         before_receive: called by the hook before it launches; raises when the receive makes no sense any more.
         received: called once the receive is launched.
         async_finish: the current stream does not wait: the caller waits for the event.
-        return_recv_hook: launch the first half only; the hook launches the second, once.
+        return_recv_hook: launch the first half only; the hook launches the second, once. It can be called again after
+            it raised.
 
     Returns:
         The event of what was launched, and the hook or None.
+
+    What the launch raises, it raises; ``flight.check_whole`` then refuses what comes later.
     """
     number = flight.start()
+    try:
+        if return_recv_hook:
+            event = lane.run(_all_of(send), used, own_stream=False, finish=True)
+        else:
+            event = lane.run(_all_of([*send, *receive]), used, own_stream=True, finish=not async_finish)
+    except BaseException as error:
+        flight.give_up(number, error, lane.capturing)
+        raise
     if not return_recv_hook:
-        event = lane.run(_all_of([*send, *receive]), used, own_stream=True, finish=not async_finish)
         flight.end(number)
         received()
         return event, None
-    event = lane.run(_all_of(send), used, own_stream=False, finish=True)
     pending = True
 
     def hook() -> None:

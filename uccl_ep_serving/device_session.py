@@ -85,11 +85,15 @@ class DeviceSession:
             self._serving.space.take_report()
         runtime.check(phase)
         self._ground.check_ids(phase)
-        if runtime.stale and not begins:
-            raise ConfigError(
-                f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on every "
-                "rank"
-            )
+        if runtime.stale:
+            if not begins:
+                raise ConfigError(
+                    f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on "
+                    "every rank"
+                )
+        elif self.generation == runtime.generation:
+            self.dispatches.check_whole(phase)
+            self.combines.check_whole(phase)
 
     def check_tensor(self, phase: str, name: str, tensor: torch.Tensor) -> None:
         """Raise ConfigError for a tensor that kernels cannot move in 16-byte pieces, or that is elsewhere."""

@@ -114,6 +114,12 @@ def test_what_no_graph_captures_is_refused(interpreted: Ranks) -> None:
     interpreted.run(1, triton_bodies.captures, PATHS["mapped"], timeout=300)
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase: str) -> None:
+    (text,) = interpreted.run(1, triton_bodies.failed_launch, PATHS["mapped"], phase, timeout=300)
+    assert text.startswith(f"an earlier low-latency {phase} (RuntimeError: out of resources) was interrupted")
+
+
 @pytest.mark.parametrize(
     ("mode", "path"),
     [

@@ -321,6 +321,39 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
+def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str) -> str:
+    """A kernel of ``phase`` cannot be launched. What every call after it is told, until there are new windows."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.kernels.triton.launch import Launch
+
+    buffer = opened(exchange, overrides)
+    case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1)
+    given = case.inputs()[exchange.rank]
+    rows, _, handle = dispatch(buffer, case, given)
+    rest = given.topk_idx, given.topk_weights, handle
+
+    def refused(one: Launch) -> None:
+        raise RuntimeError("out of resources")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "run", refused)
+        with pytest.raises(RuntimeError, match="out of resources"):
+            dispatch(buffer, case, given) if phase == "dispatch" else buffer.low_latency_combine(rows, *rest)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(UcclEpError) as caught:
+            dispatch(buffer, case, given)
+        said.add(str(caught.value).removeprefix("low-latency dispatch: "))
+        with pytest.raises(UcclEpError) as caught:
+            buffer.low_latency_combine(rows, *rest)
+        said.add(str(caught.value).removeprefix("low-latency combine: "))
+    # normal mode has streams of its own
+    assert bodies.normal_trip(buffer, tokens=4) < 0.02
+    buffer.destroy()
+    (text,) = said
+    return text
+
+
 def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
     """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
     replays says that it must be captured again, until one is. Returns what was raised."""
