@@ -139,7 +139,7 @@ class LowLatency:
         session.send(f"{phase} send", steps.send)
         steps.spent = time.monotonic_ns() - started
         if not return_recv_hook:
-            hook()
+            session.finish(hook)
         return outputs.rows, outputs.count, handle, EventOverlap(), hook if return_recv_hook else None
 
     # -- combine ------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class LowLatency:
         session.send(f"{phase} send", steps.send)
         steps.spent = time.monotonic_ns() - started
         if not return_recv_hook:
-            hook()
+            session.finish(hook)
         return result, EventOverlap(), hook if return_recv_hook else None
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

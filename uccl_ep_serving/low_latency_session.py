@@ -144,11 +144,23 @@ class Session:
             raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
         self._runtime.wait(phase, step)
 
+    def finish(self, receipt: Receipt) -> None:
+        """Receive an operation whose caller gets no hook."""
+        try:
+            receipt()
+        except BaseException:
+            # nobody can call it again, and its slot stays taken
+            self._interrupted = receipt.phase
+            raise
+
 
 class Receipt:
     """Recv hook: the receiving half of an operation, which runs once. Calling it again does nothing.
 
     It can be called again after it raised. Once it has run it keeps nothing alive.
+
+    Attributes:
+        phase: words for messages.
     """
 
     def __init__(
@@ -159,13 +171,14 @@ class Receipt:
         done: Callable[[int], None],
         kept: tuple[torch.Tensor | None, ...],
     ) -> None:
-        self._pending: tuple[Any, ...] | None = (session, phase, session.generation, step, done, kept)
+        self.phase = phase
+        self._pending: tuple[Any, ...] | None = (session, session.generation, step, done, kept)
 
     def __call__(self) -> None:
         if self._pending is None:
             return
-        session, phase, generation, step, done, _ = self._pending
+        session, generation, step, done, _ = self._pending
         started = time.monotonic_ns()
-        session.receive(phase, generation, step)
+        session.receive(self.phase, generation, step)
         done(time.monotonic_ns() - started)
         self._pending = None

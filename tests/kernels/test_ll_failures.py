@@ -356,6 +356,22 @@ def test_interrupted_receipt_can_be_repeated() -> None:
     DirectGroup(2).run(body)
 
 
+def test_interrupted_receipt_that_nobody_can_repeat_ends_the_group() -> None:
+    """Without a hook: what follows says so, instead of asking for the hook."""
+
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        low_latency.dispatch(**arguments(rank=runtime.rank))
+        if runtime.rank == 1:
+            return
+        interrupted(runtime, lambda: low_latency.dispatch(**arguments(rank=0)))
+        for _ in range(3):
+            with pytest.raises(UcclEpError, match="an earlier low-latency dispatch recv was interrupted"):
+                low_latency.dispatch(**arguments(rank=0))
+
+    DirectGroup(2).run(body)
+
+
 def test_memory_that_runs_out_before_a_dispatch_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is returned is allocated first: the same dispatch can be made when there is memory again."""
 
