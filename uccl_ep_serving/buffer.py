@@ -361,12 +361,15 @@ class Buffer:
 
     def _serve(self, device: torch.device) -> None:
         """Decide what kind of tensors this Buffer serves, once: kernels of both kinds cannot share counters."""
-        interpreted = self._device == "interpreter"
-        self._device = "cpu" if device.type == "cpu" else "cuda"
-        if interpreted or device.type != "cpu":
-            self._ground = DeviceGround(self.runtime, device)
-            self._low_latency = DeviceLowLatency(self.runtime, device, ground=self._ground)
-            self._normal = DeviceNormal(self.runtime, self._ground)
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"a tensor is on {device}: a Buffer serves tensors on cpu or cuda (which means ROCm as well)")
+        if self._device == "interpreter" or device.type == "cuda":
+            # all or nothing: a package may be missing
+            ground = DeviceGround(self.runtime, device)
+            low_latency = DeviceLowLatency(self.runtime, device, ground=ground)
+            normal = DeviceNormal(self.runtime, ground)
+            self._ground, self._low_latency, self._normal = ground, low_latency, normal
+        self._device = device.type
 
     # -- low latency --------------------------------------------------------------------------------------------
 
