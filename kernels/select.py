@@ -10,17 +10,22 @@ from .interface import DeviceLowLatencyKernels, DeviceNormalKernels, LowLatencyK
 
 __all__ = ["device_low_latency_kernels", "device_normal_kernels", "low_latency_kernels", "normal_kernels"]
 
+#: What GPU kernels need, as in the extra `cuda` of pyproject.toml.
+_TRITON = "triton>=3.4"
+
 
 @functools.cache
 def low_latency_kernels(device_type: str) -> LowLatencyKernels:
-    """Kernels for tensors on devices of type ``device_type`` (``torch.device.type``), compiled and ready.
+    """The kernels of a Buffer that serves CPU tensors, compiled and ready.
 
-    Raises ConfigError for a device that no implementation serves.
+    Args:
+        device_type: of the tensors that they are for (``torch.device.type``).
+
+    Raises:
+        ConfigError: that is not "cpu".
     """
     if device_type != "cpu":
-        raise ConfigError(
-            f"low-latency mode has no kernels for {device_type} tensors in this version: only cpu tensors are served"
-        )
+        raise _served_elsewhere("low-latency mode", device_type)
     # imported late: Numba and its compiled code are not needed by a process that never dispatches
     from .cpu.low_latency import CpuLowLatencyKernels
 
@@ -59,7 +64,14 @@ def device_normal_kernels(ranks: int, interpreted: bool) -> DeviceNormalKernels:
 
 
 def _without_triton(mode: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"{mode} on a device needs Triton: {error}. Next step: pip install uccl_ep_serving[cuda]")
+    return ConfigError(f"{mode} on a device needs Triton: {error}. Next step: pip install '{_TRITON}'")
+
+
+def _served_elsewhere(mode: str, device_type: str) -> ConfigError:
+    return ConfigError(
+        f"{mode}: a tensor is on {device_type}, and this Buffer serves tensors on cpu: UCCL_EP_DEVICE=cpu is set, or "
+        "its first tensor was on cpu. Next step: pass tensors on cpu, or build another Buffer with UCCL_EP_DEVICE=cuda"
+    )
 
 
 def _check_interpreter(present: bool, wanted: bool) -> None:
@@ -76,9 +88,7 @@ def _check_interpreter(present: bool, wanted: bool) -> None:
 def normal_kernels(device_type: str) -> NormalKernels:
     """The same for normal mode."""
     if device_type != "cpu":
-        raise ConfigError(
-            f"normal mode has no kernels for {device_type} tensors in this version: only cpu tensors are served"
-        )
+        raise _served_elsewhere("normal mode", device_type)
     from .cpu.normal import CpuNormalKernels
 
     kernels = CpuNormalKernels()

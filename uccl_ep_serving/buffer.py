@@ -362,7 +362,7 @@ class Buffer:
     def _serve(self, device: torch.device) -> None:
         """Decide what kind of tensors this Buffer serves, once: kernels of both kinds cannot share counters."""
         if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"a tensor is on {device}: a Buffer serves tensors on cpu or cuda (which means ROCm as well)")
+            raise ConfigError(f"a tensor is on {device}: a Buffer serves tensors on cpu or cuda (CUDA or ROCm)")
         if self._device == "interpreter" or device.type == "cuda":
             # all or nothing: a package may be missing
             ground = DeviceGround(self.runtime, device)

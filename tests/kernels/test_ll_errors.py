@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from direct_ranks import DirectGroup
 from ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
+from source_tree import PYPROJECT
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
@@ -277,8 +280,19 @@ def test_statistics() -> None:
 def test_unserved_device_is_refused() -> None:
     from uccl_ep_serving.kernels.select import low_latency_kernels
 
-    with pytest.raises(ConfigError, match="no kernels for meta tensors"):
-        low_latency_kernels("meta")
+    with pytest.raises(ConfigError, match="is on cuda, and this Buffer serves tensors on cpu: UCCL_EP_DEVICE=cpu"):
+        low_latency_kernels("cuda")
+
+
+def test_without_triton_the_needed_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from uccl_ep_serving.kernels.select import device_normal_kernels
+
+    # what Python takes for a module that is not there
+    monkeypatch.setitem(sys.modules, "uccl_ep_serving.kernels.triton.normal", None)
+    extra = PYPROJECT["project"]["optional-dependencies"]["cuda"]
+    (needed,) = (one for one in extra if one.startswith("triton"))
+    with pytest.raises(ConfigError, match=re.escape(f"Next step: pip install '{needed}'")):
+        device_normal_kernels(1, interpreted=False)
 
 
 def test_streams_of_both_phases_are_apart() -> None:
