@@ -7,16 +7,16 @@ Buffer over CPU tensors has finished the work when the call returns, and the eve
 
 from __future__ import annotations
 
-import functools
+import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from .bootstrap import Exchange, TorchExchange, refusing
+from .buffer_config import Config, check_config, check_num_sms, default_config, low_latency_size_hint
 from .config import Settings
 from .device_ground import DeviceGround
 from .errors import ConfigError
@@ -27,65 +27,11 @@ from .low_latency_device import DeviceLowLatency
 from .nic_endpoints import nic_transports
 from .normal import Normal
 from .normal_device import DeviceNormal
-from .protocol.layout import PARITIES, LowLatencyPlan
-from .protocol.message import round_up
+from .normal_inputs import check_integer
 from .proxy.warm import warm as warm_proxies
 from .runtime import Runtime
 
 __all__ = ["Buffer", "Config"]
-
-#: Top-k that a size hint assumes, since DeepEP's hint does not ask for it (DeepSeek-V3 and Qwen3-MoE: 8).
-_HINT_TOPK = 8
-#: Bytes beside the data of a token that a size hint allows for: scales, expert ids, weights.
-_HINT_META = 1024
-
-
-@dataclass(frozen=True)
-class Config:
-    """DeepEP's tuning knobs of normal mode.
-
-    Attributes:
-        num_sms: the most SMs (on GPUs: programs) that communication kernels may use; even.
-        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: chunking inside a node.
-        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: chunking between nodes.
-
-    Chunk sizes of this package follow bytes (``UCCL_EP_CHUNK_BYTES``), so the token counts only feed the size hints.
-    """
-
-    num_sms: int = 20
-    num_max_nvl_chunked_send_tokens: int = 6
-    num_max_nvl_chunked_recv_tokens: int = 256
-    num_max_rdma_chunked_send_tokens: int = 6
-    num_max_rdma_chunked_recv_tokens: int = 256
-
-    def __post_init__(self) -> None:
-        if self.num_sms < 0 or self.num_sms % 2:
-            raise ConfigError(f"num_sms = {self.num_sms} must be even and not negative")
-        for side in ("nvl", "rdma"):
-            send = getattr(self, f"num_max_{side}_chunked_send_tokens")
-            recv = getattr(self, f"num_max_{side}_chunked_recv_tokens")
-            if not 0 < send <= recv:
-                raise ConfigError(f"num_max_{side}_chunked: send tokens {send} must be in 1..recv tokens {recv}")
-
-    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes of window worth having for received rows of ``hidden_bytes``; smaller ones work, in rounds."""
-        return round_up(num_ranks * self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
-
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """The same for ranks on other nodes; 0 is never returned, because one node needs no special case here."""
-        return round_up(num_ranks * self.num_max_rdma_chunked_recv_tokens * (hidden_bytes + _HINT_META), 4096)
-
-
-@functools.cache
-def _config(num_sms: int, nvl_send_tokens: int) -> Config:
-    """A default, which every operation asks for."""
-    return Config(num_sms, nvl_send_tokens)
-
-
-def _low_latency_bytes(plan: LowLatencyPlan) -> int:
-    """Window bytes of the low-latency regions."""
-    one = plan.ranks * plan.dispatch_slot + plan.dispatch_send + plan.combine_recv + plan.combine_send
-    return round_up(PARITIES * one, 4096)
 
 
 class Buffer:
@@ -144,9 +90,10 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         with refusing(exchange):
-            for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
-                if value < 0:
-                    raise ConfigError(f"{name} = {value} is negative")
+            sizes = [
+                check_integer(name, value, 0)
+                for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes))
+            ]
             settings = settings or Settings.from_environment()
             # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
             # while another waits for it would eat into the deadline.
@@ -156,8 +103,7 @@ class Buffer:
             warm_proxies(settings.transport, nic_transports(settings))
             if settings.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
-        heap = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
-        self.runtime = Runtime(exchange, settings, heap)
+        self.runtime = Runtime(exchange, settings, sizes[0] if low_latency_mode else sum(sizes))
         try:
             self._device = settings.device
             self._ground: DeviceGround | None = None
@@ -212,9 +158,7 @@ class Buffer:
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
         """Set the SM budget for Buffers' default configs. Raises ConfigError unless even."""
-        if new_num_sms < 0 or new_num_sms % 2:
-            raise ConfigError(f"num_sms = {new_num_sms} must be even and not negative")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = check_num_sms(new_num_sms)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -230,23 +174,17 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Window bytes for low latency with 2-byte values and top-8. Raises ConfigError for impossible shapes."""
-        try:
-            plan = LowLatencyPlan(
-                num_ranks, num_max_dispatch_tokens_per_rank, hidden, num_experts, min(_HINT_TOPK, num_experts), 2
-            )
-        except ValueError as error:
-            raise ConfigError(f"low-latency size hint: {error}") from error
-        return _low_latency_bytes(plan)
+        return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Default normal-mode config of dispatch for any number of ranks."""
-        return _config(Buffer.num_sms, 6)
+        return default_config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """Default normal-mode config of combine for any number of ranks."""
-        return _config(Buffer.num_sms, 4 if num_ranks > 1 else 6)
+        return default_config(Buffer.num_sms)
 
     def get_comm_stream(self) -> Any:
         """The stream that communication kernels run on. CPU tensors have none: None."""
@@ -261,17 +199,23 @@ class Buffer:
 
         Raises ConfigError for a part that does not lie in the heap or is not aligned to ``dtype``.
         """
-        layout = self.runtime.layout
-        wanted = 0 if size is None else size.numel() * dtype.itemsize
+        where, layout = "get_local_buffer_tensor", self.runtime.layout
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"{where}: dtype must be a torch.dtype, not {dtype!r}")
+        if not isinstance(size, tuple | list | None):
+            raise ConfigError(f"{where}: size must be a torch.Size or None, not {size!r}")
+        offset = check_integer(f"{where}: offset", offset)
+        lengths = None if size is None else [check_integer(f"{where}: size", length, 0) for length in size]
+        wanted = 0 if lengths is None else math.prod(lengths) * dtype.itemsize
         if offset < 0 or offset % dtype.itemsize or offset + wanted > layout.normal.heap:
             raise ConfigError(
-                f"get_local_buffer_tensor: offset {offset} and size {None if size is None else list(size)} in {dtype} "
-                f"are not a part of the heap's {layout.normal.heap} bytes"
+                f"{where}: offset {offset} and size {lengths} in {dtype} are not a part of the heap's "
+                f"{layout.normal.heap} bytes"
             )
         view = self.runtime.window_bytes[layout.normal_heap + offset : layout.normal_heap + layout.normal.heap]
         whole = torch.from_numpy(view)
         whole = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole if size is None else whole[: size.numel()].view(size)
+        return whole if lengths is None else whole[: math.prod(lengths)].view(lengths)
 
     # -- normal mode --------------------------------------------------------------------------------------------
 
@@ -312,7 +256,7 @@ class Buffer:
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         """Send every token to the ranks of its experts, normal mode. See :meth:`Normal.dispatch`."""
         self._serve_kind_of(x[0] if isinstance(x, tuple) and x else x)
-        _check_config(config)
+        check_config(config)
         return self._normal.dispatch(
             x,
             handle=handle,
@@ -342,7 +286,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Bring rows back and sum them, normal mode. See :meth:`Normal.combine`."""
-        _check_config(config)
+        check_config(config)
         return self._normal.combine(
             x,
             handle,
@@ -483,6 +427,7 @@ class Buffer:
             ConfigError: for this rank itself, a rank that does not exist, or un-masking.
             UcclEpError: the Buffer is closed.
         """
+        rank_to_mask = check_integer("rank_to_mask", rank_to_mask)
         if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
             raise ConfigError(f"rank {rank_to_mask} cannot be masked by rank {self.rank} of {self.group_size}")
         if not mask:
@@ -494,11 +439,12 @@ class Buffer:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write the mask into ``mask_status``, int32[ranks]: 1 = masked."""
+        wanted = f"mask_status must be int32[{self.group_size}]"
+        if not isinstance(mask_status, torch.Tensor):
+            raise ConfigError(f"{wanted}, not {type(mask_status).__name__}")
         if mask_status.dtype != torch.int32 or mask_status.numel() != self.group_size:
-            raise ConfigError(
-                f"mask_status must be int32[{self.group_size}], not {mask_status.dtype}{list(mask_status.shape)}"
-            )
-        mask_status.copy_(torch.from_numpy(self.runtime.mask.copy()))
+            raise ConfigError(f"{wanted}, not {mask_status.dtype}{list(mask_status.shape)}")
+        mask_status.copy_(torch.from_numpy(self.runtime.mask.copy()).view(mask_status.shape))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Raises ConfigError when a rank is masked (see :meth:`low_latency_update_mask_buffer`); else nothing to do."""
@@ -506,8 +452,3 @@ class Buffer:
             raise ConfigError(
                 "masked ranks come back only with a new Buffer: close this one on all ranks and build another"
             )
-
-
-def _check_config(config: Config | None) -> None:
-    if config is not None and not isinstance(config, Config):
-        raise ConfigError(f"config must be a uccl_ep_serving.Config, not {type(config).__name__}")

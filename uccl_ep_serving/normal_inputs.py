@@ -17,6 +17,7 @@ __all__ = [
     "check_device",
     "check_experts",
     "check_handle",
+    "check_integer",
     "check_layout",
     "check_origin",
     "check_topk",
@@ -139,17 +140,20 @@ def check_layout(
     return per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
 
 
-def _check_integer(name: str, value: object) -> int:
-    """``value``, of NumPy or not, as a plain integer. Raises ConfigError."""
+def check_integer(name: str, value: object, least: int | None = None) -> int:
+    """``value``, of NumPy or not, as a plain integer, not below ``least``. Raises ConfigError."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(f"{name} = {value!r} is no integer") from None
+    if least is not None and integer < least:
+        raise ConfigError(f"{name} = {integer} must be at least {least}")
+    return integer
 
 
 def check_experts(num_experts: object, ranks: int) -> int:
     """``num_experts`` as a plain integer, a positive multiple of the ranks. Raises ConfigError."""
-    experts = _check_integer("num_experts", num_experts)
+    experts = check_integer("num_experts", num_experts)
     if experts < 1 or experts % ranks:
         raise ConfigError(f"num_experts = {experts} must be a positive multiple of the {ranks} ranks")
     return experts
@@ -157,8 +161,8 @@ def check_experts(num_experts: object, ranks: int) -> int:
 
 def check_alignment(expert_alignment: int, num_worst_tokens: int) -> None:
     """Raises ConfigError unless both are sensible."""
-    _check_integer("expert_alignment", expert_alignment)
-    _check_integer("num_worst_tokens", num_worst_tokens)
+    check_integer("expert_alignment", expert_alignment)
+    check_integer("num_worst_tokens", num_worst_tokens)
     if expert_alignment < 1:
         raise ConfigError(f"expert_alignment = {expert_alignment} must be at least 1")
     if num_worst_tokens < 0:

@@ -181,7 +181,7 @@ def start_badly(exchange: StoreExchange, how: str, monkeypatch_environment: dict
     [
         ("setting", {"UCCL_EP_TIMEOUT": "soon"}, "UCCL_EP_TIMEOUT='soon'"),
         ("interface", {"UCCL_EP_SOCKET_IFNAME": "none9"}, "UCCL_EP_SOCKET_IFNAME='none9'"),
-        ("argument", {}, "num_nvl_bytes = -1 is negative"),
+        ("argument", {}, "num_nvl_bytes = -1 must be at least 0"),
     ],
 )
 def test_what_is_wrong_on_one_rank_raises_on_all(

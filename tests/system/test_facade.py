@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from uccl_ep_serving import buffer as module
-from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 
@@ -67,3 +68,86 @@ def test_tensors_of_devices_that_nobody_serves_decide_nothing(buffer: Buffer) ->
         with pytest.raises(ConfigError, match="a tensor is on meta: a Buffer serves tensors on cpu or cuda"):
             dispatch(buffer, device="meta")
     assert dispatch(buffer)[1].tolist() == [2, 0]
+
+
+BAD_CALLS: dict[str, tuple[Callable[[Buffer], object], str]] = {
+    "sms are a word": (lambda _: Buffer.set_num_sms("a"), "num_sms = 'a' is no integer"),  # type: ignore[arg-type]
+    "sms are odd": (lambda _: Buffer.set_num_sms(3), "num_sms = 3 must be even"),
+    "config of words": (lambda _: Config("20"), "num_sms = '20' is no integer"),  # type: ignore[arg-type]
+    "config of fractions": (
+        lambda _: Config(20, 6.5),  # type: ignore[arg-type]
+        "num_max_nvl_chunked_send_tokens = 6.5 is no integer",
+    ),
+    "config that receives less than it sends": (
+        lambda _: Config(20, 6, 5),
+        "send tokens 6 must be in 1..recv tokens 5",
+    ),
+    "hint of a word": (
+        lambda _: Config().get_nvl_buffer_size_hint("7168", 8),  # type: ignore[arg-type]
+        "hidden_bytes = '7168' is no integer",
+    ),
+    "hint for nobody": (lambda _: Config().get_rdma_buffer_size_hint(7168, 0), "num_ranks = 0 must be at least 1"),
+    "low-latency hint without experts": (
+        lambda _: Buffer.get_low_latency_rdma_size_hint(8, 128, 2, None),  # type: ignore[arg-type]
+        "experts = None is no integer",
+    ),
+    "rank to mask is a word": (
+        lambda buffer: buffer.low_latency_update_mask_buffer("x"),  # type: ignore[arg-type]
+        "rank_to_mask = 'x' is no integer",
+    ),
+    "mask is a list": (
+        lambda buffer: buffer.low_latency_query_mask_buffer([0]),  # type: ignore[arg-type]
+        r"mask_status must be int32\[1\], not list",
+    ),
+    "mask is int64": (
+        lambda buffer: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int64)),
+        r"mask_status must be int32\[1\], not torch.int64\[1\]",
+    ),
+    "dtype is a word": (
+        lambda buffer: buffer.get_local_buffer_tensor("uint8"),  # type: ignore[arg-type]
+        "dtype must be a torch.dtype, not 'uint8'",
+    ),
+    "size is a number": (
+        lambda buffer: buffer.get_local_buffer_tensor(torch.uint8, 4),  # type: ignore[arg-type]
+        "size must be a torch.Size or None, not 4",
+    ),
+    "size is negative": (
+        lambda buffer: buffer.get_local_buffer_tensor(torch.uint8, [-1]),  # type: ignore[arg-type]
+        "size = -1 must be at least 0",
+    ),
+    "size is negative twice": (
+        lambda buffer: buffer.get_local_buffer_tensor(torch.uint8, torch.Size((-2, -2))),
+        "size = -2 must be at least 0",
+    ),
+    "offset is a fraction": (
+        lambda buffer: buffer.get_local_buffer_tensor(torch.uint8, None, 0.5),  # type: ignore[arg-type]
+        "offset = 0.5 is no integer",
+    ),
+}
+
+
+def test_what_is_wrong_is_refused_by_name_and_the_buffer_goes_on(buffer: Buffer) -> None:
+    for call, words in BAD_CALLS.values():
+        with pytest.raises(ConfigError, match=words):
+            call(buffer)
+    assert dispatch(buffer)[1].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("name", ["num_nvl_bytes", "num_rdma_bytes"])
+@pytest.mark.parametrize(("value", "words"), [("1", "'1' is no integer"), (-1, "-1 must be at least 0")])
+def test_sizes_of_a_buffer_are_checked(name: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = {words}"):
+        Buffer(Alone(), **{name: value})  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_integers(buffer: Buffer) -> None:
+    config = Config(np.int32(20), 6, np.int32(1 << 20))  # type: ignore[arg-type]
+    assert config.get_nvl_buffer_size_hint(np.int32(1 << 14), 8) == 8 * (1 << 20) * ((1 << 14) + 1024)  # type: ignore[arg-type]
+    part = buffer.get_local_buffer_tensor(torch.int32, [np.int64(2), 3], np.int64(16))  # type: ignore[list-item, arg-type]
+    assert part.shape == (2, 3)
+
+
+def test_a_mask_of_any_shape_is_filled(buffer: Buffer) -> None:
+    status = torch.ones(1, 1, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [[0]]
