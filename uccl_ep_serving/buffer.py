@@ -38,11 +38,12 @@ class Buffer:
     """Dispatch and combine among the ranks of ``group``. Construction and use are collective.
 
     Args:
-        group: a ``torch.distributed`` process group (gloo or NCCL), or any object with DeepEP-independent
-            ``rank``, ``size`` and ``all_gather(bytes) -> list[bytes]`` (``bootstrap.Exchange``).
-        num_nvl_bytes, num_rdma_bytes: DeepEP's size hints. They are lower bounds for the normal-mode heap;
-            low-latency memory is sized from the first call's real shapes and dtype.
-        low_latency_mode: kept as an attribute; both modes always work.
+        group: a ``torch.distributed`` process group (gloo or NCCL), or any object with ``rank``, ``size`` and
+            ``all_gather(bytes) -> list[bytes]`` (``bootstrap.Exchange``).
+        num_nvl_bytes, num_rdma_bytes: DeepEP's size hints. The normal-mode heap has at least as many bytes as both
+            together, or with ``low_latency_mode`` as the first: the second is then for low latency, whose memory is
+            sized from the first call's real shapes and dtype.
+        low_latency_mode: what ``num_rdma_bytes`` is for; both modes always work.
         num_qps_per_rank: DeepEP's QP count; connections follow ``UCCL_EP_CHANNELS`` and ``UCCL_EP_PROXIES`` instead.
         allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted; what is mapped is probed
             (``UCCL_EP_DIRECT``).
