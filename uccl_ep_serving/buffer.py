@@ -188,7 +188,11 @@ class Buffer:
         return default_config(Buffer.num_sms)
 
     def get_comm_stream(self) -> Any:
-        """The stream that communication kernels run on. CPU tensors have none: None."""
+        """The stream that communication kernels run on. CPU tensors have none: None.
+
+        With UCCL_EP_DEVICE=auto this decides, where there is a GPU and no tensor has decided yet, that the Buffer serves
+        tensors on the current one. Raises ConfigError where a package is missing for that.
+        """
         if self._device == "auto" and torch.cuda.is_available():
             self._serve(torch.device("cuda"))
         return self._low_latency.comm_stream if isinstance(self._low_latency, DeviceLowLatency) else None
