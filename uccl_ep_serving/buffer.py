@@ -190,21 +190,28 @@ class Buffer:
     def get_comm_stream(self) -> Any:
         """The stream that communication kernels run on. CPU tensors have none: None.
 
-        With UCCL_EP_DEVICE=auto this decides, where there is a GPU and no tensor has decided yet, that the Buffer serves
-        tensors on the current one. Raises ConfigError where a package is missing for that.
+        With UCCL_EP_DEVICE=auto, on a machine with a GPU and before any tensor has decided, this decides that the
+        Buffer serves tensors on the current GPU. Raises ConfigError where a package is missing for that.
         """
         if self._device == "auto" and torch.cuda.is_available():
             self._serve(torch.device("cuda"))
-        return self._low_latency.comm_stream if isinstance(self._low_latency, DeviceLowLatency) else None
+        return None if self._ground is None else self._ground.comm_stream
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """A tensor over this rank's normal-mode heap, for inspection; ``offset`` in bytes, ``size`` by default all.
+        """A CPU tensor over this rank's normal-mode heap, for inspection; ``offset`` in bytes, ``size`` by default all.
 
-        Raises ConfigError for a part that does not lie in the heap or is not aligned to ``dtype``.
+        Raises:
+            ConfigError: a part that does not lie in the heap or is not aligned to ``dtype``; or the Buffer serves
+                tensors on a device without UCCL_EP_WINDOW=host, so that the heap may lie in GPU memory.
         """
         where, layout = "get_local_buffer_tensor", self.runtime.layout
+        if self._ground is not None and self.runtime.settings.window != "host":
+            raise ConfigError(
+                f"{where}: UCCL_EP_WINDOW={self.runtime.settings.window}, so kernels may use a window in GPU memory, "
+                "and only one in host memory can be looked at. Next step: UCCL_EP_WINDOW=host on all ranks"
+            )
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"{where}: dtype must be a torch.dtype, not {dtype!r}")
         if not isinstance(size, tuple | list | None):

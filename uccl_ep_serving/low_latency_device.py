@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -60,11 +59,6 @@ class DeviceLowLatency:
         self._interpreted = ground.interpreted
         self._lane = ground.lane
         self._session = DeviceSession(runtime, ground)
-
-    @property
-    def comm_stream(self) -> Any:
-        """The stream that communication kernels run on, None in the interpreter."""
-        return self._lane.stream
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,3 +152,24 @@ def test_a_mask_of_any_shape_is_filled(buffer: Buffer) -> None:
     status = torch.ones(1, 1, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [[0]]
+
+
+@pytest.mark.parametrize(("window", "shown"), [("host", True), ("auto", False), ("device", False)])
+def test_a_window_that_may_lie_in_gpu_memory_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, window: str, shown: bool
+) -> None:
+    """There is one in host memory beside it, which kernels do not use."""
+    for name in ("DeviceGround", "DeviceLowLatency", "DeviceNormal"):
+        monkeypatch.setattr(module, name, lambda *_, **__: SimpleNamespace(comm_stream="theirs"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    buffer = opened(window=window)
+    try:
+        assert buffer.get_local_buffer_tensor(torch.uint8, torch.Size((16,))).shape == (16,)
+        assert buffer.get_comm_stream() == "theirs"
+        if shown:
+            assert buffer.get_local_buffer_tensor(torch.uint8, torch.Size((16,))).shape == (16,)
+        else:
+            with pytest.raises(ConfigError, match=f"UCCL_EP_WINDOW={window}, so .* Next step: UCCL_EP_WINDOW=host"):
+                buffer.get_local_buffer_tensor(torch.uint8)
+    finally:
+        buffer.destroy()
