@@ -422,7 +422,8 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A [local experts, ranks x T, hidden] tensor to write expert outputs into, for ``zero_copy=True``.
 
-        The same tensor is returned for the same shape; combine reads it before it returns.
+        Its dtype is that of the dispatched tokens. The same tensor is returned for the same shape and dtype; combine
+        reads it before it returns, on a device in the order of the stream.
         """
         return self._low_latency.next_combine_buffer(handle)
 

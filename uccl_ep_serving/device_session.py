@@ -75,7 +75,7 @@ class DeviceSession:
         self._memory = ground.memory
         self._lane = ground.lane
         self._serving: Serving | None = None
-        self._combine_buffer: torch.Tensor | None = None
+        self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
         self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
 
     def check(self, phase: str, begins: bool = False) -> None:
@@ -138,7 +138,7 @@ class DeviceSession:
             runtime.before_unmapping(lambda: self._ground.keep(state))
             self._serving = Serving(state, kernels, space)
             self.generation = runtime.generation
-            self._combine_buffer = None
+            self._combine_buffers = {}
             self.dispatches.clear()
             self.combines.clear()
         self._compile_dispatch(laid_out, self._serving.kernels, x, coding, round_scale, reduced)
@@ -212,12 +212,11 @@ class DeviceSession:
         if generation != self._runtime.generation:
             raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
 
-    def combine_buffer(self, plan: LowLatencyPlan) -> torch.Tensor:
-        """[L, R * T, H] for the experts' output, the same tensor as long as the window serves ``plan``."""
-        if self._combine_buffer is None:
-            dtype = torch.bfloat16 if plan.element == 2 else torch.float32
+    def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:
+        """[L, R * T, H] for the experts' output, the same tensor for a dtype as long as the window serves ``plan``."""
+        if dtype not in self._combine_buffers:
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
-            buffer = self._combine_buffer = torch.empty(shape, dtype=dtype, device=self._memory.device)
+            buffer = self._combine_buffers[dtype] = torch.empty(shape, dtype=dtype, device=self._memory.device)
             # experts of a captured graph may write to it
             self._runtime.before_unmapping(lambda: self._ground.keep(buffer))
-        return self._combine_buffer
+        return self._combine_buffers[dtype]

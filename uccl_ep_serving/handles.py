@@ -76,6 +76,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         route: its route block (``kernels.low_latency_state.RouteBlock``), which keeps memory that kernels use.
         topk_idx: copy of the ids, int64 [tokens, K].
         topk_weights: copy of the weights given at dispatch, float32 [tokens, K], or None.
+        dtype: of the tokens that were dispatched, however they travelled.
         received: True once the rows are unpacked.
     """
 
@@ -84,6 +85,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     route: Any
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
+    dtype: torch.dtype
     received: bool
 
     @classmethod
@@ -96,6 +98,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         route: object,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> LowLatencyHandle:
         """A handle with DeepEP's ``fields``, not received yet."""
         handle = cls(fields)
@@ -104,6 +107,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         handle.route = route
         handle.topk_idx = topk_idx
         handle.topk_weights = topk_weights
+        handle.dtype = dtype
         handle.received = False
         return handle
 

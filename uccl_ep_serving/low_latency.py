@@ -46,7 +46,7 @@ class LowLatency:
         self._session = Session(runtime, self._forget_outputs)
         self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
-        self._combine_buffer: torch.Tensor | None = None
+        self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -131,6 +131,7 @@ class LowLatency:
             route=route,
             topk_idx=ids,
             topk_weights=weights,
+            dtype=x.dtype,
         )
 
         steps = DispatchSteps(self._runtime, kernels, state, handle, coding, outputs, (rows, stride), (stats, waited))
@@ -210,22 +211,21 @@ class LowLatency:
     def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A tensor [L, R * T, H] for the experts' output, for callers of ``zero_copy=True``.
 
-        Its dtype is bfloat16, or float32 when tokens of 4-byte values were planned for. The same tensor is returned for
-        the same plan: combine has read it when it returns. Raises ConfigError for a handle of another Buffer.
+        Its dtype is that of the tokens at the handle's dispatch. The same tensor is returned for the same plan and
+        dtype: combine has read it when it returns. Raises ConfigError for a handle of another Buffer.
         """
         plan = self._session.state_of(handle, self, "low-latency combine buffer").plan
-        if self._combine_buffer is None:
-            dtype = torch.bfloat16 if plan.element == 2 else torch.float32
-            self._combine_buffer = rows_of(
-                self._memory, (plan.local_experts, plan.ranks * plan.tokens, plan.hidden), dtype
+        if handle.dtype not in self._combine_buffers:
+            self._combine_buffers[handle.dtype] = rows_of(
+                self._memory, (plan.local_experts, plan.ranks * plan.tokens, plan.hidden), handle.dtype
             )
-        return self._combine_buffer
+        return self._combine_buffers[handle.dtype]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _forget_outputs(self) -> None:
         self._memory.clear()
-        self._combine_buffer = None
+        self._combine_buffers.clear()
 
     def _quantise(self, kernels: LowLatencyKernels, x: torch.Tensor, coding: Coding, round_scale: bool) -> int:
         """Address of the FP8 wire rows of ``x``. They are read before the dispatch returns, so one buffer is enough."""

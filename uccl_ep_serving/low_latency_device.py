@@ -146,6 +146,7 @@ class DeviceLowLatency:
             route=route,
             topk_idx=ids,
             topk_weights=weights,
+            dtype=x.dtype,
         )
         used = [x, ids, route, *outputs.tensors]
         used += [
@@ -239,7 +240,8 @@ class DeviceLowLatency:
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """See :meth:`LowLatency.next_combine_buffer`."""
-        return self._session.combine_buffer(self._session.of(handle, self, "low-latency combine buffer").state.plan)
+        plan = self._session.of(handle, self, "low-latency combine buffer").state.plan
+        return self._session.combine_buffer(plan, handle.dtype)
 
     def _launch(
         self,

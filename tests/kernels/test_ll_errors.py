@@ -177,6 +177,23 @@ def test_handles_of_others() -> None:
     DirectGroup(2).run(body)
 
 
+def test_the_combine_buffer_has_the_dtype_of_the_dispatched_tokens() -> None:
+    """Whatever wider one the window has room for, and however they travelled."""
+
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float16):
+            given = arguments(replace(CASE, dtype=dtype), runtime.rank)
+            handles = [low_latency.dispatch(**{**given, "use_fp8": fp8})[2] for fp8 in (False, True)]
+            one, other = (low_latency.next_combine_buffer(handle) for handle in handles)
+            assert one.dtype == dtype
+            assert one.data_ptr() == other.data_ptr()
+            out, _, _ = low_latency.combine(one.zero_(), given["topk_idx"], given["topk_weights"], handles[1])
+            assert out.dtype == dtype
+
+    DirectGroup(2).run(body)
+
+
 def test_other_sizes_wait_for_what_is_in_flight() -> None:
     def body(runtime: Any) -> None:
         low_latency = LowLatency(runtime)

@@ -114,6 +114,10 @@ def test_what_no_graph_captures_is_refused(interpreted: Ranks) -> None:
     interpreted.run(1, triton_bodies.captures, PATHS["mapped"], timeout=300)
 
 
+def test_the_combine_buffer_has_the_dtype_of_the_tokens(interpreted: Ranks) -> None:
+    interpreted.run(1, triton_bodies.combine_buffers, PATHS["mapped"], timeout=300)
+
+
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase: str) -> None:
     (text,) = interpreted.run(1, triton_bodies.failed_launch, PATHS["mapped"], phase, timeout=300)

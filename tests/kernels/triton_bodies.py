@@ -321,6 +321,24 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
+def combine_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Experts that write into the Buffer's own tensor answer in the dtype of the tokens."""
+    buffer = opened(exchange, overrides)
+    seen = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1, dtype=dtype)
+        given = case.inputs()[exchange.rank]
+        rows, _, handle = dispatch(buffer, case, given)
+        y = buffer.get_next_low_latency_combine_buffer(handle)
+        assert y.dtype == dtype
+        assert seen.setdefault(dtype, y.data_ptr()) == y.data_ptr()
+        out, _, _ = buffer.low_latency_combine(
+            y.copy_(rows), given.topk_idx, given.topk_weights, handle, zero_copy=True
+        )
+        assert torch.allclose(out, given.x * given.topk_weights.to(dtype), rtol=0.02)
+    buffer.destroy()
+
+
 def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str) -> str:
     """A kernel of ``phase`` cannot be launched. What every call after it is told, until there are new windows."""
     os.environ["TRITON_INTERPRET"] = "1"
