@@ -60,8 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-#: Directories whose tests run compiled code, many of them in processes that have deadlines.
-_COMPILED = ("engines", "kernels", "proxy", "rdma", "soak", "system")
+#: What holds tests that run compiled code, many of them in processes that have deadlines.
+_COMPILED = ("engines", "kernels", "proxy", "rdma", "soak", "system", "test_leaving.py")
 
 
 @pytest.hookimpl(tryfirst=True)
