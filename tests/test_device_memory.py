@@ -223,7 +223,8 @@ def test_rocm_exports_through_its_runtime() -> None:
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    with pytest.raises(ConfigError, match="cuda-bindings"):
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    with pytest.raises(ConfigError, match=r'pip install "cuda-bindings==12\.\*"'):
         CudaMemory(GPU)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
     with pytest.raises(ConfigError, match=r"libamdhip64\.so"):

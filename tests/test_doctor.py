@@ -178,10 +178,16 @@ class TestGpus:
         assert {one.status for one in found.values()} == {"ok"}
 
     @pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
-    def test_what_is_missing_is_a_problem_for_whoever_uses_the_gpu(self, shown, headers: Path, device: str) -> None:
+    def test_what_is_missing_is_a_problem_for_whoever_uses_the_gpu(
+        self, shown, headers: Path, monkeypatch: pytest.MonkeyPatch, device: str
+    ) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
         found = shown({"triton": "3.1.0"}, (), UCCL_EP_DEVICE=device)
         assert "outside the supported range" in found["triton"].value
         assert "not installed" in found["cuda-bindings"].value
+        assert 'pip install "cuda-bindings==12.*"' in found["cuda-bindings"].next_step
         assert "neither gcc nor clang" in found["C compiler"].value
         assert {one.status for one in found.values()} == {"note" if device == "cpu" else "problem"}
         assert all("UCCL_EP_DEVICE=cpu" in one.next_step for one in found.values())

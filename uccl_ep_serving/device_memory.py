@@ -184,8 +184,10 @@ class CudaMemory(_Driver):
         try:
             self._runtime: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
+            major = (torch.version.cuda or "").partition(".")[0]
             raise ConfigError(
-                f"tensors on {device} need the package cuda-bindings: {error}. Next step: pip install cuda-bindings"
+                f"tensors on {device} need the package cuda-bindings: {error}. Next step: "
+                f'pip install "cuda-bindings=={major}.*", which is for the CUDA of this torch'
             ) from error
 
     def _call(self, name: str, *arguments: Any) -> Any:

@@ -51,7 +51,9 @@ def examine_gpus(device: str) -> Iterator[Finding]:
     yield package("triton", required=device != "cpu", also=_TRITON, instead=_ON_CPU)
     if torch.version.hip is None:
         # ROCm's library of the same purpose comes with torch
-        yield package("cuda-bindings", required=device != "cpu", instead=_ON_CPU)
+        # a later one needs a later driver than torch does
+        pick = f"=={(torch.version.cuda or '').partition('.')[0]}.*"
+        yield package("cuda-bindings", required=device != "cpu", pick=pick, instead=_ON_CPU)
     yield _compiler(Status.NOTE if device == "cpu" else Status.PROBLEM)
 
 

@@ -30,12 +30,13 @@ def requirement(distribution: str) -> Requirement | None:
     return None
 
 
-def package(name: str, *, required: bool, also: Sequence[str] = (), instead: str = "") -> Finding:
+def package(name: str, *, required: bool, also: Sequence[str] = (), pick: str = "", instead: str = "") -> Finding:
     """Installed version of ``name`` against the range in this package's metadata.
 
     Args:
         required: nothing works without it.
         also: other names under which the same package is distributed.
+        pick: versions of that range that suit this machine, where not all do.
         instead: what else could be done where it is missing.
     """
     asked = requirement(name)
@@ -43,7 +44,7 @@ def package(name: str, *, required: bool, also: Sequence[str] = (), instead: str
     supported = f" (supported: {wanted})" if wanted else ""
     version = next((found for one in (name, *also) if (found := installed(one))), None)
     status = Status.PROBLEM if required else Status.NOTE
-    step = f'pip install "{name}{wanted}"{instead}'
+    step = f'pip install "{name}{pick or wanted}"{instead}'
     if version is None:
         return Finding(name, f"not installed{supported}", status, step)
     # builds such as 2.13.0+cpu and pre-releases count as what they are built from
