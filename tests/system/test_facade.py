@@ -148,12 +148,6 @@ def test_integers_of_numpy_are_integers(buffer: Buffer) -> None:
     assert part.shape == (2, 3)
 
 
-def test_a_mask_of_any_shape_is_filled(buffer: Buffer) -> None:
-    status = torch.ones(1, 1, dtype=torch.int32)
-    buffer.low_latency_query_mask_buffer(status)
-    assert status.tolist() == [[0]]
-
-
 @pytest.mark.parametrize(("window", "shown"), [("host", True), ("auto", False), ("device", False)])
 def test_a_window_that_may_lie_in_gpu_memory_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, window: str, shown: bool

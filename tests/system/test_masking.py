@@ -158,6 +158,9 @@ def lose_and_go_on(
     status = torch.zeros(exchange.size, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [int(rank == LOST) for rank in range(exchange.size)]
+    column = torch.full((exchange.size, 1), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(column)
+    assert column.flatten().tolist() == status.tolist()
     with pytest.raises(ConfigError, match="older than the present window"):
         combined(buffer, case, old)
     stats = buffer.stats()
