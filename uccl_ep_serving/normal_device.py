@@ -155,7 +155,7 @@ class DeviceNormal:
                 outputs.rows.view(torch.uint8).zero_()
             steps += self._exchange(asked, outputs, handle, here, wire, config)
             used = [*used, *outputs.tensors, *_copied(x, topk_idx, topk_weights, *layout)]
-            event = lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            event = session.launch(form, lambda: run_all(steps), used, finish=not async_finish)
             session.end(form, tokens, handle.sent_away, started)
             return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, handle, event
 
@@ -219,7 +219,7 @@ class DeviceNormal:
     ) -> tuple[DeviceNormalHandle, npt.NDArray[np.int64]]:
         """Open and look: the handle with what comes in it, and the rows of each local expert."""
         told, kernels = here.told, self._kernels
-        self._ground.lane.run(lambda: run_all(opening.steps), opening.used, own_stream=True, finish=False)
+        self._session.launch(form, lambda: run_all(opening.steps), opening.used, finish=False)
         self._session.wait_told(form, here)
         handle = opening.handle._replace(
             capacity=told[kernels.total], sent_away=told[kernels.away], most=told[kernels.most]
@@ -359,7 +359,7 @@ class DeviceNormal:
             used += [one for one in (weights, out_weights) if one is not None]
             self._session.begin(form, looks=False)
             steps = before + all_of(launches)
-            event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            event = self._session.launch(form, lambda: run_all(steps), used, finish=not async_finish)
             self._session.end(form, tokens, handle.sent_away, started)
             return out, out_weights, event
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from .config import Settings
 from .device_ground import DeviceGround
 from .device_space import DeviceSpace
 from .errors import ConfigError, TransportError, UcclEpError
+from .handles import EventOverlap
 from .kernel_space import SLICE_NS, KernelSpace
 from .kernels.interface import DeviceNormalKernels, DeviceNormalStateBlock, NormalFormat
 from .kernels.select import device_normal_kernels
@@ -250,16 +251,26 @@ class DeviceNormalSession:
         """Note that an operation is launched from here on.
 
         Args:
-            looks: the host waits between its opening and its exchange. The peers count on the rows once it is opened:
-                what keeps this rank from reaching :meth:`end` leaves the group apart.
+            looks: the host waits between its opening and its exchange.
         """
         self._runtime.begin_operation()
         self._last, self._looks = form, looks
         if self._runtime.grow_asked:
             # for other windows, since this call began
             self.check(form.name)
-        if looks:
+
+    def launch(
+        self, form: RowFormat, work: Callable[[], None], used: Sequence[torch.Tensor], finish: bool
+    ) -> EventOverlap:
+        """Launch ``work``, all of an operation or a part of it, in the order of the lane; see :meth:`DeviceLane.run`.
+
+        The peers count on the rows once it is opened: what keeps this rank from reaching :meth:`end` after that leaves
+        the group apart, and later operations are refused. Of what is captured, nothing has run.
+        """
+        lane = self._ground.lane
+        if not lane.capturing:
             self._broken = f"{form.name}: opened and not run"
+        return lane.run(work, used, own_stream=True, finish=finish)
 
     def wait_told(self, form: RowFormat, here: Generation) -> None:
         """Wait until the opening of this operation has told the host what it knows. Raises what it found to be wrong.

@@ -84,6 +84,14 @@ def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted
     interpreted.run(2, bodies.broken_promise, {**PATHS["mapped"], "timeout": 15.0}, timeout=580)
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "cached dispatch", "combine"])
+def test_a_launch_that_fails_is_named_by_what_follows(interpreted: Ranks, phase: str) -> None:
+    """The peers may have its opening, which counts on its rows; of a capture they have nothing."""
+    words = f"ended half-way (normal {phase}: opened and not run)"
+    for said in interpreted.run(2, bodies.failed_launch, PATHS["mapped"], phase, timeout=300):
+        assert words in said
+
+
 def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
     """The last kernel takes all turns itself, and the host launches as many more from then on."""
     for asked in interpreted.run(2, bodies.no_turns, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580):

@@ -92,6 +92,53 @@ def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> 
     return asked[:4]
 
 
+def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str) -> str:
+    """A kernel of ``phase`` cannot be launched. In a capture that is nothing to the group; what the next call is told
+    after any other."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    # after the choice of the interpreter
+    from uccl_ep_serving.kernels.triton.launch import Launch
+
+    inputs = Case(tokens=(5, 3), experts=4, topk=2).inputs()
+    layout = buffer.get_dispatch_layout(inputs.topk_idx[rank], inputs.case.experts)
+    first = normal_cases.round_trip(buffer, inputs, rank, num_worst_tokens=8)
+
+    def step() -> None:
+        if phase == "combine":
+            buffer.combine(first.rows, first.handle)
+        elif phase == "cached dispatch":
+            buffer.dispatch(inputs.x[rank], handle=first.handle)
+        else:
+            per_rank, _, per_expert, in_rank, _ = layout
+            given: dict[str, Any] = {"topk_idx": inputs.topk_idx[rank], "topk_weights": inputs.topk_weights[rank]}
+            buffer.dispatch(
+                inputs.x[rank],
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                num_worst_tokens=8,
+                **given,
+            )
+
+    def refused(one: Launch) -> None:
+        raise RuntimeError("out of resources")
+
+    normal: Any = buffer._normal
+    step()
+    for capturing in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Launch, "run", refused)
+            patch.setattr(normal._ground.lane, "capturing", capturing, raising=False)
+            with pytest.raises(RuntimeError, match="out of resources"):
+                step()
+        if capturing:
+            step()
+    with pytest.raises(UcclEpError) as caught:
+        step()
+    buffer.destroy()
+    return str(caught.value)
+
+
 def without_a_look(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """``num_worst_tokens`` and cached dispatches give what an ordinary dispatch gives."""
     buffer, rank = opened(exchange, overrides), exchange.rank
