@@ -49,8 +49,7 @@ def examine_gpus(device: str) -> Iterator[Finding]:
         value += ": engines are refused at launch: the kernels have not run on a GPU yet"
         yield Finding(f"cuda:{index}", value, Status.NOTE, step)
     yield package("triton", required=device != "cpu", also=_TRITON, instead=_ON_CPU)
-    if torch.version.hip is None:
-        # ROCm's library of the same purpose comes with torch
+    if torch.version.hip is None:  # ROCm's library of the same purpose comes with torch
         # a later one needs a later driver than torch does
         pick = f"=={(torch.version.cuda or '').partition('.')[0]}.*"
         yield package("cuda-bindings", required=device != "cpu", pick=pick, instead=_ON_CPU)
