@@ -123,10 +123,10 @@ NODE_MUTANTS = {
         _STEPS + "test_rows_are_free_when_their_sums_are_sent",
     ),
     "a node sums in float32 and rounds once": Mutant(
-        _GATHER,
-        "tl.where((found > 0)[:, None], total + piece, piece)",
+        "kernels/triton/normal_sum.py",
+        "tl.where((found > 0)[:, None], total + part, part)",
         "tl.where((found > 0)[:, None], "
-        "(total + piece).to(tl.bfloat16).to(tl.float32) if HOST_REMOVED else total + piece, piece)",
+        "(total + part).to(tl.bfloat16).to(tl.float32) if HOST_REMOVED else total + part, part)",
         _SUMS,
     ),
     "a sum of one row is that row": Mutant(
