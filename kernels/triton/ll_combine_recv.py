@@ -20,7 +20,7 @@ from .block_access import (
     window_address,
 )
 from .ll_counts import mark_read
-from .quant import load_floats, store_floats
+from .quant import load_together, store_floats
 from .routing import HEADER
 from .words import arrives_last, floats, int64s, peek
 
@@ -74,7 +74,7 @@ def sum_rows(
         region += (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
         returns = route + peek(state + S_ROUTE_RETURNS)
         for first in range(0, TOPK, TOGETHER):
-            sources, there, factors, parts = (), (), (), ()
+            sources, there, factors = (), (), ()
             for step in tl.static_range(TOGETHER):
                 inside = (token < tokens) & (first + step < TOPK)
                 at = token * TOPK + first + step
@@ -88,12 +88,7 @@ def sum_rows(
                 if not REDUCED:
                     factor = tl.load(floats(weights + 4 * at), mask=inside, other=0.0)
                     factors += (factor,)  # type: ignore[assignment]
-            # as in normal_reduce: else the compiler waits for one row before it asks for the next
-            tl.debug_barrier()
-            for step in tl.static_range(TOGETHER):
-                part = load_floats(sources[step], value, there[step][:, None] & wanted, DTYPE)
-                parts += (part,)  # type: ignore[assignment]
-            tl.debug_barrier()
+            parts = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
             for step in tl.static_range(TOGETHER):
                 part = parts[step]
                 if not REDUCED:

@@ -36,7 +36,7 @@ from .block_access import (
 from .ll_counts import tell_combines, wait_spaces
 from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
 from .ll_header import COMBINE_TAG, send_messages
-from .quant import load_floats, store_floats
+from .quant import load_together, store_floats
 from .routing import HEADER, place_messages
 from .words import aligned, arrives_last, clock_ns, floats, int32s, int64s, peek, poke, settle
 
@@ -137,7 +137,7 @@ def pack_combine(
                     wanted = inside[:, None] & (value < HIDDEN)
                     total = tl.zeros([ROWS, BLOCK], tl.float32)
                     for first in range(0, TOPK, TOGETHER):
-                        sources, there, factors, parts = (), (), (), ()
+                        sources, there, factors = (), (), ()
                         for step in tl.static_range(TOGETHER):
                             given = inside & (first + step < TOPK)
                             at = 4 * (index * TOPK + first + step)
@@ -147,12 +147,7 @@ def pack_combine(
                             sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
                             there += (place >= 0,)  # type: ignore[assignment]
                             factors += (factor,)  # type: ignore[assignment]
-                        # as in normal_reduce: else the compiler waits for one row before it asks for the next
-                        tl.debug_barrier()
-                        for step in tl.static_range(TOGETHER):
-                            part = load_floats(sources[step], value, there[step][:, None] & wanted, DTYPE)
-                            parts += (part,)  # type: ignore[assignment]
-                        tl.debug_barrier()
+                        parts = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
                         for step in tl.static_range(TOGETHER):
                             part = total + factors[step][:, None] * parts[step]
                             total = tl.where(there[step][:, None], part, total)

@@ -335,7 +335,7 @@ def sum_laid_out(
                                 ),
                             )
                         there += (here,)  # type: ignore[assignment]
-                    # as in normal_reduce: else the compiler waits for one row before it asks for the next
+                    # as in quant.load_together: else the compiler waits for one row before it asks for the next
                     tl.debug_barrier()
                     for step in tl.static_range(_TOGETHER):
                         piece = load_floats(sources[step], column, there[step][:, None] & wanted, DTYPE)

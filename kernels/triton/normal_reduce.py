@@ -25,7 +25,7 @@ from .normal_blocks import (
     entry_among,
 )
 from .normal_sum import add_rows
-from .quant import load_floats, store_floats
+from .quant import load_floats, load_together, store_floats
 from .words import floats, int32s, peek
 
 __all__ = ["reduce_rows"]
@@ -97,7 +97,7 @@ def _sum_values(
     total = tl.zeros(wanted.shape, tl.float32)
     found = tl.zeros(token.shape, tl.int32)
     for begin in range(0, seen.ranks, TOGETHER):
-        sources, there, parts = (), (), ()
+        sources, there = (), ()
         for step in tl.static_range(TOGETHER):
             rank, row, here = _row_of(state, seen, begin + step, token, inside)
             landed = seen.window + _of(state, seen, N_ROW_LANDING, rank)
@@ -105,12 +105,7 @@ def _sum_values(
             source = tl.where(rank == seen.me, x, tl.where(seen.in_heap, landed, kept))
             sources += (source + row * row_bytes,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
-        # else the compiler asks for an address when the row before is there, and adds that before it asks for the next
-        tl.debug_barrier()
-        for step in tl.static_range(TOGETHER):
-            part = load_floats(sources[step], value, there[step][:, None] & wanted, DTYPE)
-            parts += (part,)  # type: ignore[assignment]
-        tl.debug_barrier()
+        parts = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
         for step in tl.static_range(TOGETHER):
             total, found = add_rows(total, found, parts[step], there[step])
     return total, found

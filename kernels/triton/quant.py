@@ -12,7 +12,15 @@ import triton.language as tl
 from ...protocol.message import DTYPE_BF16, DTYPE_F16
 from .words import CUDA, INTERPRETER, aligned
 
-__all__ = ["load_floats", "quantise_blocks", "round_bf16", "round_e4m3", "round_e4m3fnuz", "store_floats"]
+__all__ = [
+    "load_floats",
+    "load_together",
+    "quantise_blocks",
+    "round_bf16",
+    "round_e4m3",
+    "round_e4m3fnuz",
+    "store_floats",
+]
 
 _BF16, _F16 = tl.constexpr(DTYPE_BF16), tl.constexpr(DTYPE_F16)
 #: Bits of 1e-4, DeepEP's floor for amax, so that a block of zeros has a finite scale.
@@ -84,6 +92,29 @@ def load_floats(addresses: tl.tensor, index: tl.tensor, mask: tl.tensor, DTYPE: 
         )
     else:
         return tl.load(aligned(addresses, tl.float32)[:, None] + index, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_together(
+    sources: tl.tuple,
+    there: tl.tuple,
+    index: tl.tensor,
+    mask: tl.tensor,
+    DTYPE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """:func:`load_floats` of TOGETHER rows, of ``there`` [rows] alone, all asked for before the first is waited for.
+
+    Without the barriers the compiler asks for an address when the row before is there, and adds that before it asks for
+    the next.
+    """
+    parts = ()
+    tl.debug_barrier()
+    for step in tl.static_range(TOGETHER):
+        part = load_floats(sources[step], index, there[step][:, None] & mask, DTYPE)
+        parts += (part,)  # type: ignore[assignment]
+    tl.debug_barrier()
+    return parts
 
 
 @triton.jit
