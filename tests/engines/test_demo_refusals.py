@@ -93,3 +93,25 @@ def test_interrupted_before_the_first_server(start: Start, tmp_path: Path) -> No
     assert process.returncode == 130
     assert "interrupted" in output
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_interrupted_in_source_text_that_is_executed(tmp_path: Path, name: str) -> None:
+    """As in an import: CPython would end by SIGINT, not with the status, if the exception were a KeyboardInterrupt."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal\n"
+        "from uccl_ep_serving.cli.demo_run import serve_and_leave_nothing\n"
+        f"source = 'signal.raise_signal(signal.{name})'\n"
+        "serve_and_leave_nothing('json', 'JSON', 'demo', 0, 1.0, lambda run: exec(source))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "interrupted"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert "interrupted" in finish(process)
+    assert process.returncode == 130
+    assert left(tmp_path) == []

@@ -144,8 +144,9 @@ def serve_and_leave_nothing(
             f"[bold red]FAILED[/] {engine} is not installed; `make {target}` installs it for CPU, then runs this"
         )
         sys.exit(1)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminate)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
     run: Run | None = None
     status = 1
     try:
@@ -181,8 +182,14 @@ def serve_and_leave_nothing(
     sys.exit(status)
 
 
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Interrupted(KeyboardInterrupt):
+    """What the signals raise. A plain KeyboardInterrupt that has left an ``exec`` of source text, as dataclasses run,
+    makes ``python -m`` end by SIGINT instead of with its status, whoever has caught it (CPython's Py_RunMain).
+    """
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise _Interrupted
 
 
 def _keep_logs(run: Run) -> None:
