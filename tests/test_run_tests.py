@@ -23,6 +23,11 @@ def test_flaky():
 """
 
 
+@pytest.fixture(autouse=True)
+def no_options_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+
 def run_tests(tmp_path: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The script on a file of ``tests``; its own directory of caches, whatever runs this test."""
     (tmp_path / "test_them.py").write_text(tests)
@@ -59,11 +64,27 @@ def test_many_failures_are_no_accident(tmp_path: Path) -> None:
     assert "once more" not in ran.stdout
 
 
-@pytest.mark.parametrize("option", ["-x", "--exitfirst", "--maxfail=1"])
+@pytest.mark.parametrize("option", ["-x", "-xv", "-vx", "--exitfirst", "--maxfail=1"])
 def test_tests_that_never_ran_are_not_taken_for_right(tmp_path: Path, option: str) -> None:
     ran = run_tests(tmp_path, FLAKY + WRONG, option)
     assert ran.returncode == 1
     assert "once more" not in ran.stdout
+
+
+def test_tests_that_the_environment_keeps_from_running_are_not_taken_for_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-x")
+    ran = run_tests(tmp_path, FLAKY + WRONG)
+    assert ran.returncode == 1
+    assert "once more" not in ran.stdout
+
+
+@pytest.mark.parametrize("option", ["-kflaky or x", "-oxfail_strict=true"])
+def test_an_x_in_a_value_takes_no_second_chance_away(tmp_path: Path, option: str) -> None:
+    ran = run_tests(tmp_path, RIGHT + FLAKY, option)
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout.endswith("run-tests: FLAKY, passed the second time: test_them.py::test_flaky\n")
 
 
 def test_nothing_to_run_is_no_success(tmp_path: Path) -> None:
