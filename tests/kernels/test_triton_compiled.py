@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -85,6 +86,12 @@ def check(found: list[Found], target: str, expected: dict[str, int] = EVERYTHING
     assert [one for one in mine if one["faults"]] == []
 
 
+def check_version(found: list[Found], path: str) -> None:
+    """The Triton below ``path`` was taken, after whose version the directory is named; the installed one for ``""``."""
+    version = Path(path).name if path else importlib.metadata.version("triton")
+    assert {one["triton"] for one in found} == {version}
+
+
 def on_every_target(path: str = "") -> dict[str, list[Found]]:
     """What the Triton below ``path``, or the installed one, makes, by target; both backends at a time."""
     processes = {targets: start(targets, path) for targets in (CUDA, HIP)}
@@ -109,8 +116,11 @@ def test_every_kernel(target: str, installed: dict[str, list[Found]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", SLOW)
 @pytest.mark.parametrize("target", CUDA + HIP)
-def test_a_slow_one(target: str, kernel: str) -> None:
-    check(finish(start((target,), kernels=(kernel,))), target, {kernel: SLOW[kernel]})
+@pytest.mark.parametrize("place", [pytest.param("", id="installed"), *OTHERS])
+def test_a_slow_one(place: str, target: str, kernel: str) -> None:
+    found = finish(start((target,), place, (kernel,)))
+    check_version(found, place)
+    check(found, target, {kernel: SLOW[kernel]})
 
 
 @pytest.mark.parametrize("place", OTHERS or [""])
@@ -119,8 +129,7 @@ def test_every_kernel_with_another_triton(place: str) -> None:
         pytest.skip("OTHER_TRITONS names no other Triton: make test installs those of the engines' versions")
     found = on_every_target(place)
     for target in CUDA + HIP:
-        # the directory is named after the version, so a Triton that was not taken shows
-        assert {one["triton"] for one in found[target]} == {Path(place).name}
+        check_version(found[target], place)
         check(found[target], target)
 
 
