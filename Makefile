@@ -100,6 +100,7 @@ soak: env
 
 docs: env
 	@$(BIN)/python scripts/docs.py
+	@$(BIN)/python tests/rule_table.py --write
 
 format: env
 	@$(BIN)/ruff check --fix --quiet .
