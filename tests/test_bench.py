@@ -270,8 +270,20 @@ class TestReport:
 
     def test_markdown_says_what_ran_what_was_skipped_and_what_was_verified(self) -> None:
         text = bench_report.markdown(result())
-        for words in ("### easy", "commit abc", "torch", "mpi skipped: mpi4py", "6 measured calls verified", "1.0e-07"):
+        for words in ("### easy", "commit abc", "torch", "mpi skipped: mpi4py", "calc_diff at most 1.0e-07"):
             assert words in text
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"warmup": 0}, "6 calls verified"),
+            ({}, "6 calls (warm-ups included) verified"),
+            ({"repeat": 50}, "6 calls (the last of each 50 without a pause, warm-ups included) verified"),
+        ],
+    )
+    def test_what_was_verified_is_not_called_more_than_it_is(self, changes: dict[str, Any], words: str) -> None:
+        of_these = result(card=card(name="easy", paths=["shm"], **changes).as_dict())
+        assert f"{words} against the oracle on every rank" in bench_report.markdown(of_these)
 
     def test_changed_settings_are_shown(self) -> None:
         from rich.console import Console
@@ -429,10 +441,9 @@ class TestRuns:
         command += ["--repeat=2"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
-        assert "6 measured calls verified" not in done.stdout  # 3 subjects of 3 calls
-        assert "9 measured calls verified against the oracle on every rank, bit for bit" in " ".join(
-            done.stdout.split()
-        )
+        # 3 subjects of 3 rounds
+        words = "9 calls (the last of each 2 without a pause, warm-ups included) verified against the oracle"
+        assert f"{words} on every rank, bit for bit" in " ".join(done.stdout.split())
 
     def test_ranks_do_not_outlive_a_killed_parent(self) -> None:
         options = ["--tokens=16", "--hidden=256", "--experts=8", "--topk=4", "--iterations=100000"]

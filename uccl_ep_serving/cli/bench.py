@@ -1,4 +1,4 @@
-"""``uccl-ep bench``: dispatch and combine, measured beside others in the same run, every measured call verified.
+"""``uccl-ep bench``: dispatch and combine, measured beside others in the same run, every sample verified.
 
 Stand-alone it starts its ranks itself; under torchrun or mpirun each process is one rank of the group it finds.
 Exit status: 0, 1 when data was wrong or an operation failed, 2 for wrong options.
@@ -107,7 +107,7 @@ def bench(
     json_file: Annotated[str, typer.Option("--json", help="Write the result to this file.")] = "",
     plot_file: Annotated[str, typer.Option("--plot", help="Draw the result into this PNG (needs matplotlib).")] = "",
 ) -> None:
-    """Measure dispatch and combine beside others in the same run; every measured call is verified.
+    """Measure dispatch and combine beside others in the same run; every sample is verified.
 
     Times are those of the slowest rank; ratios come from calls measured right after one another. Other settings are
     the UCCL_EP_* variables, as everywhere.

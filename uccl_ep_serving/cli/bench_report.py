@@ -111,10 +111,14 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 def _verified(result: Result) -> str:
+    card = result["card"]
     calls = sum(int(one["calls"]) for one in result["verified"].values())
     worst = max(float(one["distance"]) for one in result["verified"].values())
     exact = "bit for bit" if worst == 0 else f"calc_diff at most {worst:.1e}"
-    return f"{calls:,} measured calls verified against the oracle on every rank, {exact}"
+    notes = [f"the last of each {card['repeat']} without a pause"] if card["repeat"] > 1 else []
+    notes += ["warm-ups included"] if card["warmup"] else []
+    which = f" ({', '.join(notes)})" if notes else ""
+    return f"{calls:,} calls{which} verified against the oracle on every rank, {exact}"
 
 
 def tables(result: Result) -> RenderableType:

@@ -63,10 +63,10 @@ def demo_vllm(context: typer.Context) -> None:
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    short_help="Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every call is verified.",
+    short_help="Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every sample is verified.",
 )
 def bench(context: typer.Context) -> None:
-    """Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every call is verified."""
+    """Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every sample is verified."""
     from uccl_ep_serving.cli import bench as command
 
     command.app(args=context.args, prog_name="uccl-ep bench")
