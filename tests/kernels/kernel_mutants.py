@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Where the copy maps its switch: an address that no allocator hands out, the same in every process.
 SWITCH = 0x5A00_0000_0000
 
-#: Put into the copy's ``native/__init__.py``: map one page at SWITCH before anything is compiled, the same in every
-#: process that imports the copy.
+#: Put into the copy's ``__init__.py``: map one page at SWITCH before anything is compiled or interpreted, the same in
+#: every process that imports the copy.
 _MAP = f"""
 import ctypes as _ctypes
 import os as _os
@@ -265,9 +265,9 @@ def write_copy(directory: Path, mutants: Mapping[str, Mutant] = MUTANTS) -> None
     ignored = shutil.ignore_patterns("__pycache__")
     for part in ("kernels", "proxy", "uccl_ep_serving"):
         shutil.copytree(ROOT / part, directory / part, symlinks=True, ignore=ignored)
-    native = directory / "uccl_ep_serving/native/__init__.py"
-    native.write_text(native.read_text() + _MAP)
-    native.with_name("switch").write_bytes(bytes(4096))
+    package = directory / "uccl_ep_serving/__init__.py"
+    package.write_text(package.read_text() + _MAP)
+    package.with_name("switch").write_bytes(bytes(4096))
     for number, (name, mutant) in enumerate(mutants.items(), start=1):
         path = directory / mutant.path
         source = path.read_text()
