@@ -15,8 +15,8 @@ from normal_cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-#: No heap to speak of, and landing slots of a few rows: everything goes in rounds.
-ROUNDS: dict[str, Any] = {"heap_bytes": 4096, "round_bytes": 1 << 20, "chunk_bytes": 65536}
+#: No heap to speak of, and two landing slots of 4 KiB for each of two ranks: everything goes in rounds.
+ROUNDS: dict[str, Any] = {"heap_bytes": 4096, "round_bytes": 16384, "chunk_bytes": 4096}
 
 
 def cases_of(ranks: int) -> list[Case]:
@@ -38,7 +38,10 @@ def test_against_the_oracle(on_gpu: GpuRanks, ranks: int, path: str) -> None:
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_rounds(on_gpu: GpuRanks, path: str) -> None:
     overrides = {**gpu_bodies.PATHS[path], **ROUNDS}
-    on_gpu.run(2, gpu_bodies.normal_against_the_oracle, overrides, cases_of(2), timeout=500)
+    cases = cases_of(2)
+    for case in cases:  # both slots are used again
+        assert max(case.tokens) * case.hidden * case.dtype.itemsize > 4 * 4096
+    on_gpu.run(2, gpu_bodies.normal_against_the_oracle, overrides, cases, timeout=500)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])

@@ -239,7 +239,7 @@ def test_nothing_but_the_nodes_shows_in_the_results() -> None:
 
 
 def test_without_equal_nodes_rows_go_to_each_rank() -> None:
-    """So they do where the setting says so, and with one node or a masked rank."""
+    """So they do where the setting says so, with one node, and with nodes that are no equal groups."""
     inputs = Case((40, 30, 20, 10), experts=8).inputs()
 
     def body(runtime: Any) -> Outcome:
@@ -257,8 +257,8 @@ def test_without_equal_nodes_rows_go_to_each_rank() -> None:
             assert all(outcome.handle.nodes is None for outcome in outcomes)
 
 
-def test_a_handle_outlives_the_nodes_it_was_made_with() -> None:
-    """After a rank was masked rows go to each rank, those of earlier handles too."""
+def test_after_a_rank_was_masked_rows_go_to_each_rank() -> None:
+    """Those of earlier handles too."""
     inputs = Case((40, 30, 20, 10), experts=8).inputs()
 
     def body(runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +268,11 @@ def test_a_handle_outlives_the_nodes_it_was_made_with() -> None:
         if rank == 3:
             return first.rows, first.combined
         runtime.mask[3] = 1
+        second = round_trip(normal, inputs, rank)
+        assert second.handle.nodes is None
         rows, *_, handle, _ = normal.dispatch(inputs.rows(rank), handle=first.handle)
+        kept = inputs.delivered()[rank].source != 3
+        assert same_bits(second.rows, rows[kept])
         return rows, normal.combine(rows, handle)[0]
 
     with nodes(4, 2) as group:
