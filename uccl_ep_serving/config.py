@@ -261,8 +261,8 @@ SETTINGS: tuple[Variable, ...] = (
         "node_ranks",
         _integer(0, 4096),
         True,
-        "for tests: groups of this many consecutive ranks play nodes, only ranks of one group write each other's "
-        "windows; 0 = all whose windows can be mapped",
+        "for tests: groups of this many consecutive ranks play nodes, and only ranks of one group write each other's "
+        "windows, where these do not lie in GPU memory; 0 = all whose windows can be mapped",
     ),
     Variable(
         "device",
