@@ -28,7 +28,7 @@ from .normal_device_arguments import DispatchArguments, check_combine, check_dis
 from .normal_device_route import Marks, Route, all_of, new_marks, node_tensors, run_all, without_nodes
 from .normal_device_session import DeviceNormalRuntime, DeviceNormalSession, Generation
 from .normal_inputs import check_experts, check_topk
-from .protocol.message import NormalNotify
+from .protocol.message import META_LINE, NormalNotify
 from .row_format import RowFormat
 
 __all__ = ["DeviceNormal"]
@@ -366,7 +366,7 @@ class DeviceNormal:
     def _rows_to_gather(self, form: RowFormat, handle: DeviceNormalHandle) -> int:
         """How many rows a combine gathers before it sums them: 0 where they fit the heap, from where kernels sum."""
         back = handle.sent_away if handle.sent_away >= 0 else handle.origin.tokens * handle.copies
-        room = back * (form.row_bytes + form.meta_bytes) + 128 * (self._runtime.ranks + 1)
+        room = back * (form.row_bytes + form.meta_bytes) + META_LINE * (self._runtime.ranks + 1)
         return 0 if room <= self._runtime.layout.normal.heap else back
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class DeviceNormal:
         ranks, layout = runtime.ranks, runtime.layout
         # where the host has not looked: what the advice for num_worst_tokens comes to
         most = handle.most if handle.most >= 0 else max(tokens, -(-handle.capacity // ranks))
-        room = ranks * max(most, tokens) * (wire.row_bytes + wire.meta_bytes) + 128 * (ranks + 1)
+        room = ranks * max(most, tokens) * (wire.row_bytes + wire.meta_bytes) + META_LINE * (ranks + 1)
         fits = room <= layout.normal.heap
         turns = self._kernels.turns(layout, runtime.settings.channels, wire, most, not here.space.all_mapped, fits)
         # a rank alone still copies its own rows

@@ -24,16 +24,13 @@ from .native.copy import last_cache_bytes
 from .node_relay import NodeRelay
 from .nodes import crossed_once
 from .protocol.layout import LowLatencyPlan, WindowLayout
-from .protocol.message import NormalNotify
+from .protocol.message import LEAST_CHUNK_BYTES, NormalNotify
 from .protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 from .row_format import RowFormat, check_room, in_words, operation_name
 
 __all__ = ["ExchangeRuntime", "Placement", "RowExchange"]
 
 Int64s = npt.NDArray[np.int64]
-
-#: A message below this size costs more in latency than it gains by being striped over channels.
-_LEAST_CHUNK_BYTES = 64 << 10
 
 
 class ExchangeRuntime(Protocol):
@@ -253,7 +250,7 @@ class RowExchange:
             (block.DEPTH, window.normal.depth),
             (block.LANDING, window.normal_rounds),
             (block.LANDING_END, window.normal_heap + window.normal.heap),
-            (block.LEAST_CHUNK_BYTES, _LEAST_CHUNK_BYTES),
+            (block.LEAST_CHUNK_BYTES, LEAST_CHUNK_BYTES),
             (block.ROUND_SLOT, window.normal.round_slot),
             (block.ROW_RANGE, -1),
             (block.META_RANGE, -1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...native.atomics import peek, peek8, poke, poke32, zero
 from ...native.jit import compiled, inlined
-from ...protocol.message import NormalNotify
+from ...protocol.message import META_LINE, NormalNotify
 from .. import normal_block as block
 from .context import own_rank, rank_count
 from .normal_words import get, put
@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 _COMBINE = NormalNotify.OPERATION_COMBINE
-#: Each rank's meta starts on a line of its own: no two ranks write the same one.
-_META_LINE = 128
 
 
 @inlined
@@ -69,7 +67,7 @@ def forwarder(operation: int, me: int, far: int) -> int:
 @inlined
 def meta_room(nbytes: int) -> int:
     """Bytes taken by a rank's meta."""
-    return (nbytes + _META_LINE - 1) // _META_LINE * _META_LINE
+    return (nbytes + META_LINE - 1) // META_LINE * META_LINE
 
 
 @inlined

@@ -17,7 +17,7 @@ from ...protocol.context import (
     STATUS_PENDING,
     STATUS_PROTOCOL,
 )
-from ...protocol.message import HEADER_BYTES, NormalNotify
+from ...protocol.message import HEADER_BYTES, MOST_ROWS, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from .. import normal_block as block
 from .context import arrived_count, completed_count, error_address, own_rank, rank_count, window_address
@@ -43,8 +43,6 @@ _AT_SHAPE, _AT_ROW_BYTES, _AT_META_BYTES, _AT_RAIL_ROWS = (
     NormalNotify.META_BYTES,
     NormalNotify.RAIL_ROWS,
 )
-#: More rows than any operation can have: indices are int32.
-_MOST_ROWS = (1 << 31) - 1
 
 
 @compiled
@@ -106,10 +104,10 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
             set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rail, get(state, block.RAIL_RECV))
             return STATUS_PROTOCOL
         return STATUS_OK
-    if rows < 0 or rows > _MOST_ROWS:
-        set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, _MOST_ROWS)
+    if rows < 0 or rows > MOST_ROWS:
+        set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, MOST_ROWS)
         return STATUS_PROTOCOL
-    most_rail = _MOST_ROWS if is_rail(operation, own_rank(context), peer) else 0
+    most_rail = MOST_ROWS if is_rail(operation, own_rank(context), peer) else 0
     if rail < 0 or rail > most_rail:
         set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rail, most_rail)
         return STATUS_PROTOCOL

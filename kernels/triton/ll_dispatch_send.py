@@ -62,9 +62,8 @@ def _write_metas(
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:
-    """Token index, the expert ids of the destination, and the router weights of ROWS tokens."""
+    """Token index, the expert ids of the destination, and the router weights of each ``token`` [rows]."""
     sends = route + peek(state + S_ROUTE_SENDS)
     local = peek(state + S_EXPERTS) // rank_count(context)
     slot = tl.arange(0, SLOTS)[None, :]
@@ -126,7 +125,7 @@ def pack_dispatch(
         sends = route + peek(state + S_ROUTE_SENDS)
         column, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
         if column == 0:
-            _write_metas(context, state, route, topk_idx, weights, token, tokens, row_bytes, REDUCED, TOPK, SLOTS, ROWS)
+            _write_metas(context, state, route, topk_idx, weights, token, tokens, row_bytes, REDUCED, TOPK, SLOTS)
         if (CODING == _FP8) | (CODING == _UE8M0):
             width: tl.constexpr = 4 if SOURCE == _F32 else 2
             groups: tl.constexpr = BLOCK // _GROUP

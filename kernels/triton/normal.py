@@ -7,13 +7,12 @@ import torch
 from ...config import Settings
 from ...errors import ConfigError
 from ...protocol.layout import WindowLayout
-from ...protocol.message import NormalNotify, element_bytes
+from ...protocol.message import LEAST_CHUNK_BYTES, META_LINE, NormalNotify, element_bytes
 from ..interface import NodeTensors, NormalFormat, NormalTensors
 from .launch import Launch, Target, present_target
 from .low_latency import MAX_TOPK
 from .normal_advance import advance
 from .normal_blocks import (
-    DEVICE_CHUNK_BYTES,
     I_AWAY,
     I_BEYOND,
     I_DIFFERENT,
@@ -343,14 +342,14 @@ class TritonNormalKernels:
             proxied: a peer is reached through proxies.
             fits: every rank is known to have room for all its rows; else they may land in rounds.
 
-        A number too small costs time, not correctness: :func:`.normal_rows.finish` takes the rest.
+        A number too small costs time, not correctness: :func:`.normal_finish.finish` takes the rest.
         """
         if rows == 0:
             return 0
         plan = layout.normal
         row = form.row_bytes + form.meta_bytes
         most = max(plan.chunk // row, 1)
-        least = max(DEVICE_CHUNK_BYTES // form.row_bytes, 1)
+        least = max(LEAST_CHUNK_BYTES // form.row_bytes, 1)
         batch = max(plan.depth // 2, 1)
 
         def batches(chunk: int, slot_rows: int) -> int:
@@ -374,5 +373,5 @@ class TritonNormalKernels:
     def slot_rows(self, layout: WindowLayout, form: NormalFormat) -> int:
         """Rows of one of the two landing slots of a rail peer: see ``normal_node_place.place_nodes``."""
         lanes = form.node_ranks + self.ranks // form.node_ranks
-        slot = layout.normal.round_slot * self.ranks // lanes // 128 * 128
+        slot = layout.normal.round_slot * self.ranks // lanes // META_LINE * META_LINE
         return max(slot // (form.row_bytes + form.meta_bytes), 1)

@@ -72,13 +72,13 @@ import triton
 import triton.language as tl
 
 from ...protocol.layout import WindowLayout
+from ...protocol.message import LEAST_CHUNK_BYTES
 from ...protocol.streams import NORMAL_COMBINE
 from .block_access import rank_count
 from .blocks import SINK
 from .words import int64s, peek
 
 __all__ = [
-    "DEVICE_CHUNK_BYTES",
     "INFO_WORDS",
     "TABLES",
     "TOLD_WORDS",
@@ -175,8 +175,6 @@ INFO_WORDS = 11
 #: After these, by rank: SHAPE, CODING, ROW_BYTES, META_BYTES that a peer told, when its shape differs; then rows per
 #: local expert.
 TOLD_WORDS = 4
-#: As in ``row_exchange``: both sides of the wire choose the same chunks, though only the receiver's choice counts.
-DEVICE_CHUNK_BYTES = 64 << 10
 
 _STATE_WORDS, _COMBINE_STREAM = tl.constexpr(STATE_WORDS), tl.constexpr(NORMAL_COMBINE)
 W_NUMBER, W_NOTICES = tl.constexpr(8 * NUMBER), tl.constexpr(8 * NOTICES)
@@ -275,7 +273,7 @@ class DeviceNormalState:
             (HEAP, layout.normal_heap),
             (HEAP_BYTES, plan.heap),
             (LANDING_END, layout.normal_heap + plan.heap),
-            (LEAST_CHUNK, DEVICE_CHUNK_BYTES),
+            (LEAST_CHUNK, LEAST_CHUNK_BYTES),
             (BOARDS, layout.relay_boards),
             (LINES, layout.relay_lines),
         ):

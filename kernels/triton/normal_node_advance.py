@@ -99,7 +99,6 @@ def _expect(context: tl.tensor, state: tl.tensor, peers: tl.tensor, linked: tl.t
 def _begin(
     context: tl.tensor,
     state: tl.tensor,
-    counts: tl.tensor,
     peers: tl.tensor,
     live: tl.tensor,
     start: tl.tensor,
@@ -278,7 +277,7 @@ def turn_nodes(
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
             live = is_live(context, peers) & (peers != me)
-            _begin(context, state, counts, peers, live, start, COMBINE, LANES, BACKEND)
+            _begin(context, state, peers, live, start, COMBINE, LANES, BACKEND)
         if COMBINE:
             # of all rail peers, wherever they stand among the lanes, is known what was sent
             for first in range(0, ranks, LANES):

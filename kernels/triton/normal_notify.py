@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.message import HEADER_BYTES, NormalNotify
+from ...protocol.message import HEADER_BYTES, MOST_ROWS, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from .block_access import (
     S_SINK,
@@ -65,7 +65,7 @@ _AT_CODING, _AT_SHAPE = tl.constexpr(8 * NormalNotify.CODING), tl.constexpr(8 * 
 _AT_ROW_BYTES, _AT_META_BYTES = tl.constexpr(8 * NormalNotify.ROW_BYTES), tl.constexpr(8 * NormalNotify.META_BYTES)
 _AT_RAIL_ROWS = tl.constexpr(8 * NormalNotify.RAIL_ROWS)
 #: More rows than any operation can have: indices are int32.
-_MOST_ROWS = tl.constexpr((1 << 31) - 1)
+_MOST_ROWS = tl.constexpr(MOST_ROWS)
 _INFO_DIFFERENT = tl.constexpr(8 * I_DIFFERENT)
 _INFO_TICKET, _INFO_PARTED = tl.constexpr(8 * I_TICKET), tl.constexpr(8 * I_PARTED)
 _INFO_LATE0, _INFO_LATE1 = tl.constexpr(8 * I_LATE0), tl.constexpr(8 * I_LATE1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.message import NormalNotify
+from ...protocol.message import META_LINE, NormalNotify
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 from .block_access import channel_count, is_live, own_rank, rank_count
 from .normal_blocks import (
@@ -72,8 +72,7 @@ __all__ = ["begin", "begin_nodes", "place", "place_nodes"]
 _DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
-#: Each rank's meta starts on a line of its own: no two ranks write the same one.
-_META_LINE = tl.constexpr(128)
+_META_LINE = tl.constexpr(META_LINE)
 _AT_TOTAL, _AT_MOST, _AT_AWAY = tl.constexpr(8 * I_TOTAL), tl.constexpr(8 * I_MOST), tl.constexpr(8 * I_AWAY)
 _AT_IN_HEAP, _AT_BEYOND = tl.constexpr(8 * I_IN_HEAP), tl.constexpr(8 * I_BEYOND)
 _AT_RELAYED = tl.constexpr(8 * I_RELAYED)

@@ -33,6 +33,9 @@ __all__ = [
     "GRANT_SLOTS",
     "HEADER_BYTES",
     "HEADER_WORDS",
+    "LEAST_CHUNK_BYTES",
+    "META_LINE",
+    "MOST_ROWS",
     "NOTICE_SLOTS",
     "SCALE_BLOCK",
     "LowLatencyHeader",
@@ -56,6 +59,12 @@ SCALE_BLOCK = 128
 #: Rotating slots per peer; a slot is rewritten only after the previous use completed locally and the peer moved on.
 NOTICE_SLOTS = 4
 GRANT_SLOTS = 4
+#: In normal mode each rank's meta lands from a multiple of so many bytes on: no two ranks write the same line.
+META_LINE = 128
+#: A chunk of normal mode below this size costs more in latency than it gains by being striped over channels.
+LEAST_CHUNK_BYTES = 64 << 10
+#: More rows than any operation of normal mode can have: indices are int32.
+MOST_ROWS = (1 << 31) - 1
 
 DTYPE_BF16 = 0
 DTYPE_F16 = 1
