@@ -429,26 +429,28 @@ class Buffer:
 
     # -- masks --------------------------------------------------------------------------------------------------
 
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = True) -> None:
-        """Leave a rank out (``mask=True``): its tokens and experts drop out, the others go on.
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a rank out (``mask=True``): its tokens and experts drop out, the others go on. With DeepEP's default
+        False nothing is done for a rank that takes part, and one that is masked cannot come back this way.
 
         Call it on every rank that is left, after PeerLost or PeerTimeout or between operations. The next operation of
         each of them must be a dispatch, which is collective and builds new windows; handles and recv hooks of earlier
         dispatches are void. See "When a rank is lost" in ARCHITECTURE.md.
 
         Raises:
-            ConfigError: for this rank itself, a rank that does not exist, or un-masking.
+            ConfigError: for this rank itself, a rank that does not exist, or un-masking a masked one.
             UcclEpError: the Buffer is closed.
         """
         rank_to_mask = check_integer("rank_to_mask", rank_to_mask)
         if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
             raise ConfigError(f"rank {rank_to_mask} cannot be masked by rank {self.rank} of {self.group_size}")
-        if not mask:
+        if mask:
+            self.runtime.mask_peer(rank_to_mask)
+        elif self.runtime.mask[rank_to_mask]:
             raise ConfigError(
                 f"rank {rank_to_mask} cannot be un-masked in place: a rank comes back with new connections, so all "
                 "ranks close this Buffer and build a new one"
             )
-        self.runtime.mask_peer(rank_to_mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write the mask into ``mask_status``, int32[ranks]: 1 = masked."""

@@ -203,7 +203,7 @@ class KernelSpace:
         if code == ctx.FAILURE_PROTOCOL:
             return ProtocolError(
                 f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "
-                "Likely cause: ranks run different versions or were given different shapes",
+                "Likely cause: ranks run different versions, or were given different shapes, dtypes or options",
                 peer=peer,
                 channel=channel,
             )

@@ -149,8 +149,11 @@ def lose_and_go_on(
     assert caught.value.peer == LOST
     if exchange.rank == 2:
         time.sleep(0.2)  # the ranks that are left need not mask at once
-    buffer.low_latency_update_mask_buffer(LOST)
-    buffer.low_latency_update_mask_buffer(LOST)  # twice is no harm
+    buffer.low_latency_update_mask_buffer(LOST, True)
+    buffer.low_latency_update_mask_buffer(LOST, True)  # twice is no harm
+    buffer.low_latency_update_mask_buffer(0 if exchange.rank else 2)  # without ``mask`` nothing is masked
+    with pytest.raises(ConfigError, match=f"rank {LOST} cannot be un-masked in place"):
+        buffer.low_latency_update_mask_buffer(LOST)
     with pytest.raises(ConfigError, match=f"rank {LOST} was masked, so what was sent before is void"):
         combined(buffer, case, old)
     for seed in range(4):
@@ -185,7 +188,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
     checked_trip(buffer, case, set())
     with pytest.raises(PeerLost):
         in_dispatch_recv(buffer, case)
-    buffer.low_latency_update_mask_buffer(LOST)
+    buffer.low_latency_update_mask_buffer(LOST, True)
     if exchange.rank == 3:
         # rank 0 hears its part of the first step, rank 2 does not: they fail in steps of different numbers
         send = control.send_frame
@@ -200,7 +203,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
             break
         except PeerLost as error:
             lost.append(error.peer)
-            buffer.low_latency_update_mask_buffer(error.peer)
+            buffer.low_latency_update_mask_buffer(error.peer, True)
     for seed in range(3):
         checked_trip(buffer, replace(case, seed=seed), {LOST, *lost})
         assert bodies.normal_trip(buffer, seed, lost=frozenset({LOST, *lost})) < 0.02
@@ -236,7 +239,7 @@ def fall_silent(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
         combined(buffer, case, arrived)
     except (PeerLost, PeerTimeout) as error:
         text = f"{type(error).__name__} {error.peer}: {error}"
-    buffer.low_latency_update_mask_buffer(LOST)
+    buffer.low_latency_update_mask_buffer(LOST, True)
     for seed in range(3):
         checked_trip(buffer, replace(case, seed=seed), {LOST})
     buffer.destroy()
@@ -263,12 +266,12 @@ def mask_differently(exchange: StoreExchange, overrides: dict[str, Any]) -> list
         buffer.destroy()
         return []
     texts = []
-    buffer.low_latency_update_mask_buffer(1 if exchange.rank == 0 else 3)
+    buffer.low_latency_update_mask_buffer(1 if exchange.rank == 0 else 3, True)
     time.sleep(0.5)
     with pytest.raises(PeerLost) as caught:
         dispatched(buffer, case)
     texts.append(f"{caught.value.peer}: {caught.value}")
-    buffer.low_latency_update_mask_buffer(caught.value.peer)
+    buffer.low_latency_update_mask_buffer(caught.value.peer, True)
     checked_trip(buffer, case, {1, 3})
     buffer.destroy()
     return texts
