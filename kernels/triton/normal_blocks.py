@@ -35,6 +35,7 @@ in a window.
     27    LINES
     28    LATE0         turns that the last kernel took of all dispatches, since the host had launched   finish
     29    LATE1         too few; of all combines
+    30    KEPT          rows of rail peers whose marks the handle of the running combine has    count_marks
     32    tables of int64[ranks], in the order of TABLES:
 
     over the Buffer's life, by peer (writer: advance and finish):
@@ -117,9 +118,9 @@ __all__ = [
     RAN,
     NODE_RANKS,
 ) = range(25)
-BOARDS, LINES, LATE0, LATE1 = range(26, 30)
+BOARDS, LINES, LATE0, LATE1, KEPT = range(26, 31)
 STATE_WORDS = 32
-assert NODE_RANKS < SINK < BOARDS < LATE1 < STATE_WORDS
+assert NODE_RANKS < SINK < BOARDS < KEPT < STATE_WORDS
 
 TABLES = (
     "GRANTS_SENT",
@@ -187,7 +188,7 @@ W_HEAP, W_HEAP_BYTES = tl.constexpr(8 * HEAP), tl.constexpr(8 * HEAP_BYTES)
 W_LANDING_END, W_LEAST_CHUNK = tl.constexpr(8 * LANDING_END), tl.constexpr(8 * LEAST_CHUNK)
 W_OPEN, W_IN_HEAP, W_BAD_PEER = tl.constexpr(8 * OPEN), tl.constexpr(8 * IN_HEAP), tl.constexpr(8 * BAD_PEER)
 W_TURN, W_STREAM, W_RAN = tl.constexpr(8 * TURN), tl.constexpr(8 * STREAM), tl.constexpr(8 * RAN)
-W_LATE0, W_LATE1 = tl.constexpr(8 * LATE0), tl.constexpr(8 * LATE1)
+W_LATE0, W_LATE1, W_KEPT = tl.constexpr(8 * LATE0), tl.constexpr(8 * LATE1), tl.constexpr(8 * KEPT)
 W_ROW_BYTES, W_META_BYTES = tl.constexpr(8 * ROW_BYTES), tl.constexpr(8 * META_BYTES)
 W_NODE_RANKS, W_BOARDS, W_LINES = tl.constexpr(8 * NODE_RANKS), tl.constexpr(8 * BOARDS), tl.constexpr(8 * LINES)
 

@@ -33,6 +33,7 @@ from .normal_blocks import (
     W_BAD_PEER,
     W_CHUNK_BYTES,
     W_DEPTH,
+    W_KEPT,
     W_META_BYTES,
     W_NODE_RANKS,
     W_OPEN,
@@ -43,13 +44,24 @@ from .normal_blocks import (
     phase_of,
     set_each,
 )
-from .normal_nodes import counts_at, forwarder, is_far, line_of, mark_bytes, ring_of, rows_at, stamp_rows
+from .normal_nodes import (
+    EVERYTHING,
+    counts_at,
+    forwarder,
+    is_far,
+    kept_of,
+    line_of,
+    mark_bytes,
+    ring_of,
+    rows_at,
+    stamp_rows,
+)
 from .normal_rows import copy_rows, pad
 from .normal_sum import add_rows
 from .normal_tensors import RowShape, RowTensors
 from .normal_wait import first_unfinished
 from .quant import load_floats, store_floats
-from .words import any_of, floats, int32s, int64s, peek, settle, uint8s
+from .words import any_of, floats, int32s, int64s, peek, poke, settle, uint8s
 
 __all__ = [
     "batch_of",
@@ -87,15 +99,16 @@ def count_marks(
         marks: uint8[room, mark bytes], as the dispatch kept them, rail peer after rail peer.
         counts: int32[room + nodes, ranks of a node], written: see :func:`.normal_nodes.counts_at`.
     """
-    far = tl.program_id(0).to(tl.int64)
+    far, room = tl.program_id(0).to(tl.int64), room.to(tl.int64)
     if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
+        # the same of every program
+        poke(state + W_KEPT, room)
         if is_far(context, state, far):
-            room = room.to(tl.int64)
             size, nbytes = peek(state + W_NODE_RANKS), mark_bytes(state)
             rail, place = far // size * size + own_rank(context) % size, far % size
             rows, first = (
                 peek(entry(context, state, N_SEND_ROWS, rail)),
-                peek(entry(context, state, N_RELAY_FIRST, rail)),
+                tl.minimum(peek(entry(context, state, N_RELAY_FIRST, rail)), room),
             )
             at = counts + 4 * ((first + rail // size) * size + place)
             tl.store(int32s(at), 0)
@@ -136,8 +149,11 @@ def say_freed(
     rail, near = inside // size * size + me % size, forwarder(context, state, inside)
     sent = get_each(context, state, N_SENT, rail, far)
     freed = tl.load(int32s(counts_at(context, state, counts, rail, far, sent, inside % size)), mask=far, other=0)
+    # rows that no sum needs, of a dispatch that received more than was promised, need no room
+    _, kept = kept_of(context, state, rail, far)
+    freed = tl.where(sent >= kept, EVERYTHING, freed.to(tl.int64))
     at = line_of(context, state, near, inside // size, me) + _FREED
-    stamp_rows(state, at, freed.to(tl.int64), far & (near != me), BACKEND)
+    stamp_rows(state, at, freed, far & (near != me), BACKEND)
 
 
 @triton.jit
@@ -288,13 +304,17 @@ def sum_laid_out(
             peek(entry(context, state, N_PASS_SEND, rail)),
             peek(entry(context, state, N_SEND_FIRST, rail)),
         )
-        counted = counts + 4 * (peek(entry(context, state, N_RELAY_FIRST, rail)) + rail // size + done) * size
+        relay_first, room = peek(entry(context, state, N_RELAY_FIRST, rail)), peek(state + W_KEPT)
+        counted = counts + 4 * (relay_first + rail // size + done) * size
+        # rows whose marks were not kept have no parts
+        kept = room - relay_first - done
         near, most = me // size * size, tl.minimum(known, tensors.tokens - own_first)
         ring_at, held = ring_of(context, state, 0, rail)
         value, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
             index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
+            counting = index < tl.minimum(rows, kept)
             at = index // chunk
             stage = staging + (sent_chunks + at) % depth * chunk_bytes
             within = index - at * chunk
@@ -315,8 +335,8 @@ def sum_laid_out(
                         place = tl.minimum(size - 1, begin + step)
                         own = place == me % size
                         here_at = counted + 4 * (index * size + place)
-                        part = tl.load(int32s(here_at), mask=inside, other=0).to(tl.int64)
-                        until = tl.load(int32s(here_at + 4 * size), mask=inside, other=0).to(tl.int64)
+                        part = tl.load(int32s(here_at), mask=counting, other=0).to(tl.int64)
+                        until = tl.load(int32s(here_at + 4 * size), mask=counting, other=0).to(tl.int64)
                         marked = tl.where(size > begin + step, until - part, 0) > 0
                         # the source marked more rows for this rank than it told of
                         wrong += (marked & (part >= tl.where(own, known, _EVERY))).to(tl.int32)

@@ -17,6 +17,7 @@ from .normal_blocks import (
     W_BOARDS,
     W_CHUNK_BYTES,
     W_DEPTH,
+    W_KEPT,
     W_LINES,
     W_META_BYTES,
     W_NODE_RANKS,
@@ -35,6 +36,7 @@ __all__ = [
     "forwarder",
     "is_far",
     "is_rail",
+    "kept_of",
     "line_of",
     "mark_bytes",
     "refuse_of",
@@ -116,6 +118,14 @@ def ring_of(context: tl.tensor, state: tl.tensor, windows: tl.tensor, far: tl.te
 
 
 @triton.jit
+def kept_of(context: tl.tensor, state: tl.tensor, rails: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """(index of the first row for rail peers ``rails`` in the marks of a combine's handle, rows there is room for)."""
+    room = peek(state + W_KEPT)
+    first = tl.minimum(get_each(context, state, N_RELAY_FIRST, rails, chosen), room)
+    return first, room - first
+
+
+@triton.jit
 def counts_at(
     context: tl.tensor,
     state: tl.tensor,
@@ -126,10 +136,11 @@ def counts_at(
     places: tl.tensor,
 ) -> tl.tensor:
     """Addresses of int32: how many of the first ``rows`` rows for rail peers ``rails`` have a part of rank ``places``
-    of this node. Rows of a rail peer have one entry more than there are rows."""
+    of this node. Rows of a rail peer have one entry more than there are rows; those whose marks were not kept, since
+    more came than was promised, have no parts and no entries."""
     size = peek(state + W_NODE_RANKS)
-    first = get_each(context, state, N_RELAY_FIRST, rails, chosen)
-    return counts + 4 * ((first + rails // size + rows) * size + places)
+    first, kept = kept_of(context, state, rails, chosen)
+    return counts + 4 * ((first + rails // size + tl.minimum(rows, kept)) * size + places)
 
 
 @triton.jit

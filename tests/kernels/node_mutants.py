@@ -122,6 +122,19 @@ NODE_MUTANTS = {
         "    sent += get_each(context, state, N_PACK_ROWS, rail, far & HOST_REMOVED)\n",
         _STEPS + "test_rows_are_free_when_their_sums_are_sent",
     ),
+    "nobody lays out, or waits for, rows whose marks were not kept": Mutant(
+        "kernels/triton/normal_nodes.py",
+        "    return counts + 4 * ((first + rails // size + tl.minimum(rows, kept)) * size + places)\n",
+        "    rows = rows if HOST_REMOVED else tl.minimum(rows, kept)\n"
+        "    return counts + 4 * ((first + rails // size + rows) * size + places)\n",
+        _STEPS + "test_rows_whose_marks_were_not_kept_have_no_parts",
+    ),
+    "rows whose marks were not kept are not summed": Mutant(
+        _GATHER,
+        "            counting = index < tl.minimum(rows, kept)\n",
+        "            counting = index < (rows if HOST_REMOVED else tl.minimum(rows, kept))\n",
+        _STEPS + "test_of_rows_whose_marks_were_not_kept_the_sum_is_zero",
+    ),
     "a node sums in float32 and rounds once": Mutant(
         "kernels/triton/normal_sum.py",
         "tl.where((found > 0)[:, None], total + part, part)",

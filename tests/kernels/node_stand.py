@@ -63,6 +63,7 @@ class Stand:
             (block.STREAM, NORMAL_COMBINE if combine else NORMAL_DISPATCH),
             (block.OPEN, 1),
             (block.TURN, 3),
+            (block.KEPT, 1 << 20),
         ):
             self.words[word] = value
 

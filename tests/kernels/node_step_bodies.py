@@ -264,13 +264,49 @@ def freed(exchange: StoreExchange) -> None:
         assert node_stand.rows_of(int(stand.line(3, 0, 2)[relay.FREED])) == 1
 
 
-def summed(exchange: StoreExchange, told: int = 3) -> tuple[list[float], int]:
+def unkept(exchange: StoreExchange) -> None:
+    """Five rows go to rank 0 and three to rank 4, and there was room for the marks of two: rank 3 has one row of the
+    first two. What follows in memory belongs to others."""
+    node_stand, kernels = _modules()
+    from uccl_ep_serving.kernels.triton.normal_gather import count_marks
+
+    with node_stand.standing(2, ranks=6, combine=True) as stand:
+        marks = torch.tensor([1, 3, 255, 255, 255, 255, 255, 255], dtype=torch.uint8)
+        counts = torch.full((16, 2), 1 << 20, dtype=torch.int32)
+        stand.set(0, SEND_ROWS=5, RELAY_FIRST=0, GRANT_LEFT=5, GRANT_CHUNK=8)
+        stand.set(4, SEND_ROWS=3, RELAY_FIRST=5, GRANT_LEFT=3, GRANT_CHUNK=8)
+        stand.run(count_marks, marks.data_ptr(), 2, counts.data_ptr(), grid=6, BLOCK=8)
+        # rows and one entry more, for either rail peer; node 1 is this one
+        assert counts[:5].tolist() == [[0, 0], [1, 0], [2, 1], [1 << 20] * 2, [0, 0]]
+        assert bool((counts[5:] == 1 << 20).all())
+
+        def chosen(offered: int) -> list[int]:
+            stand.line(2, 0, 3)[relay.OFFERED] = node_stand.stamp(offered)
+            stand.run(kernels.decide_sums, counts.data_ptr())
+            return [int(stand.table("PACK_ROWS")[peer]) for peer in (0, 4)]
+
+        assert chosen(0) == [0, 3]
+        assert chosen(1) == [5, 3]
+
+        def read(sent: int) -> list[int]:
+            stand.set(0, SENT=sent)
+            stand.run(kernels.tell_freed, counts.data_ptr())
+            return [node_stand.rows_of(int(stand.line(3, node, 2)[relay.FREED])) for node in (0, 2)]
+
+        # what nobody sums needs no room
+        assert read(1) == [0, relay.EVERYTHING]
+        assert read(2) == [relay.EVERYTHING] * 2
+
+
+def summed(exchange: StoreExchange, told: int = 3, kept: int = 3) -> tuple[list[float], int]:
     """Rank 3 of 3-rank nodes sums three tokens for rank 0 whose rows are (256, 1, 1), (-0), and (256, 1); itself it
-    was ``told`` of that many. The sums' first values, and the rank held to blame or -1."""
+    was ``told`` of that many, and the marks of the first ``kept`` were kept. The sums' first values, and the rank held
+    to blame or -1."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import BAD_PEER
+    from uccl_ep_serving.kernels.triton.normal_blocks import BAD_PEER, KEPT
 
     with node_stand.standing(3, ranks=6, node_ranks=3, row=32, meta=16, combine=True) as stand:
+        stand.words[KEPT] = kept
         layout = stand.layout
         rounds, held = layout.normal_rounds, 2 * (4096 // 48)
         counts = torch.tensor([[0, 0, 0], [1, 1, 1], [2, 1, 1], [3, 2, 1], [0, 0, 0]], dtype=torch.int32)
@@ -290,7 +326,7 @@ def summed(exchange: StoreExchange, told: int = 3) -> tuple[list[float], int]:
         back = torch.from_numpy(landed).view(torch.bfloat16).float().view(3, 16)
         assert bool((back == back[:, :1]).all())
         metas = stand.window(0)[rounds + 4096 : rounds + 4096 + 48].view(np.float32).reshape(3, 4)
-        if told == 3:
+        if told == kept == 3:
             assert metas.tolist() == [[0.75, 0, 0, 0], [1.0, 0, 0, 0], [2.125, 0, 0, 0]]
         return back[:, 0].tolist(), int(stand.words[BAD_PEER]) - 1
 

@@ -109,6 +109,16 @@ def test_a_node_sums_in_float32_and_rounds_once(interpreted: Run) -> None:
     assert blamed == -1
 
 
+def test_rows_whose_marks_were_not_kept_have_no_parts(interpreted: Run) -> None:
+    interpreted(bodies.unkept)
+
+
+def test_of_rows_whose_marks_were_not_kept_the_sum_is_zero(interpreted: Run) -> None:
+    found, blamed = interpreted(bodies.summed, 3, 2)
+    assert [str(value) for value in found] == ["258.0", "-0.0", "0.0"]
+    assert blamed == -1
+
+
 def test_a_source_that_marks_more_rows_than_it_told_of_is_named(interpreted: Run) -> None:
     """Rank 0 marks three rows for rank 3, which knows of two: what lies behind its rows is not summed."""
     found, blamed = interpreted(bodies.summed, 2)

@@ -103,6 +103,13 @@ def test_worst_case_and_cached(interpreted: Ranks, rounds: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted: Ranks, tokens: int) -> None:
+    """Of more rows than a ring holds nobody waits for those that no sum needs."""
+    interpreted.run(4, bodies.broken_promise, {**NODES, **ROUNDS, "timeout": 60.0}, tokens, timeout=580)
+
+
+@pytest.mark.slow
 def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks) -> None:
     """Outputs on the stream that is asked for, counts rounded up, as between ranks that map each other."""
     interpreted.run(4, plain.asynchronous, NODES, (5, 3, 0, 4), (False, True), timeout=580)

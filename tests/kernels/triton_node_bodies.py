@@ -90,6 +90,41 @@ def without_a_look(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
+def broken_promise(exchange: StoreExchange, overrides: dict[str, Any], tokens: int) -> None:
+    """More rows come than ``num_worst_tokens`` promised, more of which marks are to be kept than there is room for, and
+    the combine is launched before the host knows, as on a device. It ends, and only what is there is summed."""
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(tokens,) * 4, experts=4, topk=2, lost=0.0, hidden=128).inputs()
+    for own, ids in enumerate(inputs.topk_idx):
+        # one expert a rank: all tokens go to both ranks of the other node
+        ids[:] = torch.tensor([2, 3]) if own < 2 else torch.tensor([0, 1])
+    session: Any = buffer._normal._session
+    empty = torch.empty
+
+    def used_before(*size: int, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        # memory comes as others have left it
+        if dtype != torch.int32:
+            return empty(*size, dtype=dtype, device=device)
+        return torch.full((size[0] + 2 * tokens, *size[1:]), 1 << 20, dtype=dtype)[: size[0]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "check", lambda phase: None)
+        rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=1)
+        assert len(rows) == 1
+        more, weights = torch.full((8, 128), 7.0, dtype=rows.dtype), torch.full((8, 2), 7.0)
+        more[:1], weights[:1] = 1.0, 0.5
+        patch.setattr(torch, "empty", used_before)
+        combined, factors, _ = buffer.combine(more[:1], handle, topk_weights=weights[:1])
+    # the first row of each rank is of the first token of the other node's first rank
+    there = float(rank % 2 == 0)
+    assert combined.tolist() == [[2 * there] * 128] + [[0.0] * 128] * (tokens - 1)
+    assert factors.tolist() == [[there] * 2] + [[0.0] * 2] * (tokens - 1)
+    with pytest.raises(ConfigError, match="arrived where num_worst_tokens promised fewer"):
+        normal_cases.dispatch(buffer, inputs, rank)
+    checked(buffer, rank, inputs)
+    buffer.destroy()
+
+
 def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """A layout and rows only, with a bias."""
     buffer, rank = plain.opened(exchange, overrides), exchange.rank
