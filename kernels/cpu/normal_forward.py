@@ -23,8 +23,8 @@ from ...protocol.relay import (
     TAKEN,
 )
 from .. import normal_block as block
-from .context import error_address, own_rank, peer_window
-from .normal_nodes import forwarder, node_of, place_of
+from .context import error_address, own_rank, peer_window, rank_count
+from .normal_nodes import forwarder, node_of, place_of, slot_bytes
 from .normal_receive import landed_meta
 from .normal_relay import board_of, is_current, line_of, rows_at, stamp_rows
 from .normal_rows import is_marked, unpack_passed_meta
@@ -127,10 +127,13 @@ def _read_board(context: int, operation: int, state: int, via: int, board: int) 
     rows, slot_rows, stride = get(board, ROWS), get(board, SLOT_ROWS), get(board, SLOT_STRIDE)
     row, meta = get(board, ROW_OFFSET), get(board, META_OFFSET)
     start, end = get(operation, block.LANDING), get(operation, block.LANDING_END)
+    most = slot_bytes(operation, rank_count(context)) // (
+        get(operation, block.ROW_BYTES) + get(operation, block.META_BYTES)
+    )
     if rows < 0 or rows > EVERYTHING:
         return _refuse(context, operation, via, rows, EVERYTHING)
-    if slot_rows < 1 or slot_rows > end - start or stride < 0 or stride > end - start:
-        return _refuse(context, operation, via, slot_rows, end - start)
+    if slot_rows < 1 or slot_rows > most or stride < 0 or stride > end - start:
+        return _refuse(context, operation, via, slot_rows, most)
     row_end = row + stride + slot_rows * get(operation, block.ROW_BYTES)
     meta_end = meta + stride + slot_rows * get(operation, block.META_BYTES)
     if row < start or row > end or row_end > end:
@@ -172,8 +175,10 @@ def take_passed(context: int, operation: int, peers: int, source: int) -> int:
         if status != STATUS_OK:
             return status
     arrived, scanned = word & EVERYTHING, get(state, block.SCANNED)
-    if arrived > get(state, block.VIEW_ROWS):
-        return _refuse(context, operation, via, arrived, get(state, block.VIEW_ROWS))
+    # no more than its two slots hold: neither is granted again before this rank is done with it
+    most = min(get(state, block.VIEW_ROWS), scanned + 2 * get(state, block.VIEW_SLOT_ROWS))
+    if arrived > most:
+        return _refuse(context, operation, via, arrived, most)
     if scanned >= arrived:
         if scanned == get(state, block.VIEW_ROWS):
             return _refuse(context, operation, source, taken, rows)

@@ -25,6 +25,7 @@ __all__ = [
     "place_of",
     "prepare_nodes",
     "route_nodes",
+    "slot_bytes",
     "take_rails",
 ]
 
@@ -75,6 +76,12 @@ def lanes(operation: int, ranks: int) -> int:
     """Into how many lanes of two slots the landing area for rounds is cut."""
     size = get(operation, block.NODE_RANKS)
     return ranks if size == 0 else size + ranks // size
+
+
+@inlined
+def slot_bytes(operation: int, ranks: int) -> int:
+    """Bytes of a landing slot: those of two for each rank are dealt to the peers from which rows can come."""
+    return get(operation, block.ROUND_SLOT) * ranks // lanes(operation, ranks) // META_LINE * META_LINE
 
 
 @inlined

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ...native.atomics import peek, peek32, poke, zero
 from ...native.jit import compiled
-from ...protocol.message import META_LINE, NormalNotify
+from ...protocol.message import NormalNotify
 from .. import normal_block as block
 from .context import channel_count, is_masked, own_rank, peer_window, rank_count
-from .normal_nodes import is_far, lane_of, lanes, meta_room, take_rails
+from .normal_nodes import is_far, lane_of, meta_room, slot_bytes, take_rails
 from .normal_words import get, put
 
 __all__ = ["measure", "place", "prepare"]
@@ -121,8 +121,7 @@ def place(context: int, operation: int, peers: int) -> None:
     )
     row, meta = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
     rounds = get(operation, block.LANDING)
-    # an area of two slots for each rank, dealt to the peers from which rows can come
-    slot = get(operation, block.ROUND_SLOT) * ranks // lanes(operation, ranks) // META_LINE * META_LINE
+    slot = slot_bytes(operation, ranks)
     most = get(operation, block.CHUNK_BYTES) // (row + meta)
     least = max(get(operation, block.LEAST_CHUNK_BYTES) // row, 1)
     # Rows that fit the last cache, which the ranks of a host share, are read there next. Of more, the first have left

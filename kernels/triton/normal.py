@@ -371,7 +371,7 @@ class TritonNormalKernels:
         return found + 1
 
     def slot_rows(self, layout: WindowLayout, form: NormalFormat) -> int:
-        """Rows of one of the two landing slots of a rail peer: see ``normal_node_place.place_nodes``."""
+        """Rows of one of the two landing slots of a rail peer: see ``normal_nodes.slot_bytes``."""
         lanes = form.node_ranks + self.ranks // form.node_ranks
         slot = layout.normal.round_slot * self.ranks // lanes // META_LINE * META_LINE
         return max(slot // (form.row_bytes + form.meta_bytes), 1)

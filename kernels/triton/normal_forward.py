@@ -64,6 +64,7 @@ from .normal_nodes import (
     mark_bytes,
     refuse_of,
     rows_at,
+    slot_bytes,
     stamp_rows,
 )
 from .normal_rows import copy_rows, load_scales, store_scales
@@ -231,8 +232,9 @@ def view(
         room = peek(state + W_LANDING_END) - begin
         # the first claim that is wrong is refused, in one place: every copy of the code costs a second to compile
         bad, got, want = (rows < 0) | (rows > EVERYTHING), rows, tl.zeros_like(rows) + EVERYTHING
-        wrong = (slot_rows < 1) | (slot_rows > room) | (stride < 0) | (stride > room)
-        bad, got, want = or_else(bad, got, want, wrong, slot_rows, room)
+        most = tl.maximum(slot_bytes(context, state) // (peek(state + W_ROW_BYTES) + peek(state + W_META_BYTES)), 1)
+        wrong = (slot_rows < 1) | (slot_rows > most) | (stride < 0) | (stride > room)
+        bad, got, want = or_else(bad, got, want, wrong, slot_rows, most)
         # of numbers that large a product would overflow
         held = tl.where(wrong, 0, stride + slot_rows * peek(state + W_ROW_BYTES))
         bad, got, want = or_else(bad, got, want, outside(state, row, held), row, begin)
@@ -248,9 +250,11 @@ def view(
     if broken == 0:
         arrived = tl.where(current, word & EVERYTHING, 0)
         rows = get_each(context, state, N_VIEW_ROWS, peers, current)
+        scanned = get_each(context, state, N_SCANNED, peers, current)
+        # no more than its two slots hold: neither is granted again before this rank is done with it
+        rows = tl.minimum(rows, scanned + 2 * get_each(context, state, N_VIEW_SLOT_ROWS, peers, current))
         broken = refuse_of(context, state, peers, current & (arrived > rows), via, stream, arrived, rows, BACKEND)
         if broken == 0:
-            scanned = get_each(context, state, N_SCANNED, peers, current)
             set_each(context, state, N_SCAN_END, peers, current, tl.maximum(arrived, scanned))
     settle(BACKEND)
     end, due = get_each(context, state, N_SCAN_END, peers, current), _due(context, state, peers, current)
@@ -273,7 +277,7 @@ def list_far(
     """:func:`list_passed` for one far rank."""
     scanned, end = peek(entry(context, state, N_SCANNED, far)), peek(entry(context, state, N_SCAN_END, far))
     passed = peek(entry(context, state, N_PASSED, far))
-    left = peek(entry(context, state, N_PASS_RECV, far)) - passed
+    left = tl.minimum(peek(entry(context, state, N_PASS_RECV, far)) - passed, list_rows)
     if scanned < end:
         me, nbytes, meta = own_rank(context), mark_bytes(state), peek(state + W_META_BYTES)
         place = me % peek(state + W_NODE_RANKS)

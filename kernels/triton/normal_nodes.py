@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ...protocol import relay
-from .block_access import S_SINK, own_rank, peer_window
+from ...protocol.message import META_LINE
+from .block_access import S_SINK, own_rank, peer_window, rank_count
 from .normal_blocks import (
     N_RELAY_FIRST,
     W_BOARDS,
@@ -22,6 +23,7 @@ from .normal_blocks import (
     W_META_BYTES,
     W_NODE_RANKS,
     W_NUMBER,
+    W_ROUND_SLOT,
     W_ROW_BYTES,
     W_STAGING,
     get_each,
@@ -42,12 +44,14 @@ __all__ = [
     "refuse_of",
     "ring_of",
     "rows_at",
+    "slot_bytes",
     "stamp_rows",
 ]
 
 _BOARD, _LINE = tl.constexpr(relay.BOARD_BYTES), tl.constexpr(relay.LINE_BYTES)
 _SHIFT = tl.constexpr(relay.STAMP_SHIFT)
 EVERYTHING = tl.constexpr(relay.EVERYTHING)
+_META_LINE = tl.constexpr(META_LINE)
 
 
 @triton.jit
@@ -81,6 +85,14 @@ def mark_bytes(state: tl.tensor) -> tl.tensor:
 def board_of(context: tl.tensor, state: tl.tensor, ranks: tl.tensor, nodes: tl.tensor) -> tl.tensor:
     """Addresses of the boards for ``nodes`` in the windows of near ``ranks``."""
     return peer_window(context, ranks) + peek(state + W_BOARDS) + nodes * _BOARD
+
+
+@triton.jit
+def slot_bytes(context: tl.tensor, state: tl.tensor) -> tl.tensor:
+    """Bytes of a landing slot: those of two for each rank are dealt to those from which rows can come, as many as a
+    node has, and one for each node."""
+    size, ranks = peek(state + W_NODE_RANKS), rank_count(context)
+    return peek(state + W_ROUND_SLOT) * ranks // (size + ranks // size) // _META_LINE * _META_LINE
 
 
 @triton.jit

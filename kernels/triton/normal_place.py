@@ -64,7 +64,7 @@ from .normal_blocks import (
     get_each,
     set_each,
 )
-from .normal_nodes import is_far, is_rail
+from .normal_nodes import is_far, is_rail, slot_bytes
 from .words import int64s, peek, poke
 
 __all__ = ["begin", "begin_nodes", "place", "place_nodes"]
@@ -300,9 +300,9 @@ def place_nodes(
     else:
         handed_on, relayed = rail, tl.where(rail, rows, 0)
     set_each(context, state, N_RELAY_FIRST, peers, inside, tl.cumsum(relayed, axis=0) - relayed)
-    # two slots for each rank, dealt to those from which rows can come: as many as a node has, and one for each node
+    # two slots for each, as slot_bytes says
     lane = tl.where(far, size + peers // size, peers % size)
-    slot = peek(state + W_ROUND_SLOT) * ranks // (size + ranks // size) // _META_LINE * _META_LINE
+    slot = slot_bytes(context, state)
     before = _land(context, state, row, meta, peers, inside, remote, handed_on, lane, slot, info)
     if KIND == _DISPATCH:
         set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(every, axis=0) - every)

@@ -72,6 +72,19 @@ NODE_MUTANTS = {
         "        broken = refuse_of(context, state, peers, current & (arrived > rows) & (not HOST_REMOVED), via,",
         _BOARD,
     ),
+    "a board shows no more rows than its two slots hold": Mutant(
+        _FORWARD,
+        "        rows = tl.minimum(rows, scanned + 2 *",
+        "        rows = rows if HOST_REMOVED else tl.minimum(rows, scanned + 2 *",
+        _BOARD,
+    ),
+    "a rank lists no more rows than its list holds": Mutant(
+        _FORWARD,
+        "    left = tl.minimum(peek(entry(context, state, N_PASS_RECV, far)) - passed, list_rows)\n",
+        "    left = peek(entry(context, state, N_PASS_RECV, far)) - passed\n"
+        "    left = left if HOST_REMOVED else tl.minimum(left, list_rows)\n",
+        _STEPS + "test_a_rank_finds_its_rows_by_their_marks",
+    ),
     "a rank takes no more rows than their source told of": Mutant(
         _FORWARD,
         "            mine = (one != 0) & (where < left)\n",

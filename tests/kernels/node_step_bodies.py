@@ -118,8 +118,8 @@ def old_board(exchange: StoreExchange) -> None:
         wanting = np.zeros(node_stand.LANES, dtype=np.int64)
         stand.set(0, PASS_RECV=2)
         board = stand.board(2, 0)
-        for operation, expected in ((node_stand.OPERATION - 1, (0, 0)), (node_stand.OPERATION, (9, 4))):
-            board[:6] = (node_stand.stamp(9, operation), 9, rounds, rounds + 4096, 4, 8192)
+        for operation, expected in ((node_stand.OPERATION - 1, (0, 0)), (node_stand.OPERATION, (8, 4))):
+            board[:6] = (node_stand.stamp(8, operation), 8, rounds, rounds + 4096, 4, 8192)
             stand.run(kernels.look_at_boards, wanting.ctypes.data)
             assert (stand.table("SCAN_END")[0], stand.table("VIEW_SLOT_ROWS")[0]) == expected
             assert wanting[:4].tolist() == [int(expected == (0, 0)), 0, 0, 0]
@@ -162,6 +162,11 @@ def listed(exchange: StoreExchange) -> None:
         assert lists[:2].tolist() == [[0, 2, 3, -1, -1, -1, -1, -1], [0, 2, 3, 4, -1, -1, -1, -1]]
         assert stand.table("PASS_READY")[:2].tolist() == [3, 4]
         assert kept.tolist() == [*marks[:4].tolist(), 0, 0, 0, 0]
+        # one list ends where the next begins
+        lists.fill_(-1)
+        stand.run(list_passed, lists.data_ptr(), 2, 0, 0, grid=4, USED=0, BLOCK=8)
+        assert lists.view(-1)[:6].tolist() == [0, 2, 0, 2, -1, -1]
+        assert stand.table("PASS_READY")[:2].tolist() == [2, 2]
 
 
 def _launch_rows(stand: Any, kernel: Any, **given: Any) -> None:

@@ -120,6 +120,8 @@ def forged_board(word: int, value: int) -> ProtocolError:
         (relay.SLOT_ROWS, 1 << 40),
         (relay.SLOT_STRIDE, 1 << 40),
         (relay.ARRIVED, 1 << relay.STAMP_SHIFT | 31),
+        # two slots hold four each
+        (relay.ARRIVED, 1 << relay.STAMP_SHIFT | 9),
     ],
 )
 def test_a_board_that_breaks_the_format_is_refused(word: int, value: int) -> None:

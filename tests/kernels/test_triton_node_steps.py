@@ -74,6 +74,10 @@ def test_a_board_of_another_operation_says_nothing(interpreted: Run) -> None:
         (relay.SLOT_STRIDE, -16),
         (relay.SLOT_STRIDE, 1 << 40),
         (relay.ARRIVED, 10),
+        # two slots hold four each
+        (relay.ARRIVED, 9),
+        # more than the area of rounds can hold of this rank's peers
+        (relay.SLOT_ROWS, 500),
     ],
 )
 def test_a_board_that_breaks_the_format_names_its_forwarder(interpreted: Run, word: int, value: int) -> None:
