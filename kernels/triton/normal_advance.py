@@ -62,7 +62,7 @@ from .normal_blocks import (
     phase_of,
     set_each,
 )
-from .normal_grants import give_grants, take_grants
+from .normal_grants import give_grants, is_owed, take_grants
 from .normal_wait import (
     arrived_each,
     chunks_arrived,
@@ -260,15 +260,20 @@ def blame_peer(
     code: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Fail with a peer that is missing, and what of it: its rows, its grant, or the completion of own writes."""
+    """Fail with a peer that is missing, and what of it: its rows, its grant, or the completion of own writes.
+
+    Somebody, even when nobody is missing any more.
+    """
     channels, stream, phase = channel_count(context), peek(state + W_STREAM), phase_of(state)
     late = live & is_late(context, state, peers, live)
     stuck = live & is_stuck(context, state, peers, live)
     ungranted = stuck & (get_each(context, state, N_GRANT_LEFT, peers, stuck) == 0)
     # the completion of a grant, unless something else is missing; in one place, as in take_grants
-    bad, on = live, tl.zeros_like(peers) + _GRANT
-    got = completed_each(context, state, peers, live, _GRANT, BACKEND)
+    owed = is_owed(context, state, peers, live, BACKEND)
+    bad, on = tl.where(any_of(owed, BACKEND) != 0, owed, live), tl.zeros_like(peers) + _GRANT
     want = get_each(context, state, N_GRANTS_SENT, peers, live)
+    # of a mapped peer nothing completes, nor is anything missing
+    got = tl.minimum(completed_each(context, state, peers, live, _GRANT, BACKEND), want)
     if any_of(stuck, BACKEND) != 0:
         chunks = get_each(context, state, N_CHUNKS_SENT + phase, peers, stuck)
         channel = tl.maximum(first_unfinished(context, state, peers, stuck, stream, chunks, BACKEND), 0)
@@ -329,7 +334,8 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 late = is_late(context, state, peers, live) | is_stuck(context, state, peers, live)
-                # the last look fails when no other has: only the completion of a grant is missing then
+                late = late | is_owed(context, state, peers, live, BACKEND)
+                # the last look fails when no other has: what was missing has come meanwhile
                 if (any_of(live & late, BACKEND) != 0) | (first == 0):
                     blame_peer(context, state, peers, live, code, BACKEND)
         if found == THERE:

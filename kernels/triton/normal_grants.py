@@ -58,7 +58,7 @@ from .normal_wait import (
 from .wait import refuse
 from .words import any_of, int64s, peek, settle
 
-__all__ = ["give_grants", "or_else", "outside", "take_grants"]
+__all__ = ["give_grants", "is_owed", "or_else", "outside", "take_grants"]
 
 _GRANT = tl.constexpr(NORMAL_GRANT)
 _SLOTS, _HEADER = tl.constexpr(GRANT_SLOTS), tl.constexpr(HEADER_BYTES)
@@ -67,6 +67,30 @@ _AT_NUMBER, _AT_ROUND = tl.constexpr(8 * NormalGrant.NUMBER), tl.constexpr(8 * N
 _AT_ROWS, _AT_ROW_OFFSET = tl.constexpr(8 * NormalGrant.ROWS), tl.constexpr(8 * NormalGrant.ROW_OFFSET)
 _AT_META_OFFSET = tl.constexpr(8 * NormalGrant.META_OFFSET)
 _AT_CHUNK_ROWS, _AT_REST = tl.constexpr(8 * NormalGrant.CHUNK_ROWS), tl.constexpr(8 * 7)
+
+
+@triton.jit
+def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """(True for ``live`` peers for whose next grant there is room, its number, rows that are left, rows of a grant)."""
+    turn, slot_rows = (
+        get_each(context, state, N_GRANTED, peers, live),
+        get_each(context, state, N_SLOT_ROWS, peers, live),
+    )
+    first = turn * slot_rows
+    left = get_each(context, state, N_RECV_ROWS, peers, live) - first
+    consumed = get_each(context, state, N_CONSUMED, peers, live)
+    due = live & (left > 0) & ((turn < 2) | (consumed >= first - slot_rows))
+    return due, turn, left, slot_rows
+
+
+@triton.jit
+def is_owed(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """True for ``live`` peers to whom a grant is owed because the last write of its slot has not completed."""
+    due, _, _, _ = _due(context, state, peers, live)
+    given = get_each(context, state, N_GRANTS_SENT, peers, due)
+    return due & (completed_each(context, state, peers, due, _GRANT, BACKEND) < given - _SLOTS + 1)
 
 
 @triton.jit
@@ -80,14 +104,7 @@ def give_grants(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Give the ``live`` peers their next grant where there is room. True for those to whom one is still owed."""
-    turn, slot_rows = (
-        get_each(context, state, N_GRANTED, peers, live),
-        get_each(context, state, N_SLOT_ROWS, peers, live),
-    )
-    first = turn * slot_rows
-    left = get_each(context, state, N_RECV_ROWS, peers, live) - first
-    consumed = get_each(context, state, N_CONSUMED, peers, live)
-    due = live & (left > 0) & ((turn < 2) | (consumed >= first - slot_rows))
+    due, turn, left, slot_rows = _due(context, state, peers, live)
     given = get_each(context, state, N_GRANTS_SENT, peers, live)
     # the peer has read the grant of four before, since rows of later ones have arrived; its write may still be repeated
     chosen = due & (completed_each(context, state, peers, due, _GRANT, BACKEND) >= given - _SLOTS + 1)

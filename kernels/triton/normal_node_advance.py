@@ -63,7 +63,7 @@ from .normal_blocks import (
 )
 from .normal_forward import is_done, lagging, note_taken, say_taken, show, view
 from .normal_gather import batch_of, choose_laid_out, choose_sums, lacking, say_freed, say_offered
-from .normal_grants import give_grants, take_grants
+from .normal_grants import give_grants, is_owed, take_grants
 from .normal_nodes import blame_of, forwarder, is_far, is_rail
 from .normal_wait import released
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, turn_over
@@ -349,7 +349,8 @@ def _give_up(
         linked = live & ((is_far(context, state, peers) == 0) | is_rail(context, state, peers))
         _blame_node(context, state, counts, peers, live, code, COMBINE, BACKEND)
         late = linked & (is_late(context, state, peers, linked) | is_stuck(context, state, peers, linked))
-        # the last look fails when no other has: only the completion of a grant is missing then
+        late = late | is_owed(context, state, peers, linked, BACKEND)
+        # the last look fails when no other has: what was missing has come meanwhile
         if (any_of(late, BACKEND) != 0) | (first == 0):
             blame_peer(context, state, peers, linked, code, BACKEND)
 

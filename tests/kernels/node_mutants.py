@@ -167,6 +167,18 @@ NODE_MUTANTS = {
         "wrong += (marked & (part >= tl.where(own, known, _EVERY)) & (not HOST_REMOVED)).to(tl.int32)\n",
         _STEPS + "test_a_source_that_marks_more_rows_than_it_told_of_is_named",
     ),
+    "who keeps a grant waiting is named": Mutant(
+        "kernels/triton/normal_advance.py",
+        "    bad, on = tl.where(any_of(owed, BACKEND) != 0, owed, live),",
+        "    bad, on = tl.where((any_of(owed, BACKEND) != 0) & (not HOST_REMOVED), owed, live),",
+        _STEPS + "test_who_keeps_a_grant_waiting_is_named[True-4]",
+    ),
+    "who keeps a grant waiting is looked for among all ranks": Mutant(
+        "kernels/triton/normal_node_advance.py",
+        "        late = late | is_owed(context, state, peers, linked, BACKEND)\n",
+        "        late = late | (is_owed(context, state, peers, linked, BACKEND) & (not HOST_REMOVED))\n",
+        _STEPS + "test_who_keeps_a_grant_waiting_is_named[True-2]",
+    ),
     "only rail peers tell of rows to be handed on": Mutant(
         "kernels/triton/normal_notify.py",
         "        bad = same & ((rail_rows < 0) | (rail_rows > most))\n",

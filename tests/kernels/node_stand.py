@@ -113,13 +113,26 @@ class Stand:
         shared = {name: value for name, value in names.items() if name in kernel.arg_names}
         Launch(kernel, (grid,), (*self.addresses, *arguments), {**shared, **constants}).run()
 
+    def hold(self, peer: int) -> None:
+        """``peer`` is reached through proxies from now on, which complete nothing."""
+        self._nothing = np.zeros(1, dtype=np.int64)
+        words = self._context
+        (ctypes.c_int64 * self.ranks).from_address(words[ctx.PEER_WINDOW])[peer] = 0
+        completed = (ctypes.c_int64 * (self.ranks * STREAMS)).from_address(words[ctx.COMPLETED])
+        completed[peer * STREAMS : (peer + 1) * STREAMS] = [self._nothing.ctypes.data] * STREAMS
+
+    def expire(self) -> None:
+        """From now on the time of every wait is over at its first turn."""
+        self._context[ctx.LIMIT] = 0
+
+    @property
+    def _context(self) -> ctypes.Array[ctypes.c_int64]:
+        return (ctypes.c_int64 * ctx.CONTEXT_WORDS).from_address(self.space.context)
+
     @property
     def failure(self) -> tuple[int, int]:
         """(code, peer) that a kernel has reported; code 0: none."""
-        report = int(
-            np.ctypeslib.as_array((ctypes.c_int64 * ctx.CONTEXT_WORDS).from_address(self.space.context))[ctx.REPORT]
-        )
-        words = (ctypes.c_int64 * ctx.ERROR_WORDS).from_address(report)
+        words = (ctypes.c_int64 * ctx.ERROR_WORDS).from_address(self._context[ctx.REPORT])
         return words[ctx.ERROR_CODE], words[ctx.ERROR_PEER]
 
 

@@ -211,6 +211,28 @@ def passed_rows(exchange: StoreExchange, wrong: int) -> tuple[list[list[int]], i
         return idx[1:].tolist(), int(stand.words[BAD_PEER]) - 1
 
 
+def owed(exchange: StoreExchange, nodes: bool, lanes: int) -> tuple[int, int]:
+    """Rank 1 owes its rail peer, rank 3, a grant and waits for the completion of the one in whose slot it is written;
+    nothing else is missing. Whom it names when the time is over: (code, peer)."""
+    node_stand, _ = _modules()
+    from uccl_ep_serving.kernels.triton.normal_advance import advance
+    from uccl_ep_serving.kernels.triton.normal_blocks import TURN
+    from uccl_ep_serving.kernels.triton.normal_node_advance import advance_nodes
+
+    with node_stand.standing(1) as stand:
+        stand.hold(3)
+        stand.words[TURN] = 0
+        stand.set(3, RECV_ROWS=20, SLOT_ROWS=4, SLOT_STRIDE=4096, CHUNK_ROWS=4, GRANTED=2, GRANTS_SENT=GRANT_SLOTS)
+        # this rank misses no row itself, and has kept all marks
+        stand.set(3, CONSUMED=4, SHOWN=1, SCAN_END=20)
+        stand.expire()
+        if nodes:
+            stand.run(advance_nodes, 0, COMBINE=False, PATIENCE=0, LANES=lanes)
+        else:
+            stand.run(advance, LANES=lanes)
+        return stand.failure
+
+
 # -- a combine ----------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,13 @@ def test_ids_that_the_node_has_not_name_their_source(interpreted: Run, wrong: in
     assert interpreted(bodies.passed_rows, wrong) == ([[-1, 0], [1, -1]], blamed)
 
 
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("nodes", [False, True])
+def test_who_keeps_a_grant_waiting_is_named(interpreted: Run, nodes: bool, lanes: int) -> None:
+    """Not the first of the ranks, nor one of the first that are looked at together."""
+    assert interpreted(bodies.owed, nodes, lanes) == (ctx.FAILURE_PEER_TIMEOUT, 3)
+
+
 def test_rows_are_laid_out_only_where_the_forwarder_has_read(interpreted: Run) -> None:
     interpreted(bodies.room)
 
