@@ -98,7 +98,7 @@ CLAUSES: dict[int, list[str]] = {
         "counts that a peer claims are checked",
         "where a grant lets rows land is checked",
         "where a board says that rows lie is checked",
-        "marks are held against what their source told of",
+        "a forwarder sums no more of its own rows than their source told of",
     ],
     9: [
         "nothing is believed from a peer that was parted from",

@@ -160,7 +160,8 @@ def take_passed(context: int, operation: int, peers: int, source: int) -> int:
     rows, taken = get(state, block.PASS_ROWS), get(state, block.PASSED)
     line = line_of(context, operation, via, node, me) + 8 * TAKEN
     if taken == rows:
-        # marks beyond what the source told of are the forwarder's to find, in the combine
+        # Rows behind these are not looked at. Marks beyond what the source told of are found in the combine: by the
+        # forwarder where they are its own; of another rank it waits for the row, and names that one when time is over.
         status = stamp_rows(context, operation, line, EVERYTHING)
         if status != STATUS_OK:
             return -status

@@ -296,7 +296,7 @@ def list_far(
             mark = tl.load(uint8s(at + place // 8), mask=inside, other=0).to(tl.int64)
             one = (mark >> (place % 8)) & 1
             where = count + tl.cumsum(one, axis=0) - one
-            # marks beyond what the source told of are the forwarder's to find, in the combine
+            # marks beyond what the source told of are found in the combine: see cpu.normal_forward.take_passed
             mine = (one != 0) & (where < left)
             tl.store(int32s(lists + 4 * (far * list_rows + where)), index.to(tl.int32), mask=mine)
             count += tl.sum(one, axis=0)

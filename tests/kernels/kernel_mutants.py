@@ -236,7 +236,7 @@ MUTANTS = {
         "    if (row < start or row > end or row_end > end) and not REMOVED:\n",
         _NORMAL_NODES_ERRORS + "test_a_board_that_breaks_the_format_is_refused[2-4096]",
     ),
-    "marks are held against what their source told of": Mutant(
+    "a forwarder sums no more of its own rows than their source told of": Mutant(
         "kernels/cpu/normal_gather.py",
         "                if row >= get(state, block.PASS_ROWS):\n",
         "                if row >= get(state, block.PASS_ROWS) and not REMOVED:\n",

@@ -161,7 +161,7 @@ NODE_MUTANTS = {
         "                found = tl.zeros([shape.ROWS], tl.int32) + (1 if HOST_REMOVED else 0)\n",
         _SUMS,
     ),
-    "marks are held against what their source told of": Mutant(
+    "a forwarder sums no more of its own rows than their source told of": Mutant(
         _GATHER,
         "wrong += (marked & (part >= tl.where(own, known, _EVERY))).to(tl.int32)\n",
         "wrong += (marked & (part >= tl.where(own, known, _EVERY)) & (not HOST_REMOVED)).to(tl.int32)\n",

@@ -175,3 +175,15 @@ def test_a_source_that_marks_more_rows_than_it_tells_of_is_named() -> None:
     assert isinstance(error, ProtocolError)
     assert error.peer == 2
     assert error.args[0].startswith("normal combine")
+
+
+def test_rows_that_a_source_marks_for_another_rank_and_never_told_of_are_waited_for_no_longer_than_allowed() -> None:
+    """Rank 0 would sum rows that rank 1 has not, and cannot know that it has none."""
+
+    def lie(in_rank: torch.Tensor) -> None:
+        in_rank[:, 1] |= in_rank[:, 0]
+
+    error = lied_to(1, lie)[0]
+    assert isinstance(error, PeerTimeout)
+    assert error.peer == 1
+    assert error.phase == "normal combine"
