@@ -99,7 +99,7 @@ def machine() -> dict[str, Any]:
     import torch
     import triton
 
-    from uccl_ep_serving.cli.bench_machine import describe
+    from uccl_ep_serving.bench.machine import describe
 
     found = {**describe(), "triton": triton.__version__}
     # a copy of the sources has no git

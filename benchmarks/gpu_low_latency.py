@@ -100,7 +100,7 @@ def alone(exchange: Any, tokens: int) -> tuple[Any, Any, Any]:
     import ll_cases
     import torch
 
-    from uccl_ep_serving.reference import calc_diff, dequantise_fp8
+    from uccl_ep_serving.oracle import calc_diff, dequantise_fp8
 
     share_the_cores(1)
     case = ll_cases.Case(
@@ -159,7 +159,7 @@ def replay_microseconds(step: Callable[[], Any], turns: int = 200) -> dict[str, 
     """Of a replay of a graph that holds ``step``, as events of the stream have it."""
     import torch
 
-    from uccl_ep_serving.cli.bench_statistics import summary
+    from uccl_ep_serving.bench.statistics import summary
 
     for _ in range(5):
         step()
@@ -238,7 +238,7 @@ def publish(exchange: Any, turns: int) -> dict[str, Any]:
     import ll_cases
     import torch
 
-    from uccl_ep_serving.cli.bench_statistics import summary
+    from uccl_ep_serving.bench.statistics import summary
     from uccl_ep_serving.protocol.ring import HEAD, TAIL
 
     case = ll_cases.Case(ranks=exchange.size, experts=8 * exchange.size)

@@ -75,7 +75,7 @@ def together(exchange: Any, steps: dict[str, Callable[[], Any]], shape: Shape) -
 
 def figures(samples: dict[str, list[float]], nbytes: dict[str, int]) -> dict[str, Any]:
     """Of each step: microseconds, GB/s of ``nbytes``, and the share of the speed of a copy of as many bytes."""
-    from uccl_ep_serving.cli.bench_statistics import ratios, summary
+    from uccl_ep_serving.bench.statistics import ratios, summary
 
     found = {}
     for name, size in nbytes.items():

@@ -83,7 +83,7 @@ def merged(before: dict[str, Any], logs: Path, mps: bool, stamp: dict[str, str])
 
 
 def main() -> None:
-    from uccl_ep_serving.cli.bench_machine import describe
+    from uccl_ep_serving.bench.machine import describe
 
     logs, target = map(Path, sys.argv[1:])
     commit = describe()["commit"] or os.environ.get("COMMIT", "")

@@ -25,9 +25,9 @@ sys.path[:0] = [str(_TESTS / name) for name in ("rdma/provider", "rdma", "proxy"
 import provider_srd as nic  # noqa: E402
 from efa_group import EfaGroup  # noqa: E402
 
-from uccl_ep_serving.cli.bench_machine import describe  # noqa: E402
+from uccl_ep_serving.bench.machine import describe  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
-from uccl_ep_serving.low_latency import LowLatency  # noqa: E402
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency  # noqa: E402
 from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
 
 __all__ = ["count", "markdown", "measure"]

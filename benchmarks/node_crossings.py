@@ -29,11 +29,11 @@ sys.path[:0] = [str(_TESTS / "kernels")]
 
 from fake_ranks import FakeGroup  # noqa: E402
 
+from uccl_ep_serving.bench.card import Card  # noqa: E402
+from uccl_ep_serving.bench.machine import describe  # noqa: E402
 from uccl_ep_serving.cli.bench import run_standalone  # noqa: E402
-from uccl_ep_serving.cli.bench_card import Card  # noqa: E402
-from uccl_ep_serving.cli.bench_machine import describe  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
-from uccl_ep_serving.normal import Normal  # noqa: E402
+from uccl_ep_serving.modes.normal_cpu import Normal  # noqa: E402
 from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
 
 __all__ = ["count", "latency", "markdown", "measure"]

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from stub_transport import SLOTS, Stub
 
+from uccl_ep_serving.bench.card import PATHS
+from uccl_ep_serving.bench.launch import run_ranks
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.statistics import summary
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.cli.bench_card import PATHS
-from uccl_ep_serving.cli.bench_launch import run_ranks
-from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_statistics import summary
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.native.atomics import load64, pause, poke, store64
 from uccl_ep_serving.native.calls import monotonic_ns

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from twins import compile_twin, figures, markdown, result
 
-from uccl_ep_serving.cli.bench_machine import describe
+from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek, poke
 from uccl_ep_serving.native.calls import call1, call8
 from uccl_ep_serving.native.jit import c_function, compiled

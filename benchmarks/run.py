@@ -28,12 +28,12 @@ import roce_posting
 import twins
 import vllm_serving
 
+from uccl_ep_serving.bench.card import Card, load_cards
+from uccl_ep_serving.bench.launch import RankFailed
+from uccl_ep_serving.bench.peers import mpi_missing
+from uccl_ep_serving.bench.report import markdown, markdown_table, plot
+from uccl_ep_serving.bench.target import load_targets, missed_reasons, target_rows
 from uccl_ep_serving.cli.bench import run_standalone
-from uccl_ep_serving.cli.bench_card import Card, load_cards
-from uccl_ep_serving.cli.bench_launch import RankFailed
-from uccl_ep_serving.cli.bench_peers import mpi_missing
-from uccl_ep_serving.cli.bench_report import markdown, markdown_table, plot
-from uccl_ep_serving.cli.bench_target import load_targets, missed_reasons, target_rows
 from uccl_ep_serving.errors import UcclEpError
 
 HERE = Path(__file__).resolve().parent

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_statistics import ratios, summary
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.statistics import ratios, summary
 
 __all__ = ["compile_twin", "figures", "markdown", "result"]
 

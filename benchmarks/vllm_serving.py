@@ -12,7 +12,7 @@ that a ratio compares what was measured seconds apart. Of each load it takes
   there, waiting for the other rank included.
 
 ``allgather_reducescatter`` is vLLM's default. Its CPU communicator lacks two collectives, which
-``uccl_ep_serving/engines/vllm_cpu/hooks.py`` supplies over gloo, for tests only; its figure says what that costs, not
+``uccl_ep_serving/demo/vllm_cpu/hooks.py`` supplies over gloo, for tests only; its figure says what that costs, not
 what vLLM does on a GPU. Experts are the same torch code everywhere.
 
 Five minutes on two cores, and about 16 GiB of memory. It writes ``results/vllm_serving.json`` and its part of
@@ -39,11 +39,11 @@ from typing import Any
 
 import psutil
 
-from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_report import markdown_table
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_server import DemoServer
-from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.report import markdown_table
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.server import DemoServer
+from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
 HERE = Path(__file__).resolve().parent
 MODEL = "qwen3-moe"

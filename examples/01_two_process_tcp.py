@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.kernels.cpu.publish import put_write
 from uccl_ep_serving.kernels.cpu.wait import wait_arrived
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.layout import PAGE, NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.streams import NORMAL_DISPATCH, STREAMS
 from uccl_ep_serving.proxy.service import ProxyService

@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from ..background import start_thread
 from ..config import Settings
 from ..errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError, UcclEpError
+from ..native.background import start_thread
 from ..native.failure import set_failure
 from ..protocol.command import HIGH, LOW, UNIT
 from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL, FAILURE_PROXY_DIED

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from uccl_ep_serving.bootstrap import Introduction, introduce
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.control_plane.bootstrap import Introduction, introduce
+from uccl_ep_serving.control_plane.mesh import ControlMesh
 
 
 class ThreadExchange:

@@ -120,7 +120,7 @@ OTHERS = [
     (
         4,
         "every Buffer, and every generation of its window, has connections of its own",
-        "uccl_ep_serving/plane_builder.py: PlaneBuilder",
+        "uccl_ep_serving/data_plane/build.py: PlaneBuilder",
         "tests/proxy/test_tcp_connect.py: test_another_group_is_named",
     ),
     (
@@ -138,7 +138,7 @@ OTHERS = [
     (
         9,
         "closing waits, bounded, for the others before memory is unmapped",
-        "uccl_ep_serving/runtime.py: close",
+        "uccl_ep_serving/data_plane/runtime.py: close",
         "tests/system/test_life.py: test_a_rank_that_leaves_alone_leaves_nothing_behind",
     ),
     (

@@ -16,16 +16,16 @@ import pytest
 import torch
 from source_tree import ROOT
 
-from uccl_ep_serving.cli import bench_report
+from uccl_ep_serving.bench import report as bench_report
+from uccl_ep_serving.bench.card import Card, load_cards
+from uccl_ep_serving.bench.launch import RankFailed, free_port, launched_by, run_ranks
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.peers import mpi_launcher, why_not
+from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData, compare
+from uccl_ep_serving.bench.statistics import all_ratios, ratios, summary
+from uccl_ep_serving.bench.target import Target, load_targets, missed_reasons, target_rows
+from uccl_ep_serving.bench.wire import per_token_expert
 from uccl_ep_serving.cli.bench import run_standalone
-from uccl_ep_serving.cli.bench_card import Card, load_cards
-from uccl_ep_serving.cli.bench_launch import RankFailed, free_port, launched_by, run_ranks
-from uccl_ep_serving.cli.bench_machine import describe
-from uccl_ep_serving.cli.bench_peers import mpi_launcher, why_not
-from uccl_ep_serving.cli.bench_problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData, compare
-from uccl_ep_serving.cli.bench_statistics import all_ratios, ratios, summary
-from uccl_ep_serving.cli.bench_target import Target, load_targets, missed_reasons, target_rows
-from uccl_ep_serving.cli.bench_wire import per_token_expert
 from uccl_ep_serving.errors import ConfigError
 
 TINY = {"tokens": 16, "hidden": 256, "experts": 8, "topk": 4, "iterations": 2, "warmup": 1}
@@ -186,7 +186,7 @@ class TestLaunch:
     def test_what_cannot_run_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
         one = card()
         assert why_not("gloo", one) == ""
-        monkeypatch.setattr("uccl_ep_serving.cli.bench_peers.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("uccl_ep_serving.bench.peers.importlib.util.find_spec", lambda name: None)
         assert why_not("mpi", one) == "mpi4py is not installed"
         assert why_not("deepep", one) == "deep_ep is not installed"
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -226,7 +226,7 @@ class TestMachine:
         git("add", "--all")
         git("commit", "--quiet", "--message", "all")
         spec = importlib.util.spec_from_file_location("uccl_ep_serving", package / "__init__.py")
-        monkeypatch.setattr("uccl_ep_serving.cli.bench_machine.importlib.util.find_spec", lambda name: spec)
+        monkeypatch.setattr("uccl_ep_serving.bench.machine.importlib.util.find_spec", lambda name: spec)
         commit = git("rev-parse", "--short=12", "HEAD")
         assert describe()["commit"] == commit
         (results / "a.json").write_text("2")
@@ -295,7 +295,7 @@ class TestReport:
         assert "shm: UCCL_EP_TRANSPORT=shm\n" in "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
     def test_a_plot_without_matplotlib_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("uccl_ep_serving.cli.bench_report.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("uccl_ep_serving.bench.report.importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="pip install matplotlib"):
             bench_report.require_matplotlib()
 
@@ -332,10 +332,10 @@ BROKEN = """
 import sys, types
 import torch, torch.distributed as dist
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.cli.bench_card import Card
-from uccl_ep_serving.cli.bench_peers import open_peer
-from uccl_ep_serving.cli.bench_problem import FlatProblem, LowLatencyProblem, Routing, WrongData
-from uccl_ep_serving.cli.bench_rank import run_card
+from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.peers import open_peer
+from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, Routing, WrongData
+from uccl_ep_serving.bench.rank import run_card
 
 dist.init_process_group("gloo")
 TINY = dict(tokens=16, hidden=256, experts=8, topk=4, iterations=2, warmup=0)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from control_threads import ThreadExchange, in_threads, joined
 
-from uccl_ep_serving.absences import Absences, Verdict
-from uccl_ep_serving.control import ControlMesh
-from uccl_ep_serving.control_frames import ANSWER, GAVE_UP, send_frame
+from uccl_ep_serving.control_plane.failures import Absences, Verdict
+from uccl_ep_serving.control_plane.frames import ANSWER, GAVE_UP, send_frame
+from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, TransportError
 
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from control_threads import ThreadExchange, in_threads
 
-from uccl_ep_serving import bootstrap
-from uccl_ep_serving.bootstrap import StoreExchange, TorchExchange, introduce, local_host
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane import bootstrap
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange, TorchExchange, introduce, local_host
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.protocol.message import FORMAT_VERSION
 

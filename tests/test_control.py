@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from control_threads import ThreadExchange, in_threads, joined
 
-from uccl_ep_serving.control import CLOSE
+from uccl_ep_serving.control_plane.mesh import CLOSE
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from control_threads import ThreadExchange, in_threads, joined
 
-from uccl_ep_serving.control_frames import GATHER, GAVE_UP, send_frame
+from uccl_ep_serving.control_plane.frames import GATHER, GAVE_UP, send_frame
 from uccl_ep_serving.errors import PeerTimeout
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from control_threads import ThreadExchange, in_threads, introduced, joined
 
-from uccl_ep_serving.bootstrap import Introduction
+from uccl_ep_serving.control_plane.bootstrap import Introduction
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 
 

@@ -9,14 +9,16 @@ import pytest
 import torch
 from device_model import Device, install
 
-from uccl_ep_serving import device_ground, device_session, normal_device_session
-from uccl_ep_serving.device_ground import DeviceGround
-from uccl_ep_serving.device_session import DeviceSession
-from uccl_ep_serving.low_latency_arguments import dispatch_coding
-from uccl_ep_serving.normal_device_session import DeviceNormalSession
+from uccl_ep_serving.gpu import context as device_ground
+from uccl_ep_serving.gpu.context import DeviceGround
+from uccl_ep_serving.modes import low_latency_gpu_session as device_session
+from uccl_ep_serving.modes import normal_gpu_session as normal_device_session
+from uccl_ep_serving.modes.low_latency_arguments import dispatch_coding
+from uccl_ep_serving.modes.low_latency_gpu_session import DeviceSession
+from uccl_ep_serving.modes.normal_gpu_session import DeviceNormalSession
+from uccl_ep_serving.modes.row_format import RowFormat
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, NormalNotify
-from uccl_ep_serving.row_format import RowFormat
 
 OURS, CURRENT = torch.device("cuda", 1), torch.device("cuda", 0)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from device_model import Device, Event, Stream, Tensor, begin_capture, install
 
-from uccl_ep_serving.device_lane import StreamLane
-from uccl_ep_serving.device_launch import InFlight, launch
 from uccl_ep_serving.errors import ConfigError, UcclEpError
+from uccl_ep_serving.gpu.launch import InFlight, launch
+from uccl_ep_serving.gpu.streams import StreamLane
 from uccl_ep_serving.handles import EventOverlap
 
 GPU = torch.device("cuda", 0)

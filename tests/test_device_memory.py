@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from uccl_ep_serving import device_memory
-from uccl_ep_serving.device_memory import CudaMemory, HipMemory, InterpretedMemory
-from uccl_ep_serving.device_space import _HostPages, _merged
 from uccl_ep_serving.errors import ConfigError, TransportError
+from uccl_ep_serving.gpu import memory as device_memory
+from uccl_ep_serving.gpu.memory import CudaMemory, HipMemory, InterpretedMemory
+from uccl_ep_serving.gpu.window import _HostPages, _merged
 from uccl_ep_serving.native.pages import own_pages
 
 GPU = torch.device("cuda", 0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_serving.device_memory import InterpretedMemory
-from uccl_ep_serving.device_space import DeviceWindow
 from uccl_ep_serving.errors import TransportError
+from uccl_ep_serving.gpu.memory import InterpretedMemory
+from uccl_ep_serving.gpu.window import DeviceWindow
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
 RANKS = 3

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from uccl_ep_serving import data_plane
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.data_plane import DataPlane
+from uccl_ep_serving.data_plane import plane as data_plane
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.plane import DataPlane
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import TransportError, UcclEpError
-from uccl_ep_serving.kernel_space import KernelSpace
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.native.failure import warm
 from uccl_ep_serving.protocol.context import STATUS_PENDING
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
+from uccl_ep_serving.data_plane.segments import HeapAllocator, Segment
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.memory import HeapAllocator, Segment
 
 
 def test_segment_is_shared_and_has_no_name() -> None:

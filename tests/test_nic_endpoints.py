@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.nics import HostNics, nic_transports
+from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.nic_endpoints import HostNics, nic_transports
 from uccl_ep_serving.proxy.transport import roce
 from uccl_ep_serving.proxy.transport.select import Offer
-from uccl_ep_serving.topology import Nic, Topology
 
 
 def nic(name: str, active: bool = True) -> Nic:

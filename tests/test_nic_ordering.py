@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from uccl_ep_serving import device_ground
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.device_ground import DeviceGround
-from uccl_ep_serving.device_lane import HostLane
+from uccl_ep_serving.gpu import context as device_ground
+from uccl_ep_serving.gpu.context import DeviceGround
+from uccl_ep_serving.gpu.streams import HostLane
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.nodes import equal_nodes, on_one_node
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.nodes import equal_nodes, on_one_node
 from uccl_ep_serving.proxy.transport.select import DIRECT, SHM, TCP, choose
 
 

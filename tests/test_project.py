@@ -20,7 +20,7 @@ from uccl_ep_serving.engines.versions import Standing, look_up
 
 # Commands may end their own process. The CPU shims run only in servers that the demo or a test starts: SGLang logs a
 # failing plugin and goes on, so that leaving is the only way not to serve with half of them.
-MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|engines/(sglang|vllm)_cpu/__init__|.*/__main__)\.py")
+MAY_EXIT = re.compile(r"uccl_ep_serving/(cli/\w+|(demo|bench)/\w+|demo/(sglang|vllm)_cpu/__init__|.*/__main__)\.py")
 
 # names that say nothing about what a file holds
 VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
@@ -82,7 +82,7 @@ class TestLayout:
         place = "uccl_ep_serving.proxy.transport."
         present = {stem: {place + path.stem for path in ROOT.glob(f"proxy/transport/{stem}*.py")} for stem in NICS}
         assert set(contract["protected_modules"]) == present["verbs"]
-        assert set(contract["allowed_importers"]) == {"uccl_ep_serving.nic_endpoints"}.union(*present.values())
+        assert set(contract["allowed_importers"]) == {"uccl_ep_serving.data_plane.nics"}.union(*present.values())
 
 
 class TestRequirements:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from uccl_ep_serving.spare_turns import SpareTurns
+from uccl_ep_serving.gpu.spare_turns import SpareTurns
 
 
 def test_none_while_nothing_was_late() -> None:

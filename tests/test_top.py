@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from uccl_ep_serving.cli import top
 from uccl_ep_serving.cli.main import app
-from uccl_ep_serving.live import LiveServer, serving_processes
+from uccl_ep_serving.stats import LiveServer, serving_processes
 
 
 def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:

@@ -15,21 +15,21 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from .bootstrap import Exchange, TorchExchange, refusing
 from .buffer_config import Config, check_config, check_num_sms, default_config, low_latency_size_hint
 from .config import Settings
-from .device_ground import DeviceGround
+from .control_plane.bootstrap import Exchange, TorchExchange, refusing
+from .data_plane.nics import nic_transports
+from .data_plane.runtime import Runtime
 from .errors import ConfigError
+from .gpu.context import DeviceGround
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import low_latency_kernels, normal_kernels
-from .low_latency import LowLatency
-from .low_latency_device import DeviceLowLatency
-from .nic_endpoints import nic_transports
-from .normal import Normal
-from .normal_device import DeviceNormal
-from .normal_inputs import check_integer
+from .modes.low_latency_cpu import LowLatency
+from .modes.low_latency_gpu import DeviceLowLatency
+from .modes.normal_arguments import check_integer
+from .modes.normal_cpu import Normal
+from .modes.normal_gpu import DeviceNormal
 from .proxy.warm import warm as warm_proxies
-from .runtime import Runtime
 
 __all__ = ["Buffer", "Config"]
 

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, fields
 
 from .errors import ConfigError
-from .normal_inputs import check_integer
+from .modes.normal_arguments import check_integer
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .reference import calc_diff
+from .oracle import calc_diff
 
 __all__ = ["Delivered", "calc_diff", "combine", "combine_weights", "deliver", "in_rank"]
 

@@ -1,8 +1,9 @@
 """Which rail a stream takes: the rule that both ends of a stream follow without talking.
 
 A rank's *rails* are its NICs, in an order of their own on each host; rail i of one rank talks to rail i of another (see
-:mod:`uccl_ep_serving.rails`). Channels of a peer are spread over the rails, and so are peers: with one channel, a rank
-that writes to many peers still keeps all its NICs busy. Credits take the rail of the stream they credit.
+:mod:`uccl_ep_serving.data_plane.rails`). Channels of a peer are spread over the rails, and so are peers: with one
+channel, a rank that writes to many peers still keeps all its NICs busy. Credits take the rail of the stream they
+credit.
 """
 
 from __future__ import annotations

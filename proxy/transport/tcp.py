@@ -1,9 +1,9 @@
 """``tcp``: one-sided writes as frames over several TCP connections per peer. Control path of the endpoint.
 
-The pieces: :mod:`.tcp_connect` finds the peers, :mod:`uccl_ep_serving.handshake` proves who they are, :mod:`.tcp_data`
-moves frames, :mod:`.tcp_state` is the memory it works on, and :mod:`uccl_ep_serving.protocol.frame` says what is on the
-wire. The job's secret authenticates connections; what travels over them is neither encrypted nor signed, so the network
-between the hosts of a job must be trusted not to alter traffic, as RDMA networks are.
+The pieces: :mod:`.tcp_connect` finds the peers, :mod:`uccl_ep_serving.protocol.handshake` proves who they are,
+:mod:`.tcp_data` moves frames, :mod:`.tcp_state` is the memory it works on, and :mod:`uccl_ep_serving.protocol.frame`
+says what is on the wire. The job's secret authenticates connections; what travels over them is neither encrypted nor
+signed, so the network between the hosts of a job must be trusted not to alter traffic, as RDMA networks are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...config import Settings
 from ...errors import BootstrapError, ConfigError
-from ...handshake import Identity
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import decode_address, encode_address
+from ...protocol.handshake import Identity
 from ...protocol.imm import IMM
 from .base import Capabilities, DataPath
 from .refused import refused

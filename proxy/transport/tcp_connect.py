@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import BootstrapError, TransportError
-from ...handshake import Identity, Refused, Talk, accept, connect, tune
 from ...protocol.frame import Verdict
+from ...protocol.handshake import Identity, Refused, Talk, accept, connect, tune
 from .refused import NO_DESCRIPTORS, refused
 
 __all__ = ["meet"]

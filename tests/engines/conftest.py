@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from fork_server import ensure_fork_server, stop_fork_server
 
-from uccl_ep_serving.engines import sglang_cpu, vllm_cpu
+from uccl_ep_serving.demo import sglang_cpu, vllm_cpu
 
 Result = TypeVar("Result")
 InEngine = Callable[..., Any]

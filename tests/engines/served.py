@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 
-from uccl_ep_serving.cli import demo_supervisor
-from uccl_ep_serving.cli.demo_client import Answer, compare
-from uccl_ep_serving.cli.demo_report import reduced_rows
-from uccl_ep_serving.cli.demo_run import EXACT
-from uccl_ep_serving.cli.demo_server import DemoServer, ServerLaunch
+from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo.client import Answer, compare
+from uccl_ep_serving.demo.report import reduced_rows
+from uccl_ep_serving.demo.run import EXACT
+from uccl_ep_serving.demo.server import DemoServer, ServerLaunch
 
 #: With ``UCCL_EP_DIRECT=0`` every remote row goes through rings, proxies and a transport, as if each rank were a node
 #: of its own.

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from uccl_ep_serving.cli import demo_supervisor
+from uccl_ep_serving.demo import supervisor as demo_supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 from uccl_ep_serving.cli import demo
-from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, compare
-from uccl_ep_serving.cli.demo_report import reduced_rows, traffic_tables
-from uccl_ep_serving.cli.demo_run import Run, check_equal, check_traffic
-from uccl_ep_serving.cli.demo_server import Launch
-from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
+from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
+from uccl_ep_serving.demo.client import Answer, compare
+from uccl_ep_serving.demo.report import reduced_rows, traffic_tables
+from uccl_ep_serving.demo.run import Run, check_equal, check_traffic
+from uccl_ep_serving.demo.server import Launch
+from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep_serving.cli.demo_server import free_port, port_is_free
+from uccl_ep_serving.demo.server import free_port, port_is_free
 
 pytestmark = pytest.mark.engine
 
@@ -100,7 +100,7 @@ def test_interrupted_in_source_text_that_is_executed(tmp_path: Path, name: str) 
     """As in an import: CPython would end by SIGINT, not with the status, if the exception were a KeyboardInterrupt."""
     (tmp_path / "interrupted.py").write_text(
         "import signal\n"
-        "from uccl_ep_serving.cli.demo_run import serve_and_leave_nothing\n"
+        "from uccl_ep_serving.demo.run import serve_and_leave_nothing\n"
         f"source = 'signal.raise_signal(signal.{name})'\n"
         "serve_and_leave_nothing('json', 'JSON', 'demo', 0, 1.0, lambda run: exec(source))\n"
     )

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep_serving.cli import demo_supervisor
-from uccl_ep_serving.cli.demo_remains import new_run_directory, sweep
+from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo.remains import new_run_directory, sweep
 
 # a demo and its guardian, as far as the run directory is concerned; the "server" makes a file as SGLang does
 DEMO = """
 import json, subprocess, sys, time
 from uccl_ep_serving.cli import demo_supervisor
-from uccl_ep_serving.cli.demo_remains import new_run_directory
+from uccl_ep_serving.demo.remains import new_run_directory
 directory = new_run_directory()
 server = "import sys, time; open(sys.argv[1], 'w').write('x'); time.sleep(100)"
 spec = {
@@ -83,7 +83,7 @@ def test_both_killed_at_once(left: Path) -> None:
 
 
 def test_demo_killed_before_it_has_a_guardian(tmp_path: Path) -> None:
-    code = "from uccl_ep_serving.cli.demo_remains import new_run_directory; print(new_run_directory())"
+    code = "from uccl_ep_serving.demo.remains import new_run_directory; print(new_run_directory())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     directory = done.stdout.strip()
     assert Path(directory).parent == tmp_path

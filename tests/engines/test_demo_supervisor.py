@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from uccl_ep_serving.cli import demo_supervisor
-from uccl_ep_serving.cli.demo_server import DemoServer, Launch, ServerFailed, without_interrupts
+from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo.server import DemoServer, Launch, ServerFailed, without_interrupts
 
 # stands for SGLang: a worker of its own session (a process-group kill would miss it), a segment, no exit handler
 SERVER = """
@@ -195,7 +195,7 @@ def test_interrupted_while_the_guardian_starts(tmp_path: Path) -> None:
 KEEP = """
 import sys
 from pathlib import Path
-from uccl_ep_serving.cli.demo_server import DemoServer, Launch
+from uccl_ep_serving.demo.server import DemoServer, Launch
 
 class Sleeper(Launch):
     def command(self, model, port):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from uccl_ep_serving.engines import sglang_cpu
-from uccl_ep_serving.engines.sglang_cpu import experts, sgl_kernel_stub
+from uccl_ep_serving.demo import sglang_cpu
+from uccl_ep_serving.demo.sglang_cpu import experts, sgl_kernel_stub
 from uccl_ep_serving.errors import ConfigError
 
 LOCAL, HIDDEN, INNER = 3, 256, 64
@@ -109,7 +109,7 @@ def test_nothing_is_active_without_the_startup_directory(monkeypatch: pytest.Mon
     monkeypatch.delenv(sglang_cpu.SWITCH, raising=False)
     before = set(sys.modules)
     sglang_cpu.register()
-    assert "uccl_ep_serving.engines.sglang_cpu.hooks" not in set(sys.modules) - before
+    assert "uccl_ep_serving.demo.sglang_cpu.hooks" not in set(sys.modules) - before
 
 
 def test_startup_directory_announces_the_hooks_and_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def engine_native_with_foreign_ids() -> tuple[Any, Any]:
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    from uccl_ep_serving.engines.sglang_cpu.hooks import _moe_forward_native
+    from uccl_ep_serving.demo.sglang_cpu.hooks import _moe_forward_native
 
     generator = torch.Generator().manual_seed(5)
     w13 = torch.randn(LOCAL, 2 * INNER, HIDDEN, generator=generator) / 16

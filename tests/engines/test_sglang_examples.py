@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from launch_lines import readme_lines, typed
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_client import Client
-from uccl_ep_serving.cli.demo_server import DemoServer, Launch, free_port
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.client import Client
+from uccl_ep_serving.demo.server import DemoServer, Launch, free_port
 
 pytestmark = pytest.mark.engine
 

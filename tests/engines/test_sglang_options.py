@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_sglang_plugin import resolved
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import ray_stand_in
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.engines import sglang as plugin
 from uccl_ep_serving.errors import ConfigError
 
@@ -245,7 +245,7 @@ def engine_draft(model: str, target: str) -> dict[str, Any]:
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
     import uccl_ep_serving
-    from uccl_ep_serving.engines import sglang_cpu
+    from uccl_ep_serving.demo import sglang_cpu
 
     sglang_cpu.register()  # the engine would ask CUDA for its SMs before it makes the buffer
 

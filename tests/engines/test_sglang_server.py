@@ -21,11 +21,11 @@ import psutil
 import pytest
 from served import PROXIED, Served, assert_equal, nothing_left, operations, serve_once, wait_ready, wait_until
 
-from uccl_ep_serving import live
-from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client, compare
-from uccl_ep_serving.cli.demo_report import reduced_rows
-from uccl_ep_serving.cli.demo_server import DemoServer, Launch, ServerFailed
+from uccl_ep_serving import stats as live
+from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
+from uccl_ep_serving.demo.client import Answer, Client, compare
+from uccl_ep_serving.demo.report import reduced_rows
+from uccl_ep_serving.demo.server import DemoServer, Launch, ServerFailed
 from uccl_ep_serving.protocol.message import HEADER_BYTES, meta_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]

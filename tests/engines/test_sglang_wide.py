@@ -16,9 +16,9 @@ from namespaces import two_namespaces
 from network_namespace import OWN_MEMORY, inside
 from served import PROXIED, Served, assert_equal, assert_moved, nothing_left, serve_once, wait_ready
 
-from uccl_ep_serving.cli.checkpoint import TinyDeepSeek, write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client
-from uccl_ep_serving.cli.demo_server import DemoServer, Launch, free_port
+from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
+from uccl_ep_serving.demo.client import Answer, Client
+from uccl_ep_serving.demo.server import DemoServer, Launch, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -83,7 +83,7 @@ def engine_resized(rank: int, ranks: int, rendezvous: str, low_latency: bool) ->
         stateless_init_torch_distributed_process_group,
     )
 
-    from uccl_ep_serving.cli.demo_server import free_port
+    from uccl_ep_serving.demo.server import free_port
     from uccl_ep_serving.engines.vllm import config_hooks, layer_hooks
     from uccl_ep_serving.engines.vllm.all2all import UcclEpAll2AllManager
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from vllm_settings import parallel_config
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.vllm_launch import MODELS
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.vllm_launch import MODELS
 from uccl_ep_serving.engines.vllm import targets
 
 pytestmark = pytest.mark.engine
@@ -120,7 +120,7 @@ def engine_logged(backend: str, configured: bool = False) -> tuple[list[str], bo
     assert written is not None
     parallel_config(all2all_backend=backend)
     logging.getLogger("uccl_ep_serving").info("of uccl_ep itself")
-    logging.getLogger("uccl_ep_serving.control").info("of a child, %d", 7)
+    logging.getLogger("uccl_ep_serving.control_plane.mesh").info("of a child, %d", 7)
     logging.getLogger("vllm").setLevel(logging.WARNING)  # as --log-level does, later
     logging.getLogger("uccl_ep_serving").info("below vLLM's level")
     lines = handler.stream.getvalue().splitlines()

@@ -18,13 +18,13 @@ import pytest
 import vllm_probe
 from served import PROXIED, Served, assert_equal, nothing_left, operations, serve_once, wait_ready, wait_until
 
-from uccl_ep_serving import live
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client, compare
-from uccl_ep_serving.cli.demo_report import reduced_rows
-from uccl_ep_serving.cli.demo_run import EXACT, PROMPTS
-from uccl_ep_serving.cli.demo_server import DemoServer, ServerFailed
-from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
+from uccl_ep_serving import stats as live
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.client import Answer, Client, compare
+from uccl_ep_serving.demo.report import reduced_rows
+from uccl_ep_serving.demo.run import EXACT, PROMPTS
+from uccl_ep_serving.demo.server import DemoServer, ServerFailed
+from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

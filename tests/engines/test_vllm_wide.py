@@ -15,11 +15,11 @@ from namespaces import two_namespaces
 from network_namespace import OWN_MEMORY, inside
 from served import PROXIED, assert_equal, assert_moved, nothing_left, wait_ready
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client
-from uccl_ep_serving.cli.demo_run import PROMPTS
-from uccl_ep_serving.cli.demo_server import DemoServer, free_port
-from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.client import Answer, Client
+from uccl_ep_serving.demo.run import PROMPTS
+from uccl_ep_serving.demo.server import DemoServer, free_port
+from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

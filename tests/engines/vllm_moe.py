@@ -91,8 +91,8 @@ class Layer:
         import vllm.model_executor.layers.fused_moe.modular_kernel as mk
         from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, fp8_w8a8_moe_quant_config
 
+        from uccl_ep_serving.demo.vllm_cpu.experts import TorchBatchedExperts, TorchExperts
         from uccl_ep_serving.engines.vllm.layer_hooks import make_prepare_finalize
-        from uccl_ep_serving.engines.vllm_cpu.experts import TorchBatchedExperts, TorchExperts
 
         self.case, self.rank, self.ranks = case, rank, ranks
         self.placed = list(range(EXPERTS)) if placed is None else placed

@@ -20,8 +20,8 @@ import psutil
 import torch
 from ll_replay import Layer
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import UcclEpError
 
 _Result = TypeVar("_Result")

@@ -19,11 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from uccl_ep_serving.device_lane import StreamLane
-from uccl_ep_serving.device_memory import DeviceMemory, memory_of
+from uccl_ep_serving.data_plane.segments import Segment
+from uccl_ep_serving.gpu.memory import DeviceMemory, memory_of
+from uccl_ep_serving.gpu.streams import StreamLane
 from uccl_ep_serving.kernels.triton.launch import Target, present_target
 from uccl_ep_serving.kernels.triton.words import acquire, clock_ns, int64s, poke, release_each, settle, uniform
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.native.pages import own_pages
 
 WORD = 0x1234_5678_9ABC_DEF0

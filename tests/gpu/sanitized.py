@@ -26,7 +26,7 @@ def serve(device: str, rank: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from uccl_ep_serving.bootstrap import StoreExchange
+    from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=600))
     low_latency = [

@@ -45,7 +45,7 @@ DEVICE_MUTANTS = {
         _LOW_LATENCY + "test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on",
     ),
     "low latency: the host releases kernels that wait for a peer which wants other windows": Mutant(
-        "uccl_ep_serving/plane_watch.py",
+        "uccl_ep_serving/data_plane/watch.py",
         "            self._stop_kernels(ctx.FAILURE_LAYOUT, other)\n",
         "            if not HOST_REMOVED:\n                self._stop_kernels(ctx.FAILURE_LAYOUT, other)\n",
         _LOW_LATENCY + "test_different_calls_are_named_at_once_on_every_rank[low latency-mapped]",

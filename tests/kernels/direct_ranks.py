@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.kernel_space import KernelSpace
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 
 
 class DirectRuntime:
     """What ``low_latency`` and ``normal`` need of a Runtime, for one of several threads.
 
-    See ``uccl_ep_serving.runtime.Runtime`` for the meaning of the attributes.
+    See ``uccl_ep_serving.data_plane.runtime.Runtime`` for the meaning of the attributes.
     """
 
     def __init__(self, group: DirectGroup, rank: int, settings: Settings) -> None:

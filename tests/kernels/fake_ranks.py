@@ -10,8 +10,8 @@ from typing import Any
 from direct_ranks import DirectGroup
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.kernel_space import KernelSpace
-from uccl_ep_serving.memory import Segment
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.streams import CREDIT
 from uccl_ep_serving.proxy.service import ProxyService

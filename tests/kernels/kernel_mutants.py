@@ -116,13 +116,13 @@ MUTANTS = {
         _LL_COUNTS + "test_notice_slot_is_used_again_only_when_complete",
     ),
     "a third dispatch in flight is refused": Mutant(
-        "uccl_ep_serving/low_latency.py",
+        "uccl_ep_serving/modes/low_latency_cpu.py",
         "        if not state.next_dispatch_has_space:\n",
         "        if not state.next_dispatch_has_space and not HOST_REMOVED:\n",
         _LL_ORDERS + "test_third_in_flight_is_refused_before_anything_moves",
     ),
     "a third combine in flight is refused": Mutant(
-        "uccl_ep_serving/low_latency.py",
+        "uccl_ep_serving/modes/low_latency_cpu.py",
         "        if not state.next_combine_has_space:\n",
         "        if not state.next_combine_has_space and not HOST_REMOVED:\n",
         _LL_ORDERS + "test_third_in_flight_is_refused_before_anything_moves",

@@ -17,8 +17,8 @@ import torch
 import triton_bodies
 import triton_normal_bodies
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 Seen = tuple[bool, str, str, tuple[int, ...], dict[str, Any], int, bool]
 #: Tokens of a step: among them the values that Triton would compile apart, 1 and multiples of 16.

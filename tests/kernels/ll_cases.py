@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from uccl_ep_serving.low_latency import LowLatency
-from uccl_ep_serving.reference import (
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
+from uccl_ep_serving.oracle import (
     LowLatencyInput,
     LowLatencyReceived,
     calc_diff,

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from direct_ranks import DirectGroup
 
-from uccl_ep_serving.device_memory import InterpretedMemory
-from uccl_ep_serving.device_space import DeviceSpace
+from uccl_ep_serving.gpu.memory import InterpretedMemory
+from uccl_ep_serving.gpu.window import DeviceSpace
 from uccl_ep_serving.kernels.triton import normal_blocks as block
 from uccl_ep_serving.kernels.triton.launch import Launch
 from uccl_ep_serving.native.pages import own_pages

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
 from uccl_ep_serving.protocol.message import DTYPE_BF16, GRANT_SLOTS, HEADER_BYTES, NormalGrant, NormalNotify

@@ -10,7 +10,7 @@ import torch
 
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.handles import NormalHandle
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import ll_cases
 import normal_cases
 from ranks import Ranks
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 pytestmark = [
     pytest.mark.slow,

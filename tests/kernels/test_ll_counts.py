@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from uccl_ep_serving.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.kernels.cpu.ll_combine_send import combine_send
 from uccl_ep_serving.kernels.cpu.ll_counts import mark_read, send_notice, spaces_free
 from uccl_ep_serving.kernels.cpu.ll_dispatch_send import dispatch_send
@@ -36,7 +37,6 @@ from uccl_ep_serving.kernels.low_latency_state import (
     RouteBlock,
     StateBlock,
 )
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.command import decode
 from uccl_ep_serving.protocol.context import STATUS_OK, STATUS_PENDING
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout

@@ -11,7 +11,7 @@ from direct_ranks import DirectGroup
 from ll_cases import Case, check_combined, run_rank
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 
 
 def run(case: Case, repeats: int = 3, settings: Settings | None = None) -> list[torch.Tensor]:

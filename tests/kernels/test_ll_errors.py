@@ -16,8 +16,8 @@ from source_tree import PYPROJECT
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
-from uccl_ep_serving.low_latency import LowLatency
-from uccl_ep_serving.low_latency_arguments import check_combine, check_ring
+from uccl_ep_serving.modes.low_latency_arguments import check_combine, check_ring
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH
 

@@ -14,7 +14,6 @@ from direct_ranks import DirectGroup
 from fake_ranks import FakeGroup
 from ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 
-from uccl_ep_serving import low_latency as module
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.low_latency_state import (
@@ -25,7 +24,8 @@ from uccl_ep_serving.kernels.low_latency_state import (
     ROUTE_TABLES,
     RouteBlock,
 )
-from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.modes import low_latency_cpu as module
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 from uccl_ep_serving.protocol.message import HEADER_BYTES, LowLatencyHeader, Notice
 from uccl_ep_serving.protocol.ring import HEAD

@@ -26,9 +26,9 @@ from ll_cases import (
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
+from uccl_ep_serving.oracle import low_latency_dispatch
 from uccl_ep_serving.proxy.transport.fake import Adversary
-from uccl_ep_serving.reference import low_latency_dispatch
 
 CASE = Case(tokens=4, counts=(4, 2, 0), experts=6, topk=3)
 

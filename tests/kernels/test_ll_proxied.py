@@ -13,7 +13,7 @@ from fake_ranks import HOSTILE, FakeGroup
 from ll_cases import Case, check_combined, run_rank
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 

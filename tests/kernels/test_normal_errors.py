@@ -14,7 +14,7 @@ from normal_cases import Case, check, dispatch, round_trip
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerTimeout, ProtocolError, UcclEpError
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant, NormalNotify

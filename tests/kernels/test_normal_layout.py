@@ -11,7 +11,7 @@ from direct_ranks import DirectGroup
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu.normal_layout import layout, route_rows
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 
 
 def one_rank_of(ranks: int, topk_idx: torch.Tensor, experts: int):

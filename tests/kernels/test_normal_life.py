@@ -15,7 +15,7 @@ from normal_cases import Case, Outcome, check, dispatch, expert_outputs, round_t
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import UcclEpError
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
 
 

@@ -17,7 +17,7 @@ from normal_cases import Case, CountedEvent, Inputs, Outcome, check, dispatch, e
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.handles import EventOverlap
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import HEADER_BYTES, notify_bytes, round_up
 

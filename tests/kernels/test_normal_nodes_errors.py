@@ -14,7 +14,7 @@ from normal_cases import Case, dispatch, round_trip
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol import relay
 from uccl_ep_serving.proxy.transport.fake import Adversary
 

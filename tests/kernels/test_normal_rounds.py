@@ -15,7 +15,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu.normal_receive import give_grant
 from uccl_ep_serving.kernels.cpu.normal_words import MOVED, NOTHING
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import GRANT_SLOTS
 from uccl_ep_serving.protocol.streams import NORMAL_GRANT

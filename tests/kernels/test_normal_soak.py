@@ -15,7 +15,7 @@ from normal_cases import Case, check, dispatch, expert_outputs, round_trip, same
 
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)

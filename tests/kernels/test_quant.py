@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from uccl_ep_serving.kernels.cpu.quant import accumulate, narrow, narrow_sum_of_two, quantise, widen
+from uccl_ep_serving.oracle import dequantise_fp8, quantise_fp8, unpack_ue8m0
 from uccl_ep_serving.protocol.message import (
     DTYPE_BF16,
     DTYPE_F16,
@@ -15,7 +16,6 @@ from uccl_ep_serving.protocol.message import (
     DTYPE_FP8_UE8M0,
     row_bytes,
 )
-from uccl_ep_serving.reference import dequantise_fp8, quantise_fp8, unpack_ue8m0
 
 CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
 

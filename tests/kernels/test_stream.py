@@ -13,13 +13,13 @@ from direct_ranks import DirectGroup
 from normal_cases import Case, check, round_trip
 from numba import njit, types
 
-from uccl_ep_serving import row_exchange
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu import normal_receive, normal_rows
+from uccl_ep_serving.modes import row_exchange
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native import copy as native_copy
 from uccl_ep_serving.native.atomics import store64
 from uccl_ep_serving.native.copy import last_cache_bytes, stream, stream_fence
-from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import NormalNotify
 

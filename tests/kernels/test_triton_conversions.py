@@ -57,7 +57,7 @@ def quantise_everything() -> list[tuple[bool, bool]]:
     """(round_scale, what differs) against the reference."""
     import conversion_kernels
 
-    from uccl_ep_serving.reference import quantise_fp8
+    from uccl_ep_serving.oracle import quantise_fp8
 
     torch.manual_seed(1)
     x = torch.randn(64, 1024) * torch.exp(2 * torch.randn(64, 1))

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import PeerLost, ProtocolError
-from uccl_ep_serving.kernel_space import KernelSpace
 from uccl_ep_serving.kernels.cpu.context import (
     ALWAYS,
     arrived_count,
@@ -23,7 +24,6 @@ from uccl_ep_serving.kernels.cpu.context import (
 )
 from uccl_ep_serving.kernels.cpu.publish import put_write, reserve, store_flag
 from uccl_ep_serving.kernels.cpu.wait import wait_arrived, wait_completed
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES, Command, decode
 from uccl_ep_serving.protocol.context import (
     ERROR_CODE,

@@ -11,7 +11,7 @@ from typing import Any
 import bodies
 import torch
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 HIDDEN, TOPK = 64, 3
 #: Tokens by rank, in turn.

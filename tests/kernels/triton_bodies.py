@@ -17,8 +17,8 @@ import pytest
 import torch
 from ll_replay import Layer, RecordingLane
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError
 
 #: What kernels of two ranks can go through.
@@ -73,7 +73,7 @@ def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     if exchange.rank % 2:
@@ -188,7 +188,7 @@ def two_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
     """What a graph would hold, run once and then replayed without the host."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     lane = RecordingLane()
@@ -207,7 +207,7 @@ def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times
 def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case: ll_cases.Case) -> str:
     """Rank 1 opens no memory of other devices. What was raised; empty when windows in host memory served instead."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.device_memory import InterpretedMemory
+    from uccl_ep_serving.gpu.memory import InterpretedMemory
 
     class Apart(InterpretedMemory):
         def open(self, handle: bytes) -> int:
@@ -216,7 +216,7 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
     inputs = case.inputs()
     with pytest.MonkeyPatch.context() as patch:
         if exchange.rank == 1:
-            patch.setattr("uccl_ep_serving.device_memory.InterpretedMemory", Apart)
+            patch.setattr("uccl_ep_serving.gpu.memory.InterpretedMemory", Apart)
         buffer = opened(exchange, {"window": window})
     try:
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
@@ -234,7 +234,7 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
     """Rank 1 cannot pin its memory for the first operation. Rank ``late`` comes to it when the other has begun, or has
     failed. What was raised; the second operation and all later ones are right."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.device_memory import InterpretedMemory
+    from uccl_ep_serving.gpu.memory import InterpretedMemory
 
     buffer, rank, store = opened(exchange, overrides), exchange.rank, exchange._store
     trip = bodies.normal_trip if mode == "normal" else bodies.round_trip
@@ -294,7 +294,7 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
 def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """What a graph cannot capture is refused before anything moves; what has run once is captured."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     lane: Any = RecordingLane()
@@ -376,7 +376,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
     replays says that it must be captured again, until one is. Returns what was raised."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     lane = RecordingLane()
@@ -413,7 +413,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
 def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.low_latency_device import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 3.0, **overrides})
     lane = RecordingLane()

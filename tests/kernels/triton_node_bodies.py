@@ -13,8 +13,8 @@ import triton_normal_bodies as plain
 from normal_cases import Case, Inputs, Outcome, same_bits
 
 from uccl_ep_serving import reference_normal as oracle
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.protocol import relay
 

@@ -24,12 +24,12 @@ from normal_cases import Case, same_bits
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer, Config
-from uccl_ep_serving.device_lane import StreamLane
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError
+from uccl_ep_serving.gpu.streams import StreamLane
 from uccl_ep_serving.handles import EventOverlap, wait_for
-from uccl_ep_serving.normal_device import DeviceNormal
+from uccl_ep_serving.modes.normal_gpu import DeviceNormal
 
 
 def opened(exchange: StoreExchange, overrides: dict[str, Any], device: str = "interpreter") -> Buffer:
@@ -62,7 +62,7 @@ def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buff
     """A Buffer of a group of which some ranks run Numba's kernels (``cpu``) and the others Triton's."""
     buffer = opened(exchange, overrides, "cpu")
     if not cpu:
-        from uccl_ep_serving.device_ground import DeviceGround
+        from uccl_ep_serving.gpu.context import DeviceGround
 
         buffer._normal = DeviceNormal(buffer.runtime, DeviceGround(buffer.runtime, torch.device("cpu")))
     return buffer

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from contract import Event, Group, Port
 
-from uccl_ep_serving import handshake
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.protocol import frame
+from uccl_ep_serving.protocol import frame, handshake
 from uccl_ep_serving.protocol.imm import Immediate, encode
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
 

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from tcp_peers import CONNECTIONS, SECRET, WINDOW, connect_all, drive, identity, make, tcp_group
 
-from uccl_ep_serving import handshake
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
-from uccl_ep_serving.protocol import frame
+from uccl_ep_serving.protocol import frame, handshake
 from uccl_ep_serving.proxy.transport import tcp_connect
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
 

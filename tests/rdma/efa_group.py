@@ -7,8 +7,8 @@ import time
 from fake_ranks import FakeGroup
 from provider_srd_library import SrdNetwork
 
-from uccl_ep_serving.kernel_space import KernelSpace
-from uccl_ep_serving.memory import Segment
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
 

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 from provider_library import MemoryNetwork
 
-from uccl_ep_serving import nic_endpoints
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.data_plane import nics as nic_endpoints
+from uccl_ep_serving.data_plane.runtime import Runtime
+from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
 from uccl_ep_serving.proxy.warm import warm as warm_proxies
-from uccl_ep_serving.runtime import Runtime
-from uccl_ep_serving.topology import Nic, Topology
 
 __all__ = ["efa_nics", "install", "roce_nics", "run_ranks"]
 

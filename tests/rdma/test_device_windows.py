@@ -22,14 +22,14 @@ from provider_library import MemoryNetwork
 from provider_srd_library import SrdNetwork
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.device_memory import InterpretedMemory
-from uccl_ep_serving.device_space import DeviceSpace, DeviceWindow
+from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.errors import BootstrapError, TransportError
-from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.gpu.memory import InterpretedMemory
+from uccl_ep_serving.gpu.window import DeviceSpace, DeviceWindow
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.proxy.transport import verbs_memory
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT, DeviceReach
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
-from uccl_ep_serving.runtime import Runtime
 
 HOST_BYTES, SPLIT = 1 << 17, 1 << 16
 

@@ -13,11 +13,11 @@ from nic_ranks import efa_nics, install, run_ranks
 from provider_srd_library import SrdNetwork
 
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.low_latency import LowLatency
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.topology import Topology
 
 FORCED = Settings(transport="efa", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
 

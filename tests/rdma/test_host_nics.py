@@ -15,12 +15,12 @@ from sysfs_tree import machine
 from uccl_ep_serving.cli.doctor_nics import examine_transports
 from uccl_ep_serving.cli.findings import Status
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.nics import HostNics
+from uccl_ep_serving.data_plane.topology import Gpu, Nic, Topology
 from uccl_ep_serving.errors import TransportError
-from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.select import Offer
 from uccl_ep_serving.proxy.transport.verbs_library import VerbsLibrary
-from uccl_ep_serving.topology import Gpu, Nic, Topology
 
 
 def no_library() -> VerbsLibrary:

@@ -31,7 +31,7 @@ def _serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> Non
     import bodies
     import torch.distributed as dist
 
-    from uccl_ep_serving.bootstrap import StoreExchange
+    from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     try:
         store = dist.FileStore(path, 2)

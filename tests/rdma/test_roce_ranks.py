@@ -16,17 +16,17 @@ from provider_library import MemoryNetwork
 from provider_srd_library import SrdNetwork
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.control_plane.mesh import ControlMesh
+from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.errors import PeerLost, TransportError
-from uccl_ep_serving.low_latency import LowLatency
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native.jit import c_function
-from uccl_ep_serving.normal import Normal
 from uccl_ep_serving.proxy.transport import efa_state, roce_state
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
 from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
 from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle, QueuePair
-from uccl_ep_serving.runtime import Runtime
 
 FORCED = Settings(transport="roce", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
 

@@ -33,8 +33,8 @@ from soak_samples import Sample, sample
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerError, UcclEpError
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
-from uccl_ep_serving.low_latency import LowLatency
-from uccl_ep_serving.normal import Normal
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
+from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
 from uccl_ep_serving.proxy.transport.fake import Adversary
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from soak_samples import Sample
 
-from uccl_ep_serving.cli.bench_machine import describe
+from uccl_ep_serving.bench.machine import describe
 
 __all__ = ["app", "run_cases", "run_layers"]
 

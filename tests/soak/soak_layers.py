@@ -19,10 +19,10 @@ import normal_cases
 import torch
 from soak_samples import Sample, sample
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.reference import low_latency_dispatch
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.oracle import low_latency_dispatch
 
 __all__ = ["LayerPlan", "stretch"]
 

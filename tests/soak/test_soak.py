@@ -16,7 +16,7 @@ from ranks import Ranks
 from soak_samples import Sample, growth, not_flat
 from typer.testing import CliRunner
 
-from uccl_ep_serving.cli.bench_machine import describe
+from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.errors import PeerLost, UcclEpError
 from uccl_ep_serving.proxy.transport.fake import Adversary
 

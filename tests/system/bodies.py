@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import UcclEpError
 from uccl_ep_serving.protocol.command import COMMAND_BYTES, Command, encode
 from uccl_ep_serving.protocol.context import WINDOW_BYTES

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from fork_server import ensure_fork_server
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 _context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch", "torch.distributed", "uccl_ep_serving.buffer"]

@@ -11,7 +11,7 @@ import pytest
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 
 class _Kept(logging.Handler):

@@ -14,9 +14,9 @@ import pytest
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.control import ControlMesh
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.errors import ConfigError, PeerLost, UcclEpError
 from uccl_ep_serving.proxy.transport.shm import ShmEndpoint
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint

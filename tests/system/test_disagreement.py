@@ -12,8 +12,8 @@ import torch
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError
 
 Call = Callable[[Buffer], object]

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.data_plane import DataPlane
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.data_plane.plane import DataPlane
+from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError, ProxyDied, TransportError, UcclEpError
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
-from uccl_ep_serving.memory import Segment
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
 

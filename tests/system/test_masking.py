@@ -17,11 +17,11 @@ from ll_cases import Case, check_received, expected_combined, expert_output, rec
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving import control
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.control_plane import mesh as control
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
-from uccl_ep_serving.reference import LowLatencyInput
+from uccl_ep_serving.oracle import LowLatencyInput
 
 LOST = 1
 
@@ -64,7 +64,7 @@ def combined(buffer: Buffer, case: Case, arrived: tuple[Any, ...], hook: bool = 
 
 def checked_trip(buffer: Buffer, case: Case, lost: set[int]) -> None:
     """Dispatch and combine, equal to the oracle with ``lost`` dropped."""
-    from uccl_ep_serving.reference import low_latency_dispatch
+    from uccl_ep_serving.oracle import low_latency_dispatch
 
     arrived = dispatched(buffer, case)
     inputs = dropped(case, case.inputs(), lost)

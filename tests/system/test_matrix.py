@@ -19,7 +19,7 @@ import torch
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 UNEVEN = {2: (7, 0), 3: (0, 8, 3), 4: (1, 8, 0, 5), 8: (8, 1, 0, 7, 3, 8, 0, 2)}
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.reference import low_latency_dispatch
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.oracle import low_latency_dispatch
 
 LAYERS = 6
 PATH_NAMES = ["direct", "shm-2-proxies", "tcp-2-proxies"]

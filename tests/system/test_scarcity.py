@@ -20,10 +20,10 @@ import torch
 from bodies import round_trip, settings
 from ranks import Ranks
 
-from uccl_ep_serving import bootstrap
-from uccl_ep_serving.bootstrap import StoreExchange
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane import bootstrap
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerError, TransportError, UcclEpError
 
 #: What ranks may say when a resource is missing here or there.

@@ -12,7 +12,7 @@ from ranks import Ranks
 from test_group import PATHS
 from test_masking import case_of, combined, dispatched
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import PeerError
 
 SILENT = 2

@@ -8,7 +8,7 @@ import bodies
 import pytest
 from ranks import Ranks
 
-from uccl_ep_serving.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 # two slots for each source: those of rank 1 begin in the middle
 _ROUNDS = 12 << 30

@@ -10,11 +10,11 @@ import torch
 from ranks import Ranks
 from test_group import PATHS
 
-from uccl_ep_serving.bootstrap import StoreExchange
-from uccl_ep_serving.cli.bench_card import Card
-from uccl_ep_serving.cli.bench_problem import LowLatencyProblem, Routing
-from uccl_ep_serving.cli.bench_subjects import LowLatencySubject
-from uccl_ep_serving.cli.bench_wire import count_wire, per_token_expert
+from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.problem import LowLatencyProblem, Routing
+from uccl_ep_serving.bench.subjects import LowLatencySubject
+from uccl_ep_serving.bench.wire import count_wire, per_token_expert
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.protocol.message import HEADER_BYTES, meta_bytes
 
 RANKS = 8

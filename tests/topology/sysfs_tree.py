@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from uccl_ep_serving.topology import Topology
+from uccl_ep_serving.data_plane.topology import Topology
 
 MACHINES = Path(__file__).parent / "machines"
 

@@ -10,9 +10,9 @@ from sysfs_tree import machine
 from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.nics import HostNics
+from uccl_ep_serving.data_plane.rails import HcaFilter
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.nic_endpoints import HostNics
-from uccl_ep_serving.rails import HcaFilter
 
 
 def findings(name: str, root: Path, wanted: str = "") -> dict[str, Finding]:
@@ -51,7 +51,7 @@ def test_a_list_of_devices(tmp_path: Path) -> None:
 
 def test_a_machine_without_nics(tmp_path: Path) -> None:
     (tmp_path / "bus").mkdir()
-    from uccl_ep_serving.topology import Topology
+    from uccl_ep_serving.data_plane.topology import Topology
 
     (found,) = examine_nics(Topology.read(tmp_path), HcaFilter())
     assert (found.name, found.status) == ("rdma", Status.NOTE)

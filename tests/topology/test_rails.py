@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sysfs_tree import machine, topology
 
+from uccl_ep_serving.data_plane.rails import HcaFilter, Rails, choose_rails
+from uccl_ep_serving.data_plane.topology import Gpu, Nic, Topology
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.rails import HcaFilter, Rails, choose_rails
-from uccl_ep_serving.topology import Gpu, Nic, Topology
 
 
 def rails_of_all(found: Topology, transport: str, wanted: str = "") -> list[list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sysfs_tree import build, machine, topology
 
-from uccl_ep_serving.topology import Distance, Nic, Topology, parse_cpus
+from uccl_ep_serving.data_plane.topology import Distance, Nic, Topology, parse_cpus
 
 #: Machine, GPUs, usable NICs, distance of GPU 0 to its nearest NIC, Gb/s of that NIC.
 MACHINES = [

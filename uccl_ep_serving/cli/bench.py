@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from uccl_ep_serving.cli.bench_card import PATHS, Card
-from uccl_ep_serving.cli.bench_launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
-from uccl_ep_serving.cli.bench_report import plot, require_matplotlib, tables
+from uccl_ep_serving.bench.card import PATHS, Card
+from uccl_ep_serving.bench.launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
+from uccl_ep_serving.bench.report import plot, require_matplotlib, tables
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 __all__ = ["app", "rank_main", "run_standalone"]
@@ -47,7 +47,7 @@ def _run_rank(card: Card, json_file: str, plot_file: str, timeout: float) -> Non
     # after the ranks exist: the parent of a stand-alone run needs no torch
     import torch.distributed as dist
 
-    from uccl_ep_serving.cli.bench_rank import run_card
+    from uccl_ep_serving.bench.rank import run_card
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
@@ -76,7 +76,7 @@ def rank_main(job: str) -> int:
 
 def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout: float = 600.0) -> None:
     """Start the ranks of ``card`` on this host and wait for them. Raises RankFailed."""
-    from uccl_ep_serving.cli.bench_peers import mpi_launcher, mpi_missing
+    from uccl_ep_serving.bench.peers import mpi_launcher, mpi_missing
 
     mpirun = mpi_launcher() if "mpi" in card.against and not mpi_missing() else ""
     job = {"card": card.as_dict(), "json": json_file, "plot": plot_file, "timeout": timeout, "parent": os.getpid()}

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client, compare
-from uccl_ep_serving.cli.demo_run import (
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.client import Answer, Client, compare
+from uccl_ep_serving.demo.run import (
     EXACT,
     Run,
     Transport,
@@ -25,7 +25,7 @@ from uccl_ep_serving.cli.demo_run import (
     explain,
     serve_and_leave_nothing,
 )
-from uccl_ep_serving.cli.demo_server import MODEL, DemoServer, Launch
+from uccl_ep_serving.demo.server import MODEL, DemoServer, Launch
 
 __all__ = ["app", "demo"]
 

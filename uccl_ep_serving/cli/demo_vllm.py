@@ -14,11 +14,11 @@ from typing import Annotated
 
 import typer
 
-from uccl_ep_serving.cli.checkpoint import write_checkpoint
-from uccl_ep_serving.cli.demo_client import Answer, Client
-from uccl_ep_serving.cli.demo_run import Run, Transport, check_equal, check_traffic, explain, serve_and_leave_nothing
-from uccl_ep_serving.cli.demo_server import DemoServer
-from uccl_ep_serving.cli.vllm_launch import MODELS, VllmLaunch
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.client import Answer, Client
+from uccl_ep_serving.demo.run import Run, Transport, check_equal, check_traffic, explain, serve_and_leave_nothing
+from uccl_ep_serving.demo.server import DemoServer
+from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
 __all__ = ["app", "demo"]
 

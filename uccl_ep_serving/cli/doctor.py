@@ -28,14 +28,14 @@ from uccl_ep_serving.cli.doctor_packages import installed, package, requirement
 from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, cache_wanted, unknown_variables
+from uccl_ep_serving.data_plane.nics import HostNics
+from uccl_ep_serving.data_plane.rails import HcaFilter
+from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.jit import cache_directory
-from uccl_ep_serving.nic_endpoints import HostNics
 from uccl_ep_serving.protocol.command import MAX_RANKS
 from uccl_ep_serving.proxy.transport.select import NIC_TRANSPORTS, Offers, preview
-from uccl_ep_serving.rails import HcaFilter
-from uccl_ep_serving.topology import Topology
 
 # RDMA registers whole windows, which pins them: less than this cannot hold even a small one
 MEMLOCK_FLOOR = 1 << 30

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.nic_endpoints import HostNics
+from uccl_ep_serving.data_plane.nics import HostNics
+from uccl_ep_serving.data_plane.rails import HcaFilter, Rails, choose_rails
+from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE
-from uccl_ep_serving.rails import HcaFilter, Rails, choose_rails
-from uccl_ep_serving.topology import Nic, Topology
 
 __all__ = ["examine_nics", "examine_transports"]
 

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.build import normal_plan
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.plane_builder import normal_plan
-from uccl_ep_serving.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
+from uccl_ep_serving.gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["ELEMENTS", "plan", "run"]

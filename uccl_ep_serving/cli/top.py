@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from uccl_ep_serving.live import query, serving_processes
 from uccl_ep_serving.proxy.transport.select import DIRECT
+from uccl_ep_serving.stats import query, serving_processes
 
 __all__ = ["read_all", "run", "table"]
 

@@ -20,7 +20,7 @@ def serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> None
     import bodies
     import torch.distributed as dist
 
-    from uccl_ep_serving.bootstrap import StoreExchange
+    from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     answers.put(bodies.both_modes(StoreExchange(dist.FileStore(path, 2), rank, 2), overrides, 1)["rank"])
 

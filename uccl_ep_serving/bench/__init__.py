@@ -1,0 +1,1 @@
+"""What `uccl-ep bench` runs: one case, its peers, and the report."""

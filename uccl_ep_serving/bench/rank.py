@@ -1,0 +1,261 @@
+"""What one rank of a benchmark does: open every subject, measure them in turn, verify every sample.
+
+A round measures each subject once, starting with another one each time. A measured call follows an unmeasured one, so
+that proxies and caches are as in a running engine, sends what has just been read, and starts at the same instant on all
+ranks of one host. Its time is that of the slowest rank. What came out, of calls without a pause what came out of the
+last, is then held against the oracle; a mismatch on any rank ends the run on all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from uccl_ep_serving.bench.card import PATHS, Card
+from uccl_ep_serving.bench.machine import describe, host_identity
+from uccl_ep_serving.bench.peers import open_peer, why_not
+from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData
+from uccl_ep_serving.bench.statistics import all_ratios, summary
+from uccl_ep_serving.bench.subjects import LowLatencySubject, MemcpySubject, NormalSubject, Subject, UnpackSubject
+from uccl_ep_serving.bench.wire import Wire, count_wire, per_token_expert
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.control_plane.bootstrap import TorchExchange
+
+__all__ = ["run_card"]
+
+#: How far ahead the common start of a measured call lies: longer than a broadcast among the ranks of one host takes,
+#: shorter than an idle proxy waits before it sleeps long.
+_LEAD_NS = 300_000
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks of a run: the default process group, used between the measured calls only."""
+
+    exchange: TorchExchange
+    common_clock: bool
+
+    @classmethod
+    def default(cls) -> _Group:
+        group = dist.group.WORLD
+        assert group is not None
+        exchange = TorchExchange(group)
+        hosts = set(exchange.all_gather(host_identity().encode()))
+        # with more ranks than cores, spinning towards a common start would keep the others from getting there
+        return cls(exchange, len(hosts) == 1 and exchange.size <= len(os.sched_getaffinity(0)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (plain values), by rank."""
+        return [json.loads(one) for one in self.exchange.all_gather(json.dumps(value).encode())]
+
+    def meet(self) -> None:
+        """A barrier."""
+        dist.barrier()
+
+    def start_together(self) -> None:
+        """Return at the same instant on all ranks, or shortly after a barrier where they share no clock."""
+        dist.barrier()
+        if not self.common_clock:
+            return
+        start = torch.tensor([time.monotonic_ns() + _LEAD_NS])
+        dist.broadcast(start, 0)
+        instant = int(start.item())
+        while time.monotonic_ns() < instant:
+            pass
+
+    def agree(self, problem: str) -> None:
+        """Raise WrongData on all ranks when one has something to say."""
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
+        if found:
+            raise WrongData("; ".join(found))
+
+
+def _progress(rank: int, text: str) -> None:
+    if rank == 0:
+        print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def _settings(card: Card, path: str) -> Settings:
+    """The environment's settings with the path's, and room for the received rows of a few calls."""
+    chosen = Settings.from_environment(**PATHS[path])
+    if card.mode != "normal":
+        return chosen
+    row = max(card.row_bytes, card.combine_row_bytes) + 1024
+    heap = -(-4 * card.ranks * card.tokens * row // _PAGE) * _PAGE
+    return Settings.from_environment(**{**PATHS[path], "heap_bytes": max(chosen.heap_bytes, heap)})
+
+
+def _open_ours(
+    card: Card, path: str, group: _Group, flat: FlatProblem, low_latency: LowLatencyProblem | None
+) -> Subject:
+    buffer = Buffer(group.exchange, low_latency_mode=low_latency is not None, settings=_settings(card, path))
+    device = torch.device("cpu")
+    if low_latency is None:
+        return NormalSubject(path, buffer, flat, device)
+    return LowLatencySubject(path, buffer, low_latency, device, card.weights_at_dispatch)
+
+
+def _call(subject: Subject, variant: int) -> None:
+    for phase in subject.phases.values():
+        phase(variant)
+
+
+def _one_call(subject: Subject, group: _Group, variant: int) -> dict[str, int]:
+    """Nanoseconds of each phase on this rank, each started at the same instant on all ranks."""
+    taken = {}
+    for name, phase in subject.phases.items():
+        subject.touch(name, variant)
+        group.start_together()
+        begin = time.monotonic_ns()
+        phase(variant)
+        taken[name] = time.monotonic_ns() - begin
+    return taken
+
+
+def _back_to_back(subject: Subject, group: _Group, variant: int, repeat: int) -> dict[str, int]:
+    """Mean nanoseconds of each phase on this rank over ``repeat`` rounds without a pause."""
+    taken = dict.fromkeys(subject.phases, 0)
+    phases = list(subject.phases.items())
+    group.start_together()
+    for _ in range(repeat):
+        for name, phase in phases:
+            begin = time.monotonic_ns()
+            phase(variant)
+            taken[name] += time.monotonic_ns() - begin
+    return {name: total // repeat for name, total in taken.items()}
+
+
+def _measure(subject: Subject, group: _Group, variant: int, repeat: int) -> tuple[dict[str, int], float]:
+    """Nanoseconds of each phase on this rank, and the distance of the last call from the oracle."""
+    _call(subject, (variant + 1) % VARIANTS)
+    taken = _one_call(subject, group, variant) if repeat == 1 else _back_to_back(subject, group, variant, repeat)
+    distance, problem = 0.0, ""
+    try:
+        distance = subject.check(variant)
+    except WrongData as error:
+        problem = str(error)
+    group.agree(problem)
+    return taken, distance
+
+
+def _rounds(
+    card: Card, group: _Group, subjects: Mapping[str, Subject]
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Microseconds of the slowest rank by subject and phase, and what was verified by subject."""
+    samples: dict[str, dict[str, list[int]]] = {
+        name: {phase: [] for phase in subject.phases} for name, subject in subjects.items()
+    }
+    verified = {name: {"calls": 0, "distance": 0.0} for name in subjects}
+    names = list(subjects)
+    for number in range(card.warmup + card.iterations):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            taken, distance = _measure(subjects[name], group, number % VARIANTS, card.repeat)
+            verified[name]["calls"] += 1
+            verified[name]["distance"] = max(verified[name]["distance"], distance)
+            if number >= card.warmup:
+                for phase, nanoseconds in taken.items():
+                    samples[name][phase].append(nanoseconds)
+    by_rank = group.gather(samples)
+    slowest = {
+        name: {
+            phase: [max(column) / 1000 for column in zip(*(one[name][phase] for one in by_rank), strict=True)]
+            for phase in phases
+        }
+        for name, phases in samples.items()
+    }
+    distances = group.gather({name: entry["distance"] for name, entry in verified.items()})
+    for name, entry in verified.items():
+        entry["distance"] = max(one[name] for one in distances)
+    return slowest, verified
+
+
+def _open_all(card: Card, group: _Group) -> tuple[dict[str, Subject], dict[str, str]]:
+    """Subjects by name in the order of the tables, and peers that cannot run with their reasons."""
+    rank = group.exchange.rank
+    _progress(rank, f"card {card.name}: inputs and the oracle's answers")
+    routing = Routing.draw(card)
+    flat = FlatProblem(card, routing, rank)
+    low_latency = LowLatencyProblem(card, routing, rank) if card.mode == "low-latency" else None
+    subjects: dict[str, Subject] = {}
+    for path in card.paths:
+        _progress(rank, f"opening {path}")
+        subjects[path] = _open_ours(card, path, group, flat, low_latency)
+    subjects["memcpy"] = MemcpySubject(flat)
+    if low_latency is not None:
+        subjects["unpack"] = UnpackSubject(flat, low_latency)
+    skipped = {}
+    for name in card.against:
+        reasons = group.gather(why_not(name, card))
+        found = sorted({reason for reason in reasons if reason})
+        if found:
+            skipped[name] = "; ".join(found)
+            _progress(rank, f"{name} is skipped: {skipped[name]}")
+        else:
+            subjects[name] = open_peer(name, card, flat, low_latency)
+    return subjects, skipped
+
+
+def _wire(card: Card, group: _Group, subjects: Mapping[str, Subject]) -> dict[str, dict[str, dict[str, float]]]:
+    counted: dict[str, dict[str, Wire]] = {}
+    for path in card.paths:
+        subject: Any = subjects[path]
+        counted[path] = count_wire(subject, subject.buffer, group.meet, group.gather)
+    counted["one per (token, expert)"] = per_token_expert(card, Routing.draw(card))
+    return {name: {phase: wire.as_dict() for phase, wire in wires.items()} for name, wires in counted.items()}
+
+
+def run_card(card: Card, wrap: Callable[[Subject], Subject] = lambda subject: subject) -> dict[str, Any] | None:
+    """Measure ``card`` on the ranks of the default process group. Collective.
+
+    Args:
+        card: with as many ranks as the group has.
+        wrap: replaces each subject; tests use it to corrupt data.
+
+    Returns:
+        The result (plain values, microseconds) on rank 0, None on the others.
+
+    Raises:
+        WrongData: on every rank, when any rank's data differed from the oracle's.
+        UcclEpError: a Buffer could not be opened, or an operation failed.
+    """
+    torch.set_num_threads(1)
+    group = _Group.default()
+    rank = group.exchange.rank
+    machine = describe()
+    opened, skipped = _open_all(card, group)
+    subjects = {name: wrap(subject) for name, subject in opened.items()}
+    try:
+        _progress(rank, f"{card.warmup} + {card.iterations} rounds of {', '.join(subjects)}")
+        samples, verified = _rounds(card, group, subjects)
+        wire = _wire(card, group, subjects)
+    finally:
+        for subject in opened.values():
+            subject.close()
+    if rank:
+        return None
+    return {
+        "card": card.as_dict(),
+        "machine": {**machine, "load_after": describe()["load"]},
+        "settings": {
+            path: {variable.name: getattr(_settings(card, path), variable.field) for variable in SETTINGS}
+            for path in card.paths
+        },
+        "common_start": group.common_clock,
+        "us": {name: {phase: summary(values) for phase, values in one.items()} for name, one in samples.items()},
+        "ratio": all_ratios(samples, card.paths),
+        "wire": wire,
+        "verified": verified,
+        "skipped": skipped,
+        "samples_us": samples,
+    }

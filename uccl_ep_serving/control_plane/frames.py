@@ -1,0 +1,114 @@
+"""Frames of the control connections: a fixed header, a bounded payload, and descriptors that come along."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .links import MAGIC, Link
+
+__all__ = [
+    "ANSWER",
+    "GATHER",
+    "GAVE_UP",
+    "GOODBYE",
+    "MASKED",
+    "MOST_PAYLOAD",
+    "QUESTION",
+    "Frame",
+    "close_all",
+    "read_frames",
+    "send_frame",
+]
+
+#: magic, kind, number of descriptors that come with it, sequence of the gather or the question, payload bytes
+_HEADER = struct.Struct("<IHHQI")
+#: Kinds: a part of a step; the sender leaves in good order; the sender has masked the rank in the payload; an operation
+#: of the sender has failed, and the payload says because of whom; for whom do you wait?; for the one in the payload,
+#: or for nobody when that is empty.
+GATHER, GOODBYE, MASKED, GAVE_UP, QUESTION, ANSWER = 1, 2, 3, 4, 5, 6
+_KINDS = frozenset((GATHER, GOODBYE, MASKED, GAVE_UP, QUESTION, ANSWER))
+MOST_PAYLOAD = 1 << 20
+_MOST_DESCRIPTORS = 8
+
+
+class Frame(NamedTuple):
+    """A received frame; its descriptors belong to whoever takes it."""
+
+    kind: int
+    sequence: int
+    payload: bytes
+    descriptors: list[int]
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close and forget."""
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _receive_some(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """What is there, with the descriptors that came along.
+
+    Raises BlockingIOError when there is nothing, another OSError when this process may not open so many files.
+
+    ``socket.recv_fds`` of Python 3.11 ignores its flags and would block.
+    """
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    data, ancillary, told, _ = connection.recvmsg(65536, socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4), flags)
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) // 4 * 4])
+    if told & socket.MSG_CTRUNC:
+        close_all(list(descriptors))
+        raise OSError(errno.EMFILE, "descriptors were lost on the way: raise the limit on open files (ulimit -n)")
+    return data, list(descriptors)
+
+
+def read_frames(link: Link) -> Iterator[Frame]:
+    """The frames that have arrived whole, without waiting for more.
+
+    Raises:
+        OSError: the connection is over. ValueError: what came is no frame.
+    """
+    while True:
+        try:
+            data, descriptors = _receive_some(link.socket)
+        except BlockingIOError:
+            return
+        link.descriptors += descriptors
+        if not data:
+            raise ConnectionError("closed")
+        link.buffer += data
+        while len(link.buffer) >= _HEADER.size:
+            magic, kind, due, sequence, length = _HEADER.unpack_from(link.buffer)
+            if magic != MAGIC or length > MOST_PAYLOAD or kind not in _KINDS:
+                raise ValueError(f"rank {link.peer} sent a malformed control frame")
+            if len(link.buffer) < _HEADER.size + length:
+                break
+            payload = bytes(link.buffer[_HEADER.size : _HEADER.size + length])
+            del link.buffer[: _HEADER.size + length]
+            taken, link.descriptors = link.descriptors[:due], link.descriptors[due:]
+            yield Frame(kind, sequence, payload, taken)
+
+
+def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+    """Write one frame. A peer that is gone is no error here: whoever waits for its answer names it."""
+    frame = _HEADER.pack(MAGIC, kind, len(descriptors), sequence, len(body)) + body
+    with link.sending:
+        try:
+            sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
+            link.socket.sendall(frame[sent:])
+        except BaseException as error:
+            # Part of the frame may be out, and nothing may follow it. What the peer sent is still read.
+            with contextlib.suppress(OSError):
+                link.socket.shutdown(socket.SHUT_WR)
+            if not isinstance(error, OSError):
+                raise

@@ -1,0 +1,348 @@
+"""How a data plane comes to be: allocate the window, share it, choose the way to each peer, connect, start.
+
+Every step in which ranks depend on each other is a gather over the control connections, so a rank that is gone is
+named at once, in each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..config import Settings
+from ..control_plane.bootstrap import Introduction
+from ..control_plane.membership import Membership
+from ..control_plane.mesh import ControlMesh
+from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
+from ..protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
+from ..protocol.message import round_up
+from ..protocol.streams import CREDIT
+from ..proxy.service import ProxyService
+from ..proxy.transport.base import Watchful
+from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, choose
+from ..proxy.transport.shm import ShmEndpoint, mailbox_bytes
+from ..proxy.transport.tcp import TcpEndpoint
+from .kernel_space import KernelSpace
+from .nics import HostNics, gpu_address
+from .nodes import equal_nodes, on_one_node
+from .plane import DataPlane
+from .segments import Segment
+
+if TYPE_CHECKING:
+    from ..proxy.transport.base import Endpoint
+
+__all__ = ["PlaneBuilder", "normal_plan"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: Bytes of normal mode's send staging that more ranks do not exceed while chunks can still shrink: 1 MiB chunks, 4
+#: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
+_STAGING = 256 << 20
+_LEAST_CHUNK = 128 << 10
+#: The end of a process is known on its control connection this soon after any other sign of it.
+_NEWS_SECONDS = 0.5
+_CONNECTING = "connecting"
+
+
+def normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
+    """Normal-mode sizes from the settings, the same on all ranks.
+
+    The heap is at least the ``heap_bytes`` that the caller asked for. Staging is per peer, so with many ranks chunks
+    shrink to keep the send side within ``_STAGING`` (down to ``_LEAST_CHUNK``), and the rounds grow until each slot
+    holds a chunk.
+
+    Raises:
+        ConfigError: the formats cannot hold such a window.
+    """
+    heap = round_up(max(settings.heap_bytes, heap_bytes), PAGE)
+    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // PAGE * PAGE, _LEAST_CHUNK))
+    rounds = max(settings.round_bytes, 2 * ranks * (chunk + PAGE))
+    try:
+        return NormalPlan(ranks, heap=heap, rounds=round_up(rounds, PAGE), chunk=chunk, depth=settings.chunk_depth)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+class PlaneBuilder:
+    """Builds the data planes of one Buffer, one generation after the other.
+
+    Args:
+        mesh: connected control connections.
+        members: who takes part; its mask is shared with the kernels of every generation.
+        introduction: who the ranks are, and the job's secret.
+        settings: this rank's settings.
+        normal: sizes of normal mode, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        mesh: ControlMesh,
+        members: Membership,
+        introduction: Introduction,
+        settings: Settings,
+        normal: NormalPlan,
+    ) -> None:
+        self._mesh = mesh
+        self._cards = introduction.cards
+        self._secret = introduction.secret
+        self._settings = settings
+        self._normal = normal
+        self._members = members
+        self._rank, self._ranks = mesh.rank, mesh.ranks
+        #: What each rank offers over NICs; exchanged by the first build.
+        self._offers: list[dict[str, Offer]] = []
+
+    def build(self, plan: LowLatencyPlan | None, generation: int, watch: Callable[[], None]) -> DataPlane:
+        """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
+
+        Args:
+            generation: number of the plane, equal on all ranks; connections of another one are refused.
+            watch: see ``KernelSpace.watch``.
+
+        Raises:
+            ConfigError: the window would exceed what the formats hold.
+            BootstrapError, TransportError, PeerError: a rank could not be reached; nothing is left open.
+        """
+        settings, rank = self._settings, self._rank
+        deadline = time.monotonic() + settings.connect_timeout
+        try:
+            layout = WindowLayout(self._ranks, plan, self._normal)
+        except ValueError as error:
+            raise ConfigError(f"{error}") from error
+        plane = DataPlane(layout)
+        try:
+            window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
+            plane.segments.append(window)
+            mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, settings.proxies))
+            plane.segments.append(mailbox)
+            own_digest = layout.digest.to_bytes(8, "little")
+            answers = self._mesh.gather(
+                "sharing windows",
+                own_digest,
+                descriptors=[window.fd, mailbox.fd],
+                without=self._members.masked,
+            )
+            strange = [peer for peer, (digest, _) in enumerate(answers) if digest not in (b"", own_digest)]
+            windows, mailboxes = plane.map_peers(
+                rank, self._mesh.local_peers - self._members.masked, [taken for _, taken in answers]
+            )
+            if strange:
+                raise BootstrapError(
+                    f"rank {rank}: rank {strange[0]} lays its window out differently. Likely cause: the ranks run "
+                    "different builds of the same version"
+                )
+            window.close_descriptor()
+            mailbox.close_descriptor()
+            self._exchange_offers()
+            for peer in range(self._ranks):
+                if peer != rank and not self._members.mask[peer]:
+                    same_host = self._cards[peer].host == self._cards[rank].host
+                    plane.choices[peer] = choose(
+                        settings,
+                        mapped=bool(windows[peer]),
+                        same_node=on_one_node(rank, peer, settings.node_ranks),
+                        same_host=same_host,
+                        mine=self._offers[rank],
+                        theirs=self._offers[peer],
+                    )
+            plane.node_ranks = self._agree_on_nodes(plane)
+            if set(plane.kinds) & set(NIC_TRANSPORTS):
+                local_offers = [self._offers[local] for local in self._local_ranks()]
+                plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
+            self._offer_endpoints(plane, generation, windows, mailboxes)
+            self._connect_endpoints(plane, deadline)
+            self._give_to_kernels(plane, windows, watch)
+            assert plane.service is not None
+            plane.service.start()
+            self._mesh.gather("starting", without=self._members.masked)
+            for endpoint in (one for row in plane.endpoints for one in row):
+                if isinstance(endpoint, Watchful):
+                    endpoint.established()
+        except BaseException:
+            plane.close(time.monotonic() + 1.0)
+            raise
+        self._log_choices(plane)
+        return plane
+
+    def _log_choices(self, plane: DataPlane) -> None:
+        """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
+        plan, masked = plane.layout.low_latency, sorted(self._members.masked)
+        served = (
+            f"low latency for {plan.tokens} tokens a rank, hidden size {plan.hidden}, {plan.experts} experts"
+            if plan is not None
+            else "no low latency yet"
+        )
+        _log.info(
+            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.1f MiB (heap %.1f MiB, %s), timeout %g s%s",
+            self._rank,
+            self._ranks,
+            plane.ways,
+            self._settings.proxies,
+            self._settings.channels,
+            plane.layout.nbytes / 2**20,
+            self._normal.heap / 2**20,
+            served,
+            self._settings.timeout,
+            f", without ranks {', '.join(map(str, masked))}" if masked else "",
+        )
+
+    @functools.cached_property
+    def _nics(self) -> HostNics:
+        local = self._local_ranks()
+        return HostNics(self._settings, place=local.index(self._rank), local_ranks=len(local), gpu=gpu_address())
+
+    def _exchange_offers(self) -> None:
+        """Tell the others what this rank offers over NICs, and learn the same of them. Later builds know it."""
+        if self._offers:
+            return
+        if self._settings.transport not in ("auto", *NIC_TRANSPORTS):
+            self._offers = [{} for _ in range(self._ranks)]
+            return
+        answers = self._mesh.gather(
+            "exchanging NICs", msgspec.msgpack.encode(self._nics.offers), without=self._members.masked
+        )
+        self._offers = [
+            msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
+        ]
+        self._offers[self._rank] = dict(self._nics.offers)
+
+    def _agree_on_nodes(self, plane: DataPlane) -> int:
+        """See ``equal_nodes``; 1 when a rank is masked, since rows of its peers on other nodes passed through it."""
+        direct = [peer for peer, way in plane.routes.items() if way == DIRECT]
+        answers = self._mesh.gather("agreeing on nodes", msgspec.msgpack.encode(direct), without=self._members.masked)
+        if self._members.masked:
+            return 1
+        try:
+            mapped = [msgspec.msgpack.decode(payload, type=list[int]) for payload, _ in answers]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a rank sent something that is no list of ranks: {error}") from error
+        return equal_nodes(mapped)
+
+    def _offer_endpoints(self, plane: DataPlane, generation: int, windows: list[int], mailboxes: list[int]) -> None:
+        """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""
+        rank, ranks, nbytes = self._rank, self._ranks, plane.layout.nbytes
+        for proxy in range(self._settings.proxies):
+            row: list[Endpoint] = []
+            plane.endpoints.append(row)
+            for kind in plane.kinds:
+                if kind == "shm":
+                    row.append(
+                        ShmEndpoint(
+                            rank,
+                            ranks,
+                            proxy,
+                            mailbox=mailboxes[rank],
+                            peer_mailboxes=mailboxes,
+                            peer_windows=windows,
+                            window_bytes=nbytes,
+                        )
+                    )
+                elif kind in NIC_TRANSPORTS:
+                    row.append(
+                        self._nics.endpoint(
+                            kind,
+                            rank,
+                            ranks,
+                            proxy,
+                            window=windows[rank],
+                            window_bytes=nbytes,
+                            peers=[peer for peer, way in plane.routes.items() if way == kind],
+                            local_offers=[self._offers[local].get(kind, Offer()) for local in self._local_ranks()],
+                            watch=lambda: self._members.check_all(_CONNECTING),
+                        )
+                    )
+                else:
+                    row.append(
+                        TcpEndpoint(
+                            rank,
+                            ranks,
+                            proxy,
+                            window=windows[rank],
+                            window_bytes=nbytes,
+                            secret=self._secret,
+                            settings=self._settings,
+                            host=self._cards[rank].address,
+                            job=generation.to_bytes(8, "little"),
+                            watch=lambda: self._members.check_all(_CONNECTING),
+                        )
+                    )
+
+    def _connect_endpoints(self, plane: DataPlane, deadline: float) -> None:
+        """Exchange the endpoints' addresses and connect each to its peers."""
+        rank = self._rank
+        offered = (plane.kinds, [[endpoint.address() for endpoint in row] for row in plane.endpoints])
+        answers = self._mesh.gather(
+            "exchanging addresses", msgspec.msgpack.encode(offered), without=self._members.masked
+        )
+        theirs: dict[int, dict[str, list[bytes]]] = {}
+        for peer, (payload, _) in enumerate(answers):
+            if payload and peer != rank:
+                try:
+                    names, rows = msgspec.msgpack.decode(payload, type=tuple[list[str], list[list[bytes]]])
+                    theirs[peer] = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+                except (msgspec.DecodeError, IndexError) as error:
+                    raise ProtocolError(f"rank {peer} sent something that is no table of addresses: {error}") from error
+        for proxy, row in enumerate(plane.endpoints):
+            for kind, endpoint in zip(plane.kinds, row, strict=True):
+                peers = [peer for peer, way in plane.routes.items() if way == kind]
+                if strange := [peer for peer in peers if kind not in theirs[peer]]:
+                    raise BootstrapError(
+                        f"rank {rank} reaches rank {strange[0]} over {kind}, but that rank offers "
+                        f"{sorted(theirs[strange[0]]) or 'its memory'} only: they do not see each other's memory alike"
+                    )
+                addresses: list[bytes | None] = [
+                    theirs[peer][kind][proxy] if peer in peers else None for peer in range(self._ranks)
+                ]
+                try:
+                    endpoint.connect(addresses, deadline)
+                except (BootstrapError, TransportError):
+                    # A transport may see the end of a process first, and it knows no reason.
+                    self._members.check_all(_CONNECTING, patience=_NEWS_SECONDS)
+                    raise
+
+    def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: Callable[[], None]) -> None:
+        """Make the kernel space and the proxies, which meet in its memory."""
+        settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
+        plane.space = space = KernelSpace(
+            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._members.mask
+        )
+        kinds, routes = plane.kinds, plane.routes
+        plane.service = service = ProxyService(
+            rank=rank,
+            ranks=ranks,
+            window=window.address,
+            window_bytes=plane.layout.nbytes,
+            settings=dataclasses.replace(settings, proxy_cpus=self._own_cpus()),
+            error=space.error,
+            endpoints=plane.endpoints,
+            route=[kinds.index(routes[peer]) if routes.get(peer) in kinds else -1 for peer in range(ranks)],
+            near_cpus=[self._nics.near_cpus(kinds, proxy) for proxy in range(settings.proxies)]
+            if set(kinds) & set(NIC_TRANSPORTS)
+            else (),
+        )
+        for stream in range(CREDIT):
+            space.set_ring(stream, service.ring(stream))
+        for peer, kind in routes.items():
+            if kind == DIRECT:
+                space.connect_direct(peer, windows[peer])
+            else:
+                space.connect_proxied(peer, service.arrived, service.completed)
+        space.watch = watch
+
+    def _local_ranks(self) -> list[int]:
+        """Ranks on this host."""
+        return [rank for rank, card in enumerate(self._cards) if card.host == self._cards[self._rank].host]
+
+    def _own_cpus(self) -> tuple[int, ...]:
+        """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""
+        cpus, proxies = self._settings.proxy_cpus, self._settings.proxies
+        before = sum(card.host == self._cards[self._rank].host for card in self._cards[: self._rank])
+        if not cpus:
+            return ()
+        return tuple(cpus[(before * proxies + proxy) % len(cpus)] for proxy in range(proxies))

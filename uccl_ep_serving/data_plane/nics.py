@@ -1,0 +1,229 @@
+"""The NICs of this host as one rank uses them: which ones, what they offer, and the endpoints on them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from ..config import Settings
+from ..errors import ConfigError, TransportError
+from ..proxy.transport import efa, roce
+from ..proxy.transport.base import Endpoint
+from ..proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
+from ..proxy.transport.verbs_library import VerbsLibrary
+from .rails import HcaFilter, Rails, choose_rails, deal
+from .topology import Nic, Topology
+
+__all__ = ["HostNics", "gpu_address", "nic_transports"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: By transport, what gives its C functions; a transport that is missing loads those of this machine.
+Libraries = Mapping[str, Callable[[], VerbsLibrary]]
+_LIBRARIES: Libraries = {}
+
+
+def gpu_address() -> str:
+    """PCI address of the GPU that this process uses, "" when it uses none (or torch cannot tell)."""
+    if not torch.cuda.is_initialized():
+        return ""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in parts:
+        return ""
+    domain, bus, device = parts
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def nic_transports(settings: Settings) -> tuple[str, ...]:
+    """Transports for which this host has NICs that a rank may use. Opens none of them.
+
+    Raises ConfigError when the list of wanted devices is malformed, unless ``transport`` rules NICs out.
+    """
+    if settings.transport not in ("auto", *NIC_TRANSPORTS):
+        return ()
+    rails = HostNics(settings).rails
+    return tuple(transport for transport in NIC_TRANSPORTS if rails[transport].nics)
+
+
+class HostNics:
+    """The NICs of this host as one rank uses them.
+
+    Args:
+        settings: of this rank.
+        place, local_ranks: index of this rank among those of its host, and how many they are.
+        gpu: PCI address of its GPU, "" without one.
+        topology: of this machine; None = read now.
+        libraries: where the C functions come from, by transport; None = this machine's.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        place: int = 0,
+        local_ranks: int = 1,
+        gpu: str = "",
+        topology: Topology | None = None,
+        libraries: Libraries | None = None,
+    ) -> None:
+        self._settings, self._place, self._local_ranks, self._gpu = settings, place, local_ranks, gpu
+        self._topology = topology or Topology.read()
+        self._libraries = libraries or _LIBRARIES
+        self._wanted = HcaFilter.of(settings)
+        #: NICs that could not be opened, and why.
+        self._broken: dict[str, str] = {}
+
+    @functools.cached_property
+    def rails(self) -> dict[str, Rails]:
+        """This rank's NICs by transport; once :attr:`offers` has been asked for, without those that do not work."""
+        return {transport: self._choose(transport) for transport in NIC_TRANSPORTS}
+
+    def _choose(self, transport: str) -> Rails:
+        return choose_rails(
+            self._topology,
+            transport,
+            gpu=self._gpu,
+            local_rank=self._place,
+            local_ranks=self._local_ranks,
+            wanted=self._wanted,
+            broken=self._broken,
+        )
+
+    @functools.cached_property
+    def offers(self) -> Offers:
+        """What this rank offers over NICs. Opens each of its NICs for a moment; never raises.
+
+        A NIC that cannot be used is left out, and the rails are chosen again without it, as if its port were down. Only
+        where the user named that very NIC, or none is left, the transport is not offered.
+        """
+        return {transport: self._offer(transport) for transport in NIC_TRANSPORTS}
+
+    def _offer(self, transport: str) -> Offer:
+        devices = [nic for nic in self._topology.nics if nic.transport == transport]
+        if not devices:
+            return Offer()
+        found: dict[str, str] = {}
+        failures: dict[str, str] = {}
+        while untried := [nic for nic in self.rails[transport].nics if nic.name not in found]:
+            for nic in untried:
+                try:
+                    found[nic.name] = self._probe(transport, nic)
+                except (ConfigError, TransportError) as error:
+                    failures[nic.name] = str(error)
+            if demanded := [nic.name for nic in untried if nic.name in failures and self._wanted.names_exactly(nic)]:
+                variable = self._wanted.variable
+                reasons = [f"{failures[name]} ({variable} names {name})" for name in demanded]
+                return Offer(reason="; ".join(reasons), present=True)
+            self._broken.update(failures)
+            self.rails[transport] = self._choose(transport)
+        rails = self.rails[transport]
+        if failures and not rails.nics:
+            return Offer(reason="; ".join(dict.fromkeys(failures.values())), present=True)
+        if not rails.nics:
+            reasons = [f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices]
+            return Offer(reason="; ".join(reasons), present=True)
+        names = tuple(nic.name for nic in rails.nics)
+        texts = [found[name] for name in names]
+        words = texts[0] if len(set(texts)) == 1 else "; ".join(map(": ".join, zip(names, texts, strict=True)))
+        broken = tuple(dict.fromkeys(failures.values()))
+        if broken:
+            words_of = ", ".join(names), "; ".join(broken)
+            _log.warning("%s goes on over %s without NICs that fail: %s", transport, *words_of)
+        fabric = "EFA" if transport == EFA else rails.nics[0].link
+        return Offer(names, fabric, words, present=True, broken=broken)
+
+    def _probe(self, transport: str, nic: Nic) -> str:
+        """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""
+        library = self._library(transport)
+        if transport == EFA:
+            return efa.usable(nic.name, library)
+        return roce.usable(nic.name, self._port(nic), self._settings, library)
+
+    def _port(self, nic: Nic) -> int:
+        return self._wanted.port(nic) or min(nic.ports, default=1)
+
+    def _library(self, transport: str) -> VerbsLibrary | None:
+        return self._libraries[transport]() if transport in self._libraries else None
+
+    def of_proxy(self, transport: str, proxy: int) -> Sequence[Nic]:
+        """The NICs that ``proxy`` drives."""
+        return self.rails[transport].of_proxy(proxy, self._settings.proxies)
+
+    def near_cpus(self, transports: Collection[str], proxy: int) -> frozenset[int]:
+        """Cores near the NICs that ``proxy`` drives for ``transports``; empty without any, or where that is unknown."""
+        kinds = [transport for transport in transports if transport in NIC_TRANSPORTS]
+        nics = [nic for transport in kinds for nic in self.of_proxy(transport, proxy)]
+        return frozenset(cpu for nic in nics for cpu in self._topology.near_cpus(nic))
+
+    def bandwidth(self, transports: Collection[str], local_offers: Sequence[Offers]) -> float:
+        """Bytes per second, one way, of this rank's NICs of ``transports``; of one that several ranks use, its share.
+
+        Args:
+            local_offers: of all ranks of this host, this one included.
+        """
+        bits = 0.0
+        for transport in set(transports) & set(NIC_TRANSPORTS):
+            users = Counter(name for offers in local_offers for name in offers.get(transport, Offer()).nics)
+            bits += sum(nic.gbps / max(users[nic.name], 1) for nic in self.rails[transport].nics)
+        return bits * 1e9 / 8
+
+    def endpoint(
+        self,
+        transport: str,
+        rank: int,
+        ranks: int,
+        proxy: int,
+        *,
+        window: int,
+        window_bytes: int,
+        peers: Collection[int],
+        local_offers: Sequence[Offer],
+        watch: Callable[[], None] = lambda: None,
+    ) -> Endpoint:
+        """An endpoint of ``transport`` for ``proxy``, not connected.
+
+        Args:
+            rank, ranks, proxy, window, window_bytes, peers, watch: see the endpoints.
+            local_offers: of all ranks of this host, this one included: NICs that several use are shared evenly.
+
+        Raises:
+            ConfigError, TransportError: a NIC refused something; nothing is left open.
+            Whatever ``watch`` raises; nothing is left open.
+        """
+        nics, settings = self.of_proxy(transport, proxy), self._settings
+        library = self._library(transport)
+        if transport == EFA:
+            return efa.EfaEndpoint(
+                rank,
+                ranks,
+                proxy,
+                window=window,
+                window_bytes=window_bytes,
+                devices=[nic.name for nic in nics],
+                settings=settings,
+                library=library,
+                watch=watch,
+            )
+        users = Counter(
+            name
+            for offer in local_offers
+            for each in range(settings.proxies)
+            for name in deal(offer.nics, each, settings.proxies)
+        )
+        return roce.RoceEndpoint(
+            rank,
+            ranks,
+            proxy,
+            window=window,
+            window_bytes=window_bytes,
+            peers=peers,
+            settings=settings,
+            nics=[roce.NicPort(nic.name, self._port(nic), max(users[nic.name], 1)) for nic in nics],
+            library=library,
+            watch=watch,
+        )

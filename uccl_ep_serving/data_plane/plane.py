@@ -1,0 +1,233 @@
+"""The data plane of a rank: window, endpoints, proxies and kernel space of one generation, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..control_plane.membership import Membership
+from ..errors import ProtocolError, ProxyDied, TransportError
+from ..protocol import context as ctx
+from ..protocol.layout import WindowLayout
+from ..proxy.service import ProxyService
+from ..proxy.transport.base import DeviceReach
+from ..proxy.transport.select import DIRECT, Choice
+from .kernel_space import KernelSpace
+from .segments import Segment
+
+if TYPE_CHECKING:
+    from ..proxy.transport.base import Endpoint
+
+__all__ = ["DataPlane"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: Seconds that a proxy thread has to stop, however little is left of the time for closing.
+_STOP_SECONDS = 2.0
+_LENDING = "registering device windows with the NICs"
+#: While writes drain, lost peers are looked for this often.
+_WATCH_SECONDS = 0.05
+
+#: Planes in which a thread still runs. Their memory must stay mapped: the thread would fault without it.
+_abandoned: list[DataPlane] = []
+
+
+@dataclass(eq=False)
+class DataPlane:
+    """What a change of layout rebuilds. Closed in the reverse order of construction.
+
+    Attributes:
+        layout: of the window.
+        segments: this rank's window and mailbox, then what was mapped of peers.
+        endpoints: by proxy, one of each kind of transport in use.
+        choices: the way to each peer.
+        finishes: called before a drain, by whose kernels may still publish; the sticky error ends them.
+        node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
+        nic_bandwidth: bytes per second of the NICs in use, one way, 0.0 without any or where the system does not say.
+        releases: called before the memory goes, by who has mapped it into a device.
+    """
+
+    layout: WindowLayout
+    segments: list[Segment] = field(default_factory=list)
+    endpoints: list[list[Endpoint]] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    node_ranks: int = 1
+    nic_bandwidth: float = 0.0
+    space: KernelSpace | None = None
+    service: ProxyService | None = None
+    finishes: list[Callable[[], None]] = field(default_factory=list)
+    releases: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def routes(self) -> dict[int, str]:
+        """Name of the way to each peer."""
+        return {peer: choice.transport for peer, choice in self.choices.items()}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Transports in use beside direct access, in the order of every row of ``endpoints``."""
+        return sorted(set(self.routes.values()) - {DIRECT})
+
+    @property
+    def ways(self) -> str:
+        """The way to each peer and why, for the log."""
+        by_reason: dict[str, list[str]] = {}
+        for peer, choice in sorted(self.choices.items()):
+            by_reason.setdefault(choice.reason, []).append(str(peer))
+        return "; ".join(f"{reason}: ranks {', '.join(peers)}" for reason, peers in by_reason.items()) or "alone"
+
+    def stats(self) -> dict[str, Any]:
+        """Plain counters, and how each peer is reached."""
+        routes = self.routes
+        counters: dict[str, Any] = self.service.counters() if self.service is not None else {}
+        return {
+            "transport_by_peer": {str(peer): kind for peer, kind in routes.items()},
+            "direct_peers": sorted(peer for peer, kind in routes.items() if kind == DIRECT),
+            **counters.get("total", {}),
+            "by_proxy": counters.get("proxies", []),
+            "streams": counters.get("streams", []),
+            "latency": {str(stream): buckets for stream, buckets in counters.get("latency", {}).items()},
+        }
+
+    def map_peers(
+        self, rank: int, local: Iterable[int], descriptors: Sequence[list[int]]
+    ) -> tuple[list[int], list[int]]:
+        """Map the windows and mailboxes of the peers on this host.
+
+        Args:
+            rank: of this process.
+            local: peers on this host; each must have handed over both of its segments.
+            descriptors: by rank, what was handed over. All are taken over, whatever happens.
+
+        Returns:
+            Addresses of the windows and of the mailboxes by rank, 0 where there is none; this rank's own included.
+
+        Raises:
+            TransportError: a segment is missing or cannot be mapped. ConfigError: one is too short.
+        """
+        window, mailbox = self.segments[:2]
+        windows, mailboxes = [0] * len(descriptors), [0] * len(descriptors)
+        windows[rank], mailboxes[rank] = window.address, mailbox.address
+        try:
+            for peer in sorted(local):
+                taken = descriptors[peer]
+                if len(taken) != 2:
+                    # It may well have mapped ours: going on would have the two of them choose different ways.
+                    raise TransportError(
+                        f"rank {peer} on this host handed {len(taken)} segments over to rank {rank}, 2 expected. "
+                        "Likely cause: the limit on open files (ulimit -n)",
+                        device="memfd",
+                    )
+                for addresses, own in ((windows, window), (mailboxes, mailbox)):
+                    segment = Segment.attach(taken.pop(0), own.nbytes)
+                    segment.close_descriptor()
+                    self.segments.append(segment)
+                    addresses[peer] = segment.address
+        finally:
+            for descriptor in (descriptor for taken in descriptors for descriptor in taken):
+                os.close(descriptor)
+        return windows, mailboxes
+
+    def lend_to_nics(
+        self,
+        start: int,
+        nbytes: int,
+        export: Callable[[int, int], tuple[int, int]],
+        objection: str,
+        exchange: Callable[[str, bytes], list[bytes]],
+    ) -> None:
+        """Have NICs use device memory for the first bytes of the windows; see ``Runtime.lend_to_nics``.
+
+        Args:
+            exchange: all-gather of bytes among the ranks, told the step's name.
+        """
+        reached = [
+            (f"{kind} {proxy}", endpoint)
+            for proxy, row in enumerate(self.endpoints)
+            for kind, endpoint in zip(self.kinds, row, strict=True)
+            if isinstance(endpoint, DeviceReach)
+        ]
+        with contextlib.ExitStack() as undo:
+            for _, endpoint in reached:
+                undo.callback(endpoint.release_device)
+            offers: dict[str, bytes] = {}
+            try:
+                for name, endpoint in () if objection else reached:
+                    offers[name] = endpoint.offer_device(start, nbytes, export)
+            except TransportError as error:
+                objection = str(error)
+            answers = exchange(_LENDING, msgspec.msgpack.encode((objection, offers)))
+            theirs = [_read_offers(peer, text) if text else None for peer, text in enumerate(answers)]
+            for peer, answer in enumerate(theirs):
+                if answer is not None and answer[0]:
+                    raise TransportError(f"{_LENDING}: rank {peer}: {answer[0]}. Use UCCL_EP_WINDOW=host on all ranks")
+            for name, endpoint in reached:
+                endpoint.accept_device([answer[1].get(name) if answer is not None else None for answer in theirs])
+            self.releases.append(undo.pop_all().close)
+
+    def forget(self, peer: int, reason: int) -> None:
+        """Send nothing more to ``peer``, where proxies do; ``reason``: FAILURE_* for its transport."""
+        if self.service is not None and self.routes.get(peer) not in (None, DIRECT):
+            self.service.forget(peer, reason)
+
+    def drain(self, deadline: float, members: Membership) -> bool:
+        """Wait until what this rank has sent is out; writes to ranks that are lost never will be.
+
+        Returns:
+            False when something is still under way at ``deadline``, a ``time.monotonic()`` instant.
+
+        Raises:
+            ProxyDied: nothing will move any more. TransportError: a device has failed.
+        """
+        for finish in self.finishes:
+            finish()
+        while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
+            for peer in members.lost:
+                self.forget(peer, ctx.FAILURE_PEER_LOST)
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def close(self, deadline: float) -> None:
+        """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.
+
+        Threads that do not stop, and kernels of other threads that do not return, are logged, and keep all they use
+        until the process ends.
+        """
+        if self.space is not None and not self.space.leave(max(deadline, time.monotonic() + _STOP_SECONDS)):
+            _abandoned.append(self)
+            _log.error("a kernel of another thread did not return in time. Its memory stays until this process ends")
+        if self.service is not None:
+            try:
+                self.service.stop(max(deadline, time.monotonic() + _STOP_SECONDS))
+            except BaseException as error:
+                _abandoned.append(self)
+                if not isinstance(error, ProxyDied):
+                    raise
+                _log.error("%s. They stay until this process ends", error)
+                return
+        if self in _abandoned:
+            return
+        with contextlib.ExitStack() as steps:  # runs from the last to the first, each whatever becomes of the others
+            for segment in self.segments:
+                steps.callback(segment.close)
+            for endpoint in (one for row in self.endpoints for one in row):
+                steps.callback(endpoint.close)
+            for release in self.releases:
+                steps.callback(release)
+            self.segments, self.endpoints, self.releases = [], [], []
+
+
+def _read_offers(peer: int, text: bytes) -> tuple[str, dict[str, bytes]]:
+    """What ``peer`` objects, and its offers by transport and proxy."""
+    try:
+        return msgspec.msgpack.decode(text, type=tuple[str, dict[str, bytes]])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{_LENDING}: rank {peer} sent something that is no table of offers: {error}") from error

@@ -1,0 +1,216 @@
+"""Which NICs a rank uses: the nearest ones to its GPU, dealt out evenly among the GPUs that share them.
+
+A rank's NICs are its *rails*, in PCI order: rail i of one rank talks to rail i of another, so that in a rail-optimised
+fabric traffic between equal GPUs of two hosts stays below one switch. Which stream takes which rail is decided by
+:func:`uccl_ep_serving.proxy.transport.striping.rail_of`.
+
+The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor`` prints):
+
+1. NICs that ``UCCL_EP_NICS`` (else ``NCCL_IB_HCA``) leaves out, that have no active port, that another transport
+   drives or that could not be opened are not used. Software devices (soft-RoCE) only when such a variable names them.
+2. Of the rest, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
+   slow port for management or storage is no rail.
+3. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
+   are used by m/k GPUs each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..config import Settings
+from ..errors import ConfigError
+from .topology import Distance, Gpu, Nic, Topology
+
+__all__ = ["HcaFilter", "Rails", "Verdict", "choose_rails", "deal"]
+
+#: A NIC slower than this part of the fastest one at the same distance is not used.
+_SLOWEST_PART = 0.5
+
+
+#: A NIC, or its name.
+_Rail = TypeVar("_Rail")
+
+
+@dataclass(frozen=True, slots=True)
+class HcaFilter:
+    """A list of devices in the syntax of ``NCCL_IB_HCA``.
+
+    ``mlx5_0,mlx5_3`` names prefixes, a leading ``=`` asks for exact names, a leading ``^`` excludes (``^=`` excludes
+    exact names), ``:1`` after a name picks a port.
+
+    Attributes:
+        text: as written; "" accepts everything.
+        variable: where it was written.
+    """
+
+    text: str = ""
+    variable: str = "UCCL_EP_NICS"
+
+    def __post_init__(self) -> None:
+        if self.text and not self._names():
+            raise ConfigError(f"{self.variable}={self.text!r} names no device. Example: mlx5_0,mlx5_3 or ^mlx5_bond")
+        for _, port in self._names():
+            if port and not port.isdigit():
+                raise ConfigError(f"{self.variable}={self.text!r}: {port!r} is not a port number")
+
+    @classmethod
+    def of(cls, settings: Settings) -> HcaFilter:
+        """``UCCL_EP_NICS``, or ``NCCL_IB_HCA`` where that is empty. Raises ConfigError when it is malformed."""
+        if settings.nics:
+            return cls(settings.nics)
+        return cls(settings.nccl_ib_hca, "NCCL_IB_HCA") if settings.nccl_ib_hca else cls()
+
+    def _names(self) -> list[tuple[str, str]]:
+        names = self.text.lstrip("^").lstrip("=").split(",")
+        return [(name, port) for name, _, port in (entry.strip().partition(":") for entry in names) if name]
+
+    def accepts(self, nic: Nic) -> bool:
+        """Whether the list leaves ``nic`` in."""
+        return not self.text or self._matches(nic) != self.text.startswith("^")
+
+    def names(self, nic: Nic) -> bool:
+        """Whether the list asks for ``nic``, rather than not excluding it."""
+        return bool(self.text) and not self.text.startswith("^") and self._matches(nic)
+
+    def names_exactly(self, nic: Nic) -> bool:
+        """Whether the list asks for ``nic`` by its whole name: who wrote that wants this one and no other."""
+        return self.names(nic) and nic.name in (name for name, _ in self._names())
+
+    def port(self, nic: Nic) -> int:
+        """The port that the list asks for, 0 = any."""
+        found = [int(port) for name, port in self._names() if port and self._equal(nic, name)]
+        return found[0] if found and not self.text.startswith("^") else 0
+
+    def _matches(self, nic: Nic) -> bool:
+        return any(self._equal(nic, name) and (not port or int(port) in nic.ports) for name, port in self._names())
+
+    def _equal(self, nic: Nic, name: str) -> bool:
+        exact = self.text.lstrip("^").startswith("=")
+        return nic.name == name if exact else nic.name.startswith(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one NIC: ``used`` or not, at which distance from the GPU, and why, in words."""
+
+    nic: Nic
+    used: bool
+    distance: Distance
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rails:
+    """The NICs of a rank for one transport, in rail order, and a verdict on every NIC of the machine."""
+
+    transport: str
+    nics: tuple[Nic, ...]
+    verdicts: tuple[Verdict, ...]
+
+    def of_proxy(self, proxy: int, proxies: int) -> tuple[Nic, ...]:
+        """The NICs that ``proxy`` drives."""
+        return deal(self.nics, proxy, proxies)
+
+
+def deal(nics: tuple[_Rail, ...], proxy: int, proxies: int) -> tuple[_Rail, ...]:
+    """Those of ``nics`` that ``proxy`` drives: rails are dealt in turn; with more proxies than rails they share."""
+    if proxies >= len(nics):
+        return nics[proxy % len(nics) :][:1] if nics else ()
+    return nics[proxy::proxies]
+
+
+def choose_rails(
+    topology: Topology,
+    transport: str,
+    *,
+    gpu: str = "",
+    local_rank: int = 0,
+    local_ranks: int = 1,
+    wanted: HcaFilter | None = None,
+    broken: Mapping[str, str] | None = None,
+) -> Rails:
+    """The NICs that a rank uses with ``transport``.
+
+    Args:
+        topology: of this machine.
+        transport: "efa" or "roce".
+        gpu: PCI address of the rank's GPU; "" for a rank without one, or whose GPU is not in the topology.
+        local_rank, local_ranks: index among the ranks of this host; deals NICs to ranks without a GPU.
+        wanted: devices the user asked for; None = all.
+        broken: devices that cannot be used, and why.
+    """
+    wanted = wanted or HcaFilter()
+    here = topology.gpu(gpu) if gpu else None
+    refused = {nic.name: why for nic in topology.nics if (why := _refusal(nic, transport, wanted))}
+    refused.update(broken or {})
+    open_to_use = [nic for nic in topology.nics if nic.name not in refused]
+    nearest = _nearest(here, open_to_use)
+    for nic in open_to_use:
+        if nic not in nearest:
+            refused[nic.name] = _farther(here, nic, nearest)
+    mine, share = _share(topology, here, nearest, open_to_use, local_rank, local_ranks)
+    verdicts = []
+    for nic in topology.nics:
+        distance = topology.distance(here, nic) if here else Distance.UNKNOWN
+        part = f"rail {mine.index(nic)}{share}" if nic in mine else f"left to others{share}"
+        reason = refused.get(nic.name, part)
+        verdicts.append(Verdict(nic, nic in mine, distance, reason))
+    return Rails(transport, tuple(mine), tuple(verdicts))
+
+
+def _refusal(nic: Nic, transport: str, wanted: HcaFilter) -> str:
+    """Why ``nic`` is out of the question, "" when it is not."""
+    if nic.transport != transport:
+        return f"driven by {nic.transport}, not {transport}"
+    if not wanted.accepts(nic):
+        return f"{wanted.variable}={wanted.text} leaves it out"
+    if not nic.active:
+        return "no active port"
+    if nic.is_software and not wanted.names(nic):
+        return "a software device: used only when UCCL_EP_NICS or NCCL_IB_HCA names it"
+    return ""
+
+
+def _nearest(gpu: Gpu | None, nics: Sequence[Nic]) -> list[Nic]:
+    """Those of ``nics`` at the smallest distance, without the slow ones."""
+    if not nics:
+        return []
+    distances = [Topology.distance(gpu, nic) if gpu else Distance.UNKNOWN for nic in nics]
+    near = [nic for nic, distance in zip(nics, distances, strict=True) if distance == min(distances)]
+    fastest = max(nic.gbps for nic in near)
+    return [nic for nic in near if nic.gbps >= fastest * _SLOWEST_PART]
+
+
+def _farther(gpu: Gpu | None, nic: Nic, nearest: Sequence[Nic]) -> str:
+    best = nearest[0]
+    if gpu is not None and Topology.distance(gpu, nic) > Topology.distance(gpu, best):
+        return f"farther from the GPU ({_words(gpu, nic)}) than {best.name} ({_words(gpu, best)})"
+    return f"{nic.gbps:g} Gb/s: less than half of {best.name}"
+
+
+def _words(gpu: Gpu, nic: Nic) -> str:
+    return Topology.distance(gpu, nic).name.lower()
+
+
+def _share(
+    topology: Topology, gpu: Gpu | None, nearest: list[Nic], nics: Sequence[Nic], local_rank: int, local_ranks: int
+) -> tuple[list[Nic], str]:
+    """This rank's part of ``nearest``, and words about who has the rest."""
+    if gpu is None:
+        return _deal(nearest, local_rank % local_ranks, local_ranks, "ranks of this host")
+    sharing = [other for other in topology.gpus if _nearest(other, nics) == nearest]
+    return _deal(nearest, sharing.index(gpu), len(sharing), "GPUs")
+
+
+def _deal(nics: list[Nic], index: int, parties: int, whom: str) -> tuple[list[Nic], str]:
+    """Part ``index`` of ``parties`` of ``nics``, in order; parties share a NIC where there are fewer NICs."""
+    count = len(nics)
+    if parties <= 1 or count == 0:
+        return nics, ""
+    words = f" ({count} for {parties} {whom})"
+    if count < parties:
+        return [nics[index * count // parties]], words
+    return nics[index * count // parties : (index + 1) * count // parties], words

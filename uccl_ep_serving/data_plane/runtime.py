@@ -1,0 +1,478 @@
+"""The runtime of a Buffer: allocate -> register -> connect -> start, and the reverse on close.
+
+A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode first meets a
+shape that does not fit, all ranks agree on it and rebuild the data plane with a larger window (:meth:`Runtime.grow`);
+the control connections stay. Everything above sees only the kernel space of the current generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import Settings, unknown_variables
+from ..control_plane.bootstrap import Exchange, introduce, refusing
+from ..control_plane.membership import Membership
+from ..control_plane.mesh import CLOSE, ControlMesh
+from ..errors import ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
+from ..native.failure import warm
+from ..operation_log import OperationLog
+from ..protocol.layout import LowLatencyPlan, WindowLayout
+from ..proxy.transport.select import NIC_TRANSPORTS
+from ..stats import LiveServer
+from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
+from .build import PlaneBuilder, normal_plan
+from .kernel_space import KernelSpace
+from .plane import DataPlane
+from .segments import HeapAllocator
+from .watch import PlaneWatch
+
+__all__ = ["Runtime"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
+_CLOSE_SECONDS = 10.0
+
+
+class Runtime:
+    """Connections, memory and proxies of one Buffer on one rank. Construction is collective.
+
+    Args:
+        exchange: the launcher's all-gather; used once.
+        settings: this rank's settings.
+        heap_bytes: least bytes of window for normal mode's received rows (the engine's size hint).
+
+    Attributes:
+        rank, ranks, settings: of the group.
+        generation: number of :meth:`grow` calls; message counters restart at 0 with each.
+
+    Raises:
+        ConfigError, BootstrapError, TransportError: nothing is left open.
+    """
+
+    def __init__(self, exchange: Exchange, settings: Settings, heap_bytes: int = 0) -> None:
+        for name, closest in unknown_variables().items():
+            _log.warning(
+                "%s is not a setting of uccl_ep_serving%s", name, f"; did you mean {closest}?" if closest else ""
+            )
+        self.settings = settings
+        self.rank = exchange.rank
+        self.ranks = exchange.size
+        self.generation = 0
+        self._begun = 0
+        self._all_direct = False
+        self._node_ranks = 1
+        self._stale = ""
+        self.operations = OperationLog()
+        self.record = self.operations.record
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._broken = ""
+        with refusing(exchange):
+            warm()
+            self._normal = normal_plan(self.ranks, settings, heap_bytes)
+            self._mesh = ControlMesh(self.rank, self.ranks, settings)
+        self._members = Membership(self._mesh)
+        self._plane: DataPlane | None = None
+        self._watch = PlaneWatch(
+            self._mesh, self._members, lambda: None if self._closed else self._plane, lambda: self._begun
+        )
+        self._live: LiveServer | None = None
+        try:
+            introduction = introduce(
+                exchange,
+                settings,
+                socket_name=self._mesh.socket_name,
+                address=self._mesh.address,
+                port=self._mesh.port,
+                sizes={"normal-mode heap bytes": self._normal.heap},
+            )
+            self._builder = PlaneBuilder(self._mesh, self._members, introduction, settings, self._normal)
+            self._mesh.connect(introduction)
+            self._install(None)
+            self._live = LiveServer(self.stats)
+        except BaseException:
+            self._teardown(time.monotonic() + 1.0)
+            raise
+
+    def _check_usable(self) -> None:
+        """Raise UcclEpError when the Buffer is closed, forked or broken."""
+        if self._closed:
+            raise UcclEpError("this Buffer is closed")
+        if os.getpid() != self._pid:
+            raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
+        if broken := self._broken or self._watch.evicted:
+            raise UcclEpError(f"{broken}. Close this Buffer on all ranks and build the group again")
+
+    # -- what low_latency and normal use ------------------------------------------------------------------------
+
+    @property
+    def space(self) -> KernelSpace:
+        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed or broken, and when
+        there is none; that the process was forked, :meth:`check` says."""
+        plane = self._plane
+        if self._closed or self._broken or self._watch.evicted or plane is None or plane.space is None:
+            self._check_usable()
+            raise UcclEpError(f"this rank has no window at present ({self._stale or 'it is being built'})")
+        return plane.space
+
+    @property
+    def layout(self) -> WindowLayout:
+        """Where everything lies in the windows of the current generation."""
+        return self.space.layout
+
+    @property
+    def window(self) -> int:
+        """Address of this rank's window."""
+        return self.space.window
+
+    @property
+    def window_bytes(self) -> npt.NDArray[np.uint8]:
+        """uint8 view of this rank's window."""
+        return self.space.window_bytes
+
+    @property
+    def context(self) -> int:
+        """Address of the kernel context block (``protocol.context``)."""
+        return self.space.context
+
+    @property
+    def progress(self) -> int:
+        """Address of the progress block: what a pending kernel waits for."""
+        return self.space.progress
+
+    @property
+    def mask(self) -> npt.NDArray[np.int32]:
+        """int32[ranks], 1 = peer masked."""
+        return self._members.mask
+
+    @property
+    def heap(self) -> HeapAllocator:
+        """Heap of normal mode's received rows."""
+        return self.space.heap
+
+    @property
+    def all_direct(self) -> bool:
+        """True when kernels of this rank write every peer's window themselves; after the last data plane, while there
+        is none."""
+        return self._all_direct
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node when all nodes are equal groups of consecutive ranks that write each other's windows
+        themselves and no rank is masked, else 1; the same on all ranks."""
+        return self._node_ranks
+
+    @property
+    def nic_bandwidth(self) -> float:
+        """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
+        return 0.0 if self._plane is None else self._plane.nic_bandwidth
+
+    def check(self, phase: str = "operation") -> None:
+        """Raise what is known to be wrong before an operation starts.
+
+        Commands refused outside operations are named here, once, and never in the middle of an operation.
+        """
+        self._check_usable()
+        try:
+            if self.stale:
+                # the old data plane has failed, which is why it is left; what counts is who will be in the new one
+                self._members.check(phase)
+                return
+            self.space.check(phase)
+        except (PeerError, TransportError, ProxyDied) as error:
+            self._fail(error, phase)
+        if self._plane is not None and self._plane.service is not None:
+            self._plane.service.check_commands()
+
+    def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = None) -> None:
+        """See :meth:`KernelSpace.wait`. Of the errors that blame a peer, only those that name the one at the root."""
+        try:
+            self.space.wait(phase, step, moved)
+        except (PeerError, TransportError, ProxyDied) as error:
+            self._fail(error, phase)
+
+    def _fail(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
+        """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
+        if isinstance(error, PeerError):
+            named: UcclEpError = self._watch.give_up(error)
+        else:
+            self._watch.fall(error, phase)
+            named = error
+        try:
+            if named is error:
+                raise error
+            raise named from error
+        finally:
+            # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
+            del named, error
+
+    @property
+    def all_on_this_host(self) -> bool:
+        """True when every rank that is not masked shares its memory with this one."""
+        others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
+        return others <= self._mesh.local_peers
+
+    @property
+    def nic_peers(self) -> frozenset[int]:
+        """Ranks that are not masked and that this one reaches over NICs."""
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        routes = self._plane.routes
+        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) - self._members.masked
+
+    @property
+    def beyond_device_memory(self) -> frozenset[int]:
+        """Ranks that are not masked whose device memory nothing of this rank reaches: neither on this host nor over
+        NICs."""
+        others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
+        return others - self._mesh.local_peers - self.nic_peers
+
+    def lend_to_nics(
+        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
+    ) -> None:
+        """Have the NICs of all ranks use device memory [start, start + nbytes) for the first bytes of the windows of
+        the present generation. Collective, before anything of low-latency mode is sent.
+
+        Args:
+            export: makes a dma-buf of a range (address, bytes): a descriptor, taken over, and the offset in it.
+            objection: why this rank cannot; it then raises on all ranks.
+
+        Raises:
+            TransportError: on every rank, when a NIC of one of them takes the memory in no way.
+            PeerError: a rank did not take part.
+        """
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        self._plane.lend_to_nics(start, nbytes, export, objection, self.exchange)
+
+    def exchange(self, step: str, payload: bytes) -> list[bytes]:
+        """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
+        try:
+            return [payload for payload, _ in self._mesh.gather(step, payload, without=self._members.masked)]
+        except PeerError as error:
+            self._fail(error, step)
+
+    def before_draining(self, finish: Callable[[], None]) -> None:
+        """Call ``finish``, which returns once everything is published, before the present generation is drained. It has
+        to end when the sticky error is set: that is how its time is limited."""
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        self._plane.finishes.append(finish)
+
+    def before_unmapping(self, release: Callable[[], object]) -> None:
+        """Call ``release`` when the memory of the present generation goes, once its proxies have stopped."""
+        self.space  # noqa: B018  raises when there is none
+        assert self._plane is not None
+        self._plane.releases.append(release)
+
+    def begin_operation(self) -> None:
+        """Count a collective operation, before anything of it is sent."""
+        self._begun += 1
+
+    @property
+    def stale(self) -> str:
+        """Why the next operation must begin with :meth:`grow`, in words; empty when it need not."""
+        return self._stale
+
+    @property
+    def grow_asked(self) -> bool:
+        """True when a peer has called :meth:`grow` and waits for this rank."""
+        return bool(self._mesh.asked(SETUP))
+
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+        """Lay the windows of all ranks that are not masked out anew, with room for ``plan``. Collective; none of this
+        rank's operations may be in flight that shall still end.
+
+        Args:
+            plan: sizes of low latency, None for none.
+            objection: why this rank cannot; it then raises on all ranks.
+
+        Raises:
+            ConfigError: a rank objects, or ranks ask for different plans or have masked different ranks. Every rank
+                raises, and the group stays usable.
+            PeerError: a rank did not take part; mask it, or close the group.
+        """
+        self.check(SETUP)
+        with self._breaking():
+            outcome = self._agree(plan, objection)
+            if not outcome.refusal:
+                self._rebuild(plan, outcome.generation)
+        self._refuse(outcome)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
+        of them share. Masking a lost rank mends that, since those that are left begin anew then."""
+        try:
+            yield
+        except BaseException as error:
+            named = self._watch.give_up(error) if isinstance(error, PeerError) else error
+            self._broken = (
+                f"rank {self.rank} could not lay its window out anew: {type(named).__name__}: {named}".rstrip(": ")
+            )
+            try:
+                if named is error:
+                    raise
+                raise named from error
+            finally:
+                del named  # as in _fail
+
+    def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
+        masked = self._members.masked
+        mine = Proposal(plan, self.generation, self._begun, tuple(sorted(masked)), objection)
+        answers = self._mesh.gather(SETUP, mine.encode(), without=masked, timeout=self.settings.timeout)
+        proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
+        return decide(self.ranks, self._normal, proposals)
+
+    def _refuse(self, outcome: Outcome) -> None:
+        if not outcome.refusal:
+            return
+        if outcome.torn:
+            self._stale = self._stale or "the ranks began different operations"
+        raise ConfigError(
+            f"{SETUP}: {outcome.refusal}. The group stays usable"
+            + (": what was sent before is void, go on with a dispatch on every rank" if self._stale else "")
+        )
+
+    def _rebuild(self, plan: LowLatencyPlan | None, generation: int) -> None:
+        deadline = time.monotonic() + self.settings.connect_timeout
+        old = self._plane
+        if old is not None and not self._watch.drain(old, deadline):
+            _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
+        # Nobody may unmap or stop while another rank still writes to it.
+        self._mesh.gather("leaving the old window", without=self._members.masked)
+        self._plane = None
+        if old is not None:
+            old.close(deadline)
+        self.generation, self._begun = generation, 0
+        self._install(plan)
+        self._stale = ""
+
+    def _install(self, plan: LowLatencyPlan | None) -> None:
+        plane = self._builder.build(plan, self.generation, self._look)
+        with self._lock:
+            taken = not self._closed
+            if taken:
+                self._plane = plane
+                self._all_direct = not plane.kinds
+                self._node_ranks = plane.node_ranks
+        if not taken:
+            plane.close(time.monotonic() + 1.0)
+            raise UcclEpError("this Buffer was closed while it was being built")
+
+    # -- peers --------------------------------------------------------------------------------------------------
+
+    def mask_peer(self, peer: int) -> None:
+        """Leave ``peer`` out from now on: its tokens and experts drop out, the others go on.
+
+        Local; each rank that is left calls it. What was sent before is void: the next operation of every rank begins
+        in a new data plane, which those that are left build without ``peer`` (:meth:`grow`). The others are told, so
+        that an operation of theirs that still waits raises PeerLost. Masking a masked rank does nothing.
+
+        Raises:
+            UcclEpError: the Buffer is closed.
+        """
+        if self._closed or os.getpid() != self._pid:
+            self._check_usable()  # raises; a broken Buffer, however, may be mended by this
+        if self._members.mask[peer]:
+            return
+        self._members.mask_out(peer)
+        self._stale = f"rank {peer} was masked"
+        self._broken = ""
+        self._watch.part_from(peer)
+        _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
+
+    def _look(self) -> None:
+        """Between slices of a wait: raise what the proxies, the control connections or other ranks' calls tell."""
+        plane = self._plane
+        if plane is None or plane.space is None or plane.service is None or self._closed:
+            return
+        if self._watch.evicted:
+            self._check_usable()
+        if not self._watch.look(plane):
+            return
+        if self._watch.asked_before() is not None:
+            with self._breaking():
+                outcome = self._agree(plane.layout.low_latency, "")
+            self._refuse(outcome)
+
+    # -- sight and end ------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Plain counters of this rank; also what the live socket serves."""
+        plane = self._plane
+        return {
+            "rank": self.rank,
+            "world": self.ranks,
+            "pid": self._pid,
+            "generation": self.generation,
+            "proxies": self.settings.proxies,
+            "channels": self.settings.channels,
+            "masked": sorted(self._members.masked),
+            "lost": list(self._mesh.absences.lost),
+            "ops": self.operations.snapshot(),
+            **(plane.stats() if plane is not None else {}),
+        }
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`."""
+        return self._closed
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Stop, drain, wait for the others (bounded by ``timeout`` seconds), unmap. May be called twice."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        deadline = time.monotonic() + timeout
+        try:
+            self._take_leave(deadline)
+        finally:
+            self._teardown(deadline)
+
+    def _take_leave(self, deadline: float) -> None:
+        """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""
+        plane = self._plane
+        if (
+            self._broken
+            or self._watch.evicted
+            or self._stale
+            or plane is None
+            or plane.space is None
+            or plane.space.failed
+        ):
+            return
+        if plane.space.busy_elsewhere():
+            _log.warning("rank %d closes under an operation of another of its threads, which ends here", self.rank)
+            return
+        try:
+            self._watch.drain(plane, deadline)
+            self._mesh.gather(CLOSE, without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
+        except UcclEpError as error:
+            # The others may keep working or be gone; this rank leaves all the same.
+            level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR
+            _log.log(level, "rank %d closes without the others: %s", self.rank, error)
+
+    def _teardown(self, deadline: float) -> None:
+        """Let go of everything, each part whatever becomes of the others (Ctrl-C included)."""
+        self._closed = True
+        plane, self._plane = self._plane, None
+        with contextlib.ExitStack() as steps:  # runs from the last to the first
+            if self._live is not None:
+                steps.callback(self._live.close)
+            steps.callback(self._mesh.close)
+            if plane is not None:
+                steps.callback(plane.close, deadline)
+            steps.callback(self._mesh.goodbye)

@@ -1,0 +1,185 @@
+"""What a rank does when it hears of a peer: stop the kernels of the present data plane, and say who is to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from ..control_plane.failures import Verdict
+from ..control_plane.membership import Membership
+from ..control_plane.mesh import ControlMesh
+from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError
+from ..protocol import context as ctx
+from ..protocol.streams import channel_of
+from .agreement import SETUP, read_proposal
+from .plane import DataPlane
+
+__all__ = ["PlaneWatch"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+
+class PlaneWatch:
+    """Ties the control connections of one rank to its data plane.
+
+    Args:
+        mesh: its callbacks are taken over.
+        members: who takes part.
+        plane: returns the present data plane, None when there is none or the Buffer is closed.
+        begun: returns how many operations this rank has begun in it.
+
+    Attributes:
+        evicted: in words, that another rank has masked this one; empty while none has.
+            Writer: the thread that reads the control connections. Reader: the host.
+    """
+
+    def __init__(
+        self,
+        mesh: ControlMesh,
+        members: Membership,
+        plane: Callable[[], DataPlane | None],
+        begun: Callable[[], int],
+    ) -> None:
+        self.evicted = ""
+        self._rank = mesh.rank
+        self._mesh = mesh
+        self._members = members
+        self._plane = plane
+        self._begun = begun
+        mesh.on_asked = self._on_asked
+        mesh.on_lost = self._on_lost
+        mesh.on_goodbye = self._on_goodbye
+        mesh.on_masked = self._on_masked
+        mesh.blame.waits_for = self._waits_for
+
+    def _stop_kernels(self, code: int, peer: int) -> None:
+        """Set the sticky error of the present data plane, if there is one."""
+        plane = self._plane()
+        if plane is not None and plane.space is not None:
+            plane.space.fail(code, peer)
+
+    def part_from(self, peer: int) -> None:
+        """``peer`` was masked: nothing more is published in this generation, whatever a kernel that is called again
+        may think, and nothing is sent to that rank."""
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
+        plane = self._plane()
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_PEER_LOST)
+
+    def drain(self, plane: DataPlane, deadline: float) -> bool:
+        """See :meth:`DataPlane.drain`. A device is waited for as long as its kernels wait for peers: at ``deadline``
+        they are released, and what they have not sent is lost."""
+
+        def release() -> None:
+            if plane.space is not None and plane.space.fail(ctx.FAILURE_CLOSED):
+                _log.warning("rank %d leaves windows in which its kernels still wait: they end here", self._rank)
+
+        with self._mesh.limit(deadline, release) if plane.finishes else contextlib.nullcontext():
+            return plane.drain(deadline, self._members)
+
+    def _on_lost(self, peer: int) -> None:
+        if not self._members.mask[peer]:
+            self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
+
+    def _on_goodbye(self, peer: int) -> None:
+        plane = self._plane()
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_CLOSED)
+
+    def asked_before(self) -> int | None:
+        """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
+        for peer, payload in self._mesh.asked(SETUP).items():
+            if read_proposal(peer, payload).begun < self._begun():
+                return peer
+        return None
+
+    def _on_asked(self, peer: int) -> None:
+        """Release kernels on a device that wait for a peer which wants something else. The host of this rank waits for
+        none of them: it would hear of it only when they have reached their limit."""
+        plane = self._plane()
+        if plane is not None and plane.finishes and (other := self.asked_before()) is not None:
+            self._stop_kernels(ctx.FAILURE_LAYOUT, other)
+
+    def _on_masked(self, by: int, peer: int) -> None:
+        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
+        if self._members.mask[by]:
+            return
+        if peer == self._rank:
+            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
+        if not self._members.mask[peer]:
+            self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
+
+    def _waits_for(self) -> Verdict | None:
+        """For whom the pending kernel, or a step of agreement, waits; called from the reader thread."""
+        plane = self._plane()
+        if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
+            return self._mesh.waits_for()
+        peer, stream, arrived, expected = plane.space.pending
+        channel = channel_of(stream) if stream >= 0 else -1
+        return Verdict(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
+
+    def look(self, plane: DataPlane) -> bool:
+        """Between slices of a wait: stop it, or raise, for what the proxies or the control connections know.
+
+        Returns:
+            False when the sticky error is set: the kernel ends by itself. Not for FAILURE_LAYOUT, which the caller
+            settles.
+        """
+        space, service, members = plane.space, plane.service, self._members
+        assert space is not None
+        assert service is not None
+        if members.any_absent:
+            for peer in members.lost:
+                space.fail(ctx.FAILURE_PEER_LOST, peer)
+            if members.has_fallen_silent(space.awaited):
+                space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
+            if members.accused:
+                # rather than a timeout that blames a rank which waits for the masked one, too
+                members.check(space.phase)
+        code, peer = space.failed_with
+        if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
+            # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
+            service.forget(peer, code)
+        elif code == ctx.FAILURE_PEER_LOST:
+            self._raise_lost(space.phase, peer, service.loss_of(peer))
+        elif code in (ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT):
+            # of what a peer sent, or a device said, the proxies know more than the sticky error
+            service.check()
+        if code == ctx.FAILURE_LAYOUT:
+            return True
+        if code != ctx.FAILURE_NONE:
+            return False
+        service.check()
+        return True
+
+    def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
+        """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""
+        known = [words for words in (self._members.how_gone(peer), cause) if words]
+        if known:
+            raise PeerLost(
+                f"{phase}, rank {self._rank}: rank {peer} is gone ({'; '.join(known)}). Next step: read its log; then "
+                "mask it on every rank that is left, or close this Buffer on all of them and build the group again",
+                peer=peer,
+                phase=phase,
+                cause=cause,
+            )
+
+    def fall(self, error: UcclEpError, phase: str) -> None:
+        """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
+        plane = self._plane()
+        if plane is not None and plane.space is not None and plane.space.failed:
+            self._mesh.blame.fall(error, phase)
+
+    def give_up(self, error: PeerError) -> PeerError:
+        """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
+
+        The peers are told, and this rank publishes nothing more in this generation, so that it cannot seem to go on.
+        """
+        named = self._mesh.blame.give_up(error)
+        self._stop_kernels(
+            ctx.FAILURE_PEER_TIMEOUT if isinstance(named, PeerTimeout) else ctx.FAILURE_PEER_LOST, named.peer
+        )
+        if named is not error:
+            _log.error("rank %d blames rank %d, not rank %d: %s", self._rank, named.peer, error.peer, named)
+        return named

@@ -1,0 +1,212 @@
+"""What both modes of a Buffer share on a device: memory, the order of kernels, the space of a generation."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..config import Settings
+from ..data_plane.kernel_space import KernelSpace
+from ..data_plane.nodes import crossed_once
+from ..errors import ConfigError, TransportError
+from ..protocol.layout import LowLatencyPlan, WindowLayout
+from .memory import DeviceMemory, memory_of
+from .streams import DeviceLane, HostLane, StreamLane
+from .window import DeviceSpace, DeviceWindow
+
+__all__ = ["DeviceGround", "GroundRuntime"]
+
+_Made = TypeVar("_Made")
+_log = logging.getLogger("uccl_ep_serving")
+
+
+#: What graphs look at that were captured in windows which are gone: kilobytes each. The host does not hear when the
+#: last of them is destroyed.
+_kept: list[object] = []
+
+
+class GroundRuntime(Protocol):
+    """What this needs of a Runtime; see there."""
+
+    rank: int
+    ranks: int
+    generation: int
+
+    @property
+    def stale(self) -> str: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def space(self) -> KernelSpace: ...
+    @property
+    def layout(self) -> WindowLayout: ...
+    @property
+    def mask(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def node_ranks(self) -> int: ...
+    @property
+    def all_on_this_host(self) -> bool: ...
+    @property
+    def nic_peers(self) -> frozenset[int]: ...
+    @property
+    def beyond_device_memory(self) -> frozenset[int]: ...
+    def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
+    def before_draining(self, finish: Callable[[], None]) -> None: ...
+    def before_unmapping(self, release: Callable[[], object]) -> None: ...
+    def lend_to_nics(
+        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
+    ) -> None: ...
+    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+
+
+class DeviceGround:
+    """One per Buffer: ring heads live in device memory, so the kernels of both modes must use the same.
+
+    Args:
+        runtime: of the Buffer.
+        device: of the tensors; "cpu" for kernels in Triton's interpreter.
+        lane: on which kernels run; by default streams of the device, the calling thread in the interpreter.
+
+    Attributes:
+        interpreted: kernels run in the interpreter.
+        memory: of the device.
+        lane: the order in which all kernels of the Buffer run.
+    """
+
+    def __init__(self, runtime: GroundRuntime, device: torch.device, lane: DeviceLane | None = None) -> None:
+        self._runtime = runtime
+        self.interpreted = device.type == "cpu"
+        self.memory: DeviceMemory = memory_of(device, self.interpreted)
+        self.lane: DeviceLane = lane or (
+            HostLane() if self.interpreted else StreamLane(self.memory.device, self.memory.capture_of)
+        )
+        self._space: DeviceSpace | None = None
+        self._generation = -1
+        #: What the lane had captured when the present space was built.
+        self._captures = 0
+
+    @property
+    def comm_stream(self) -> Any:
+        """The stream that communication kernels run on, None in the interpreter."""
+        return self.lane.stream
+
+    @property
+    def crossed(self) -> int:
+        """In the present windows: ranks of a node when a row of normal mode crosses once to a node, else 0; equal on
+        all ranks."""
+        runtime = self._runtime
+        return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
+
+    def on_its_device(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the Buffer's device the calling thread's, for which Triton compiles. Kernels compiled for another would
+        be compiled once more by their first launch, inside an operation or a capture."""
+        return contextlib.nullcontext() if self.interpreted else torch.cuda.device(self.memory.device)
+
+    def take_report(self) -> None:
+        """Make a failure that a kernel of the present generation has reported this rank's sticky error."""
+        if self._space is not None and self._generation == self._runtime.generation:
+            self._space.take_report()
+
+    def check_ids(self, phase: str) -> None:
+        """Raise ConfigError when a dispatch of the present generation was given an expert id out of range."""
+        if self._space is not None and self._generation == self._runtime.generation:
+            told = self._space.take_ids()
+            if told is not None:
+                position, experts = told
+                raise ConfigError(
+                    f"{phase}: a dispatch was given an expert id outside -1 .. {experts - 1}, at position {position} "
+                    "of topk_idx, counting all slots. Kernels took it for -1, no expert, and the dispatch ended well "
+                    "on all ranks; only what belongs to that token is wrong. Next step: look at the router; if this "
+                    "is a later call, which has moved nothing, make it again"
+                )
+
+    def keep(self, *memory: object) -> bool:
+        """Make memory of the present windows outlive them where graphs were captured in them; False where none was."""
+        if self.lane.captures == self._captures:
+            return False
+        _kept.extend(memory)
+        return True
+
+    def check_graphs(self, phase: str) -> None:
+        """Raise ConfigError when graphs were captured, and none of them in the present windows."""
+        present = self._generation == self._runtime.generation and not self._runtime.stale
+        if self.lane.captures and not (present and self.lane.captures > self._captures):
+            raise ConfigError(
+                f"{phase}: the windows were laid out anew since graphs were captured (other sizes were dispatched, or "
+                "a rank was masked). The kernels of those graphs move nothing any more, and combined rows are zero. "
+                "Next step: dispatch and combine once, and capture the graphs again"
+            )
+
+    def prepare(self, make: Callable[[], _Made]) -> _Made:
+        """What ``make`` makes of this rank's memory for an operation that is not begun yet.
+
+        Raises:
+            ConfigError: it cannot. Every rank raises, also those that wait in that operation already, and says whose
+                memory it is; the group stays usable.
+        """
+        try:
+            return make()
+        except (TransportError, torch.OutOfMemoryError) as error:
+            # an objection to the windows: it ends the waits of who has begun, and refuses on all
+            self._runtime.grow(self._runtime.layout.low_latency, str(error))
+            raise
+
+    def space(self) -> DeviceSpace:
+        """The space of the present generation. Its first use is collective where windows are in device memory.
+
+        Raises:
+            ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches; or, on every rank, one
+                that cannot pin its memory or copy its tables to the device.
+            TransportError: a NIC of some rank cannot use memory of its GPU; or, with UCCL_EP_WINDOW=device, some rank
+                cannot allocate its window or open a peer's (auto takes windows in host memory then, on all ranks).
+        """
+        runtime = self._runtime
+        if self._space is None or self._generation != runtime.generation:
+            self._space = self._build()
+            self._generation, self._captures = runtime.generation, self.lane.captures
+        return self._space
+
+    def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
+        try:
+            return DeviceSpace(self._runtime.space, self.memory, window)
+        except BaseException:
+            if window is not None:
+                # peers may have it open as long as the generation lasts
+                self._runtime.before_unmapping(window.close)
+            raise
+
+    def _build(self) -> DeviceSpace:
+        runtime, window = self._runtime, None
+        wanted = runtime.settings.window
+        if wanted == "device" and (far := runtime.beyond_device_memory):
+            raise ConfigError(
+                f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks {', '.join(map(str, sorted(far)))}, "
+                "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
+            )
+        if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
+            try:
+                window = DeviceWindow(self.memory, runtime.layout, runtime.rank, runtime.exchange, runtime.nic_peers)
+            except TransportError as error:
+                # on every rank, so that all go on with the other kind
+                if wanted == "device":
+                    raise
+                _log.warning("%s. UCCL_EP_WINDOW=auto: the windows lie in host memory", error)
+        space = self.prepare(lambda: self._space_over(window))
+        # what a kernel has not published yet, no proxy can wait for
+        runtime.before_draining(self.memory.synchronize)
+        runtime.before_unmapping(lambda: space.close(self.keep))
+        if window is not None and runtime.nic_peers:
+            try:
+                objection = self.memory.unordered(shown=self.crossed > 0)
+                # after what frees the memory was noted: the NICs let go of it first
+                runtime.lend_to_nics(window.own, window.nbytes, self.memory.export_dmabuf, objection)
+            except BaseException:
+                space.close()
+                raise
+        return space

@@ -1,0 +1,176 @@
+"""In which order kernels of one Buffer run, and on which streams: DeepEP's rules.
+
+Without a hook an operation runs on the Buffer's own communication stream, after what the current stream has been given,
+or after ``previous_event`` alone where its memory is to be the communication stream's (``allocate_on_comm_stream``);
+the current stream then waits for it, or the caller does (``async_finish``). With a hook both halves run on the stream
+that is current when they are launched. Kernels of one Buffer never overlap each other, whatever streams they are on.
+
+Except those of a replayed graph, of which the host hears nothing: they run in the order of the stream that replays.
+Whoever replays has waited there for the events of all operations that were launched before; and an event that later
+operations begin after is recorded after the replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..handles import EventOverlap, wait_for
+
+__all__ = ["DeviceLane", "HostLane", "StreamLane"]
+
+
+class DeviceLane(Protocol):
+    """Runs launches in order."""
+
+    @property
+    def capturing(self) -> bool:
+        """True while the current stream captures a graph."""
+
+    @property
+    def captures(self) -> int:
+        """How many times something was run that was captured, and may be replayed."""
+
+    @property
+    def stream(self) -> Any:
+        """The communication stream, None where there are no streams."""
+
+    def operation(
+        self, previous: EventOverlap | None, *, own_stream: bool
+    ) -> contextlib.AbstractContextManager[None, bool | None]:
+        """Around all that an operation does: what it allocates, copies and fills, and what it runs here.
+
+        Args:
+            previous: what its arguments are ready after, if that is not the current stream.
+            own_stream: everything is the communication stream's, which waits for ``previous`` alone, or for the current
+                stream where there is none. Else the current stream waits for ``previous``.
+        """
+
+    def run(
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """Run ``launch``, which launches kernels that use ``tensors``.
+
+        Args:
+            own_stream: on the communication stream, after the current one unless :meth:`operation` says otherwise; else
+                on the current stream.
+            finish: make the current stream wait for it; else the caller waits for the event.
+        """
+
+
+class HostLane:
+    """In Triton's interpreter a kernel is over when its launch returns."""
+
+    capturing = False
+    captures = 0
+    stream = None
+
+    def operation(
+        self, previous: EventOverlap | None, *, own_stream: bool
+    ) -> contextlib.AbstractContextManager[None, bool | None]:
+        """See :class:`DeviceLane`."""
+        wait_for(previous)
+        return contextlib.nullcontext()
+
+    def run(
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """See :class:`DeviceLane`."""
+        launch()
+        return EventOverlap()
+
+
+class StreamLane:
+    """Streams of a CUDA or ROCm device.
+
+    Args:
+        device: theirs.
+        capture_of: number of the capture that the stream with a handle takes part in (``DeviceMemory.capture_of``).
+
+    Attributes:
+        captures: see :class:`DeviceLane`.
+    """
+
+    def __init__(self, device: torch.device, capture_of: Callable[[int], int]) -> None:
+        self._device = device
+        self._capture_of = capture_of
+        self.captures = 0
+        self._own = torch.cuda.Stream(device, priority=-1)
+        self._last: torch.cuda.Event | None = None
+        #: The capture that ``_last`` belongs to, None for none.
+        self._captured: int | None = None
+        #: While an operation is on the communication stream altogether, the stream that it was called on.
+        self._caller: torch.cuda.Stream | None = None
+
+    @property
+    def capturing(self) -> bool:
+        """See :class:`DeviceLane`."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def stream(self) -> Any:
+        """See :class:`DeviceLane`."""
+        return self._own
+
+    @contextlib.contextmanager
+    def operation(self, previous: EventOverlap | None, *, own_stream: bool) -> Iterator[None]:
+        """See :class:`DeviceLane`."""
+        if not own_stream:
+            wait_for(previous)
+            yield
+            return
+        caller = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._own):
+            # First of all: once it waits for something captured it is part of the capture, and what is allocated on it
+            # is the graph's.
+            if previous is None or previous.event is None:
+                self._own.wait_stream(caller)
+            else:
+                previous.current_stream_wait()
+                if self.capturing:
+                    # what its event holds in a capture (see below) goes with it, and the caller has not waited
+                    for tensor in previous.extra_tensors or ():
+                        tensor.record_stream(self._own)
+            self._caller = caller
+            try:
+                yield
+            finally:
+                self._caller = None
+
+    def run(
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        """See :class:`DeviceLane`."""
+        current = torch.cuda.current_stream(self._device)
+        caller = self._caller or current
+        stream = self._own if own_stream else current
+        with torch.cuda.device(self._device):
+            capture = self._capture_of(current.cuda_stream) if self.capturing else None
+            if stream != current:
+                stream.wait_stream(current)
+            # An event of another capture, or of none, cannot be waited for inside a capture, nor the other way round.
+            # What is captured runs with the replay, whose order is the caller's.
+            if self._last is not None and capture == self._captured:
+                stream.wait_event(self._last)
+            with torch.cuda.stream(stream):
+                launch()
+                event = torch.cuda.Event()
+                event.record(stream)
+            self._last, self._captured = event, capture
+            self.captures += capture is not None
+            if stream != caller and finish:
+                caller.wait_event(event)
+        for tensor in tensors:
+            # Memory that is freed is used again in the order of the stream that it was allocated on. The caller's is
+            # another for what was allocated on the communication stream, or before a hook that is called elsewhere; the
+            # communication stream is, unless the caller's waits for it. torch skips the stream's own.
+            tensor.record_stream(caller)
+            # In a capture torch would keep such memory from all that is captured later. The event holds it until the
+            # caller has waited.
+            if stream != caller and not finish and capture is None:
+                tensor.record_stream(stream)
+        return EventOverlap(event, tuple(tensors) if not finish else None)

@@ -1,0 +1,327 @@
+"""The kernel space as kernels on a device see it: a copy of its tables in device memory, with the device's addresses.
+
+Two kinds of window. ``host``: the window of :class:`KernelSpace`, pinned and mapped into the GPU, so that every
+transport reaches it. ``device``: a twin of it in GPU memory with the same layout. Peers on this host map it (CUDA IPC)
+and write directly, with the flags in GPU memory as well; others need NICs that reach GPU memory, and the counts of what
+they sent stay where the proxies publish them, in host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..data_plane.kernel_space import KernelSpace
+from ..errors import ProtocolError, TransportError
+from ..native.pages import own_pages
+from ..protocol import context as ctx
+from ..protocol.layout import WindowLayout
+from ..protocol.ring import CAPACITY, TAIL, ring_bytes
+from ..protocol.streams import CREDIT, STREAMS
+from .memory import DeviceMemory
+
+__all__ = ["DeviceSpace", "DeviceWindow"]
+
+_I64 = npt.NDArray[np.int64]
+_PAGE = mmap.PAGESIZE
+_SHARING = "sharing device windows"
+_log = logging.getLogger("uccl_ep_serving")
+
+
+def _words(address: int, count: int) -> _I64:
+    """int64 view of memory that the caller keeps alive."""
+    return np.frombuffer(memoryview((ctypes.c_int64 * count).from_address(address)).cast("B"), dtype=np.int64)
+
+
+class _HostPages:
+    """Host memory mapped into the device, page by page, each page once."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._ranges: list[tuple[int, int, int]] = []
+
+    def map(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """Map the pages of (address, bytes) pieces; what shares a page becomes one range."""
+        for start, end in _merged(pieces):
+            self._ranges.append((start, end, self._memory.map_host(start, end - start)))
+
+    def __call__(self, address: int) -> int:
+        """The device's address of a mapped host address; 0 stays 0."""
+        if address == 0:
+            return 0
+        for start, end, mapped in self._ranges:
+            if start <= address < end:
+                return mapped + address - start
+        raise AssertionError(f"{address:#x} is not mapped into the device")
+
+    def unmap(self, but: int = 0) -> None:
+        """Undo all of :meth:`map`, except for the range of one address."""
+        ranges, self._ranges = self._ranges, []
+        for start, end, _ in reversed(ranges):
+            if not start <= but < end:
+                self._memory.unmap_host(start)
+
+
+def _merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Page-aligned, disjoint [start, end) ranges that cover the pieces."""
+    pages = sorted((address // _PAGE * _PAGE, -(-(address + nbytes) // _PAGE) * _PAGE) for address, nbytes in pieces)
+    ranges: list[tuple[int, int]] = []
+    for start, end in pages:
+        if ranges and start < ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+        else:
+            ranges.append((start, end))
+    return ranges
+
+
+class DeviceWindow:
+    """This rank's window in device memory and those of peers on this host, opened.
+
+    Args:
+        memory: of this rank's device.
+        layout: of the windows.
+        rank: of this process.
+        exchange: all-gather of bytes among the ranks, told the step's name; nothing from those that are masked.
+        proxied: ranks whose windows are not opened: NICs reach them.
+
+    Attributes:
+        addresses: of the windows by rank, 0 for those that are not open.
+        nbytes: of each.
+
+    Raises:
+        TransportError: on every rank, when one of them cannot allocate its window or open a peer's.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        layout: WindowLayout,
+        rank: int,
+        exchange: Callable[[str, bytes], list[bytes]],
+        proxied: frozenset[int] = frozenset(),
+    ) -> None:
+        self._memory = memory
+        self._rank = rank
+        self.nbytes = layout.nbytes
+        self.own = 0
+        self.addresses = [0] * layout.ranks
+        objection, handle = "", b""
+        try:
+            self.own = self.addresses[rank] = memory.allocate(self.nbytes)
+            handle = memory.export(self.own)
+        except TransportError as error:
+            objection = str(error)
+        try:
+            handles = _agree(exchange, objection, handle)
+            try:
+                for peer, one in enumerate(handles):
+                    if peer != rank and one and peer not in proxied:
+                        self.addresses[peer] = memory.open(one)
+            except TransportError as error:
+                objection = str(error)
+            try:
+                _agree(exchange, objection, b"")
+            except TransportError:
+                self._close_peers()
+                # a window is freed when nobody has it open
+                exchange(_SHARING, b"")
+                raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _close_peers(self) -> None:
+        for peer, address in enumerate(self.addresses):
+            if address and peer != self._rank:
+                self.addresses[peer] = 0
+                self._memory.close(address)
+
+    def close(self) -> None:
+        """Close what was opened, free the own window. The ranks have agreed that nobody uses it any more."""
+        self._close_peers()
+        self.addresses = []
+        if self.own:
+            self._memory.free(self.own)
+            self.own = 0
+
+
+def _agree(exchange: Callable[[str, bytes], list[bytes]], objection: str, payload: bytes) -> list[bytes]:
+    """What every rank gave, empty for masked ones. Raises TransportError on every rank when one objects."""
+    answers = exchange(_SHARING, msgspec.msgpack.encode((objection, payload)))
+    given: list[bytes] = []
+    for peer, answer in enumerate(answers):
+        try:
+            refusal, content = msgspec.msgpack.decode(answer, type=tuple[str, bytes]) if answer else ("", b"")
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"{_SHARING}: rank {peer} sent something that is no answer: {error}") from error
+        if refusal:
+            raise TransportError(f"{_SHARING}: rank {peer}: {refusal}", device="memory of the GPUs")
+        given.append(content)
+    return given
+
+
+class DeviceSpace:
+    """Tables, counters and windows of one generation, for kernels on a device.
+
+    Args:
+        space: the host's; its memory stays where it is until :meth:`close` has returned.
+        memory: of the device.
+        window: the device windows, or None for windows in host memory.
+
+    Attributes:
+        context: address of the context block in device memory.
+    """
+
+    def __init__(self, space: KernelSpace, memory: DeviceMemory, window: DeviceWindow | None) -> None:
+        self._space = space
+        self._memory = memory
+        self._window = window
+        self._pages = _HostPages(memory)
+        self._tensors: list[torch.Tensor] = []
+        #: 1 once a kernel has failed; kernels of this rank write it and read it.
+        self._verdict = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
+        try:
+            self.context = self._build()
+        except BaseException:
+            self._pages.unmap()
+            raise
+
+    def _on_device(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
+        """Address of a copy in device memory, kept as long as this object."""
+        tensor = torch.from_numpy(np.array(values)).to(self._memory.device)
+        if self._memory.device.type == "cpu":
+            tensor = tensor.clone()
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def _build(self) -> int:
+        space, layout, ranks = self._space, self._space.layout, self._space.ranks
+        words = _words(space.context, ctx.CONTEXT_WORDS)
+        arrived, completed, flag = (
+            _words(int(words[word]), ranks * STREAMS).copy() for word in (ctx.ARRIVED, ctx.COMPLETED, ctx.FLAG)
+        )
+        windows = _words(int(words[ctx.PEER_WINDOW]), ranks).copy()
+        rings = _words(int(words[ctx.RING]), STREAMS).copy()
+        mask = np.array(space.mask)
+        counts = np.unique(np.concatenate([arrived, completed]))
+        pieces = [(int(address), 8) for address in counts if address]
+        pieces += [
+            (int(ring), ring_bytes(int(_words(int(ring) + CAPACITY, 1)[0]))) for ring in np.unique(rings) if ring
+        ]
+        pieces += [(space.error, 8 * ctx.ERROR_WORDS), (self._report.ctypes.data, 8 * ctx.ERROR_WORDS)]
+        if self._window is None:
+            pieces += [(int(address), layout.nbytes) for address in windows if address]
+        self._pages.map(pieces)
+
+        def device(table: _I64) -> _I64:
+            return np.array([self._pages(int(address)) for address in table], dtype=np.int64)
+
+        arrived, completed = device(arrived), device(completed)
+        if self._window is None:
+            flag, windows = device(flag), device(windows)
+            own = self._pages(space.window)
+        else:
+            own = self._window.own
+            windows = np.array(self._window.addresses, dtype=np.int64)
+            # by peer: kernels write its window themselves, or proxies publish counts in host memory
+            mapped = windows[:, None] != 0
+            streams, peers = np.arange(STREAMS), np.arange(ranks)[:, None]
+            arrived = np.where(
+                mapped, own + layout.direct_flags + 8 * (peers * STREAMS + streams), arrived.reshape(ranks, STREAMS)
+            ).ravel()
+            flag = windows[:, None] + layout.direct_flags + 8 * (space.rank * STREAMS + streams)
+            flag = np.where(mapped, flag, 0).astype(np.int64).ravel()
+            completed = np.where(mapped, 0, completed.reshape(ranks, STREAMS)).ravel()
+        context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
+        for word, value in {
+            ctx.RANK: space.rank,
+            ctx.RANKS: ranks,
+            ctx.CHANNELS: int(words[ctx.CHANNELS]),
+            ctx.WINDOW: own,
+            ctx.WINDOW_BYTES: layout.nbytes,
+            ctx.ARRIVED: self._on_device(arrived),
+            ctx.COMPLETED: self._on_device(completed),
+            ctx.PEER_WINDOW: self._on_device(windows),
+            ctx.FLAG: self._on_device(flag),
+            ctx.RING: self._on_device(device(rings)),
+            # constant: masking a rank begins a new generation
+            ctx.MASK: self._on_device(mask),
+            ctx.ERROR: self._pages(space.error),
+            ctx.VERDICT: self._verdict.data_ptr(),
+            ctx.REPORT: self._pages(self._report.ctypes.data),
+            ctx.HEADS: self._on_device(self._heads(rings)),
+            ctx.LIMIT: int(space.timeout * 1e9),
+        }.items():
+            context[word] = value
+        return self._on_device(context)
+
+    def _heads(self, rings: _I64) -> _I64:
+        """By stream: address of its ring's head, tail and capacity in device memory; streams that share a ring share
+        them."""
+        heads = np.zeros(STREAMS, dtype=np.int64)
+        for ring in np.unique(rings[:CREDIT]):
+            if ring:
+                tail, capacity = (int(_words(int(ring) + word, 1)[0]) for word in (TAIL, CAPACITY))
+                heads[rings == ring] = self._on_device(np.array([tail, tail, capacity], dtype=np.int64))
+        return heads
+
+    @property
+    def all_mapped(self) -> bool:
+        """True when kernels write every peer's window themselves."""
+        return self._space.all_direct if self._window is None else all(self._window.addresses)
+
+    @property
+    def mapped(self) -> int:
+        """Ranks whose windows kernels write themselves, this one included."""
+        if self._window is not None:
+            return sum(map(bool, self._window.addresses))
+        ranks = range(self._space.ranks)
+        return sum(rank == self._space.rank or self._space.is_direct(rank) for rank in ranks)
+
+    @property
+    def on_device(self) -> bool:
+        """True when windows lie in device memory."""
+        return self._window is not None
+
+    def take_report(self) -> None:
+        """Make a failure that a kernel has reported this rank's sticky error."""
+        code = int(self._report[ctx.ERROR_CODE])
+        if code:
+            words = self._report[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1]
+            self._space.fail(code, *(int(word) for word in words))
+
+    def take_ids(self) -> tuple[int, int] | None:
+        """(position in topk_idx, number of experts) of an id out of range that a dispatch was given, told once."""
+        told = int(self._report[ctx.ERROR_IDS])
+        if not told:
+            return None
+        self._report[ctx.ERROR_IDS] = 0
+        return (told >> ctx.ERROR_IDS_SHIFT) - 1, told & ((1 << ctx.ERROR_IDS_SHIFT) - 1)
+
+    def close(self, keep: Callable[..., bool] = lambda *memory: False) -> None:
+        """Let go of all memory once the device has finished; the sticky error has released waiting kernels.
+
+        Args:
+            keep: told what kernels of captured graphs look at before anything else, makes it outlive this object, and
+                returns True, where there are such graphs. A replay then finds that an earlier kernel has failed.
+        """
+        try:
+            self._memory.synchronize()
+            kept = keep(self._tensors, self._verdict, self._report)
+            if kept:
+                self._verdict.fill_(1)
+                self._memory.synchronize()
+            self._pages.unmap(but=self._report.ctypes.data if kept else 0)
+            if self._window is not None:
+                self._window.close()
+        except TransportError as error:
+            _log.error("%s. What was mapped stays until this process ends", error)
+        self._tensors = []

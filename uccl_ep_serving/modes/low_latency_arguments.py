@@ -1,0 +1,234 @@
+"""Checks of what the caller of low-latency mode passes: everything wrong is a ConfigError before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..config import Settings
+from ..errors import ConfigError
+from ..handles import LowLatencyHandle
+from ..protocol.command import MAX_WRITE_BYTES
+from ..protocol.layout import LowLatencyPlan
+from ..protocol.message import (
+    DTYPE_BF16,
+    DTYPE_F16,
+    DTYPE_F32,
+    DTYPE_FP8,
+    DTYPE_FP8_UE8M0,
+    SCALE_BLOCK,
+    element_bytes,
+    row_bytes,
+)
+
+__all__ = [
+    "VALUE_CODES",
+    "Coding",
+    "check_combine",
+    "check_dispatch",
+    "check_ring",
+    "check_stats",
+    "combine_coding",
+    "covers",
+    "dispatch_coding",
+]
+
+#: DTYPE_* of the dtypes in which tokens and experts' outputs may come.
+VALUE_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+#: UE8M0 scales leave packed four to an int32, as in DeepEP.
+_UE8M0_BLOCK = 4 * SCALE_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How rows travel.
+
+    Attributes:
+        dtype: DTYPE_* of ``protocol.message``.
+        payload: bytes of a row's values.
+        row: bytes of a row on the wire: values, scales, round-up to 16.
+        output: torch dtype of the values.
+    """
+
+    dtype: int
+    payload: int
+    row: int
+    output: torch.dtype
+
+    @property
+    def quantised(self) -> bool:
+        """True for FP8."""
+        return self.dtype in (DTYPE_FP8, DTYPE_FP8_UE8M0)
+
+
+def _words(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _is(tensor: object, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether ``tensor`` is one of ``dtype`` and ``shape``."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.shape == torch.Size(shape)
+
+
+def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Coding:
+    """How ``x`` travels. Raises ConfigError for a combination of flags and hidden size that has no format."""
+    hidden = x.shape[1]
+    if not use_fp8:
+        if round_scale or use_ue8m0:
+            raise ConfigError("low-latency dispatch: round_scale and use_ue8m0 need use_fp8=True")
+        code = VALUE_CODES[x.dtype]
+        return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
+    if use_ue8m0 and not round_scale:
+        raise ConfigError("low-latency dispatch: use_ue8m0=True needs round_scale=True, as in DeepEP")
+    block = _UE8M0_BLOCK if use_ue8m0 else SCALE_BLOCK
+    if hidden % block:
+        raise ConfigError(f"low-latency dispatch: hidden = {hidden} must be a multiple of {block} for this FP8 format")
+    code = DTYPE_FP8_UE8M0 if use_ue8m0 else DTYPE_FP8
+    return Coding(code, hidden, row_bytes(hidden, code), torch.float8_e4m3fn)
+
+
+def combine_coding(x: torch.Tensor) -> Coding:
+    """How the experts' rows travel back."""
+    hidden, code = x.shape[2], VALUE_CODES[x.dtype]
+    return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
+
+
+def check_dispatch(
+    ranks: int,
+    x: object,
+    topk_idx: object,
+    tokens: int,
+    experts: int,
+    topk_weights: object,
+) -> LowLatencyPlan:
+    """The plan that a dispatch of these arguments needs.
+
+    Raises:
+        ConfigError: shapes, dtypes, devices or sizes are wrong.
+    """
+    where = "low-latency dispatch"
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in VALUE_CODES:
+        raise ConfigError(f"{where}: x must be [tokens, hidden] in bfloat16, float16 or float32, not {_words(x)}")
+    if not x.is_contiguous():
+        raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
+    count = x.shape[0]
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype != torch.int64 or topk_idx.dim() != 2:
+        raise ConfigError(f"{where}: topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
+    if topk_idx.shape[0] != count:
+        raise ConfigError(f"{where}: x has {count} tokens and topk_idx {topk_idx.shape[0]}")
+    if topk_weights is not None and not _is(topk_weights, torch.float32, topk_idx.shape):
+        raise ConfigError(
+            f"{where}: topk_weights must be float32{list(topk_idx.shape)} like topk_idx, not {_words(topk_weights)}"
+        )
+    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
+            raise ConfigError(f"{where}: x is on {x.device} and {name} on {tensor.device}")
+    try:
+        plan = LowLatencyPlan(ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if count > plan.tokens:
+        raise ConfigError(
+            f"{where}: {count} tokens exceed num_max_dispatch_tokens_per_rank = {tokens}. Raise that number on all "
+            "ranks, or use normal mode, which takes any count"
+        )
+    return plan
+
+
+def covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
+    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
+    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
+    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
+
+
+def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:
+    """A piece of a message enters its ring as a whole: refuse a plan whose longest one never would.
+
+    Raises:
+        ConfigError: a message of ``plan`` needs more commands per channel than a ring holds.
+    """
+    longest = max(plan.dispatch_slot, plan.combine_recv)
+    commands = -(-longest // (settings.channels * MAX_WRITE_BYTES))
+    if commands > settings.ring_slots:
+        raise ConfigError(
+            f"low-latency dispatch: messages of {plan} have up to {longest} bytes, {commands} commands on each of "
+            f"{settings.channels} channels, and a ring holds {settings.ring_slots}. Next step: raise "
+            "UCCL_EP_RING_SLOTS on all ranks"
+        )
+
+
+def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, length: int, device: torch.device) -> int:
+    """Address of an optional tensor of ``length`` counters, 0 for None.
+
+    Args:
+        device: where kernels write it.
+
+    Raises:
+        ConfigError: it is not what kernels can count in.
+    """
+    if stats is None:
+        return 0
+    if not _is(stats, dtype, (length,)) or not stats.is_contiguous():
+        raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {_words(stats)}")
+    if stats.device != device:
+        raise ConfigError(f"{name} is on {stats.device} and the tokens on {device}")
+    return stats.data_ptr()
+
+
+def check_combine(
+    plan: LowLatencyPlan,
+    handle: LowLatencyHandle,
+    x: object,
+    topk_idx: object,
+    topk_weights: object,
+    out: object,
+) -> None:
+    """Check what a combine gets against its dispatch.
+
+    Raises:
+        ConfigError: shapes, dtypes, ids or weights do not fit the dispatch.
+    """
+    where = "low-latency combine"
+    shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
+    if not isinstance(x, torch.Tensor) or x.dtype not in VALUE_CODES or x.shape != shape:
+        raise ConfigError(f"{where}: x must be {list(shape)} in bfloat16, float16 or float32, not {_words(x)}")
+    if not x.is_contiguous():
+        raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
+    if element_bytes(VALUE_CODES[x.dtype]) > plan.element:
+        raise ConfigError(
+            f"{where}: x has {x.element_size()}-byte values, space was planned at dispatch for {plan.element}-byte "
+            "ones: return the experts' output in a dtype as narrow as the dispatched tokens'"
+        )
+    sent = handle.topk_idx
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("out", out)):
+        if isinstance(tensor, torch.Tensor) and tensor.device != sent.device:
+            raise ConfigError(f"{where}: {name} is on {tensor.device}, and the dispatch was on {sent.device}")
+    # contents are compared on the CPU only: a GPU would have to be waited for, and could not be captured in a graph
+    on_cpu = x.device.type == "cpu"
+    if (
+        not isinstance(topk_idx, torch.Tensor)
+        or not _is(topk_idx, torch.int64, sent.shape)
+        or (on_cpu and not torch.equal(topk_idx, sent))
+    ):
+        raise ConfigError(f"{where}: topk_idx {_words(topk_idx)} differs from the one at dispatch, {_words(sent)}")
+    if not isinstance(topk_weights, torch.Tensor) or not _is(topk_weights, torch.float32, sent.shape):
+        raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {_words(topk_weights)}")
+    # as bits: engines pad batches with rows whose weights are NaN, and NaN equals nothing
+    if (
+        on_cpu
+        and handle.topk_weights is not None
+        and not torch.equal(topk_weights.contiguous().view(torch.int32), handle.topk_weights.view(torch.int32))
+    ):
+        raise ConfigError(
+            f"{where}: topk_weights differ from those at dispatch, with which the rows have been summed already: pass "
+            "the same, or none at dispatch"
+        )
+    expected = (sent.shape[0], plan.hidden)
+    if out is None:
+        return
+    if not isinstance(out, torch.Tensor) or not _is(out, x.dtype, expected) or not out.is_contiguous():
+        raise ConfigError(f"{where}: out must be contiguous {list(expected)} in {x.dtype}, not {_words(out)}")

@@ -1,0 +1,65 @@
+"""What the opening of a normal-mode operation on a device tells the host: words in pinned memory that a kernel stores.
+
+Writer: ``open_operation``, the ticket last, with release. Reader: the host, which compares the ticket with that of its
+call. Operations of a Buffer do not overlap, so a ticket that stands there belongs to everything beside it.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from ..gpu.memory import DeviceMemory
+
+__all__ = ["Told"]
+
+_RANK_WORDS = 4
+
+
+class Told:
+    """The words of one window generation.
+
+    Args:
+        memory: of the device.
+        nbytes: of all words.
+        ranks_at, rank_words: where what the ranks told begins, and how many words it has; counts of experts follow.
+
+    Attributes:
+        address: as the kernels see it.
+    """
+
+    def __init__(self, memory: DeviceMemory, nbytes: int, ranks_at: int, rank_words: int) -> None:
+        self._memory = memory
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._pages = mmap.mmap(-1, size)
+        self._words: npt.NDArray[np.int64] = np.frombuffer(self._pages, dtype=np.int64)
+        self._host = int(self._words.ctypes.data)
+        self._ranks = slice(ranks_at, ranks_at + rank_words)
+        self.address = memory.map_host(self._host, size)
+
+    def __getitem__(self, word: int) -> int:
+        return int(self._words[word])
+
+    def clear(self, word: int) -> None:
+        """Set a word to 0: the host has raised what it says."""
+        self._words[word] = 0
+
+    def counts(self, experts: int) -> npt.NDArray[np.int64]:
+        """Rows of each local expert."""
+        return self._words[self._ranks.stop : self._ranks.stop + experts].copy()
+
+    def of_ranks(self) -> list[tuple[int, int, int, int]]:
+        """(shape, coding, bytes of a row, bytes of meta) that each rank told, zeros where it was the same."""
+        words = self._words[self._ranks].reshape(-1, _RANK_WORDS)
+        return [(int(one[0]), int(one[1]), int(one[2]), int(one[3])) for one in words]
+
+    def forget_ranks(self) -> None:
+        """Zeros again, once the host has raised them."""
+        self._words[self._ranks] = 0
+
+    def close(self) -> None:
+        """Unmap once the device has finished."""
+        self._memory.synchronize()
+        self._memory.unmap_host(self._host)
