@@ -96,11 +96,11 @@ bench-vllm: env-vllm
 
 # writes benchmarks/results/soak.json; a quarter of an hour. A failure prints the command that repeats it
 soak: env
-	@$(BIN)/python tests/soak $(ARGS)
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 docs: env
 	@$(BIN)/python scripts/docs.py
-	@$(BIN)/python tests/rule_table.py --write
+	@$(BIN)/python -m tests.rules.rule_table --write
 
 format: env
 	@$(BIN)/ruff check --fix --quiet .

@@ -11,7 +11,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-for place in (".", "kernels", "system", "gpu"):
-    sys.path.insert(0, str(ROOT / "tests" / place))
 
 __all__ = [
     "ROOT",
@@ -141,7 +138,7 @@ def run_parts(
 
     if not interpreted() and not torch.cuda.is_available():
         parser.exit(1, "no GPU: torch finds no CUDA or ROCm device\n")
-    from gpu_ranks import GpuRanks
+    from tests.support.gpu_ranks import GpuRanks
 
     found: dict[str, Any] = {"machine": machine()}
     pool = GpuRanks()

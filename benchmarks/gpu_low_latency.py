@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gpu_frame import beside_deepep, import_deepep, reached, run_parts, share_the_cores
+from benchmarks.gpu_frame import beside_deepep, import_deepep, reached, run_parts, share_the_cores
 
 HIDDEN, TOPK = 7168, 8
 #: Local experts of the one rank: enough for top-8, few enough for the worst case of 4,096 tokens to fit (0.9 GiB).
@@ -78,8 +78,9 @@ def copy_microseconds(nbytes: int) -> float:
 
 def check_dispatched(x: Any, ids: Any, rows: Any, count: Any, handle: Any) -> None:
     """Every row that a rank alone has received is the quantised row of its token, once for each expert of it."""
-    import ll_cases
     import torch
+
+    from tests.support import ll_cases
 
     values, scales = rows
     fnuz = values.dtype == torch.float8_e4m3fnuz
@@ -96,10 +97,9 @@ def check_dispatched(x: Any, ids: Any, rows: Any, count: Any, handle: Any) -> No
 def alone(exchange: Any, tokens: int) -> tuple[Any, Any, Any]:
     """(its Buffer, the dispatch and combine of a rank that sends itself ``tokens`` tokens, combined tokens), after both
     were checked: every expert doubles its rows."""
-    import gpu_bodies
-    import ll_cases
     import torch
 
+    from tests.support import gpu_bodies, ll_cases
     from uccl_ep_serving.oracle import calc_diff, dequantise_fp8
 
     share_the_cores(1)
@@ -201,9 +201,9 @@ def replays(exchange: Any, tokens: int) -> dict[str, Any]:
 
 def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Microseconds per replay of one rank, after a check against the oracle, and with the same result at the end."""
-    import gpu_bodies
-    import ll_cases
     import torch
+
+    from tests.support import gpu_bodies, ll_cases
 
     share_the_cores(exchange.size)
     experts = 256
@@ -234,10 +234,9 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
 
 def publish(exchange: Any, turns: int) -> dict[str, Any]:
     """Microseconds from a ring's head to its tail, as this rank's host sees them."""
-    import gpu_bodies
-    import ll_cases
     import torch
 
+    from tests.support import gpu_bodies, ll_cases
     from uccl_ep_serving.bench.statistics import summary
     from uccl_ep_serving.protocol.ring import HEAD, TAIL
 

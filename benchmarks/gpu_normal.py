@@ -21,7 +21,15 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from gpu_frame import beside_deepep, import_deepep, interpreted, reached, run_parts, seconds_of, share_the_cores
+from benchmarks.gpu_frame import (
+    beside_deepep,
+    import_deepep,
+    interpreted,
+    reached,
+    run_parts,
+    seconds_of,
+    share_the_cores,
+)
 
 #: Of the speed of a copy.
 TARGET = 0.7
@@ -44,10 +52,10 @@ def opened(exchange: Any, shape: Shape) -> Any:
     room = 2 * exchange.size * shape.tokens * (2 * shape.hidden + 256) + (1 << 20)
     overrides = {"window": "device", "heap_bytes": room, "round_bytes": 64 << 20, "chunk_bytes": 1 << 20}
     if interpreted():
-        import triton_normal_bodies
+        from tests.kernels import triton_normal_bodies
 
         return triton_normal_bodies.opened(exchange, overrides)
-    import gpu_bodies
+    from tests.support import gpu_bodies
 
     return gpu_bodies.opened(exchange, overrides)
 
@@ -91,9 +99,9 @@ def figures(samples: dict[str, list[float]], nbytes: dict[str, int]) -> dict[str
 
 def measured(exchange: Any, shape: Shape, form: str) -> list[dict[str, Any]]:
     """Figures of one rank for each number of programs, after its data was held against the oracle."""
-    import normal_cases
     import torch
 
+    from tests.support import normal_cases
     from uccl_ep_serving.buffer import Config
 
     share_the_cores(exchange.size)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from memory_queue import DEPTH, MemoryQueue
-from twins import compile_twin, figures, markdown, result
 
+from benchmarks.memory_queue import DEPTH, MemoryQueue
+from benchmarks.twins import compile_twin, figures, markdown, result
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek
 from uccl_ep_serving.native.calls import call1, call3, call8

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,16 +18,12 @@ from typing import Any
 
 import torch
 
-_TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(_TESTS / name) for name in ("rdma/provider", "rdma", "proxy", "kernels")]
-
-import provider_srd as nic  # noqa: E402
-from efa_group import EfaGroup  # noqa: E402
-
-from uccl_ep_serving.bench.machine import describe  # noqa: E402
-from uccl_ep_serving.config import Settings  # noqa: E402
-from uccl_ep_serving.modes.low_latency_cpu import LowLatency  # noqa: E402
-from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
+from tests.support.efa_group import EfaGroup
+from tests.support.provider import provider_srd as nic
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.modes.low_latency_cpu import LowLatency
+from uccl_ep_serving.protocol.layout import NormalPlan
 
 __all__ = ["count", "markdown", "measure"]
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,17 +23,13 @@ from typing import Any
 
 import torch
 
-_TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(_TESTS / "kernels")]
-
-from fake_ranks import FakeGroup  # noqa: E402
-
-from uccl_ep_serving.bench.card import Card  # noqa: E402
-from uccl_ep_serving.bench.machine import describe  # noqa: E402
-from uccl_ep_serving.cli.bench import run_standalone  # noqa: E402
-from uccl_ep_serving.config import Settings  # noqa: E402
-from uccl_ep_serving.modes.normal_cpu import Normal  # noqa: E402
-from uccl_ep_serving.protocol.layout import NormalPlan  # noqa: E402
+from tests.support.fake_ranks import FakeGroup
+from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.cli.bench import run_standalone
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.modes.normal_cpu import Normal
+from uccl_ep_serving.protocol.layout import NormalPlan
 
 __all__ = ["count", "latency", "markdown", "measure"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from stub_transport import SLOTS, Stub
 
+from benchmarks.stub_transport import SLOTS, Stub
 from uccl_ep_serving.bench.card import PATHS
 from uccl_ep_serving.bench.launch import run_ranks
 from uccl_ep_serving.bench.machine import describe
@@ -44,8 +44,7 @@ SPUN = 2e-3
 IDLE_AFTER, WATCHED = 1.0, 2.0
 #: Proxies per rank that are watched.
 PROXIES = (1, 4)
-#: Ranks start without the script's directory on their path.
-_RANK_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); import proxy_idle; proxy_idle.run_rank(sys.argv[2])"
+_RANK_PROGRAM = "import sys; from benchmarks import proxy_idle; proxy_idle.run_rank(sys.argv[1])"
 
 
 @compiled
@@ -177,8 +176,7 @@ def measure() -> dict[str, Any]:
     machine = describe()
     with tempfile.TemporaryDirectory() as directory:
         target = str(Path(directory) / "idle.json")
-        here = str(Path(__file__).resolve().parent)
-        run_ranks([sys.executable, "-c", _RANK_PROGRAM, here, target], 2, 120.0)
+        run_ranks([sys.executable, "-c", _RANK_PROGRAM, target], 2, 120.0)
         idle = json.loads(Path(target).read_text())
     picked = {_words(proxies): pick_up(proxies) for proxies in PROXIES}
     result = {"machine": machine, "idle": idle, "pick_up_us": picked}

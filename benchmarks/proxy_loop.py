@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stub_transport import COUNT, FEED, FEED_END, SLOTS, TAKEN, Stub, proxy_state
-from twins import compile_twin, figures, markdown, result
 
+from benchmarks.stub_transport import COUNT, FEED, FEED_END, SLOTS, TAKEN, Stub, proxy_state
+from benchmarks.twins import compile_twin, figures, markdown, result
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import load64, peek, poke, store64
 from uccl_ep_serving.native.jit import compiled

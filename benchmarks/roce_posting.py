@@ -12,26 +12,22 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from twins import compile_twin, figures, markdown, result
 
+from benchmarks.twins import compile_twin, figures, markdown, result
+from tests.support.memory_endpoints import open_endpoints
+from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek, poke
 from uccl_ep_serving.native.calls import call1, call8
 from uccl_ep_serving.native.jit import c_function, compiled
 from uccl_ep_serving.proxy.transport import roce_state as words
 from uccl_ep_serving.proxy.transport.verbs_abi import SEND_WR
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("rdma/provider", "rdma", "proxy")]
-
-from memory_endpoints import open_endpoints  # noqa: E402
-from provider_library import MemoryNetwork  # noqa: E402
 
 WRITES = 1 << 16
 NBYTES = 7168

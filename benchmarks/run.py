@@ -19,15 +19,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import nic_posting
-import nic_writes
-import node_crossings
-import proxy_idle
-import proxy_loop
-import roce_posting
-import twins
-import vllm_serving
-
+from benchmarks import (
+    nic_posting,
+    nic_writes,
+    node_crossings,
+    proxy_idle,
+    proxy_loop,
+    roce_posting,
+    twins,
+    vllm_serving,
+)
 from uccl_ep_serving.bench.card import Card, load_cards
 from uccl_ep_serving.bench.launch import RankFailed
 from uccl_ep_serving.bench.peers import mpi_missing

@@ -15,9 +15,6 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-# The tables are made of this checkout, whatever is installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from uccl_ep_serving.config import SETTINGS, Settings
 from uccl_ep_serving.engines.vllm import targets as vllm
 from uccl_ep_serving.protocol import tables

@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
-from fork_server import ensure_fork_server, stop_fork_server
 
+from tests.support.fork_server import ensure_fork_server, stop_fork_server
 from uccl_ep_serving.demo import sglang_cpu, vllm_cpu
 
 Result = TypeVar("Result")

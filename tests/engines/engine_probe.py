@@ -29,11 +29,11 @@ def install(directory: Path, mode: str) -> dict[str, str]:
     information = directory / "uccl_ep_engine_probe-0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: uccl_ep_engine_probe\nVersion: 0\n")
-    (information / "entry_points.txt").write_text("[sglang.srt.plugins]\nuccl_ep_probe = engine_probe:register\n")
+    (information / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nuccl_ep_probe = tests.engines.engine_probe:register\n"
+    )
     return {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")])),
         MODE: mode,
         FILE: str(directory / "routing"),
     }

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 
 def typed(stand_in: Path, script: Path, *arguments: str, **environment: str) -> list[str]:

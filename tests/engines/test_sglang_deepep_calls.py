@@ -6,8 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from deepep_calls import Use, engine_file, fits, uses
 
+from tests.engines.deepep_calls import Use, engine_file, fits, uses
 from uccl_ep_serving.buffer import Config
 from uccl_ep_serving.handles import EventOverlap
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_lines import readme_lines, typed
 
+from tests.engines.launch_lines import readme_lines, typed
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Client
 from uccl_ep_serving.demo.server import DemoServer, Launch, free_port

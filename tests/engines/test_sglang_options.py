@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sglang_plugin import resolved
 
+from tests.engines.test_sglang_plugin import resolved
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.errors import ConfigError
 

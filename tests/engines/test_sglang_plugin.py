@@ -11,8 +11,8 @@ from types import CellType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import ray_stand_in
 
+from tests.engines import ray_stand_in
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.engines import sglang as plugin
 from uccl_ep_serving.errors import ConfigError

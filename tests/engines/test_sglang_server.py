@@ -16,11 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import engine_probe
 import psutil
 import pytest
-from served import PROXIED, Served, assert_equal, nothing_left, operations, serve_once, wait_ready, wait_until
 
+from tests.engines import engine_probe
+from tests.engines.served import (
+    PROXIED,
+    Served,
+    assert_equal,
+    nothing_left,
+    operations,
+    serve_once,
+    wait_ready,
+    wait_until,
+)
 from uccl_ep_serving import stats as live
 from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client, compare

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from namespaces import run as shell
-from namespaces import two_namespaces
-from network_namespace import OWN_MEMORY, inside
-from served import PROXIED, Served, assert_equal, assert_moved, nothing_left, serve_once, wait_ready
 
+from tests.engines.network_namespace import OWN_MEMORY, inside
+from tests.engines.served import PROXIED, Served, assert_equal, assert_moved, nothing_left, serve_once, wait_ready
+from tests.support.namespaces import run as shell
+from tests.support.namespaces import two_namespaces
 from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client
 from uccl_ep_serving.demo.server import DemoServer, Launch, free_port

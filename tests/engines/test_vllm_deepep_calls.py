@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from deepep_calls import Use, engine_file, fits, made_from, uses
+
+from tests.engines.deepep_calls import Use, engine_file, fits, made_from, uses
 
 pytestmark = pytest.mark.engine
 

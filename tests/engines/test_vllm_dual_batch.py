@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_moe import Case, Layer, difference, group
+
+from tests.engines.vllm_moe import Case, Layer, difference, group
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

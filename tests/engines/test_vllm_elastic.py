@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_moe import EXPERTS, Case, Layer, difference, group
+
+from tests.engines.vllm_moe import EXPERTS, Case, Layer, difference, group
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_lines import readme_lines, typed
+
+from tests.engines.launch_lines import readme_lines, typed
 
 pytestmark = pytest.mark.engine
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm_moe import Case, engine_layers, engine_lossy, engine_two_steps_in_flight
+
+from tests.engines.vllm_moe import Case, engine_layers, engine_lossy, engine_two_steps_in_flight
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_settings import parallel_config
 
+from tests.engines.vllm_settings import parallel_config
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm_settings import parallel_config
 
+from tests.engines.vllm_settings import parallel_config
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.vllm_launch import MODELS
 from uccl_ep_serving.engines.vllm import targets

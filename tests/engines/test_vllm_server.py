@@ -13,11 +13,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import engine_probe
 import pytest
-import vllm_probe
-from served import PROXIED, Served, assert_equal, nothing_left, operations, serve_once, wait_ready, wait_until
 
+from tests.engines import engine_probe, vllm_probe
+from tests.engines.served import (
+    PROXIED,
+    Served,
+    assert_equal,
+    nothing_left,
+    operations,
+    serve_once,
+    wait_ready,
+    wait_until,
+)
 from uccl_ep_serving import stats as live
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client, compare

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from namespaces import run as shell
-from namespaces import two_namespaces
-from network_namespace import OWN_MEMORY, inside
-from served import PROXIED, assert_equal, assert_moved, nothing_left, wait_ready
 
+from tests.engines.network_namespace import OWN_MEMORY, inside
+from tests.engines.served import PROXIED, assert_equal, assert_moved, nothing_left, wait_ready
+from tests.support.namespaces import run as shell
+from tests.support.namespaces import two_namespaces
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client
 from uccl_ep_serving.demo.run import PROMPTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import engine_probe
+from tests.engines import engine_probe
 
 
 def install(directory: Path, mode: str) -> dict[str, str]:
@@ -13,11 +13,11 @@ def install(directory: Path, mode: str) -> dict[str, str]:
     information = directory / "uccl_ep_vllm_probe-0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: uccl_ep_vllm_probe\nVersion: 0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nuccl_ep_vllm_probe = vllm_probe:register\n")
+    (information / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nuccl_ep_vllm_probe = tests.engines.vllm_probe:register\n"
+    )
     return {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")])),
         engine_probe.MODE: mode,
         engine_probe.FILE: str(directory / "routing"),
     }

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path
-from gpu_ranks import GpuRanks
+from tests.support.gpu_ranks import GpuRanks
 
 
 @pytest.fixture(scope="module")

@@ -10,22 +10,16 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
-from pathlib import Path
-
-for place in ("kernels", "system", "gpu"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / place))
 
 RANKS = 2
 
 
 def serve(device: str, rank: int, port: int) -> None:
     """One rank. ``device``: cuda, or interpreter for Triton's on CPU tensors."""
-    import gpu_bodies
-    import ll_cases
-    import normal_cases
     import torch
     import torch.distributed as dist
 
+    from tests.support import gpu_bodies, ll_cases, normal_cases
     from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=600))

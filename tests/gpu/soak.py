@@ -9,16 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "system"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-# after the path
-import gpu_bodies
-from gpu_ranks import GpuRanks
+from tests.support import gpu_bodies
+from tests.support.gpu_ranks import GpuRanks
 
 
 def main() -> int:

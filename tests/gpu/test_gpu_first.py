@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gpu_bodies
-import ll_cases
-import normal_cases
 import pytest
-from gpu_ranks import GpuRanks
+
+from tests.support import gpu_bodies, ll_cases, normal_cases
+from tests.support.gpu_ranks import GpuRanks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

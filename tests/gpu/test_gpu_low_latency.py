@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import gpu_bodies
 import pytest
 import torch
-from gpu_ranks import GpuRanks
-from ll_cases import Case
-from ll_replay import FORMS
+
+from tests.support import gpu_bodies
+from tests.support.gpu_ranks import GpuRanks
+from tests.support.ll_cases import Case
+from tests.support.ll_replay import FORMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import gpu_bodies
 import pytest
 import torch
-from gpu_ranks import GpuRanks
-from normal_cases import Case
+
+from tests.support import gpu_bodies
+from tests.support.gpu_ranks import GpuRanks
+from tests.support.normal_cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -13,12 +13,12 @@ import re
 import sys
 from typing import Any
 
-import compiled_traps
 import triton
-from compiled_traps import COPYING, IN_FLIGHT, WAITING
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.kernels import compiled_traps
+from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, WAITING
 from uccl_ep_serving.kernels.interface import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.launch import Launch, Target
 from uccl_ep_serving.kernels.triton.low_latency import TritonLowLatencyKernels

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import ll_cases
-import normal_cases
 import pytest
 import torch
-import triton_bodies
-import triton_normal_bodies
 
+from tests.kernels import triton_bodies, triton_normal_bodies
+from tests.support import ll_cases, normal_cases
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from direct_ranks import DirectGroup
 
+from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.gpu.memory import InterpretedMemory
 from uccl_ep_serving.gpu.window import DeviceSpace
 from uccl_ep_serving.kernels.triton import normal_blocks as block

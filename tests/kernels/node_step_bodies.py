@@ -18,8 +18,7 @@ from uccl_ep_serving.protocol.streams import NORMAL_NOTIFY
 
 def _modules() -> tuple[Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
-    import node_stand
-    import node_step_kernels
+    from tests.kernels import node_stand, node_step_kernels
 
     return node_stand, node_step_kernels
 

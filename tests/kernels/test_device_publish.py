@@ -6,8 +6,8 @@ import importlib.util
 from typing import Any
 
 import pytest
-from interpreter_process import interpreted
 
+from tests.support.interpreter_process import interpreted
 from uccl_ep_serving.protocol.command import Command
 
 pytestmark = [
@@ -17,8 +17,7 @@ pytestmark = [
 
 
 def _run() -> tuple[Any, int]:
-    import publish_kernels
-
+    from tests.kernels import publish_kernels
     from uccl_ep_serving.kernels.triton import blocks
 
     return publish_kernels.run(), blocks.SINK

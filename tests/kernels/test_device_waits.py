@@ -6,10 +6,11 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import pytest
-from interpreter_process import interpreted
+
+from tests.support.interpreter_process import interpreted
 
 if TYPE_CHECKING:
-    from wait_kernels import Ended
+    from tests.kernels.wait_kernels import Ended
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -29,7 +30,7 @@ WAITS = (SILENCE, SHORT_TURNS, LONG_TURNS, JUST_BEFORE_THE_END)
 
 
 def _run_all() -> list[Ended]:
-    import wait_kernels
+    from tests.kernels import wait_kernels
 
     return [wait_kernels.run(*one) for one in WAITS]
 

@@ -18,13 +18,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path: rank processes inherit it and import the bodies
-import launch_bodies
-from launch_bodies import Seen
-from other_tritons import other_tritons
-from ranks import Ranks
+from tests.kernels import launch_bodies
+from tests.kernels.launch_bodies import Seen
+from tests.kernels.other_tritons import other_tritons
+from tests.support.ranks import Ranks
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -57,7 +54,7 @@ def interpreted() -> Iterator[Ranks]:
 def compiling(triton: str) -> dict[str, str]:
     """The environment of a process whose Triton is that below ``triton``, or the installed one, not the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = (triton, str(HERE.parents[1]), environment.get("PYTHONPATH", ""))
+    places = (triton, environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     return environment
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from ll_cases import Case, check_combined, run_rank
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.ll_cases import Case, check_combined, run_rank
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 

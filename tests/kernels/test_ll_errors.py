@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
-from source_tree import PYPROJECT
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
+from tests.support.source_tree import PYPROJECT
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
 from uccl_ep_serving.modes.low_latency_arguments import check_combine, check_ring

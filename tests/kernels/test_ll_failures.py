@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from fake_ranks import FakeGroup
-from ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import FakeGroup
+from tests.support.ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.low_latency_state import (

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from fake_ranks import HOSTILE, FakeGroup
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ll_cases import (
+
+from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import HOSTILE, FakeGroup
+from tests.support.ll_cases import (
     Case,
     check_combined,
     check_received,
@@ -23,7 +24,6 @@ from ll_cases import (
     received_values,
     weights_at_dispatch,
 )
-
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from fake_ranks import HOSTILE, FakeGroup
-from ll_cases import Case, check_combined, run_rank
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import HOSTILE, FakeGroup
+from tests.support.ll_cases import Case, check_combined, run_rank
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.proxy.transport.fake import Adversary

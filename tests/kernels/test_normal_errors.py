@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from normal_cases import Case, check, dispatch, round_trip
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.normal_cases import Case, check, dispatch, round_trip
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerTimeout, ProtocolError, UcclEpError
 from uccl_ep_serving.modes.normal_cpu import Normal

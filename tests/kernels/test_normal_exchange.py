@@ -7,9 +7,18 @@ import itertools
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from normal_cases import Case, CountedEvent, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.normal_cases import (
+    Case,
+    CountedEvent,
+    Outcome,
+    check,
+    dispatch,
+    expert_outputs,
+    round_trip,
+    same_bits,
+)
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.handles import EventOverlap

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
 
+from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu.normal_layout import layout, route_rows

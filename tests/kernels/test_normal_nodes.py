@@ -10,10 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from fake_ranks import HOSTILE, FakeGroup, nodes
-from normal_cases import Case, CountedEvent, Inputs, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import HOSTILE, FakeGroup, nodes
+from tests.support.normal_cases import (
+    Case,
+    CountedEvent,
+    Inputs,
+    Outcome,
+    check,
+    dispatch,
+    expert_outputs,
+    round_trip,
+    same_bits,
+)
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.handles import EventOverlap

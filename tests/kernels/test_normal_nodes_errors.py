@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_ranks import nodes
-from normal_cases import Case, dispatch, round_trip
 
+from tests.support.fake_ranks import nodes
+from tests.support.normal_cases import Case, dispatch, round_trip
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
 from uccl_ep_serving.modes.normal_cpu import Normal

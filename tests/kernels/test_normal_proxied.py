@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from fake_ranks import HOSTILE, FakeGroup
-from normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import HOSTILE, FakeGroup
+from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.kernels import normal_block as block

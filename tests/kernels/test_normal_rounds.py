@@ -7,10 +7,10 @@ import gc
 import numpy as np
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
-from test_wait_publish import Bench
 
+from tests.kernels.test_wait_publish import Bench
+from tests.support.direct_ranks import DirectGroup
+from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu.normal_receive import give_grant

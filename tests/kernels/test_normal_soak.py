@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from fake_ranks import HOSTILE, FakeGroup
-from normal_cases import Case, check, dispatch, expert_outputs, round_trip, same_bits
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import HOSTILE, FakeGroup
+from tests.support.normal_cases import Case, check, dispatch, expert_outputs, round_trip, same_bits
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.modes.normal_cpu import Normal

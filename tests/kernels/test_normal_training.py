@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path: rank processes inherit it and import the bodies
-import training_bodies
-from ranks import Ranks
+from tests.kernels import training_bodies
+from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from direct_ranks import DirectGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.kernels.cpu.routing import first_bad_id, route
 
 Ids = npt.NDArray[np.int64]

@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from direct_ranks import DirectGroup
-from normal_cases import Case, check, round_trip
 from numba import njit, types
 
+from tests.support.direct_ranks import DirectGroup
+from tests.support.normal_cases import Case, check, round_trip
 from uccl_ep_serving.kernels import normal_block as block
 from uccl_ep_serving.kernels.cpu import normal_receive, normal_rows
 from uccl_ep_serving.modes import row_exchange

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compiled_traps
 import pytest
-from other_tritons import other_tritons
+
+from tests.kernels import compiled_traps
+from tests.kernels.other_tritons import other_tritons
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -57,7 +58,7 @@ def start(targets: tuple[str, ...], path: str = "", kernels: tuple[str, ...] = (
     """Compile ``kernels``, or all that are quickly compiled, for ``targets``, with the Triton below ``path`` or the
     installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    places = (path, str(ROOT), str(HERE), environment.get("PYTHONPATH", ""))
+    places = (path, environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     return subprocess.Popen(
         [sys.executable, "-P", str(HERE / "compiled_kernels.py"), *targets, *kernels],

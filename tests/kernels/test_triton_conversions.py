@@ -6,7 +6,8 @@ import importlib.util
 
 import pytest
 import torch
-from interpreter_process import interpreted
+
+from tests.support.interpreter_process import interpreted
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -23,7 +24,7 @@ def _cases(dtype: torch.dtype) -> torch.Tensor:
 
 def convert_everything() -> list[str]:
     """Names of the conversions that differ from torch's."""
-    import conversion_kernels
+    from tests.kernels import conversion_kernels
 
     wrong = []
     for name, kernel, dtype in (
@@ -55,8 +56,7 @@ def convert_everything() -> list[str]:
 
 def quantise_everything() -> list[tuple[bool, bool]]:
     """(round_scale, what differs) against the reference."""
-    import conversion_kernels
-
+    from tests.kernels import conversion_kernels
     from uccl_ep_serving.oracle import quantise_fp8
 
     torch.manual_seed(1)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ll_cases import Case
-from ll_replay import FORMS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path: rank processes inherit it and import the bodies
-import triton_bodies
-from ranks import Ranks
-from triton_bodies import PATHS
+from tests.kernels import triton_bodies
+from tests.kernels.triton_bodies import PATHS
+from tests.support.ll_cases import Case
+from tests.support.ll_replay import FORMS
+from tests.support.ranks import Ranks
 
 pytestmark = [
     pytest.mark.timeout(600),

@@ -7,19 +7,13 @@ whole operations are in ``test_triton_normal_nodes.py``. ``node_mutants.py`` tak
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path: the process inherits it and imports the bodies
-import node_step_bodies as bodies
-from ranks import Ranks
-
+from tests.kernels import node_step_bodies as bodies
+from tests.support.ranks import Ranks
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
 

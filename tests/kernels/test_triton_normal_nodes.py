@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from normal_cases import Case
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path: rank processes inherit it and import the bodies
-import triton_node_bodies as bodies
-import triton_normal_bodies as plain
-from ranks import Ranks
-
+from tests.kernels import triton_node_bodies as bodies
+from tests.kernels import triton_normal_bodies as plain
+from tests.support.normal_cases import Case
+from tests.support.ranks import Ranks
 from uccl_ep_serving.protocol import relay
 
 pytestmark = [

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-# after the path: rank processes inherit it and import the bodies
-import triton_normal_bodies as bodies
-from ranks import Ranks
-from triton_bodies import PATHS
+from tests.kernels import triton_normal_bodies as bodies
+from tests.kernels.triton_bodies import PATHS
+from tests.support.ranks import Ranks
 
 pytestmark = [
     pytest.mark.timeout(3600),

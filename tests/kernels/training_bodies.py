@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import bodies
 import torch
 
+from tests.support import bodies
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 HIDDEN, TOPK = 64, 3

@@ -11,12 +11,11 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import bodies
-import ll_cases
 import pytest
 import torch
-from ll_replay import Layer, RecordingLane
 
+from tests.support import bodies, ll_cases
+from tests.support.ll_replay import Layer, RecordingLane
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError

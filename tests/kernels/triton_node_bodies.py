@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import normal_cases
 import numpy as np
 import pytest
 import torch
-import triton_normal_bodies as plain
-from normal_cases import Case, Inputs, Outcome, same_bits
 
+from tests.kernels import triton_normal_bodies as plain
+from tests.support import normal_cases
+from tests.support.normal_cases import Case, Inputs, Outcome, same_bits
 from uccl_ep_serving import reference_normal as oracle
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange

@@ -14,16 +14,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import bodies
-import normal_cases
 import pytest
 import torch
-from device_model import Device, begin_capture, install
-from ll_replay import RecordingLane
-from normal_cases import Case, same_bits
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support import bodies, normal_cases
+from tests.support.device_model import Device, begin_capture, install
+from tests.support.ll_replay import RecordingLane
+from tests.support.normal_cases import Case, same_bits
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError

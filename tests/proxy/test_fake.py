@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from contract import Group, OpenGroup, Traffic, TransportContract
 
+from tests.support.contract import Group, OpenGroup, Traffic, TransportContract
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.proxy.transport.base import ARRIVED, DOWN, FAULT, SENT
 from uccl_ep_serving.proxy.transport.fake import Adversary, FakeFabric

@@ -6,8 +6,8 @@ import threading
 import time
 
 import numpy as np
-from world import World
 
+from tests.support.world import World
 from uccl_ep_serving.native.calls import futex_wait
 from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.streams import LL_DISPATCH

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tcp_peers import WINDOW, connect_all, make
-from world import World
 
+from tests.support.tcp_peers import WINDOW, connect_all, make
+from tests.support.world import World
 from uccl_ep_serving.errors import BootstrapError
 from uccl_ep_serving.protocol import imm
 from uccl_ep_serving.protocol.command import Command

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from world import SLOT, Link, World, drive
 
+from tests.support.world import SLOT, Link, World, drive
 from uccl_ep_serving.protocol.ring import HEAD, SLOTS, lap_of
 from uccl_ep_serving.protocol.ring import TAIL as RING_TAIL
 from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, LL_DISPATCH

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tcp_peers import WINDOW, connect_all, make
 
+from tests.support.tcp_peers import WINDOW, connect_all, make
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address, mailbox_bytes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from world import World
 
+from tests.support.world import World
 from uccl_ep_serving.errors import PeerLost, ProtocolError
 from uccl_ep_serving.protocol import imm
 from uccl_ep_serving.protocol.command import HIGH, LOW, Command

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Iterator
 
 import pytest
-from world import SLOT, Link, World
 
+from tests.support.world import SLOT, Link, World
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerLost, ProxyDied, TransportError
 from uccl_ep_serving.protocol.command import HIGH, LOW, Command

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from contract import Group, OpenGroup, Port, Traffic, TransportContract
 
+from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.protocol import mailbox
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
@@ -242,14 +242,13 @@ _CHILD = """
 import mmap, sys, time
 import numpy as np
 from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, mailbox_bytes
-sys.path.insert(0, sys.argv[1])
-from contract import Group, Port
-box, window = (mmap.mmap(int(fd), 0) for fd in sys.argv[2:4])
+from tests.support.contract import Group, Port
+box, window = (mmap.mmap(int(fd), 0) for fd in sys.argv[1:3])
 mine, theirs = np.frombuffer(box, np.uint8), np.frombuffer(window, np.uint8)
 half_box, half = mine.size // 2, theirs.size // 2
 endpoint = ShmEndpoint(1, 2, 0, mailbox=mine.ctypes.data + half_box,
     peer_mailboxes=[mine.ctypes.data, 0], peer_windows=[theirs.ctypes.data, 0], window_bytes=half)
-endpoint.connect([bytes.fromhex(sys.argv[4]), None], time.monotonic() + 5)
+endpoint.connect([bytes.fromhex(sys.argv[3]), None], time.monotonic() + 5)
 print(endpoint.address().hex(), flush=True)
 port = Port(Group([endpoint, endpoint], [theirs[half:], theirs[half:]], None), 1)
 port.window[:] = np.arange(half) % 251
@@ -281,8 +280,7 @@ def test_two_processes_and_sigkill() -> None:
             window_bytes=window_bytes,
         )
         stack.callback(endpoint.close)
-        here = os.path.dirname(__file__)
-        arguments = [here, *map(str, fds), endpoint.address().hex()]
+        arguments = [*map(str, fds), endpoint.address().hex()]
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, *arguments], pass_fds=fds, stdout=subprocess.PIPE, text=True
         )

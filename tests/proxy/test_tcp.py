@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contract import OpenGroup, Port, Traffic, TransportContract
-from tcp_peers import CONNECTIONS, WINDOW, played, raw, tcp_group
 
+from tests.support.contract import OpenGroup, Port, Traffic, TransportContract
+from tests.support.tcp_peers import CONNECTIONS, WINDOW, played, raw, tcp_group
 from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
 from uccl_ep_serving.protocol.imm import Immediate, encode

@@ -13,8 +13,8 @@ from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
-from tcp_peers import CONNECTIONS, SECRET, WINDOW, connect_all, drive, identity, make, tcp_group
 
+from tests.support.tcp_peers import CONNECTIONS, SECRET, WINDOW, connect_all, drive, identity, make, tcp_group
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
 from uccl_ep_serving.protocol import frame, handshake
 from uccl_ep_serving.proxy.transport import tcp_connect

@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from namespaces import run, two_namespaces
+
+from tests.support.namespaces import run, two_namespaces
 
 _CHILD = """
 import os, sys, time
-sys.path.insert(0, sys.argv[1])
 import numpy as np
-from contract import Group, Port
-from tcp_peers import make
-rank, host = int(sys.argv[2]), sys.argv[3]
+from tests.support.contract import Group, Port
+from tests.support.tcp_peers import make
+rank, host = int(sys.argv[1]), sys.argv[2]
 window = np.zeros(1 << 20, np.uint8)
 endpoint = make(rank, 2, window, host=host)
 print(endpoint.address().hex(), flush=True)
@@ -69,7 +69,6 @@ def two_processes(
                 sys.executable,
                 "-c",
                 _CHILD,
-                os.path.dirname(__file__),
                 str(rank),
                 hosts[rank],
                 *arguments,

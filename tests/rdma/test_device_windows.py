@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ll_cases
 import numpy as np
 import pytest
-from contract import Port
-from memory_endpoints import connect, endpoint
-from nic_ranks import efa_nics, install, roce_nics, run_ranks
-from provider_library import MemoryNetwork
-from provider_srd_library import SrdNetwork
 
+from tests.support import ll_cases
+from tests.support.contract import Port
+from tests.support.memory_endpoints import connect, endpoint
+from tests.support.nic_ranks import efa_nics, install, roce_nics, run_ranks
+from tests.support.provider.provider_library import MemoryNetwork
+from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.errors import BootstrapError, TransportError

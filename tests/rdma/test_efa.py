@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-import provider_srd as nic
 import pytest
-from contract import Group, OpenGroup, Port, Traffic, TransportContract
-from efa_endpoints import open_endpoints, open_network, some_writes
-from provider_srd_library import SrdNetwork
 
+from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract
+from tests.support.efa_endpoints import open_endpoints, open_network, some_writes
+from tests.support.provider import provider_srd as nic
+from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, SENT

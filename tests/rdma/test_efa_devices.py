@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import Traffic
-from efa_endpoints import connect, open_endpoints, open_network, some_writes
-from provider_srd_library import SrdNetwork
 
+from tests.support.contract import Traffic
+from tests.support.efa_endpoints import connect, open_endpoints, open_network, some_writes
+from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, TransportError
 from uccl_ep_serving.proxy.transport import verbs_codes as codes

@@ -6,12 +6,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import ll_cases
-import normal_cases
 import pytest
-from nic_ranks import efa_nics, install, run_ranks
-from provider_srd_library import SrdNetwork
 
+from tests.support import ll_cases, normal_cases
+from tests.support.nic_ranks import efa_nics, install, run_ranks
+from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.errors import ConfigError

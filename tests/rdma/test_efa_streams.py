@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from provider_srd_library import SrdNetwork
-from srd_world import SrdWorld
-from world import SLOT, Link, all_to_all, attach, drive
 
+from tests.support.provider.provider_srd_library import SrdNetwork
+from tests.support.srd_world import SrdWorld
+from tests.support.world import SLOT, Link, all_to_all, attach, drive
 from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.protocol.context import ERROR_CODE, ERROR_PEER, FAILURE_PEER_LOST
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS

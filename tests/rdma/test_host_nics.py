@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nic_ranks import efa_nics, roce_nics
-from provider_library import MemoryNetwork
-from provider_srd_library import SrdNetwork
-from sysfs_tree import machine
 
+from tests.support.nic_ranks import efa_nics, roce_nics
+from tests.support.provider.provider_library import MemoryNetwork
+from tests.support.provider.provider_srd_library import SrdNetwork
+from tests.support.sysfs_tree import machine
 from uccl_ep_serving.cli.doctor_nics import examine_transports
 from uccl_ep_serving.cli.findings import Status
 from uccl_ep_serving.config import Settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -28,9 +27,9 @@ OVERRIDES = {
 
 
 def _serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> None:
-    import bodies
     import torch.distributed as dist
 
+    from tests.support import bodies
     from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     try:
@@ -45,9 +44,8 @@ def _serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> Non
 
 @pytest.mark.parametrize("settings", [{}, {"proxies": 2, "channels": 2, "nic_qps": 2}], ids=["plain", "two of each"])
 def test_both_modes_over_reliable_connections(settings: dict[str, Any], tmp_path: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
     # imported once and inherited: torch takes most of a minute under emulation
-    import bodies  # noqa: F401
+    from tests.support import bodies  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     answers = context.Queue()

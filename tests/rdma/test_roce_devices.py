@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
-from device_endpoints import delayed, devices, netem, open_endpoints
 
+from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
+from tests.support.device_endpoints import delayed, devices, netem, open_endpoints
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.protocol.context import ERROR_WORDS
 from uccl_ep_serving.protocol.imm import IMM

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-import provider_network as net
 import pytest
-from contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
-from memory_endpoints import connect, endpoint, open_endpoints
-from provider_library import MemoryNetwork
 
+from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
+from tests.support.memory_endpoints import connect, endpoint, open_endpoints
+from tests.support.provider import provider_network as net
+from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from contract import Group, Port, pattern
-from device_endpoints import MAX_WRITE, devices
 
+from tests.support.contract import Group, Port, pattern
+from tests.support.device_endpoints import MAX_WRITE, devices
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT
 from uccl_ep_serving.proxy.transport.roce import NicPort, RoceEndpoint

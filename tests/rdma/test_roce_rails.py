@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import Group, Port
-from memory_endpoints import connect, endpoint, open_endpoints
-from provider_library import MemoryNetwork
 
+from tests.support.contract import Group, Port
+from tests.support.memory_endpoints import connect, endpoint, open_endpoints
+from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, PeerLost
 from uccl_ep_serving.proxy.transport import roce_state

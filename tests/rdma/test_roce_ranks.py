@@ -8,13 +8,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import ll_cases
-import normal_cases
 import pytest
-from nic_ranks import efa_nics, install, roce_nics, run_ranks
-from provider_library import MemoryNetwork
-from provider_srd_library import SrdNetwork
 
+from tests.support import ll_cases, normal_cases
+from tests.support.nic_ranks import efa_nics, install, roce_nics, run_ranks
+from tests.support.provider.provider_library import MemoryNetwork
+from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.data_plane.runtime import Runtime

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-import provider_network as net
 import pytest
-from memory_endpoints import open_endpoints
-from provider_library import MemoryNetwork
-from world import RingProducer
 
+from tests.support.memory_endpoints import open_endpoints
+from tests.support.provider import provider_network as net
+from tests.support.provider.provider_library import MemoryNetwork
+from tests.support.world import RingProducer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.protocol.command import Command

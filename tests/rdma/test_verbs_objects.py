@@ -8,8 +8,8 @@ import os
 
 import numpy as np
 import pytest
-from provider_library import MemoryNetwork
 
+from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.errors import ConfigError, TransportError
 from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.verbs import (

@@ -23,13 +23,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import ll_cases
-import normal_cases
 import torch
-from direct_ranks import DirectRuntime
-from fake_ranks import FakeGroup
-from soak_samples import Sample, sample
 
+from tests.soak.soak_samples import Sample, sample
+from tests.support import ll_cases, normal_cases
+from tests.support.direct_ranks import DirectRuntime
+from tests.support.fake_ranks import FakeGroup
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerError, UcclEpError
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import soak_adversarial
-import soak_layers
-import soak_samples
 import typer
-from ranks import Ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from soak_samples import Sample
 
+from tests.soak import soak_adversarial, soak_layers, soak_samples
+from tests.soak.soak_samples import Sample
+from tests.support.ranks import Ranks
 from uccl_ep_serving.bench.machine import describe
 
 __all__ = ["app", "run_cases", "run_layers"]

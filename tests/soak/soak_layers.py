@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import ll_cases
-import normal_cases
 import torch
-from soak_samples import Sample, sample
 
+from tests.soak.soak_samples import Sample, sample
+from tests.support import ll_cases, normal_cases
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange

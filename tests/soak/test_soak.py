@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ll_cases
 import pytest
-import soak_adversarial
-import soak_command
-import soak_layers
 import torch
-from ranks import Ranks
-from soak_samples import Sample, growth, not_flat
 from typer.testing import CliRunner
 
+from tests.soak import soak_adversarial, soak_command, soak_layers
+from tests.soak.soak_samples import Sample, growth, not_flat
+from tests.support import ll_cases
+from tests.support.ranks import Ranks
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.errors import PeerLost, UcclEpError
 from uccl_ep_serving.proxy.transport.fake import Adversary

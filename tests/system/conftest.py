@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-
-# after the path: rank processes inherit it and import the cases
-from ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

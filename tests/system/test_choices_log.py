@@ -6,11 +6,11 @@ import logging
 import re
 from typing import Any
 
-import bodies
 import pytest
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import bodies
 import pytest
 import torch
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError

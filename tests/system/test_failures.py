@@ -6,11 +6,12 @@ import os
 import time
 from pathlib import Path
 
-import bodies
 import pytest
-from ranks import Ranks
-from remains import held, left
-from test_group import PATHS
+
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.support.remains import held, left
+from tests.system.test_group import PATHS
 
 
 def _wait_for(paths: list[str], seconds: float = 60.0) -> None:

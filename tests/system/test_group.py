@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import bodies
 import pytest
-from ranks import Ranks
-from remains import left
+
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.support.remains import left
 
 PATHS: dict[str, dict[str, Any]] = {
     "direct": {},

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import bodies
 import pytest
 import torch.distributed as dist
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange

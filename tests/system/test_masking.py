@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import bodies
 import pytest
 import torch
-from ll_cases import Case, check_received, expected_combined, expert_output, received_values
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies
+from tests.support.ll_cases import Case, check_received, expected_combined, expert_output, received_values
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane import mesh as control
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange

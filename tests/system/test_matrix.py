@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import bodies
-import ll_cases
-import normal_cases
 import pytest
 import torch
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies, ll_cases, normal_cases
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 UNEVEN = {2: (7, 0), 3: (0, 8, 3), 4: (1, 8, 0, 5), 8: (8, 1, 0, 7, 3, 8, 0, 2)}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from namespaces import two_namespaces
+from tests.support.namespaces import two_namespaces
 
 BODY = """
 import json, sys
 import torch.distributed as dist
-import bodies
-from uccl_ep_serving.bootstrap import StoreExchange
+from tests.support import bodies
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 exchange = StoreExchange(dist.FileStore(sys.argv[1], 2), int(sys.argv[2]), 2)
 stats = bodies.both_modes(exchange, {"proxies": 2, "channels": 2})
@@ -29,11 +28,9 @@ def test_ranks_in_different_namespaces_meet_over_tcp(tmp_path: Path) -> None:
 
 def _serve(namespaces: tuple[str, str], tmp_path: Path) -> None:
     """Both modes on a rank in each namespace."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     processes = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, "-c", BODY, str(tmp_path / "store"), str(rank)],
-            env=environment,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import bodies
-import ll_cases
-import normal_cases
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies, ll_cases, normal_cases
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.oracle import low_latency_dispatch

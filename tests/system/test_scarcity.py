@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from bodies import round_trip, settings
-from ranks import Ranks
 
+from tests.support.bodies import round_trip, settings
+from tests.support.ranks import Ranks
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane import bootstrap

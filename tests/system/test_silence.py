@@ -6,12 +6,12 @@ import os
 import time
 from typing import Any
 
-import bodies
 import pytest
-from ranks import Ranks
-from test_group import PATHS
-from test_masking import case_of, combined, dispatched
 
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
+from tests.system.test_masking import case_of, combined, dispatched
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import PeerError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import bodies
 import pytest
-from ranks import Ranks
 
+from tests.support import bodies
+from tests.support.ranks import Ranks
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 # two slots for each source: those of rank 1 begin in the middle

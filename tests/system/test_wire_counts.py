@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import bodies
 import torch
-from ranks import Ranks
-from test_group import PATHS
 
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.problem import LowLatencyProblem, Routing
 from uccl_ep_serving.bench.subjects import LowLatencySubject

@@ -6,20 +6,15 @@ Run with the guest's NUMBA_CPU_NAME and UCCL_EP_CACHE_DIR; prints nothing unless
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
-
-TESTS = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(TESTS / name) for name in ("system", "kernels", "proxy", "rdma")]
 
 
 def serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> None:
     """Both modes over tcp: kernels and proxies are the same whatever the transport."""
-    import bodies
     import torch.distributed as dist
 
+    from tests.support import bodies
     from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     answers.put(bodies.both_modes(StoreExchange(dist.FileStore(path, 2), rank, 2), overrides, 1)["rank"])

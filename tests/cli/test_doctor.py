@@ -1,0 +1,283 @@
+"""``uccl-ep doctor``: its report, its exit status, and what it reads from the machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.source_tree import ROOT, run_python
+from uccl_ep_serving.cli.findings import Finding
+
+
+class TestDoctor:
+    def test_reports_every_section_as_json(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "uccl_ep_serving.cli.main", "doctor", "--json"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        report: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == (0 if report["usable"] else 1)
+        sections = report["sections"]
+        assert list(sections) == [
+            "environment",
+            "engines",
+            "gpus",
+            "nics",
+            "transports",
+            "limits",
+            "settings",
+        ]
+        assert {"shm", "tcp", "efa", "roce"} <= {found["name"] for found in sections["transports"]}
+        for findings in sections.values():
+            for found in findings:
+                assert found["value"]
+                # a problem without a next step helps nobody
+                assert found["status"] != "problem" or found["next_step"]
+
+    def test_a_wrong_setting_is_a_problem_with_exit_status_1(self) -> None:
+        done = run_python(
+            "from uccl_ep_serving.cli.main import app; app(['doctor', '--json'])",
+            cwd=ROOT.parent,
+            UCCL_EP_CHANNELS="99",
+        )
+        assert done.returncode == 1
+        (found,) = json.loads(done.stdout)["sections"]["settings"]
+        assert found["status"] == "problem"
+        assert "UCCL_EP_CHANNELS" in found["value"]
+
+    def test_where_compiled_code_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from uccl_ep_serving.cli import doctor
+        from uccl_ep_serving.native.jit import cache_directory
+
+        def shown(wanted: str) -> tuple[str, str]:
+            monkeypatch.setenv("UCCL_EP_CACHE_DIR", wanted)
+            monkeypatch.setattr(doctor, "cache_directory", cache_directory.__wrapped__)
+            (found,) = [one for one in doctor.environment() if one.name == "compiled code"]
+            return found.status, found.value
+
+        status, value = shown(str(tmp_path))
+        assert (status, Path(value).parents[1]) == ("ok", tmp_path)
+        status, value = shown("/dev/null/nowhere")
+        assert status == "note"
+        assert "UCCL_EP_CACHE_DIR=/dev/null/nowhere cannot be written" in value
+
+    def test_a_misspelt_setting_is_named_with_the_nearest_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setenv("UCCL_EP_PROXYS", "2")
+        (found,) = [found for found in doctor.settings() if found.name == "UCCL_EP_PROXYS"]
+        assert found.next_step == "did you mean UCCL_EP_PROXIES?"
+
+    def test_a_misspelt_setting_is_named_beside_a_wrong_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setenv("UCCL_EP_CHANNELS", "99")
+        monkeypatch.setenv("UCCL_EP_PROXYS", "2")
+        assert [(found.name, found.status) for found in doctor.settings()] == [
+            ("environment", "problem"),
+            ("UCCL_EP_PROXYS", "note"),
+        ]
+
+    def test_a_value_from_nccls_variable_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        def shown() -> str:
+            return next(found.value for found in doctor.settings() if found.name == "UCCL_EP_NIC_GID_INDEX")
+
+        assert shown() == "-1 (default)"
+        monkeypatch.setenv("NCCL_IB_GID_INDEX", "3")
+        assert shown() == "3 (NCCL_IB_GID_INDEX)"
+        monkeypatch.setenv("UCCL_EP_NIC_GID_INDEX", "5")
+        assert shown() == "5 (environment)"
+
+    def test_a_malformed_list_of_nics_is_named_where_a_buffer_would_refuse_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setenv("NCCL_IB_HCA", "^")
+        (found,) = [one for one in doctor.transports() if "NCCL_IB_HCA" in one.value]
+        assert found.status == "problem"
+        monkeypatch.setenv("UCCL_EP_TRANSPORT", "tcp")
+        findings = list(doctor.transports())
+        assert [one.status for one in findings if "NCCL_IB_HCA" in one.value] == ["note"]
+        assert [one.value for one in findings if one.name == "peer"]
+
+    def test_a_gpu_that_engines_are_refused_on_is_not_called_ok(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        from uccl_ep_serving.cli import doctor, doctor_gpus
+
+        class Device:
+            name, total_memory, major, minor, gcnArchName = "H100", 80 << 30, 9, 0, "gfx942"
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device)
+        found = next(doctor.gpus())
+        assert (found.name, found.status) == ("cuda:0", "note")
+        assert found.value.startswith("H100, 80 GiB, ")
+        assert "refused at launch" in found.value
+        assert "cpu ranks" in found.next_step
+        monkeypatch.setattr(doctor_gpus, "SERVED", ("cpu", "cuda"))
+        assert next(doctor.gpus()).status == "ok"
+
+
+class TestGpus:
+    """What the first dispatch of GPU tensors needs is looked at where torch finds a GPU."""
+
+    @pytest.fixture
+    def shown(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
+        """shown(packages, tools, **environment) -> findings by name, on a machine that has just those."""
+        import torch
+
+        from uccl_ep_serving.cli import doctor, doctor_gpus, doctor_packages
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+        def show(packages: dict[str, str], tools: tuple[str, ...], **environment: str) -> dict[str, Finding]:
+            monkeypatch.delenv("CC", raising=False)
+            monkeypatch.delenv("UCCL_EP_DEVICE", raising=False)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            monkeypatch.setattr(doctor_packages, "installed", packages.get)
+            monkeypatch.setattr(doctor_gpus.shutil, "which", lambda name: f"/usr/bin/{name}" if name in tools else None)
+            return {found.name: found for found in doctor.gpus()}
+
+        return show
+
+    @pytest.fixture
+    def headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        from uccl_ep_serving.cli import doctor_gpus
+
+        monkeypatch.setattr(doctor_gpus.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        header = tmp_path / "Python.h"
+        header.touch()
+        return header
+
+    @pytest.mark.parametrize("hip", [None, "7.0"])
+    def test_what_is_there_is_ok(self, shown, headers: Path, monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "hip", hip)
+        packages = {"triton": "3.5.0", "cuda-bindings": "13.0"} if hip is None else {"pytorch-triton-rocm": "3.5.0"}
+        found = shown(packages, ("gcc",))
+        assert list(found) == ["triton", *(["cuda-bindings"] if hip is None else []), "C compiler"]
+        assert {one.status for one in found.values()} == {"ok"}
+
+    @pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+    def test_what_is_missing_is_a_problem_for_whoever_uses_the_gpu(
+        self, shown, headers: Path, monkeypatch: pytest.MonkeyPatch, device: str
+    ) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.version, "cuda", "12.9")
+        found = shown({"triton": "3.1.0"}, (), UCCL_EP_DEVICE=device)
+        assert "outside the supported range" in found["triton"].value
+        assert "not installed" in found["cuda-bindings"].value
+        assert 'pip install "cuda-bindings==12.*"' in found["cuda-bindings"].next_step
+        assert "neither gcc nor clang" in found["C compiler"].value
+        assert {one.status for one in found.values()} == {"note" if device == "cpu" else "problem"}
+        assert all("UCCL_EP_DEVICE=cpu" in one.next_step for one in found.values())
+
+    def test_the_compiler_is_the_one_that_triton_takes(self, shown, headers: Path) -> None:
+        assert shown({}, ("gcc", "clang"))["C compiler"].value.startswith("/usr/bin/gcc,")
+        assert shown({}, ("clang",))["C compiler"].value.startswith("/usr/bin/clang,")
+        assert shown({}, ("gcc", "mine"), CC="mine")["C compiler"].value.startswith("/usr/bin/mine,")
+        named = shown({}, ("gcc",), CC="gone")["C compiler"]
+        assert (named.status, named.value) == ("problem", "none: CC=gone is not there, Triton needs one")
+
+    def test_without_the_headers_of_python_nothing_is_built(self, shown, headers: Path) -> None:
+        headers.unlink()
+        found = shown({}, ("gcc",))["C compiler"]
+        assert found.status == "problem"
+        assert f"{headers} is missing" in found.value
+
+    @pytest.mark.parametrize(
+        ("hip", "cuda", "words"),
+        [("7.0", None, "built for ROCm 7.0 but"), (None, "12.9", "built for CUDA 12.9 but"), (None, None, "CPU build")],
+    )
+    def test_a_build_of_torch_without_its_device_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, hip: str | None, cuda: str | None, words: str
+    ) -> None:
+        import torch
+
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        (found,) = doctor.gpus()
+        assert words in found.value
+        assert found.status == "note"
+
+
+class TestOpenFiles:
+    def test_a_rank_needs_what_its_group_takes(self) -> None:
+        from uccl_ep_serving.cli.doctor import files_of_a_rank
+        from uccl_ep_serving.config import Settings
+
+        settings = Settings(proxies=2, channels=2, tcp_connections=4)
+        assert files_of_a_rank(2, settings) == 1 + 8 + 4 + 8
+        # each further rank: its control connection and its data connections
+        assert files_of_a_rank(32, settings) - files_of_a_rank(31, settings) == 9
+
+    def test_a_low_limit_is_told_in_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        for limit, status in ((1 << 20, "ok"), (300, "note"), (200, "problem")):
+            monkeypatch.setattr(doctor.resource, "getrlimit", lambda which, limit=limit: (limit, 1 << 20))
+            (finding,) = [one for one in doctor.limits() if one.name == "nofile"]
+            assert finding.status == status
+            assert f"{limit}: enough for groups of" in finding.value
+            assert ("ulimit -n" in finding.next_step) == (status != "ok")
+
+
+class TestTcp:
+    @pytest.mark.parametrize(
+        ("addresses", "words"),
+        [
+            ({"lo": ["::1"], "eth0": ["fe80::1%eth0", "2001:db8::7"]}, "usable over eth0 2001:db8::7, lo ::1"),
+            ({"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]}, "usable over eth0 10.0.0.7, lo 127.0.0.1"),
+            ({"lo": ["127.0.0.1", "::1"], "eth0": ["fe80::1%eth0"]}, "usable on this host only (lo 127.0.0.1, lo ::1)"),
+            ({"eth0": ["fe80::1%eth0"]}, "unusable: no interface is up with an IP address"),
+            ({"down": ["2001:db8::7"]}, "unusable: no interface is up with an IP address"),
+        ],
+    )
+    def test_addresses_of_both_families_count(
+        self, monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], words: str
+    ) -> None:
+        from uccl_ep_serving.cli import doctor
+
+        def entry(text: str) -> SimpleNamespace:
+            return SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)
+
+        given = {name: [entry(text) for text in texts] for name, texts in addresses.items()}
+        monkeypatch.setattr(doctor.psutil, "net_if_addrs", lambda: given)
+        up = {name: SimpleNamespace(isup=name != "down") for name in given}
+        monkeypatch.setattr(doctor.psutil, "net_if_stats", lambda: up)
+        (found,) = [one for one in doctor.transports() if one.name == "tcp"]
+        assert found.value == words
+
+
+class TestLockedMemory:
+    def test_a_low_limit_is_raised_in_the_units_of_the_shell(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``ulimit -l`` counts KiB: 1 GiB is 1048576 of them."""
+        from uccl_ep_serving.cli import doctor
+
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+        (finding,) = [one for one in doctor.limits() if one.name == "memlock"]
+        assert finding.value == "8 MiB: below 1 GiB"
+        assert finding.next_step.startswith("ulimit -l 1048576,")

@@ -1,0 +1,166 @@
+"""How ranks find each other: addresses, stores, disagreement; every wait is bounded, named and can be interrupted."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from types import FrameType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.control_threads import ThreadExchange, in_threads
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane import bootstrap
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange, TorchExchange, introduce, local_host
+from uccl_ep_serving.errors import BootstrapError, ConfigError
+from uccl_ep_serving.protocol.message import FORMAT_VERSION
+
+
+@pytest.fixture
+def ctrl_c_soon() -> Iterator[None]:
+    """KeyboardInterrupt in the main thread after 0.3 s, as soon as Python lets it through."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    # and again, should the first one fall into a destructor, which swallows it
+    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _store(seconds: float) -> dist.HashStore:
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=seconds))
+    return store
+
+
+def test_the_rank_that_does_not_reach_the_store_is_named() -> None:
+    store = _store(0.3)
+    dist.PrefixStore("uccl_ep", store).set("1/1", "")
+    with pytest.raises(BootstrapError, match=r"rank 2 of 3 has not reached the store within 0\.3 s"):
+        StoreExchange(store, 0, 3).all_gather(b"zero")
+
+
+def test_ctrl_c_ends_a_wait_for_the_store(ctrl_c_soon: None) -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        StoreExchange(_store(20), 0, 2).all_gather(b"zero")
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert time.monotonic() - start < 2
+
+
+def test_a_master_whose_name_is_loopback_here_does_not_make_this_rank_unreachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Debian the master's own name resolves to 127.0.1.1 on the master itself."""
+    monkeypatch.setattr(bootstrap, "_addresses", lambda interface: ["10.1.2.3"])
+    found = (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [found])
+    assert local_host(Settings.from_environment({"MASTER_ADDR": "node0"})) == "10.1.2.3"
+    assert local_host(Settings.from_environment({"MASTER_ADDR": "127.0.0.1"})) == "127.0.0.1"
+
+
+def test_a_rank_that_listens_on_loopback_is_refused_by_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_host_identity", lambda: str(threading.get_ident()))
+
+    def body(exchange: ThreadExchange) -> Any:
+        address = "127.0.0.1" if exchange.rank == 0 else "10.0.0.1"
+        introduce(exchange, Settings(), socket_name="s", address=address, port=1, sizes={})
+
+    zero, one = in_threads(2, body)
+    for error in (zero, one):
+        assert isinstance(error, BootstrapError)
+        assert "rank 0 on" in str(error)
+        assert "UCCL_EP_SOCKET_IFNAME" in str(error)
+
+
+def test_a_sandbox_that_hides_the_boot_id_makes_every_rank_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(self: object) -> str:
+        raise FileNotFoundError
+
+    assert bootstrap._host_identity() == bootstrap._host_identity()
+    monkeypatch.setattr(bootstrap.Path, "read_text", hidden)
+    assert bootstrap._host_identity() != bootstrap._host_identity()
+
+
+@pytest.mark.parametrize(
+    ("field", "words"), [("version", "package version: rank 0 has"), ("formats", "wire formats: rank 0 has")]
+)
+def test_ranks_of_another_version_are_refused_on_every_rank(field: str, words: str) -> None:
+    """Rank 1's card is what another version of the package would send."""
+
+    def body(exchange: ThreadExchange) -> None:
+        if exchange.rank == 1:
+            exchange = Altered(exchange, field)
+        introduce(exchange, Settings(), socket_name="s", address="127.0.0.1", port=1, sizes={})
+
+    for error in in_threads(3, body):
+        assert isinstance(error, ConfigError), error
+        assert words in str(error)
+        assert repr({"version": metadata.version("uccl_ep_serving"), "formats": FORMAT_VERSION}[field]) in str(error)
+        assert "rank 1 on" in str(error)
+        assert "has 'another'" in str(error) or "has -1" in str(error)
+
+
+def test_an_exchange_that_breaks_down_hides_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        rank, size = 1, 2
+
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            raise ConnectionResetError("the launcher is gone")
+
+    with pytest.raises(ConfigError, match="heap"), bootstrap.refusing(Broken()):
+        raise ConfigError("heap_bytes is negative")
+    assert "rank 1 could not tell the others so: ConnectionResetError: the launcher is gone" in caplog.text
+
+
+def test_a_card_that_cannot_be_read_is_taken_for_another_version() -> None:
+    def body(exchange: ThreadExchange) -> None:
+        if exchange.rank == 1:
+            exchange = Altered(exchange, "pid")
+        introduce(exchange, Settings(), socket_name="s", address="127.0.0.1", port=1, sizes={})
+
+    for error in in_threads(2, body):
+        assert isinstance(error, BootstrapError), error
+        assert "different versions of uccl_ep_serving" in str(error)
+
+
+class Altered(ThreadExchange):
+    """Sends its rank's card with one field changed."""
+
+    def __init__(self, exchange: ThreadExchange, field: str) -> None:
+        super().__init__(exchange.rank, exchange._barrier, exchange._board)
+        self._field = field
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        card = msgspec.msgpack.decode(payload)
+        card[self._field] = -1 if self._field == "formats" else "another"
+        return super().all_gather(msgspec.msgpack.encode(card))
+
+
+def test_a_group_outside_of_torchs_world_will_do() -> None:
+    """As engines make them that change size while they serve: ``torch.distributed`` itself does not know the group."""
+    store = dist.HashStore()
+
+    def body(exchange: ThreadExchange) -> tuple[int, int, list[bytes]]:
+        gloo = dist.ProcessGroupGloo(store, exchange.rank, 2, datetime.timedelta(seconds=20))
+        group = dist.ProcessGroup(store, exchange.rank, 2)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        rode = TorchExchange(group)
+        return rode.rank, rode.size, rode.all_gather(b"x" * (1 + 9 * exchange.rank))
+
+    assert not dist.is_initialized()
+    assert in_threads(2, body) == [(rank, 2, [b"x", b"x" * 10]) for rank in range(2)]

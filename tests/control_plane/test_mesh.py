@@ -1,0 +1,265 @@
+"""Ranks as threads: agreement, liveness, who is lost and why, errors in callbacks and in the middle of a frame."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.control_threads import ThreadExchange, in_threads, joined
+from uccl_ep_serving.control_plane.mesh import CLOSE
+from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_gather_returns_everybodys_payload_in_rank_order(tcp: bool) -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=tcp)
+        rounds = [[data for data, _ in mesh.gather(f"step {i}", b"%d.%d" % (i, exchange.rank))] for i in range(5)]
+        local = mesh.local_peers
+        mesh.gather("end")
+        mesh.goodbye()
+        mesh.close()
+        return rounds, local
+
+    for rank, (rounds, local) in enumerate(in_threads(4, body)):
+        assert rounds == [[b"%d.%d" % (i, peer) for peer in range(4)] for i in range(5)]
+        assert local == (frozenset() if tcp else frozenset(range(4)) - {rank})
+
+
+def test_connections_to_other_hosts_are_probed_while_idle() -> None:
+    """A host that loses its power says nothing: without probes of ours Linux would wait for two hours."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=True)
+        options = [
+            [link.socket.getsockopt(level, option) for level, option in _PROBES] for link in mesh._links.values()
+        ]
+        mesh.gather("end")
+        mesh.goodbye()
+        mesh.close()
+        return options
+
+    assert in_threads(2, body) == [[[1, 10, 5, 3]], [[1, 10, 5, 3]]]
+
+
+_PROBES = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+)
+
+
+def test_why_a_connection_ended_is_told_where_it_says_more() -> None:
+    """A rank that may open no more files loses its peers by itself: the reason must not look like theirs."""
+
+    def body(exchange: ThreadExchange) -> str:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        try:
+            if exchange.rank == 1:
+                time.sleep(0.3)
+                mesh.gather("next", timeout=5.0)
+                return ""
+            mesh._read_link = lost_descriptors  # type: ignore[method-assign]
+            with pytest.raises(PeerLost) as caught:
+                mesh.gather("next", timeout=5.0)
+            return str(caught.value)
+        finally:
+            mesh.close()
+
+    def lost_descriptors(link: object) -> None:
+        raise OSError(errno.EMFILE, "descriptors were lost on the way")
+
+    assert "closed without a goodbye: [Errno 24] descriptors were lost on the way)" in in_threads(2, body)[0]
+
+
+def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """It must not end the thread that reads all connections: every later step would wait for its deadline."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        exchange.all_gather(b"")
+        try:
+            if exchange.rank == 0:
+                read = mesh._read_link
+
+                def fail_for_one(link: Any) -> None:
+                    if link.peer == 1:
+                        raise KeyError(17)
+                    read(link)
+
+                mesh._read_link = fail_for_one  # type: ignore[method-assign]
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                with pytest.raises(PeerLost, match="KeyError: 17") as caught:
+                    mesh.gather("next", timeout=5.0)
+                assert caught.value.peer == 1
+            elif exchange.rank == 1:
+                mesh._sequence += 1
+                mesh.announce_mask(2)  # a frame for rank 0 to read
+            else:
+                mesh._sequence += 1
+            if exchange.rank != 1:
+                return mesh.gather("further", b"%d" % exchange.rank, without=frozenset({1}), timeout=5.0)
+            return None
+        finally:
+            exchange.all_gather(b"")
+            mesh.goodbye()
+            mesh.close()
+
+    others = [(b"0", []), (b"", []), (b"2", [])]
+    assert in_threads(3, body) == [others, None, others]
+    assert "rank 0 lost rank 1: its control connection ended (KeyError: 17)" in caplog.text
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=tcp)
+        mesh.gather("all here")
+        if exchange.rank == 1:
+            mesh.goodbye()
+            time.sleep(0.1)
+            mesh.close()
+            return None
+        if exchange.rank == 2:
+            time.sleep(0.3)
+            mesh.abandon()  # what the kernel does for a killed process
+            return None
+        start = time.monotonic()
+        try:
+            with pytest.raises(PeerLost, match="rank 2 is gone") as caught:
+                mesh.gather("next", without=frozenset({1}), timeout=20.0)
+            assert caught.value.peer == 2
+            return time.monotonic() - start, list(mesh.absences.lost)
+        finally:
+            mesh.close()
+
+    results = in_threads(3, body)
+    took, lost = results[0]
+    assert took < 1.3
+    assert lost == [2]
+
+
+def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        try:
+            if exchange.rank == 0:
+                with pytest.raises(PeerTimeout, match=r"ranks \[1\]") as caught:
+                    mesh.gather("alone", timeout=0.2)
+                assert (caught.value.peer, caught.value.arrived, caught.value.expected) == (1, 0, 1)
+                mesh.gather("grow")
+            else:
+                time.sleep(0.5)
+                with pytest.raises(ProtocolError, match=r"'wrong'.*'alone'|have not made the same calls"):
+                    mesh.gather("wrong")
+                mesh.gather("grow")
+            return True
+        finally:
+            mesh.close()
+
+    assert in_threads(2, body) == [True, True]
+
+
+def test_a_forked_child_lets_go_of_the_connections() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        return mesh
+
+    zero, one = in_threads(2, body)
+    child = os.fork()
+    if child == 0:
+        time.sleep(3)
+        os._exit(0)
+    try:
+        one.abandon()
+        deadline = time.monotonic() + 1.0
+        while not zero.absences.lost and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert zero.absences.lost == [1]  # although the child still lives
+    finally:
+        zero.close()
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("closing", [0, 1])
+def test_a_peer_that_closes_instead_is_named_with_what_it_did(closing: int) -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        with pytest.raises(PeerLost) as caught:
+            mesh.gather(CLOSE if mesh.rank == closing else "window layout")
+        exchange.all_gather(b"")
+        mesh.close()
+        return caught.value.peer, str(caught.value)
+
+    told = in_threads(2, body)
+    assert [peer for peer, _ in told] == [1, 0]
+    assert told[closing][1].startswith(f"rank {1 - closing} has begun another step (window layout): ")
+    assert told[1 - closing][1].startswith(
+        f"window layout, rank {1 - closing}: rank {closing} has closed its Buffer. Likely cause: "
+    )
+
+
+def test_a_callback_that_raises_does_not_stop_the_reading() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+
+        def fail(peer: int) -> None:
+            raise RuntimeError("from a callback")
+
+        mesh.on_lost = mesh.on_goodbye = fail
+        mesh.gather("all here")
+        exchange.all_gather(b"")  # nobody waits in that step any more
+        try:
+            if exchange.rank == 1:
+                return None
+            if exchange.rank == 2:
+                return mesh.gather("next", b"2", without=frozenset({1}))[0][0]
+            time.sleep(0.3)
+            return mesh.gather("next", b"0", without=frozenset({1}))[2][0]
+        finally:
+            if exchange.rank == 1:
+                mesh.abandon()
+            else:
+                mesh.goodbye()
+                mesh.close()
+
+    assert in_threads(3, body) == [b"2", None, b"0"]
+
+
+def test_an_interrupted_send_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a frame may be out: a second one behind it would be read as its rest."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.gather("all here")
+        exchange.all_gather(b"")
+        try:
+            if exchange.rank == 1:
+
+                def interrupted(connection: socket.socket, data: list[bytes], fds: list[int]) -> int:
+                    connection.send(data[0][:10])
+                    raise KeyboardInterrupt
+
+                monkeypatch.setattr(socket, "send_fds", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    mesh.gather("next", descriptors=[0])
+            else:
+                with pytest.raises(PeerLost, match="rank 1 is gone"):
+                    mesh.gather("next", timeout=20.0)
+            exchange.all_gather(b"")  # rank 1 lives on till then: only the end of its connection can tell
+            return None
+        finally:
+            mesh.close()
+
+    assert in_threads(2, body) == [None, None]

@@ -1,0 +1,117 @@
+"""Descriptors that travel over the control connections: they arrive, and none stays open where a step fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.control_threads import ThreadExchange, in_threads, joined
+from uccl_ep_serving.control_plane.frames import GATHER, GAVE_UP, send_frame
+from uccl_ep_serving.errors import PeerTimeout
+
+
+def test_descriptors_reach_peers_on_this_host() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mine = os.memfd_create("test")
+        os.write(mine, b"rank %d" % exchange.rank)
+        got = mesh.gather("share", descriptors=[mine])
+        texts = [os.pread(taken[0], 100, 0) if taken else b"" for _, taken in got]
+        for _, taken in got:
+            for descriptor in taken:
+                os.close(descriptor)
+        mesh.gather("end")
+        os.close(mine)
+        mesh.goodbye()
+        mesh.close()
+        return texts
+
+    for rank, texts in enumerate(in_threads(3, body)):
+        assert texts == [b"" if peer == rank else b"rank %d" % peer for peer in range(3)]
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_an_answer_to_a_step_that_was_given_up_leaves_no_descriptor() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mine = os.memfd_create("test")
+        try:
+            if exchange.rank == 0:
+                mesh.gather("all here")
+                before = open_descriptors()
+                with pytest.raises(PeerTimeout, match=r"ranks \[1\]"):
+                    mesh.gather("share", timeout=0.2)
+                time.sleep(0.6)  # rank 1's answer comes in now
+                return open_descriptors() - before, dict(mesh._inbox)
+            mesh.gather("all here")
+            time.sleep(0.4)
+            for _, taken in mesh.gather("share", descriptors=[mine]):
+                assert not taken
+            time.sleep(0.6)
+            return None
+        finally:
+            os.close(mine)
+            mesh.close()
+
+    assert in_threads(2, body) == [(set(), {}), None]
+
+
+@pytest.mark.parametrize("how", ["malformed", "twice", "no frame"])
+def test_descriptors_of_what_cannot_be_handled_are_closed(how: str) -> None:
+    """Rank 1 gets the reading end of a pipe with it; once nobody has that end open, writing fails."""
+
+    def body(exchange: ThreadExchange) -> bool:
+        mesh = joined(exchange)
+        closed = False
+        if mesh.rank == 0:
+            reading, writing = os.pipe()
+            link = mesh.blame.links[1]
+            if how == "malformed":
+                send_frame(link, GAVE_UP, body=b"x", descriptors=[reading])
+            elif how == "twice":
+                send_frame(link, GATHER, 7, b"\1\0x")
+                send_frame(link, GATHER, 7, b"\1\0x", [reading])
+            else:
+                socket.send_fds(link.socket, [b"no frame" * 10], [reading])
+            os.close(reading)
+            deadline = time.monotonic() + 5
+            while not closed and time.monotonic() < deadline:
+                time.sleep(0.01)
+                try:
+                    os.write(writing, b"x")
+                except BrokenPipeError:
+                    closed = True
+            os.close(writing)
+        exchange.all_gather(b"")
+        mesh.close()
+        return closed
+
+    assert in_threads(2, body)[0] is True
+
+
+def test_a_step_that_fails_gives_back_the_descriptors_it_got() -> None:
+    """Ranks 0 and 1 hand theirs over; rank 2 never takes the step, so it fails on both and waits unread on rank 2."""
+
+    def body(exchange: ThreadExchange) -> None:
+        mesh = joined(exchange)
+        mine = os.memfd_create("test")
+        try:
+            mesh.gather("all here")
+            if exchange.rank != 2:
+                with pytest.raises(PeerTimeout, match=r"ranks \[2\]"):
+                    mesh.gather("share", descriptors=[mine], timeout=0.3)
+            exchange.all_gather(b"")
+        finally:
+            os.close(mine)
+            mesh.close()
+
+    before = open_descriptors()
+    assert in_threads(3, body) == [None, None, None]
+    assert open_descriptors() - before == set()

@@ -1,0 +1,81 @@
+"""A thread's current device is not the Buffer's, as in an engine of several GPUs in one process: which one is used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.device_model import Device, install
+from uccl_ep_serving.gpu import context as device_ground
+from uccl_ep_serving.gpu.context import DeviceGround
+from uccl_ep_serving.modes import low_latency_gpu_session as device_session
+from uccl_ep_serving.modes import normal_gpu_session as normal_device_session
+from uccl_ep_serving.modes.low_latency_arguments import dispatch_coding
+from uccl_ep_serving.modes.low_latency_gpu_session import DeviceSession
+from uccl_ep_serving.modes.normal_gpu_session import DeviceNormalSession
+from uccl_ep_serving.modes.row_format import RowFormat
+from uccl_ep_serving.protocol.layout import LowLatencyPlan
+from uccl_ep_serving.protocol.message import DTYPE_BF16, NormalNotify
+
+OURS, CURRENT = torch.device("cuda", 1), torch.device("cuda", 0)
+
+
+class Kernels:
+    """Notes the device at each step that has Triton ask for a target, or compile."""
+
+    def __init__(self, *_: Any) -> None:
+        self.seen: list[tuple[str, torch.device]] = [("made", Device.chosen)]
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.seen.append((name, Device.chosen))
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> DeviceGround:
+    install(monkeypatch)
+    memory: Any = SimpleNamespace(device=OURS, capture_of=lambda stream: 0)
+    monkeypatch.setattr(device_ground, "memory_of", lambda device, interpreted: memory)
+    runtime: Any = SimpleNamespace()
+    return DeviceGround(runtime, OURS)
+
+
+def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
+    ground: DeviceGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def grow(plan: Any, objection: str) -> None:
+        assert not objection
+        raise Enough
+
+    made: list[Kernels] = []
+    monkeypatch.setattr(
+        device_session,
+        "device_low_latency_kernels",
+        lambda *_: made.append(Kernels()) or made[-1],  # type: ignore[func-returns-value]
+    )
+    layout = SimpleNamespace(low_latency=None)
+    runtime: Any = SimpleNamespace(stale="", generation=0, layout=layout, grow_asked=False, settings=None, grow=grow)
+    session, x = DeviceSession(runtime, ground), torch.zeros(4, 128, dtype=torch.bfloat16)
+    with pytest.raises(Enough):
+        session.adopt(LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False), x, False, True)
+    compiled = [one for one in made[0].seen if one[0] != "check"]
+    assert compiled == [("made", OURS), ("warm_dispatch", OURS), ("warm_combine", OURS)]
+    assert Device.chosen == CURRENT
+
+
+def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
+    ground: DeviceGround, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normal_device_session, "device_normal_kernels", Kernels)
+    runtime: Any = SimpleNamespace(ranks=1, generation=0, settings=None)
+    session: Any = DeviceNormalSession(runtime, ground)
+    session._present, session._generation = object(), 0
+    form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2)
+    session.adopt(form, 0)
+    assert [one for one in session.kernels.seen if one[0] != "check"] == [("made", OURS), ("warm", OURS)]
+    assert Device.chosen == CURRENT

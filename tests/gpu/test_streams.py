@@ -1,0 +1,323 @@
+"""Streams and events of a Buffer on a device, on a model of a device: who waits for whom, in DeepEP's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support.device_model import Device, Event, Stream, Tensor, begin_capture, install
+from uccl_ep_serving.errors import ConfigError, UcclEpError
+from uccl_ep_serving.gpu.launch import InFlight, launch
+from uccl_ep_serving.gpu.streams import StreamLane
+from uccl_ep_serving.handles import EventOverlap
+
+GPU = torch.device("cuda", 0)
+
+
+class Kernel:
+    """A launch of a kernel."""
+
+    #: Names of launches that fail.
+    broken: frozenset[str] = frozenset()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self) -> None:
+        if self.name in self.broken:
+            raise RuntimeError("out of resources")
+        Device.kernel(self.name)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> type[Device]:
+    """``torch.cuda`` is the model."""
+    install(monkeypatch)
+    return Device
+
+
+class OneBuffer:
+    """Operations of one Buffer: its lane, and dispatches named by the test."""
+
+    def __init__(self) -> None:
+        self.lane = StreamLane(GPU, self._capture_of)
+        self.flight = InFlight("low-latency dispatch", "dispatches")
+        self.received: list[str] = []
+
+    @staticmethod
+    def _capture_of(stream: int) -> int:
+        assert stream == Device.current.cuda_stream
+        assert Device.capturing, "only a capturing stream has a capture"
+        return Device.capturing
+
+    def dispatch(
+        self, name: str, *, async_finish: bool = False, hook: bool = False, tensor: Tensor | None = None
+    ) -> tuple[EventOverlap, Callable[[], None] | None]:
+        self.flight.check_whole("low-latency dispatch")
+        self.flight.check_room()
+        return launch(
+            self.lane,
+            self.flight,
+            [Kernel(f"{name} send")],
+            [Kernel(f"{name} receive")],
+            [tensor or Tensor()],  # type: ignore[list-item]
+            before_receive=lambda: None,
+            received=lambda: self.received.append(name),
+            async_finish=async_finish,
+            return_recv_hook=hook,
+        )
+
+
+def test_an_operation_runs_after_the_current_stream_and_before_what_follows(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    device.kernel("before")
+    event, hook = buffer.dispatch("a")
+    device.kernel("after")
+    assert hook is None
+    assert "before" in device.kernels["a send"]
+    assert "a send" in device.kernels["a receive"]
+    assert "a receive" in device.kernels["after"]
+    assert event.extra_tensors is None
+
+
+def test_async_finish_leaves_waiting_to_the_caller(device: type[Device]) -> None:
+    buffer, tensor = OneBuffer(), Tensor()
+    event, _ = buffer.dispatch("a", async_finish=True, tensor=tensor)
+    device.kernel("overlapped")
+    event.current_stream_wait()
+    device.kernel("after")
+    assert not any(name.startswith("a ") for name in device.kernels["overlapped"])
+    assert "a receive" in device.kernels["after"]
+    # until the caller waits, nobody may take their memory
+    assert event.extra_tensors == (tensor,)
+    assert set(tensor.streams) == {buffer.lane.stream, device.current}
+
+
+def test_memory_is_kept_for_no_stream_that_the_current_one_waits_for(device: type[Device]) -> None:
+    """What is freed after the call is used again in the order of the current stream, which runs after the kernels. Kept
+    for the communication stream as well, the memory of each layer in a captured graph would be taken anew."""
+    buffer, tensor = OneBuffer(), Tensor()
+    buffer.dispatch("a", tensor=tensor)
+    assert set(tensor.streams) == {device.current}
+
+
+def test_overlap_inside_a_with_block(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    with buffer.dispatch("a", async_finish=True)[0]:
+        device.kernel("overlapped")
+    device.kernel("after")
+    assert "a receive" not in device.kernels["overlapped"]
+    assert "a receive" in device.kernels["after"]
+
+
+def test_halves_run_on_the_stream_that_is_current_when_they_are_launched(device: type[Device]) -> None:
+    buffer, other, tensor = OneBuffer(), Stream(), Tensor()
+    main = device.current
+    _, hook = buffer.dispatch("a", hook=True, tensor=tensor)
+    assert hook is not None
+    assert "a send" in main.after
+    with device.on(other):
+        hook()
+    # in order, although nobody has made the streams wait for each other; and its memory is kept for the other stream
+    assert "a send" in device.kernels["a receive"]
+    assert "a receive" in other.after
+    assert "a receive" not in main.after
+    assert other in tensor.streams
+    hook()
+    assert buffer.received == ["a"]
+
+
+def test_two_micro_batches_in_flight(device: type[Device]) -> None:
+    """Two-batch overlap: the second batch's attention runs between the first one's send and receive."""
+    buffer = OneBuffer()
+    _, first = buffer.dispatch("a", hook=True)
+    device.kernel("attention b")
+    _, second = buffer.dispatch("b", hook=True)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(ConfigError, match="at most two at a time"):
+        buffer.dispatch("c", hook=True)
+    device.kernel("attention a")
+    second()
+    with pytest.raises(ConfigError, match="the one before last is not received"):
+        buffer.dispatch("c", hook=True)
+    first()
+    assert "a receive" not in device.kernels["attention a"]
+    # a Buffer's kernels run one after the other, whatever the order of the hooks
+    assert "b receive" in device.kernels["a receive"]
+    buffer.dispatch("c", hook=True)
+
+
+@pytest.mark.parametrize(("half", "hook"), [("send", False), ("receive", False), ("send", True)])
+def test_a_launch_that_fails_is_named_by_every_call_after_it(
+    device: type[Device], monkeypatch: pytest.MonkeyPatch, half: str, hook: bool
+) -> None:
+    """There is no hook that could be called, and the peers may have what was launched."""
+    buffer = OneBuffer()
+    monkeypatch.setattr(Kernel, "broken", frozenset({f"a {half}"}))
+    with pytest.raises(RuntimeError, match="out of resources"):
+        buffer.dispatch("a", hook=hook)
+    for _ in range(3):
+        with pytest.raises(UcclEpError, match=r"an earlier low-latency dispatch \(RuntimeError: out of"):
+            buffer.dispatch("b")
+    assert (buffer.flight.count, buffer.received) == (0, [])
+    # new windows, in which all ranks begin at zero
+    buffer.flight.clear()
+    buffer.dispatch("c")
+    assert buffer.received == ["c"]
+
+
+def test_a_capture_that_fails_has_sent_nothing(device: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = OneBuffer()
+    _, hook = buffer.dispatch("before", hook=True)
+    assert hook is not None
+    begin_capture(1)
+    monkeypatch.setattr(Kernel, "broken", frozenset({"a receive"}))
+    with pytest.raises(RuntimeError, match="out of resources"):
+        buffer.dispatch("a")
+    begin_capture(0)
+    # the one before is still the last that runs: there is room for one more
+    buffer.dispatch("b")
+    hook()
+    assert buffer.received == ["b", "before"]
+
+
+def test_a_hook_whose_launch_fails_can_be_called_again(device: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = OneBuffer()
+    _, hook = buffer.dispatch("a", hook=True)
+    assert hook is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "broken", frozenset({"a receive"}))
+        with pytest.raises(RuntimeError, match="out of resources"):
+            hook()
+    assert (buffer.flight.count, buffer.received) == (1, [])
+    buffer.dispatch("b")
+    hook()
+    assert (buffer.flight.count, buffer.received) == (0, ["b", "a"])
+
+
+def test_kernels_of_one_buffer_never_overlap_and_those_of_two_may(device: type[Device]) -> None:
+    one, two = OneBuffer(), OneBuffer()
+    streams = [Stream(), Stream()]
+    with device.on(streams[0]):
+        one.dispatch("a", async_finish=True)
+    with device.on(streams[1]):
+        two.dispatch("x", async_finish=True)
+        one.dispatch("b", async_finish=True)
+    assert "a receive" in device.kernels["b send"]
+    assert not any(name.startswith("a ") for name in device.kernels["x send"])
+    assert not any(name.startswith("x ") for name in device.kernels["b send"])
+
+
+def test_a_capture_waits_for_no_event_from_outside(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    buffer.dispatch("warm")
+    assert buffer.lane.captures == 0
+    begin_capture(1)
+    _, hook = buffer.dispatch("a", hook=True)
+    assert hook is not None
+    hook()
+    assert buffer.lane.captures == 2
+    assert device.kernels["a receive"] == {"a send"}
+    # another graph, captured right after: the model would say if anything waited for the first one
+    begin_capture(2)
+    buffer.dispatch("b")
+    assert device.kernels["b send"] == set()
+    begin_capture(0)
+    # nor does what follows the captures wait for an event inside one
+    buffer.dispatch("c")
+
+
+def test_in_a_capture_memory_is_kept_by_the_event_and_not_by_the_allocator(device: type[Device]) -> None:
+    """torch keeps what it was told is used on another stream until the capture ends: of every layer."""
+    buffer, tensor = OneBuffer(), Tensor()
+    current = begin_capture(1)
+    event, _ = buffer.dispatch("a", async_finish=True, tensor=tensor)
+    assert event.extra_tensors == (tensor,)
+    assert set(tensor.streams) == {current}
+    # an operation after that event, for which the caller's stream has not waited: the event may go now
+    with buffer.lane.operation(event, own_stream=True):
+        pass
+    assert set(tensor.streams) == {current, buffer.lane.stream}
+
+
+class Captured(EventOverlap):
+    """``Buffer.capture``, on the model."""
+
+    def __init__(self) -> None:
+        super().__init__(Event())
+        self.event.record(Device.current)  # type: ignore[union-attr]
+
+
+def operation(
+    lane: StreamLane, name: str, previous: EventOverlap | None, own_stream: bool, finish: bool, tensor: Tensor
+) -> EventOverlap:
+    """One of normal mode: it fills what it returns, then moves rows."""
+    with lane.operation(previous, own_stream=own_stream):
+        Device.kernel(f"{name} fill")
+        return lane.run(lambda: Device.kernel(f"{name} rows"), [tensor], own_stream=True, finish=finish)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("capture", [0, 1])
+def test_an_operation_after_an_event_overlaps_what_the_stream_was_given_since(
+    device: type[Device], capture: int
+) -> None:
+    """SGLang's two-batch overlap in prefill: the other batch's work stands between the event and the call."""
+    lane, tensor = OneBuffer().lane, Tensor()
+    main = begin_capture(capture)
+    device.kernel("router")
+    event = Captured()
+    device.kernel("other")
+    sent = operation(lane, "a", event, own_stream=True, finish=False, tensor=tensor)
+    device.kernel("overlapped")
+    sent.current_stream_wait()
+    device.kernel("after")
+    assert device.current is main
+    assert device.kernels["a fill"] == {"router"}
+    assert device.kernels["a rows"] == {"router", "a fill"}
+    assert "a rows" not in device.kernels["overlapped"]
+    assert "a rows" in device.kernels["after"]
+    # what it returns is the communication stream's memory, which the caller's stream uses
+    assert main in tensor.streams
+    assert (lane.stream in tensor.streams) == (not capture)
+
+
+@pytest.mark.parametrize("capture", [0, 1])
+def test_memory_of_the_communication_stream_is_filled_there_after_the_current_stream(
+    device: type[Device], capture: int
+) -> None:
+    """Without an event. In a capture the communication stream must be part of it before anything is allocated on it."""
+    lane, tensor = OneBuffer().lane, Tensor()
+    main = begin_capture(capture)
+    device.kernel("router")
+    with lane.operation(None, own_stream=True):
+        assert device.current is lane.stream
+        assert device.current.captured == capture
+    operation(lane, "a", None, own_stream=True, finish=True, tensor=tensor)
+    device.kernel("after")
+    assert "router" in device.kernels["a fill"]
+    assert "a rows" in device.kernels["after"]
+    assert set(tensor.streams) == {main}
+
+
+def test_an_operation_on_the_callers_memory_is_after_the_event_and_the_current_stream(device: type[Device]) -> None:
+    """Its memory may have been another kernel's until now, so it cannot begin before that one."""
+    lane, writer = OneBuffer().lane, Stream()
+    with device.on(writer):
+        device.kernel("router")
+        event = Captured()
+    device.kernel("other")
+    operation(lane, "a", event, own_stream=False, finish=True, tensor=Tensor())
+    assert {"router", "other"} <= device.kernels["a fill"]
+    assert {"router", "other", "a fill"} <= device.kernels["a rows"]
+
+
+def test_an_operation_that_fails_leaves_the_lane_as_it_was(device: type[Device]) -> None:
+    buffer, main = OneBuffer(), device.current
+    with pytest.raises(ConfigError), buffer.lane.operation(None, own_stream=True):
+        raise ConfigError("wrong")
+    buffer.dispatch("a")
+    assert device.current is main
+    assert "a receive" in main.after

@@ -1,0 +1,56 @@
+"""Each rule of kernels on a device, between nodes too, taken out: its test must fail, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.rules.device_mutants import DEVICE_MUTANTS
+from tests.rules.kernel_mutants import Mutant, run_without_rules, write_copy
+from tests.rules.node_mutants import NODE_MUTANTS
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+#: By the module that holds them: the name of the table there, and the table.
+TABLES: dict[str, tuple[str, dict[str, Mutant]]] = {
+    "tests.rules.device_mutants": ("DEVICE_MUTANTS", DEVICE_MUTANTS),
+    "tests.rules.node_mutants": ("NODE_MUTANTS", NODE_MUTANTS),
+}
+
+
+@pytest.mark.parametrize("module", TABLES)
+def test_every_rule_is_found_in_the_source(module: str, tmp_path: Path) -> None:
+    write_copy(tmp_path, TABLES[module][1])
+
+
+def _results(module: str, paths: pytest.TempPathFactory) -> dict[str, int]:
+    """Exit status of each rule's test without the rule."""
+    name, table = TABLES[module]
+    return run_without_rules(paths.mktemp("mutants"), module, name, table)
+
+
+@pytest.fixture(scope="module")
+def without_device_rules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    return _results("tests.rules.device_mutants", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def without_node_rules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    return _results("tests.rules.node_mutants", tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("rule", DEVICE_MUTANTS)
+def test_the_test_fails_without_its_rule(rule: str, without_device_rules: dict[str, int]) -> None:
+    assert without_device_rules[rule] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("rule", NODE_MUTANTS)
+def test_the_test_fails_without_its_rule_between_nodes(rule: str, without_node_rules: dict[str, int]) -> None:
+    assert without_node_rules[rule] == 1

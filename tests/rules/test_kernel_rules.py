@@ -1,0 +1,26 @@
+"""Each rule of the stream that kernels or the host hold, taken out: its test must fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rules.kernel_mutants import MUTANTS, run_without_rules, write_copy
+
+
+def test_every_rule_is_found_in_the_source(tmp_path: Path) -> None:
+    write_copy(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Exit status of each rule's test without the rule."""
+    return run_without_rules(tmp_path_factory.mktemp("mutants"), "tests.rules.kernel_mutants", "MUTANTS", MUTANTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("rule", MUTANTS)
+def test_the_test_fails_without_its_rule(rule: str, results: dict[str, int]) -> None:
+    assert results[rule] == 1

@@ -1,0 +1,27 @@
+"""Each rule that the NIC transports' posting and polling hold, taken out: its test must fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rules.kernel_mutants import run_without_rules, write_copy
+from tests.rules.nic_mutants import NIC_MUTANTS
+
+
+def test_every_rule_of_the_nics_is_found_in_the_source(tmp_path: Path) -> None:
+    write_copy(tmp_path, NIC_MUTANTS)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Exit status of each rule's test without the rule."""
+    return run_without_rules(tmp_path_factory.mktemp("nics"), "tests.rules.nic_mutants", "NIC_MUTANTS", NIC_MUTANTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("rule", NIC_MUTANTS)
+def test_the_test_of_a_nic_fails_without_its_rule(rule: str, results: dict[str, int]) -> None:
+    assert results[rule] == 1
