@@ -56,11 +56,14 @@ def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
     fault = 0
     if imm >> 32:
         fault = FAULT_IMMEDIATE
+    # rule: the source must be proven
     elif source >= peek(state + RANKS) or source == peek(state + RANK) or (proven >= 0 and proven != source):
         fault = FAULT_SOURCE
+    # rule: nothing is believed from a peer that was parted from
     elif peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_STATE) != UP:
         # Lost, forgotten or never connected: nothing of it counts.
         return
+    # rule: a stream has one owner
     elif peek(peek(state + OWNED) + stream * 8) == 0:
         fault = FAULT_STREAM_OWNER
     else:
@@ -80,6 +83,7 @@ def _note_arrival(state: int, source: int, stream: int, imm: int, nbytes: int) -
     outcome = note(record + SEEN, peek(state + ARRIVED) + index * 8, imm, imm_last(imm))
     counters = peek(state + COUNTERS)
     if outcome != IN_ORDER:
+        # rule: a number out of sequence is a fault where order is kept
         if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT):
             # One connection carries the stream: a number that is not the next one is forged, or writes were lost.
             return FAULT_SEQUENCE
@@ -91,6 +95,7 @@ def _note_arrival(state: int, source: int, stream: int, imm: int, nbytes: int) -
     if stream >= CREDIT:
         send = peek(state + SEND) + (index ^ CREDIT) * SEND_ENTRY
         covered = prefix * CREDIT_WRITES
+        # rule: credits are bounded by what was sent
         if covered > peek(send + NEXT):
             # Believing it would let this rank run past the receiver's window.
             return FAULT_CREDIT
@@ -138,6 +143,7 @@ def grant_credits(state: int) -> int:
         stream = (index % STREAMS) | CREDIT
         send = peek(state + SEND) + (index | CREDIT) * SEND_ENTRY
         while peek(entry + PEER_STATE) == UP and peek(record + SEEN + PREFIX) - peek(record + GRANTED) >= CREDIT_WRITES:
+            # rule: credits pass by the caps
             if peek(entry + PEER_BUSY) == peek(state + STAMP) or not credit_open(send):
                 _owe(state, record, index)
                 break

@@ -148,6 +148,7 @@ def _part(state: int, peer: int, new_state: int, reason: int) -> None:
         release_queue(state, entry, record)
         poke(record + WAITING, 0)
         # The transport touches no source bytes of this peer after drop(), so all of them may be reused.
+        # rule: writes to a lost peer count as completed
         store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))
     poke(state + LOAD, peek(state + LOAD) - peek(entry + PEER_LOAD))
     poke(state + CREDITS, peek(state + CREDITS) - peek(entry + PEER_CREDITS))
@@ -165,6 +166,7 @@ def blame_peer(state: int, peer: int, fault: int, stream: int, value: int, detai
     entry = peek(state + PEERS) + peer * PEER_ENTRY
     if peek(entry + PEER_STATE) != UP:
         return
+    # rule: a forgotten peer causes no error
     request = load64(entry + PEER_REQUEST)
     if request == 0:
         failure = _failure_of(fault)
@@ -175,6 +177,7 @@ def blame_peer(state: int, peer: int, fault: int, stream: int, value: int, detai
         store64(state + FAULTS, peek(state + FAULTS) + 1)
     # Parted from first: a kernel that the sticky error releases must find its writes completed.
     _part(state, peer, FORGOTTEN if request else LOST, request)
+    # rule: a lost peer sets the sticky error
     if request == 0:
         set_failure(peek(state + ERROR), _failure_of(fault), peer, stream, value, detail)
 
@@ -218,12 +221,14 @@ def refuse_command(state: int, fault: int, low: int, high: int, index: int) -> N
     stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
     counters = peek(state + COUNTERS)
     poke(counters + C_REFUSED, peek(counters + C_REFUSED) + 1)
+    # rule: a wrong command of an operation parts the pair
     if HOST <= stream < HOST + MAX_CHANNELS:
         if peek(state + REFUSED) == load64(state + NAMED):
             poke(state + REFUSED_LOW, low)
             poke(state + REFUSED_HIGH, high)
             poke(state + REFUSED_INDEX, index)
         store64(state + REFUSED, peek(state + REFUSED) + 1)
+        # rule: a wrong command outside operations ends nothing
         return
     peer_state = ABSENT
     if peer < peek(state + RANKS):

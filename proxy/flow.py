@@ -77,6 +77,8 @@ def sequence_open(record: int) -> bool:
     before) *and* the write has completed locally (until then the network may repeat it, and a repeat that arrives
     2,048 numbers later would be taken for a new write).
     """
+    # rule: outstanding writes need credits
+    # rule: outstanding writes need local completion
     covered = min(peek(record + CREDITED), peek(record + DONE + PREFIX))
     return peek(record + NEXT) - covered < SEQUENCE_WINDOW
 
@@ -96,9 +98,11 @@ def capacity_open(state: int, entry: int, nbytes: int) -> bool:
     never stop it.
     """
     peer_load = peek(entry + PEER_LOAD)
+    # rule: one write to an idle peer is always admitted
     if peer_load == 0:
         return True
     load = peek(state + LOAD)
+    # rule: bytes and writes in flight are capped
     return (
         load >> LOAD_SHIFT < peek(state + WRITE_CAP)
         and (peer_load >> LOAD_SHIFT) * 2 < peek(state + WRITE_CAP)
@@ -110,6 +114,7 @@ def capacity_open(state: int, entry: int, nbytes: int) -> bool:
 @inlined
 def admitted(state: int, entry: int, record: int, nbytes: int) -> bool:
     """True when the next data write of a stream may be posted now."""
+    # rule: room under the caps goes to the write that waits for it
     return (
         peek(entry + PEER_BUSY) != peek(state + STAMP)
         and peek(entry + PEER_WAITER) == 0
@@ -226,6 +231,7 @@ def complete(state: int, word: int) -> None:
     record = peek(state + SEND) + index * SEND_ENTRY
     known = peer < peek(state + RANKS)
     if known:
+        # rule: a completion of a peer that was parted from changes nothing
         if peek(entry + PEER_STATE) != UP:
             return
         done = peek(record + DONE + PREFIX)
@@ -234,6 +240,7 @@ def complete(state: int, word: int) -> None:
         blame_self(state, int64(FAULT_SENT_TWICE), peer, stream, word)
         return
     # The low bits of a ticket are the sequence number, and note() looks at nothing else of it.
+    # rule: a completion counts once
     if note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word)) == REPEATED:
         blame_self(state, int64(FAULT_SENT_TWICE), peer, stream, word)
         return

@@ -130,6 +130,7 @@ def step(state: int) -> int:
         endpoint = first + i * ENDPOINT_ENTRY
         if peek(endpoint + EP_BROKEN) == 0:
             work += _receive(state, endpoint)
+    # rule: credits are returned
     work += grant_credits(state)
     work += send_queued(state)
     taken = take_commands(state)

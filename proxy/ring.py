@@ -93,6 +93,7 @@ def _fault_of(state: int, low: int, high: int) -> int:
         fault = FAULT_COMMAND_PEER
     elif stream >= CREDIT or peek(peek(state + OWNED) + stream * 8) == 0:
         fault = FAULT_COMMAND_STREAM
+    # rule: commands stay inside the window
     elif nbytes > MAX_WRITE_BYTES or _offset(low) > limit or _offset(high) > limit:
         fault = FAULT_COMMAND_RANGE
     return fault
@@ -114,6 +115,7 @@ def _begin(state: int, low: int, high: int) -> bool:
     index = peer * STREAMS + stream
     entry = peek(state + PEERS) + peer * PEER_ENTRY
     record = peek(state + SEND) + index * SEND_ENTRY
+    # rule: commands do not overtake queued ones of their stream
     if (
         peek(record + QUEUE_HEAD) == 0
         and nbytes <= peek(state + QUANTUM)
@@ -142,6 +144,7 @@ def _set_aside(state: int, entry: int, record: int, index: int, low: int, high: 
     """Queue a command that cannot go now, or discard it when its destination is lost; False when the quota is full."""
     counters = peek(state + COUNTERS)
     if peek(entry + PEER_STATE) == UP:
+        # rule: a blocked destination does not block its ring
         if not enqueue(state, entry, record, index, low, high):
             return False
         poke(record + WAITING, peek(record + WAITING) + last)
@@ -170,12 +173,14 @@ def take_commands(state: int) -> int:
     shift = peek(state + RING_SHIFT)
     first = peek(state + TAIL)
     tail = first
+    # rule: the proxy takes a bounded batch of commands
     while tail - first < limit:
         slot = ring + SLOTS + ((tail & mask) << 4)
         lap = ((tail >> shift) + 1) & 1
         low = load64(slot)
         high = load64(slot + 8)
         # Both lap bits stand for this lap only when both words are written, in whatever order they became visible.
+        # rule: a command is taken when both of its words are written
         if low & 1 != lap or high & 1 != lap:
             break
         fault = _fault_of(state, low, high)
@@ -204,6 +209,7 @@ def _serve_stream(state: int, index: int) -> int:
     moved = 0
     if peek(entry + PEER_WAITER) == stream + 1:
         poke(entry + PEER_WAITER, 0)
+    # rule: streams take turns
     while posted < WRITES_PER_TURN and moved < quantum:
         node = first_node(state, record)
         if node == 0:
@@ -213,6 +219,7 @@ def _serve_stream(state: int, index: int) -> int:
         left = ((low >> LENGTH_SHIFT) & LENGTH_MASK) << UNIT_SHIFT
         nbytes = min(left, quantum)
         final = nbytes == left
+        # rule: only the last piece of a split command ends the message
         last = (high >> COMMAND_LAST_SHIFT) & 1 if final else 0
         if not admitted(state, entry, record, nbytes):
             # a stream that has just posted stands aside for the next one that waits

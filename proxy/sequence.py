@@ -82,13 +82,16 @@ def note(window: int, published: int, sequence: int, last: int) -> int:
         else:
             _close_gap(window, published, prefix, last)
         return IN_ORDER
+    # rule: a repeat behind the prefix changes nothing
     if ahead > _WINDOW_MASK:
         return REPEATED
     address = _pair_address(window, sequence)
     shift = 2 * (sequence & 31)
     word = peek(address)
+    # rule: a repeat of a held write changes nothing
     if (word >> shift) & 1:
         return REPEATED
     poke(address, word | (1 | last << 1) << shift)
     poke(window + HELD, peek(window + HELD) + 1)
+    # rule: only a prefix is published
     return HELD_BACK

@@ -197,10 +197,12 @@ def combine_send(
                 # Completed here: the peer may take this message as the proof that nothing of the one before is
                 # repeated. It also frees this parity's staging, since the previous call waited likewise for the one
                 # before that.
+                # rule: combine space is written again only when the peer has freed it
                 if peek(seen) < number - 1:
                     # for this rank itself, hear() has noted the peer that holds back its space
                     if peer != me:
                         note_progress(progress, peer, NOTICE, peek(seen), number - 1)
+                # rule: a combine waits for the completion of the one before
                 elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
                     message = mapped + target if mapped != 0 else window_address(context) + source
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
@@ -222,6 +224,7 @@ def combine_send(
                     return status
             if peek(packed) != number + 1 or peek(posted) != (number + 1) * channels:
                 missing += 1
+            # rule: a combine send leaves only when it has told its peers what is free
             elif peek(told) < number - 1 and peer != me:
                 missing += 1
                 if free < number - 1:

@@ -97,6 +97,7 @@ def spaces_free(context: int, state: int, progress: int) -> int:
                 stream = LL_COMBINE + parity * MAX_CHANNELS + channel
                 count = arrived_count(context, peer, stream)
                 # messages parity, parity + 2, …: those before 2 * count + parity have arrived
+                # rule: combine space is free only when every peer's next combine has arrived
                 if 2 * count + parity - 1 < free:
                     free = 2 * count + parity - 1
                     note_progress(progress, peer, stream, count, count + 1)
@@ -108,6 +109,7 @@ def take_counts(context: int, state: int, peer: int, stream: int, dispatched: in
     """Note the counts that ``peer`` claims in a message of ``stream``: STATUS_OK, or STATUS_PROTOCOL when they cannot
     be."""
     sent = peek(peer_word(context, state, DISPATCH_PACKED, peer))
+    # rule: counts that a peer claims are checked
     if dispatched < 0 or dispatched > sent:
         return refuse(context, peer, stream, dispatched, sent)
     sent = peek(peer_word(context, state, COMBINE_PACKED, peer))
@@ -199,6 +201,7 @@ def send_notice(context: int, state: int, progress: int, peer: int, free: int) -
     sent = peer_word(context, state, NOTICES_SENT, peer)
     number = peek(sent)
     done = completed_count(context, peer, NOTICE)
+    # rule: a notice slot is written again only when its last write completed
     if done < number - NOTICE_SLOTS + 1:
         note_progress(progress, peer, NOTICE, done, number - NOTICE_SLOTS + 1)
         return STATUS_PENDING

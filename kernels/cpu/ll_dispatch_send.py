@@ -174,6 +174,7 @@ def dispatch_send(
     turn = 0
     while True:
         missing = 0
+        # rule: dispatch staging is packed again only when its last writes completed
         staging_free = _staging_is_free(context, progress, number)
         # Everyone starts with its right neighbour, so that not all ranks write to the same one at first.
         for step in range(1, ranks + 1):
@@ -190,6 +191,7 @@ def dispatch_send(
                     status = hear(context, state, progress, peer, peek(state + 8 * COMBINE_NUMBER))
                     if status != STATUS_OK:
                         return status
+                # rule: a dispatch slot is written again only when the peer has read it
                 if peek(seen) < number - 1 or (mapped == 0 and not staging_free):
                     missing += 1
                     if peek(peer_word(context, state, TOLD_DISPATCH, peer)) < number - 1 and peer != me:
@@ -231,6 +233,7 @@ def dispatch_send(
             elif status != STATUS_OK:
                 return status
         if missing == 0:
+            # rule: the send kernel counts its message
             poke(state + 8 * DISPATCH_NUMBER, number + 1)
             return STATUS_OK
         status = turn_over(context, turn, slice_end_ns)

@@ -85,6 +85,7 @@ def has_arrived(context: int, progress: int, peer: int, phase: int, number: int)
     first, expected = streams_of(phase, number), number // 2 + 1
     for channel in range(channel_count(context)):
         count = arrived_count(context, peer, first + channel)
+        # rule: a receive waits for every unmasked peer
         if count < expected:
             note_progress(progress, peer, first + channel, count, expected)
             return False
@@ -178,6 +179,7 @@ def check_origin(context: int, state: int, peer: int, stream: int, header: int, 
     if word != peek(state + 8 * DIGEST):
         return refuse(context, peer, stream, word, peek(state + 8 * DIGEST))
     word = peek(header + AT_NUMBER)
+    # rule: the number in a header is checked
     if word != number:
         return refuse(context, peer, stream, word, number)
     return STATUS_OK

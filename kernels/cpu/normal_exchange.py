@@ -100,6 +100,7 @@ def waits_for(context: int, counts: int, operation: int, peers: int, peer: int, 
         note_progress(progress, peer, NORMAL_NOTIFY, completed_count(context, peer, NORMAL_NOTIFY), count)
         return True
     # rows that landed in place belong to the caller from here on: nobody may still be writing them
+    # rule: rows in place are handed out only when their writes are over
     if (
         get(operation, block.IN_PLACE) != 0
         and get(state, block.RECV_ROWS) > 0

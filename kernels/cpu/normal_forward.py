@@ -86,6 +86,7 @@ def show_arrivals(context: int, operation: int, peers: int, peer: int) -> int:
         least = get(state, block.SHOWN) - 1
         first = me - place_of(operation, me)
         for rank in range(first, first + get(operation, block.NODE_RANKS)):
+            # rule: rows to be handed on are overwritten only when their node is done with them
             least = min(least, rows_at(operation, line_of(context, operation, me, node, rank) + 8 * TAKEN))
         if least > done:
             put(state, block.CONSUMED, least)
@@ -136,6 +137,7 @@ def _read_board(context: int, operation: int, state: int, via: int, board: int) 
         return _refuse(context, operation, via, slot_rows, most)
     row_end = row + stride + slot_rows * get(operation, block.ROW_BYTES)
     meta_end = meta + stride + slot_rows * get(operation, block.META_BYTES)
+    # rule: where a board says that rows lie is checked
     if row < start or row > end or row_end > end:
         return _refuse(context, operation, via, row, start)
     if meta < start or meta > end or meta_end > end:
@@ -169,6 +171,7 @@ def take_passed(context: int, operation: int, peers: int, source: int) -> int:
         return MOVED
     board = board_of(context, operation, via, node)
     word = load64(board + 8 * ARRIVED)
+    # rule: what a forwarder's board said in an earlier operation means nothing
     if not is_current(operation, word):
         return NOTHING
     if get(state, block.VIEW_SLOT_ROWS) == 0:

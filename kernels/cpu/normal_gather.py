@@ -50,6 +50,7 @@ def lay_out(context: int, operation: int, peers: int, far: int) -> int:
     node = node_of(operation, far)
     base, held = _ring(operation, far)
     freed = min(rows_at(operation, line_of(context, operation, me, node, via) + 8 * FREED), done)
+    # rule: rows laid out for a forwarder are overwritten only when it has read them
     stop = min(rows, freed + held, done + _STEP_ROWS)
     if stop == done:
         return NOTHING
@@ -101,6 +102,7 @@ def _lacking(context: int, operation: int, state: int, peer: int) -> int:
         rank = first + place
         if rank != me and is_marked(marks, place):
             offered = rows_at(operation, line_of(context, operation, me, node, rank) + 8 * OFFERED)
+            # rule: a forwarder sums a token only when all of its rows are laid out
             if offered <= peek(cursors + 8 * place):
                 return rank
     return -1
@@ -142,6 +144,7 @@ def _fill(context: int, operation: int, state: int, peer: int, rows: int, at: in
             row = peek(cursors + 8 * place)
             poke(cursors + 8 * place, row + 1)
             if first + place == me:
+                # rule: a forwarder sums no more of its own rows than their source told of
                 if row >= get(state, block.PASS_ROWS):
                     # the source marked more rows for this rank than it told of
                     error, stream = error_address(context), get(operation, block.PHASE)

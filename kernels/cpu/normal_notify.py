@@ -52,6 +52,7 @@ def _send(context: int, operation: int, peers: int, peer: int) -> int:
     STATUS_PENDING when the ring is full, or while a NIC may still repeat the slot's last write: operations that the
     ranks refused ended without waiting for it. The last message may be under way, it left from the other slot.
     """
+    # rule: a notify slot is written again only when its last write completed
     if completed_count(context, peer, NORMAL_NOTIFY) < get(operation, block.NOTICES) - 1:
         return STATUS_PENDING
     me = own_rank(context)
@@ -159,6 +160,7 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
                 else:
                     return status
             if get(state, block.TOLD) == 0:
+                # rule: an operation opens only when every peer's notify has arrived
                 if arrived_count(context, peer, NORMAL_NOTIFY) < expected:
                     missing = peer
                     continue

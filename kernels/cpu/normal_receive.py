@@ -73,12 +73,14 @@ def give_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     left = get(state, block.RECV_ROWS) - first
     if left <= 0:
         return NOTHING
+    # rule: landing space is granted again only when its rows are consumed
     if turn >= 2 and get(state, block.CONSUMED) < first - slot_rows:
         return NOTHING
     life = counts + 8 * block.COUNT_WORDS * peer
     given = get(life, block.GRANTS_SENT)
     # The peer has read the grant of four before: the rows of all but the last two have arrived. Local completion is
     # what the slot still needs.
+    # rule: a grant slot is written again only when its last write completed
     if completed_count(context, peer, NORMAL_GRANT) < given - GRANT_SLOTS + 1:
         return NOTHING
     me = own_rank(context)

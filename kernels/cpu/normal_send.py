@@ -100,6 +100,7 @@ def take_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     taken = get(life, block.GRANTS_TAKEN)
     if arrived_count(context, peer, NORMAL_GRANT) <= taken:
         return NOTHING
+    # rule: a grant is taken only when the writes of the one before last are over
     if not _landing_is_quiet(context, operation, state, life, peer):
         return NOTHING
     slot = get(operation, block.GRANT_RECV) + (peer * GRANT_SLOTS + taken % GRANT_SLOTS) * HEADER_BYTES
@@ -118,6 +119,7 @@ def take_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     most = get(operation, block.CHUNK_BYTES) // (row_bytes + meta_bytes)
     if chunk < 1 or chunk > most:
         return _refuse(context, peer, chunk, most)
+    # rule: where a grant lets rows land is checked
     if _lands_outside(operation, row, rows * row_bytes):
         return _refuse(context, peer, row, get(operation, block.LANDING))
     if meta_bytes != 0 and _lands_outside(operation, meta, rows * meta_bytes):
@@ -166,6 +168,7 @@ def chunk_address(context: int, counts: int, operation: int, peers: int, peer: i
     stream0, channels = get(operation, block.PHASE), channel_count(context)
     chunk, depth = get(state, block.SENT_CHUNKS), get(operation, block.DEPTH)
     earlier = get(life, block.CHUNKS_SENT + phase_of(operation)) - depth
+    # rule: chunk staging is packed again only when its last write completed
     if chunk >= depth and (completed_count(context, peer, stream0 + earlier % channels) < earlier // channels + 1):
         return 0, 0
     rows = min(get(state, block.GRANT_LEFT), get(state, block.GRANT_CHUNK))
@@ -245,6 +248,7 @@ def say_over(context: int, counts: int, operation: int, peers: int, peer: int) -
     state = peers + 8 * block.PEER_WORDS * peer
     if get(state, block.OVER) != 0 or get(state, block.SENT) < get(state, block.SEND_ROWS):
         return NOTHING
+    # rule: a dispatch says that its writes are over only when they completed
     if chunks_over(context, counts, operation, peer) >= 0:
         return NOTHING
     status = publish(context, peer, NORMAL_NOTIFY, 0, 0, 0, get(operation, block.NOTICES) + 2)

@@ -40,6 +40,7 @@ def reserve(ring: int, count: int) -> int:
     while True:
         head = peek(ring + HEAD)
         # acquire: the proxy has read the previous lap's words before it moved the tail past them
+        # rule: a full ring takes nothing
         if head + count - load64(ring + TAIL) > capacity:
             return -1
         if compare_exchange(ring + HEAD, head, head + count):
@@ -57,10 +58,12 @@ def put_write(context: int, peer: int, stream: int, source: int, target: int, nb
         STATUS_OK, STATUS_PENDING when the ring is full (nothing happened, call again), or STATUS_POISONED: the sticky
         error was set, or is now because the bytes do not lie in the window. Nothing is published then.
     """
+    # rule: nothing is published after the sticky error
     if failed(error_address(context)):
         return STATUS_POISONED
     limit = window_bytes(context) - nbytes
     misfit = (source | target | nbytes) & (UNIT - 1) != 0
+    # rule: a write outside the window is not published
     if nbytes < 0 or source < 0 or source > limit or target < 0 or target > limit or misfit:
         end = max(source, target) + nbytes
         set_failure(error_address(context), FAILURE_COMMAND, peer, stream, end, window_bytes(context))

@@ -42,6 +42,7 @@ def turn_over(context: int, turn: int, slice_end_ns: int) -> int:
         STATUS_OK to look again, STATUS_PENDING when CLOCK_MONOTONIC has reached ``slice_end_ns``, STATUS_POISONED when
         the sticky error is set.
     """
+    # rule: a wait ends when the sticky error is set
     if failed(error_address(context)):
         return STATUS_POISONED
     if monotonic_ns() >= slice_end_ns:

@@ -170,4 +170,5 @@ def pack_dispatch(
                 base = tl.load(int64s(route_table(context, route, R_RETURN_BASE, peers)), mask=inside, other=0)
                 coding: tl.constexpr = (WEIGHTED if REDUCED else 0) | CODING
                 send_messages(context, state, peers, _DISPATCH, number, DISPATCH_TAG, counts, coding, base, BACKEND)
+            # rule: low latency: the send kernel counts its message
             poke(state + S_DISPATCH_NUMBER, number + 1)

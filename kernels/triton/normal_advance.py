@@ -270,7 +270,9 @@ def blame_peer(
     ungranted = stuck & (get_each(context, state, N_GRANT_LEFT, peers, stuck) == 0)
     # the completion of a grant, unless something else is missing; in one place, as in take_grants
     owed = is_owed(context, state, peers, live, BACKEND)
-    bad, on = tl.where(any_of(owed, BACKEND) != 0, owed, live), tl.zeros_like(peers) + _GRANT
+    # rule: who keeps a grant waiting is named
+    bad = tl.where(any_of(owed, BACKEND) != 0, owed, live)
+    on = tl.zeros_like(peers) + _GRANT
     want = get_each(context, state, N_GRANTS_SENT, peers, live)
     # of a mapped peer nothing completes, nor is anything missing
     got = tl.minimum(completed_each(context, state, peers, live, _GRANT, BACKEND), want)

@@ -132,6 +132,7 @@ def finish(
         one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
         late = tl.full((), 0, tl.int64)
+        # rule: normal mode: the last kernel takes the turns that the host has not launched
         while going != 0:
             going = turn(context, state, LANES, BACKEND)
             late += going

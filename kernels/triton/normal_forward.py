@@ -97,6 +97,7 @@ def is_done(context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.tens
     scanned = get_each(context, state, N_SCANNED, peers, far)
     all_here = passed == get_each(context, state, N_PASS_RECV, peers, far)
     looked = scanned == get_each(context, state, N_RECV_ROWS, peers, far)
+    # rule: a forwarder is done with a row only when it has kept its marks
     return all_here & (looked | (is_rail(context, state, peers) == 0))
 
 
@@ -113,6 +114,7 @@ def say_taken(context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.te
         get_each(context, state, N_PASS_RECV, peers, far),
     )
     # the source has marked fewer rows for this rank than it told of
+    # rule: a source that marks fewer rows than it told of is named
     lost = viewed & (scanned == rows) & (passed < passing)
     if refuse(context, state, peers, lost, peek(state + W_STREAM), passed, passing, BACKEND) == 0:
         done = is_done(context, state, peers, far)
@@ -137,6 +139,7 @@ def show(context: tl.tensor, state: tl.tensor, peers: tl.tensor, rail: tl.tensor
         tl.store(int64s(board + _META), get_each(context, state, N_META_LANDING, peers, first), mask=first)
         tl.store(int64s(board + _SLOT_ROWS), get_each(context, state, N_SLOT_ROWS, peers, first), mask=first)
         tl.store(int64s(board + _STRIDE), get_each(context, state, N_SLOT_STRIDE, peers, first), mask=first)
+        # rule: a forwarder shows only what has arrived
         rows = tl.where(batch, arrived, 0)
         settle(BACKEND)
         stamp_rows(state, board + _ARRIVED, rows, chosen, BACKEND)
@@ -151,6 +154,7 @@ def note_taken(context: tl.tensor, state: tl.tensor, peers: tl.tensor, rail: tl.
     own = me + tl.zeros_like(peers)
     for place in range(size):
         at = line_of(context, state, own, peers // size, place) + _TAKEN
+        # rule: rows to be handed on are overwritten only when their node is done with them
         least = tl.minimum(least, rows_at(state, at, rail, BACKEND))
     consumed = get_each(context, state, N_CONSUMED, peers, rail)
     set_each(context, state, N_CONSUMED, peers, rail, tl.maximum(consumed, least))
@@ -217,6 +221,7 @@ def view(
     via = forwarder(context, state, tl.where(going, peers, 0))
     board = board_of(context, state, via, peers // peek(state + W_NODE_RANKS))
     word = acquire_each(tl.where(going, board + _ARRIVED, state + S_SINK), BACKEND)
+    # rule: what a board said in an earlier operation is not looked at
     current = going & ((word >> _SHIFT) == peek(state + W_NUMBER) + 1)
     # the lanes acquired for themselves: now for each other
     settle(BACKEND)
@@ -240,7 +245,9 @@ def view(
         bad, got, want = or_else(bad, got, want, outside(state, row, held), row, begin)
         held = tl.where(wrong, 0, stride + slot_rows * peek(state + W_META_BYTES))
         bad, got, want = or_else(bad, got, want, outside(state, meta, held), meta, begin)
-        broken = refuse_of(context, state, peers, fresh & bad, via, stream, got, want, BACKEND)
+        # rule: where a board says that rows lie is checked
+        bad = fresh & bad
+        broken = refuse_of(context, state, peers, bad, via, stream, got, want, BACKEND)
         if broken == 0:
             set_each(context, state, N_VIEW_ROWS, peers, fresh, rows)
             set_each(context, state, N_VIEW_ROW, peers, fresh, row)
@@ -252,8 +259,11 @@ def view(
         rows = get_each(context, state, N_VIEW_ROWS, peers, current)
         scanned = get_each(context, state, N_SCANNED, peers, current)
         # no more than its two slots hold: neither is granted again before this rank is done with it
+        # rule: a board shows no more rows than its two slots hold
         rows = tl.minimum(rows, scanned + 2 * get_each(context, state, N_VIEW_SLOT_ROWS, peers, current))
-        broken = refuse_of(context, state, peers, current & (arrived > rows), via, stream, arrived, rows, BACKEND)
+        # rule: a board shows no more rows than it tells of
+        too_many = current & (arrived > rows)
+        broken = refuse_of(context, state, peers, too_many, via, stream, arrived, rows, BACKEND)
         if broken == 0:
             set_each(context, state, N_SCAN_END, peers, current, tl.maximum(arrived, scanned))
     settle(BACKEND)
@@ -277,7 +287,9 @@ def list_far(
     """:func:`list_passed` for one far rank."""
     scanned, end = peek(entry(context, state, N_SCANNED, far)), peek(entry(context, state, N_SCAN_END, far))
     passed = peek(entry(context, state, N_PASSED, far))
-    left = tl.minimum(peek(entry(context, state, N_PASS_RECV, far)) - passed, list_rows)
+    left = peek(entry(context, state, N_PASS_RECV, far)) - passed
+    # rule: a rank lists no more rows than its list holds
+    left = tl.minimum(left, list_rows)
     if scanned < end:
         me, nbytes, meta = own_rank(context), mark_bytes(state), peek(state + W_META_BYTES)
         place = me % peek(state + W_NODE_RANKS)
@@ -297,10 +309,12 @@ def list_far(
             one = (mark >> (place % 8)) & 1
             where = count + tl.cumsum(one, axis=0) - one
             # marks beyond what the source told of are found in the combine: see cpu.normal_forward.take_passed
+            # rule: a rank takes no more rows than their source told of
             mine = (one != 0) & (where < left)
             tl.store(int32s(lists + 4 * (far * list_rows + where)), index.to(tl.int32), mask=mine)
             count += tl.sum(one, axis=0)
             if keeps:
+                # rule: marks are kept only where the handle has room
                 fits = inside & (kept + index < room)
                 for byte in range(nbytes):
                     eight = tl.load(uint8s(at + byte), mask=fits, other=0)
@@ -376,6 +390,7 @@ def take_passed(
                 scales = load_scales(landed_meta + 8 * shape.TOPK, inside, shape)
             copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
             if shape.TOPK > 0:
+                # rule: expert ids of a row that is handed on are its node's
                 wrong = (expert < -1) | (expert >= size * tensors.local_experts)
                 # the program that fails must be of one warp: the next turn does
                 blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))

@@ -147,6 +147,7 @@ def say_freed(
     size, me = peek(state + W_NODE_RANKS), own_rank(context)
     inside = tl.where(far, peers, 0)
     rail, near = inside // size * size + me % size, forwarder(context, state, inside)
+    # rule: rows are free only when their sums are sent
     sent = get_each(context, state, N_SENT, rail, far)
     freed = tl.load(int32s(counts_at(context, state, counts, rail, far, sent, inside % size)), mask=far, other=0)
     # rows that no sum needs, of a dispatch that received more than was promised, need no room
@@ -168,8 +169,11 @@ def choose_laid_out(
     at = line_of(context, state, own + tl.zeros_like(peers), peers // peek(state + W_NODE_RANKS), via) + _FREED
     passed = get_each(context, state, N_PASSED, peers, others)
     total = get_each(context, state, N_PASS_SEND, peers, others)
-    freed = tl.minimum(rows_at(state, at, others, BACKEND), passed)
+    freed = rows_at(state, at, others, BACKEND)
+    # rule: a forwarder has read no more than was laid out
+    freed = tl.minimum(freed, passed)
     _, held = ring_of(context, state, peers, peers)
+    # rule: rows laid out for a forwarder are overwritten only when it has read them
     ready = tl.minimum(total, freed + held)
     set_each(context, state, N_PASS_READY, peers, others, ready)
     # own rows are summed where the caller has them
@@ -236,7 +240,9 @@ def choose_sums(
     if any_of(wanted, BACKEND) != 0:
         late, _, _ = lacking(context, state, counts, peers, wanted, rows, BACKEND)
         settle(BACKEND)
-        set_each(context, state, N_PACK_ROWS, peers, wanted & (late < 0), rows)
+        # rule: a forwarder sums a token only when all of its rows are laid out
+        whole = wanted & (late < 0)
+        set_each(context, state, N_PACK_ROWS, peers, whole, rows)
 
 
 @triton.jit
@@ -314,6 +320,7 @@ def sum_laid_out(
         for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
             index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
+            # rule: rows whose marks were not kept are not summed
             counting = index < tl.minimum(rows, kept)
             at = index // chunk
             stage = staging + (sent_chunks + at) % depth * chunk_bytes
@@ -327,6 +334,7 @@ def sum_laid_out(
                 wanted = inside[:, None] & (column < HIDDEN)
                 weighing = (slot < shape.TOPK) & (start == 0)
                 total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+                # rule: a sum of one row is that row
                 found = tl.zeros([shape.ROWS], tl.int32)
                 wrong = tl.zeros([shape.ROWS], tl.int32)
                 for begin in range(0, size, _TOGETHER):
@@ -339,6 +347,7 @@ def sum_laid_out(
                         until = tl.load(int32s(here_at + 4 * size), mask=counting, other=0).to(tl.int64)
                         marked = tl.where(size > begin + step, until - part, 0) > 0
                         # the source marked more rows for this rank than it told of
+                        # rule: a forwarder sums no more of its own rows than their source told of
                         wrong += (marked & (part >= tl.where(own, known, _EVERY))).to(tl.int32)
                         here = marked & (part < tl.where(own, most, _EVERY))
                         ring = peer_window(context, near + place) + ring_at

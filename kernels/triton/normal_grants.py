@@ -79,6 +79,7 @@ def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor
     first = turn * slot_rows
     left = get_each(context, state, N_RECV_ROWS, peers, live) - first
     consumed = get_each(context, state, N_CONSUMED, peers, live)
+    # rule: a landing slot is granted again only when its rows are consumed
     due = live & (left > 0) & ((turn < 2) | (consumed >= first - slot_rows))
     return due, turn, left, slot_rows
 

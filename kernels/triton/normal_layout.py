@@ -48,6 +48,7 @@ def mark_tokens(
     for slot in range(TOPK):
         at = token * TOPK + slot
         expert = tl.load(int64s(topk_idx + 8 * at), mask=inside, other=-1)
+        # rule: normal mode: an expert id out of range counts nowhere
         right = (expert >= 0) & (expert < experts)
         tl.atomic_add(int32s(expert_counts + 4 * tl.where(right, expert, 0)), right.to(tl.int32), mask=right)
         wrong = inside & ((expert < -1) | (expert >= experts))
@@ -100,6 +101,7 @@ def list_tokens(
             if rank // node_ranks != me // node_ranks:
                 begin = rank // node_ranks * node_ranks
                 found = tl.zeros([BLOCK], tl.int32)
+                # rule: a token crosses once to a node
                 if rank % node_ranks == me % node_ranks:
                     for place in range(node_ranks):
                         mark = tl.load(uint8s(in_rank + token * ranks + begin + place), mask=inside, other=0)

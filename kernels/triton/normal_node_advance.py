@@ -249,6 +249,7 @@ def _is_over(
         passed = get_each(context, state, N_PASSED, peers, far) == get_each(context, state, N_PASS_SEND, peers, far)
     else:
         # a forwarder's slots are used again only in another operation, which all ranks open
+        # rule: an exchange is over only when all of a rail peer's rows are shown
         shown = get_each(context, state, N_SHOWN, peers, linked) == total + 1
         consumed = tl.where(far, shown, consumed)
         passed = is_done(context, state, peers, far)
@@ -349,6 +350,7 @@ def _give_up(
         linked = live & ((is_far(context, state, peers) == 0) | is_rail(context, state, peers))
         _blame_node(context, state, counts, peers, live, code, COMBINE, BACKEND)
         late = linked & (is_late(context, state, peers, linked) | is_stuck(context, state, peers, linked))
+        # rule: who keeps a grant waiting is looked for among all ranks
         late = late | is_owed(context, state, peers, linked, BACKEND)
         # the last look fails when no other has: what was missing has come meanwhile
         if (any_of(late, BACKEND) != 0) | (first == 0):

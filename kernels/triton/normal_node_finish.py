@@ -72,6 +72,7 @@ def finish_nodes(
         one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
         late = tl.full((), 0, tl.int64)
+        # rule: the last kernel takes the turns that the host has not launched
         while going != 0:
             going = turn_nodes(context, state, counts, KIND == _COMBINE, PATIENCE, LANES, BACKEND)
             late += going

@@ -107,7 +107,10 @@ def rows_at(state: tl.tensor, addresses: tl.tensor, chosen: tl.tensor, BACKEND: 
     """Rows of the stamps at the ``chosen`` addresses, acquire: 0 of an earlier operation, all of a later one."""
     word = acquire_each(tl.where(chosen, addresses, state + S_SINK), BACKEND)
     turn, number = word >> _SHIFT, peek(state + W_NUMBER) + 1
-    rows = tl.where(turn == number, word & EVERYTHING, tl.where(turn < number, 0, EVERYTHING))
+    # rule: what a line said in an earlier operation is nothing
+    other = tl.where(turn < number, 0, EVERYTHING)
+    # rule: what a line says in a later operation is everything
+    rows = tl.where(turn == number, word & EVERYTHING, other)
     return tl.where(chosen, rows, EVERYTHING)
 
 
@@ -152,7 +155,9 @@ def counts_at(
     more came than was promised, have no parts and no entries."""
     size = peek(state + W_NODE_RANKS)
     first, kept = kept_of(context, state, rails, chosen)
-    return counts + 4 * ((first + rails // size + tl.minimum(rows, kept)) * size + places)
+    # rule: nobody lays out, or waits for, rows whose marks were not kept
+    rows = tl.minimum(rows, kept)
+    return counts + 4 * ((first + rails // size + rows) * size + places)
 
 
 @triton.jit

@@ -154,6 +154,7 @@ def _hear(
         if broken == 0:
             bad = live & (told_number != number)
             broken = refuse(context, state, peers, bad, _NOTIFY, told_number, number, BACKEND)
+        # rule: normal mode: ranks that were given other operations part before anything is sent
         other = live & (told_shape != shape)
         # for the error that the host raises
         told = info + _INFO_TOLD + peers * _TOLD
@@ -190,6 +191,7 @@ def _take_rows(
         bad = same & ((rows < 0) | (rows > _MOST_ROWS))
         broken = refuse(context, state, peers, bad, _NOTIFY, rows, _MOST_ROWS, BACKEND)
         most = tl.where(rail, _MOST_ROWS, 0)
+        # rule: only rail peers tell of rows to be handed on
         bad = same & ((rail_rows < 0) | (rail_rows > most))
         broken |= refuse(context, state, peers, bad, _NOTIFY, rail_rows, most, BACKEND)
         set_each(context, state, N_RECV_ROWS, peers, same, tl.where(far, rail_rows, rows))
@@ -202,6 +204,7 @@ def _take_rows(
             expected = tl.where(far, get_each(context, state, N_PASS_RECV, peers, same), known)
         broken = refuse(context, state, peers, same & (rows != expected), _NOTIFY, rows, expected, BACKEND)
         expected = tl.where(rail, known, 0)
+        # rule: rows over a rail are those of the handle
         bad = same & (rail_rows != expected)
         broken |= refuse(context, state, peers, bad, _NOTIFY, rail_rows, expected, BACKEND)
     return broken
@@ -373,6 +376,7 @@ def open_operation(
             if NODES:
                 far = in_group & is_far(context, state, every)
                 # of near ranks too: a handle may have to do without nodes later
+                # rule: a handle keeps what came from near ranks
                 came = tl.where(far, get_each(context, state, N_PASS_RECV, every, far), came)
                 tl.store(int64s(passing + 8 * (ranks + every)), came, mask=in_group)
         if NODES:

@@ -241,6 +241,7 @@ def _tell(
     poke(info + _AT_TOTAL, total)
     poke(info + _AT_MOST, most)
     poke(info + _AT_AWAY, tl.sum(away, axis=0))
+    # rule: normal mode: the host is told that more rows came than num_worst_tokens promised
     if (KIND == _DISPATCH) & (capacity > 0):
         if total > capacity:
             poke(info + _AT_BEYOND, total)
@@ -301,6 +302,7 @@ def place_nodes(
         handed_on, relayed = rail, tl.where(rail, rows, 0)
     set_each(context, state, N_RELAY_FIRST, peers, inside, tl.cumsum(relayed, axis=0) - relayed)
     # two slots for each, as slot_bytes says
+    # rule: each source has landing slots of its own
     lane = tl.where(far, size + peers // size, peers % size)
     slot = slot_bytes(context, state)
     before = _land(context, state, row, meta, peers, inside, remote, handed_on, lane, slot, info)

@@ -15,6 +15,8 @@ def add_rows(total: tl.tensor, found: tl.tensor, part: tl.tensor, here: tl.tenso
     Returns:
         ``total`` [rows, columns] and ``found`` [rows], how many rows were added, with them.
     """
+    # rule: a node sums in float32 and rounds once
+    added = total + part
     # the first row is taken as it is: adding it to zero would lose the sign of a zero
-    total = tl.where(here[:, None], tl.where((found > 0)[:, None], total + part, part), total)
+    total = tl.where(here[:, None], tl.where((found > 0)[:, None], added, part), total)
     return total, found + here.to(tl.int32)

@@ -125,7 +125,9 @@ def wait_counts(
             count = arrived_each(context, state, peers, live, stream, BACKEND)
         else:
             count = completed_each(context, state, peers, live, stream, BACKEND)
-        present = uniform(tl.min((count >= needed).to(tl.int32), axis=0), BACKEND)
+        # rule: normal mode: an operation opens only when every peer's notify has arrived
+        here = count >= needed
+        present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
         if present == 0:
             ending, looked = turn_over(context, start, looked, BACKEND)
     # the lanes acquired for themselves: now for each other

@@ -77,6 +77,7 @@ def _ranks_of(
     repeated = tl.zeros([BLOCK, SLOTS], tl.int32)
     for earlier in range(TOPK):
         other = tl.load(int64s(topk_idx + 8 * (token * TOPK + earlier)), mask=token < tokens, other=-1)
+        # rule: low latency: an expert id is compared before it is cut to 32 bits
         right = (other >= 0) & (other < experts)
         same = right & (other.to(tl.int32) // local == rank) & (slot > earlier)
         repeated = repeated | same.to(tl.int32)
@@ -115,6 +116,7 @@ def _fill_absent(
             tl.store(int64s(returns + at), nothing, mask=given & (rank < 0))
         position = tl.where(given & bad, token * TOPK + slot, 1 << 60).to(tl.int64)
         wrong = tl.minimum(wrong, tl.min(tl.min(position, axis=1), axis=0))
+    # rule: low latency: the host is told of an expert id out of range
     if wrong < (1 << 60):
         report_id(context, state, wrong, peek(state + S_EXPERTS), BACKEND)
 

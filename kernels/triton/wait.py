@@ -162,7 +162,10 @@ def turn_over(context: tl.tensor, start: tl.tensor, looked: tl.tensor, BACKEND: 
     late = now - start > wait_limit(context)
     ending = uniform(tl.where(late, TOO_LATE, GO_ON).to(tl.int32), BACKEND)
     # also at the end of the time: what the host knows names whom this program would only guess
-    due = uniform((late | (now - looked > LOOK_NS)).to(tl.int32), BACKEND)
+    # rule: a waiting kernel leaves memory of the host alone most of the time
+    due = late | (now - looked > LOOK_NS)
+    due = uniform(due.to(tl.int32), BACKEND)
+    # rule: a wait ends when the sticky error is set
     if due != 0:
         looked = now
         released = uniform((sticky_code(context, BACKEND) != 0).to(tl.int32), BACKEND)
@@ -252,6 +255,7 @@ def wait_messages(
             count, _ = messages_arrived(context, state, peers, live, phase, number, BACKEND)
         else:
             count, _ = messages_completed(context, state, peers, live, phase, number, BACKEND)
+        # rule: low latency: a receive waits for every unmasked peer
         here = (count >= expected) | (live == 0)
         present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
         if present == 0:

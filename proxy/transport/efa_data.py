@@ -170,14 +170,17 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         return -_ENOTCONN
     if nbytes < 0 or nbytes > peek(context + 8 * MAX_WRITE) or target < 0:
         return -_EINVAL
+    # rule: efa: a write ends inside the window
     if target > peek(context + 8 * WINDOW_BYTES) - nbytes:
         return -_EINVAL
     source = local - peek(context + 8 * WINDOW)
+    # rule: efa: a write without payload names an address that the keys cover
     if nbytes == 0:
         # The NIC still wants an address that its keys cover, and the end of a window is none.
         source = target = 0
     split = peek(context + 8 * SPLIT)
     on_device = target < split
+    # rule: efa: a write lies in one kind of memory
     if (source < split) != on_device or (on_device and max(source, target) + nbytes > split):
         return -_EINVAL
     index = 0
@@ -209,6 +212,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         rkey = peek(peek(link + 8 * REMOTE_KEYS) + 8 * (target >> shift))
         here, there = peek(context + 8 * WINDOW) + source, peek(record + 8 * REMOTE_WINDOW) + target
     poke(qp + _WR_ID, slot + 1)
+    # rule: efa: every write asks for a completion
     poke32(qp + _WR_FLAGS, _SIGNALED)
     call4(peek(rail + 8 * WR_WRITE_IMM), qp, rkey, there, _swapped(imm))
     call4(peek(rail + 8 * WR_SET_ADDRESS), qp, peek(link + 8 * AH), peek(link + 8 * QPN), peek(link + 8 * QKEY))
@@ -229,6 +233,7 @@ def _flush(context: int) -> int:
 def _lose(context: int, rank: int, completion: int, events: int, count: int) -> int:
     """A write to ``rank`` failed: DOWN, once. The QP stays good for everybody else. Returns the new count."""
     record = _peer(context, rank)
+    # rule: efa: a lost peer is reported once
     if peek(record + 8 * STATE) != UP:
         return count
     poke(record + 8 * STATE, CLOSED)
@@ -249,11 +254,14 @@ def _sent(context: int, index: int, slot: int, completion: int, events: int, cou
     poke(peek(rail + 8 * FREE_SLOTS) + 8 * free, slot)
     poke(rail + 8 * FREE, free + 1)
     status = peek32(completion + _WC_STATUS)
+    # rule: efa: what fails in the NIC itself is no fault of a peer
     if status != _SUCCESS and status <= _FLUSHED:
         # Up to there statuses are the NIC's own fault: no peer of it is to blame, and none can be reached any more.
         return _broken(context, index, status, peek32(completion + _WC_VENDOR))
+    # rule: efa: a failed write is not over
     if status != _SUCCESS:
         return _lose(context, rank, completion, events, count)
+    # rule: efa: nothing is told of a dropped peer
     if peek(_peer(context, rank) + 8 * STATE) == UP:
         put_event(events, count, SENT, peek(entry + 8 * SLOT_TICKET), rank, 0)
         return count + 1
@@ -269,7 +277,9 @@ def _arrived(context: int, index: int, completion: int, events: int, count: int)
         link = _link(context, rank, index)
         number = peek(link + 8 * AH_NUMBER)
         known = index < peek(_peer(context, rank) + 8 * LINK_COUNT)
+        # rule: efa: an immediate is believed only from its rank's queue pair
         known = known and peek(link + 8 * QPN) == peek32(completion + _WC_SOURCE)
+        # rule: efa: an immediate is believed only from its rank's address
         if known and (number < 0 or number == peek32(completion + _WC_SLID) >> 16):
             if peek(_peer(context, rank) + 8 * STATE) == UP:
                 put_event(events, count, ARRIVED, imm, rank, peek32(completion + _WC_BYTE_LEN))
@@ -298,6 +308,7 @@ def _post_receives(rail: int) -> int:
 def _poll_rail(context: int, index: int, events: int, count: int, limit: int) -> int:
     """Take the completions of one rail; the new count of events or a negative errno."""
     rail = _rail(context, index)
+    # rule: efa: nothing is polled inside a posting session
     status = _close_session(context, index)
     if status < 0:
         return status
@@ -314,6 +325,7 @@ def _poll_rail(context: int, index: int, events: int, count: int, limit: int) ->
             if count < 0:
                 return count
             continue
+        # rule: efa: receives that were used are posted anew
         if slot >= 0:
             poke(rail + 8 * OWED, peek(rail + 8 * OWED) + 1)
         status = peek32(completion + _WC_STATUS)

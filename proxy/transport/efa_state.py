@@ -212,5 +212,6 @@ def _receive_list() -> Words:
     requests[:, RECV_WR["wr_id"] // 8] = RECEIVE_ID
     requests[:-1, RECV_WR["next"] // 8] = words.ctypes.data + np.arange(1, RECEIVE_BATCH) * RECV_WR.nbytes
     requests[:, RECV_WR["sg_list"] // 8] = words.ctypes.data + RECEIVE_BATCH * RECV_WR.nbytes
+    # rule: efa: a receive names memory
     requests[:, RECV_WR["num_sge"] // 8] = 1
     return words

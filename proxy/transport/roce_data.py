@@ -144,13 +144,17 @@ def _swap(word: int) -> int:
 @inlined
 def _open_link(context: int, link: int, nbytes: int) -> bool:
     """True when the link can take one more write of ``nbytes`` bytes now."""
+    # rule: roce: no more work requests than the send queue holds
     if peek(link + 8 * POSTED) - peek(link + 8 * RETIRED) >= peek(context + 8 * SEND_SLOTS) - SEND_RESERVE:
         return False
     rail = peek(link + 8 * RAIL)
     limit, load = peek(rail + 8 * BYTE_LIMIT), peek(rail + 8 * LOAD)
     # One write always goes: a limit smaller than it slows a NIC down and never stops it.
+    # rule: roce: one write always goes
+    # rule: roce: a NIC has no more in flight than its share
     if limit > 0 and load > 0 and load + nbytes > limit:
         return False
+    # rule: roce: an immediate goes out only when the peer has posted a receive for it
     return peek(link + 8 * IMMEDIATES) < peek(link + 8 * ALLOWED) or take_credit(context, link)
 
 
@@ -185,13 +189,16 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         return -_EINVAL
     source, split = local - peek(context + 8 * WINDOW), peek(context + 8 * SPLIT)
     on_device = target < split
+    # rule: roce: a write lies in one kind of memory
     if (nbytes > 0 and (source < split) != on_device) or (on_device and max(source, target) + nbytes > split):
         return -_EINVAL
     qps, rails, rail = peek(context + 8 * QPS), peek(record + 8 * COMMON_RAILS), 0
     if rails > 1:
+        # rule: roce: a stream keeps to the NIC that both ends know
         rail = _rail_of(peek(peek(context + 8 * STRIPES) + 8 * stream), peek(context + 8 * RANK), peer, rails)
     index = peer * peek(context + 8 * PEER_LINKS) + rail * qps
     link = first = link_record(context, index)
+    # rule: roce: queue pairs of a rail take turns of their own
     place = peek(first + 8 * NEXT_PLACE)
     if place > 0:
         index += place
@@ -232,6 +239,7 @@ def _tell(context: int, events: int, count: int, limit: int) -> int:
         tail = peek(context + 8 * READY_TAIL)
         link = link_record(context, peek(peek(context + 8 * READY) + tail % slots * 8))
         peer = peek(link + 8 * PEER)
+        # rule: roce: a write is over only when it has completed
         told, retired = peek(link + 8 * TOLD), peek(link + 8 * RETIRED)
         state = peek(peer_record(context, peer) + 8 * STATE)
         if state >= CLOSED:
@@ -270,6 +278,7 @@ def _failed(context: int, index: int, link: int, entry: int) -> None:
     elif peek(peer_record(context, peer) + 8 * STATE) == UP:
         # The first failure of a queue pair: everything before it has completed.
         number = wr_id & _LOW32
+        # rule: roce: what completed before a failure is over
         if number != peek(link + 8 * RETIRED) & _LOW32:
             retire(context, index, link, (number - 1) & _LOW32)
     fail_peer(context, link, status, vendor)
@@ -295,6 +304,7 @@ def _completion(context: int, entry: int, events: int, count: int) -> int:
     status = 0
     if peek32(entry + _OPCODE) != _RECEIVED_IMM:
         status = FAULT_BAD_FRAME
+    # rule: roce: the source in an immediate is the rank of its queue pair
     elif imm >> _SOURCE_SHIFT != peer:
         status = FAULT_WRONG_SOURCE
     if status != 0:
@@ -322,6 +332,7 @@ def _end_peers(context: int, events: int, count: int, limit: int) -> int:
             link = link_record(context, peer * links + place)
             if peek(link + 8 * QP) != 0 and peek(link + 8 * FLAGS) & RECEIVE_OVER == 0:
                 open_links += 1
+        # rule: roce: what arrived before a failure is delivered before DOWN
         if open_links > 0 and monotonic_ns() - peek(record + 8 * ENDED_AT) < GRACE_NS:
             continue
         status = peek(record + 8 * STATUS)
@@ -352,6 +363,7 @@ def _watch(context: int, events: int, count: int, limit: int) -> int:
             put_event(events, count, FAULT, load64(peek(link + 8 * CREDIT_IN)), peek(link + 8 * PEER), problem)
             count += 1
             _close_with_fault(context, peek(link + 8 * PEER))
+        # rule: roce: an idle peer is written to
         elif watching != 0 and peek(link + 8 * POSTED) == peek(link + 8 * RETIRED):
             owe_credit(context, link)
     return count
@@ -409,6 +421,7 @@ def _drop(context: int, peer: int, reason: int) -> int:
         poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
     poke(record + 8 * STATE, DROPPED)
     # Once this returns the NIC reads no source bytes for the peer any more, so that they may be used again.
+    # rule: roce: the NIC stops reading and writing for a peer that was dropped
     stop_links(context, peer)
     return 0
 

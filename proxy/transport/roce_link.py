@@ -182,6 +182,7 @@ def ring(context: int) -> None:
         poke(link + 8 * CHAIN_TAIL, 0)
         if head == 0 or peek(peer_record(context, peek(link + 8 * PEER)) + 8 * STATE) != UP:
             continue
+        # rule: roce: the last of a chain asks for a completion
         if peek(link + 8 * SIGNALED) != peek(link + 8 * POSTED):
             poke32(tail + _SEND_FLAGS, peek32(tail + _SEND_FLAGS) | _SIGNALED)
             poke(link + 8 * SIGNALED, peek(link + 8 * POSTED))
@@ -202,6 +203,7 @@ def take_credit(context: int, link: int) -> bool:
     # Read once: the peer's NIC could change it between a check and its use.
     allowed = load64(peek(link + 8 * CREDIT_IN))
     before, used = peek(link + 8 * ALLOWED), peek(link + 8 * IMMEDIATES)
+    # rule: roce: what a peer claims to have posted is checked
     if allowed < before or allowed > used + LINK_RECEIVES:
         poke(peer_record(context, peek(link + 8 * PEER)) + 8 * PROBLEM, FAULT_BAD_FRAME)
         return False
@@ -254,6 +256,7 @@ def renew_receives(context: int, link: int) -> None:
     posted = peek(link + 8 * POSTED_RECEIVES)
     if posted - received > peek(context + 8 * RECEIVE_SLOTS) - RECEIVE_BATCH:
         return
+    # rule: roce: receives that were used are posted anew
     _post_receives(context, link, posted)
 
 
@@ -267,6 +270,7 @@ def _post_receives(context: int, link: int, posted: int) -> None:
         return
     poke(link + 8 * POSTED_RECEIVES, posted + RECEIVE_BATCH)
     if (posted + RECEIVE_BATCH - peek(link + 8 * GRANTED)) * 4 >= peek(context + 8 * RECEIVE_SLOTS):
+        # rule: roce: receives that were posted are told to the peer
         owe_credit(context, link)
 
 
@@ -297,6 +301,7 @@ def stop_links(context: int, peer: int) -> None:
         poke(link + 8 * CHAIN_HEAD, 0)
         poke(link + 8 * CHAIN_TAIL, 0)
         if qp != 0:
+            # rule: roce: what was under way to a lost peer weighs no more
             poke(rail + 8 * LOAD, peek(rail + 8 * LOAD) - peek(link + 8 * LINK_LOAD))
             poke(link + 8 * LINK_LOAD, 0)
             call3(peek(context + 8 * MODIFY_QP), qp, peek(context + 8 * STOP), _STATE_ONLY)

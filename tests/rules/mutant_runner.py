@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rules.kernel_mutants import ROOT, SWITCH
+from tests.rules.mutant_copy import SWITCH
+from tests.rules.mutation import ROOT
 
 
 def run(tests: list[str]) -> int:

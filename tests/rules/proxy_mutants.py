@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
 
+from tests.rules.mutation import ALWAYS, BEFORE, INSTEAD, NEVER, SKIP, Rules, Way, find, mutated
 from uccl_ep_serving.native import jit
 from uccl_ep_serving.proxy.state import QUEUED
 
@@ -26,148 +27,40 @@ _PACKAGE = "uccl_ep_serving.proxy"
 _FAMILY = ("sequence", "queues", "faults", "flow", "arrivals", "ring", "loop")
 
 
-class Rule(NamedTuple):
-    """How to take a rule out: ``old`` becomes ``new``, where REMOVED stands for "the switch is thrown"."""
-
-    module: str
-    old: str
-    new: str
-
-
-RULES = {
-    "only a prefix is published": Rule(
-        "sequence",
-        "    return HELD_BACK\n",
-        "    if REMOVED:\n        store64(published, peek(window + MESSAGES) + last)\n    return HELD_BACK\n",
-    ),
-    "a repeat behind the prefix changes nothing": Rule(
-        "sequence", "    if ahead > _WINDOW_MASK:\n", "    if ahead > _WINDOW_MASK and not REMOVED:\n"
-    ),
-    "a repeat of a held write changes nothing": Rule(
-        "sequence", "    if (word >> shift) & 1:\n", "    if (word >> shift) & 1 and not REMOVED:\n"
-    ),
-    "outstanding writes need credits": Rule(
-        "flow",
-        "    covered = min(peek(record + CREDITED), peek(record + DONE + PREFIX))\n",
-        "    covered = peek(record + DONE + PREFIX)\n"
-        "    if not REMOVED:\n        covered = min(covered, peek(record + CREDITED))\n",
-    ),
-    "outstanding writes need local completion": Rule(
-        "flow",
-        "    return peek(record + NEXT) - covered < SEQUENCE_WINDOW\n",
-        "    if REMOVED:\n        covered = peek(record + CREDITED)\n"
-        "    return peek(record + NEXT) - covered < SEQUENCE_WINDOW\n",
-    ),
-    "one write to an idle peer is always admitted": Rule(
-        "flow", "    if peer_load == 0:\n", "    if peer_load == 0 and not REMOVED:\n"
-    ),
-    "bytes and writes in flight are capped": Rule(
-        "flow",
-        "    load = peek(state + LOAD)\n    return (\n",
-        "    load = peek(state + LOAD)\n    if REMOVED:\n        return True\n    return (\n",
-    ),
-    "room under the caps goes to the write that waits for it": Rule(
-        "flow",
-        "        and peek(entry + PEER_WAITER) == 0\n",
-        "        and (peek(entry + PEER_WAITER) == 0 or REMOVED)\n",
-    ),
-    "credits pass by the caps": Rule(
-        "arrivals",
-        "or not credit_open(send):\n",
-        f"or not credit_open(send) or (REMOVED and peek(state + {QUEUED})):\n",
-    ),
-    "credits are returned": Rule(
-        "loop", "    work += grant_credits(state)\n", "    if not REMOVED:\n        work += grant_credits(state)\n"
-    ),
-    "credits are bounded by what was sent": Rule(
-        "arrivals",
-        "        if covered > peek(send + NEXT):\n",
-        "        if covered > peek(send + NEXT) and not REMOVED:\n",
-    ),
-    "a blocked destination does not block its ring": Rule(
-        "ring",
-        "        if not enqueue(state, entry, record, index, low, high):\n",
-        "        if REMOVED or not enqueue(state, entry, record, index, low, high):\n",
-    ),
-    "commands do not overtake queued ones of their stream": Rule(
-        "ring",
-        "        peek(record + QUEUE_HEAD) == 0\n",
-        "        (peek(record + QUEUE_HEAD) == 0 or REMOVED)\n",
-    ),
-    "only the last piece of a split command ends the message": Rule(
-        "ring",
-        "        last = (high >> COMMAND_LAST_SHIFT) & 1 if final else 0\n",
-        "        last = (high >> COMMAND_LAST_SHIFT) & 1 if final or REMOVED else 0\n",
-    ),
-    "commands stay inside the window": Rule(
-        "ring", "or _offset(high) > limit", "or (_offset(high) > limit and not REMOVED)"
-    ),
-    "a stream has one owner": Rule(
-        "arrivals",
-        "    elif peek(peek(state + OWNED) + stream * 8) == 0:\n",
-        "    elif peek(peek(state + OWNED) + stream * 8) == 0 and not REMOVED:\n",
-    ),
-    "the source must be proven": Rule(
-        "arrivals", "(proven >= 0 and proven != source)", "(proven >= 0 and proven != source and not REMOVED)"
-    ),
-    "nothing is believed from a peer that was parted from": Rule(
-        "arrivals", " + PEER_STATE) != UP:\n        # Lost", " + PEER_STATE) != UP and not REMOVED:\n        # Lost"
-    ),
-    "a completion of a peer that was parted from changes nothing": Rule(
-        "flow",
-        "        if peek(entry + PEER_STATE) != UP:\n            return\n        done",
-        "        if peek(entry + PEER_STATE) != UP and not REMOVED:\n            return\n        done",
-    ),
-    "a completion counts once": Rule(
-        "flow",
-        "    if note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word)) == REPEATED:\n",
-        "    outcome = note(record + DONE, peek(state + COMPLETED) + index * 8, word, ticket_last(word))\n"
-        "    if outcome == REPEATED and not REMOVED:\n",
-    ),
-    "a command is taken when both of its words are written": Rule(
-        "ring",
-        "        if low & 1 != lap or high & 1 != lap:\n",
-        "        if low & 1 != lap or (high & 1 != lap and not REMOVED):\n",
-    ),
-    "a wrong command of an operation parts the pair": Rule(
-        "faults",
-        "    if HOST <= stream < HOST + MAX_CHANNELS:\n",
-        "    if HOST <= stream < HOST + MAX_CHANNELS or REMOVED:\n",
-    ),
-    "a wrong command outside operations ends nothing": Rule(
-        "faults",
-        "        store64(state + REFUSED, peek(state + REFUSED) + 1)\n        return\n",
-        "        store64(state + REFUSED, peek(state + REFUSED) + 1)\n        if not REMOVED:\n            return\n",
-    ),
-    "a number out of sequence is a fault where order is kept": Rule(
-        "arrivals",
-        "        if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT):\n",
-        "        if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT) and not REMOVED:\n",
-    ),
-    "a lost peer sets the sticky error": Rule(
-        "faults",
-        "    if request == 0:\n        set_failure(",
-        "    if request == 0 and not REMOVED:\n        set_failure(",
-    ),
-    "streams take turns": Rule(
-        "ring",
-        "    while posted < WRITES_PER_TURN and moved < quantum:\n",
-        "    while (posted < WRITES_PER_TURN and moved < quantum) or REMOVED:\n",
-    ),
-    "the proxy takes a bounded batch of commands": Rule(
-        "ring", "    while tail - first < limit:\n", "    while tail - first < limit or REMOVED:\n"
-    ),
-    "writes to a lost peer count as completed": Rule(
-        "faults",
-        "        store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))\n",
-        "        if not REMOVED:\n            store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))\n",
-    ),
-    "a forgotten peer causes no error": Rule(
-        "faults",
-        "    request = load64(entry + PEER_REQUEST)\n    if request == 0:\n",
-        "    request = 0 if REMOVED else load64(entry + PEER_REQUEST)\n    if request == 0:\n",
-    ),
-}
+RULES = Rules[Way](
+    ("proxy",),
+    {
+        "only a prefix is published": BEFORE("store64(published, peek(window + MESSAGES) + last)"),
+        "a repeat behind the prefix changes nothing": NEVER,
+        "a repeat of a held write changes nothing": NEVER,
+        "outstanding writes need credits": INSTEAD("peek(record + DONE + PREFIX)"),
+        "outstanding writes need local completion": INSTEAD("peek(record + CREDITED)"),
+        "one write to an idle peer is always admitted": NEVER,
+        "bytes and writes in flight are capped": ALWAYS,
+        "room under the caps goes to the write that waits for it": ALWAYS.of(1),
+        "credits pass by the caps": INSTEAD(f"peek(state + {QUEUED}) != 0 or not credit_open(send)").of(1),
+        "credits are returned": SKIP,
+        "credits are bounded by what was sent": NEVER,
+        "a blocked destination does not block its ring": ALWAYS,
+        "commands do not overtake queued ones of their stream": ALWAYS.of(0),
+        "only the last piece of a split command ends the message": INSTEAD("(high >> COMMAND_LAST_SHIFT) & 1"),
+        "commands stay inside the window": NEVER.of(2),
+        "a stream has one owner": NEVER,
+        "the source must be proven": NEVER.of(2),
+        "nothing is believed from a peer that was parted from": NEVER,
+        "a completion of a peer that was parted from changes nothing": NEVER,
+        "a completion counts once": NEVER,
+        "a command is taken when both of its words are written": NEVER.of(1),
+        "a wrong command of an operation parts the pair": ALWAYS,
+        "a wrong command outside operations ends nothing": SKIP,
+        "a number out of sequence is a fault where order is kept": NEVER,
+        "a lost peer sets the sticky error": NEVER,
+        "streams take turns": ALWAYS,
+        "the proxy takes a bounded batch of commands": ALWAYS,
+        "writes to a lost peer count as completed": SKIP,
+        "a forgotten peer causes no error": INSTEAD("0"),
+    },
+)
 
 
 def _quick(function: Any) -> Any:
@@ -204,20 +97,13 @@ class Mutants:
         finally:
             self._switch[0] = 0
 
-    def _mutate(self, module: str, source: str) -> str:
-        """Guard every rule of ``module``. Raises AssertionError when a rule's text is not found exactly once."""
-        for number, rule in enumerate(RULES.values(), start=1):
-            if rule.module == module:
-                assert source.count(rule.old) == 1, f"{module}: {rule.old!r} occurs {source.count(rule.old)} times"
-                switch = f"(peek({self._switch.ctypes.data}) == {number})"
-                source = source.replace(rule.old, rule.new.replace("REMOVED", switch))
-        return source
-
     def _execute(self) -> dict[str, ModuleType]:
         names = [f"{_PACKAGE}.{short}" for short in _FAMILY]
         kept = {name: importlib.import_module(name) for name in names}
         package = sys.modules[_PACKAGE]
         family: dict[str, ModuleType] = {}
+        mutants = {path.stem: source for path, source in mutated(RULES, find(RULES), self._switch.ctypes.data).items()}
+        assert mutants.keys() <= set(_FAMILY), f"rules outside the family: {mutants.keys() - set(_FAMILY)}"
         try:
             with _without_cache():
                 for short, name in zip(_FAMILY, names, strict=True):
@@ -226,7 +112,7 @@ class Mutants:
                     fresh.__package__ = _PACKAGE
                     sys.modules[name] = fresh
                     setattr(package, short, fresh)
-                    source = self._mutate(short, path.read_text())
+                    source = mutants.get(short) or path.read_text()
                     exec(compile(source, f"<mutant of {path.name}>", "exec"), fresh.__dict__)
         finally:
             for short, name in zip(_FAMILY, names, strict=True):

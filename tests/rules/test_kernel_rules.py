@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.rules.kernel_mutants import MUTANTS, run_without_rules, write_copy
-
-
-def test_every_rule_is_found_in_the_source(tmp_path: Path) -> None:
-    write_copy(tmp_path)
+from tests.rules.kernel_mutants import MUTANTS
+from tests.rules.mutant_copy import run_without_rules
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.rules.kernel_mutants import run_without_rules, write_copy
+from tests.rules.mutant_copy import run_without_rules
 from tests.rules.nic_mutants import NIC_MUTANTS
-
-
-def test_every_rule_of_the_nics_is_found_in_the_source(tmp_path: Path) -> None:
-    write_copy(tmp_path, NIC_MUTANTS)
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,7 @@ class PlaneWatch:
         none of them: it would hear of it only when they have reached their limit."""
         plane = self._plane()
         if plane is not None and plane.finishes and (other := self.asked_before()) is not None:
+            # rule: low latency: the host releases kernels that wait for a peer which wants other windows
             self._stop_kernels(ctx.FAILURE_LAYOUT, other)
 
     def _on_masked(self, by: int, peer: int) -> None:

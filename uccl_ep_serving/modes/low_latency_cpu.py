@@ -116,6 +116,7 @@ class LowLatency:
             raise _bad_id(phase, ids, bad, num_experts)
         state = session.adopt(plan)
         plan = state.plan
+        # rule: a third dispatch in flight is refused
         if not state.next_dispatch_has_space:
             raise _third_in_flight(phase, f"{state.dispatches_in_flight} dispatches")
         route = RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
@@ -191,6 +192,7 @@ class LowLatency:
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
         waits = combine_wait_recv_cost_stats
         waited = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, x.device)
+        # rule: a third combine in flight is refused
         if not state.next_combine_has_space:
             raise _third_in_flight(phase, f"{state.combines_in_flight} combines")
         kernels = low_latency_kernels(x.device.type)
