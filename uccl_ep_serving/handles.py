@@ -72,7 +72,7 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     Attributes:
         owner: the ``LowLatency`` that made it.
-        generation: of its runtime at the time.
+        epoch: of its runtime at the time.
         route: its route block (``kernels.low_latency_state.RouteBlock``), which keeps memory that kernels use.
         topk_idx: copy of the ids, int64 [tokens, K].
         topk_weights: copy of the weights given at dispatch, float32 [tokens, K], or None.
@@ -81,7 +81,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     """
 
     owner: object
-    generation: int
+    epoch: int
     route: Any
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
@@ -94,7 +94,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         fields: tuple[torch.Tensor, torch.Tensor, int, int, int],
         *,
         owner: object,
-        generation: int,
+        epoch: int,
         route: object,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
@@ -103,7 +103,7 @@ class LowLatencyHandle(tuple[Any, ...]):
         """A handle with DeepEP's ``fields``, not received yet."""
         handle = cls(fields)
         handle.owner = owner
-        handle.generation = generation
+        handle.epoch = epoch
         handle.route = route
         handle.topk_idx = topk_idx
         handle.topk_weights = topk_weights
@@ -129,12 +129,12 @@ class DispatchOrigin(NamedTuple):
 
     Attributes:
         owner: the ``Normal`` that made it.
-        generation, number: of the dispatch, -1 before it has run; equal on all ranks.
+        epoch, number: of the dispatch, -1 before it has run; equal on all ranks.
         tokens: tokens of this rank.
     """
 
     owner: Any
-    generation: int
+    epoch: int
     number: int
     tokens: int
 

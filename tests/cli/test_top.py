@@ -19,7 +19,7 @@ def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
     return {
         "rank": 1,
         "world": 4,
-        "generation": 2,
+        "epoch": 2,
         "masked": [],
         "lost": [],
         "transport_by_peer": {"0": "direct", "2": "shm", "3": "shm"},
@@ -65,7 +65,7 @@ def test_rates_are_differences() -> None:
     ]
 
 
-@pytest.mark.parametrize("before", [{}, {(7, 0): counters(5, rank=0)}, {(7, 0): counters(5, generation=1)}])
+@pytest.mark.parametrize("before", [{}, {(7, 0): counters(5, rank=0)}, {(7, 0): counters(5, epoch=1)}])
 def test_what_was_not_there_before_counts_from_its_start(before: dict[Any, Any]) -> None:
     (row,) = cells({(7, 0): counters(1)}, before)
     assert row[4] == "20"
@@ -77,7 +77,7 @@ def test_who_is_missing_is_said() -> None:
 
 
 def test_a_buffer_without_peers_or_proxies_has_a_line() -> None:
-    (row,) = cells({(7, 0): {"rank": 0, "world": 1, "generation": 0, "transport_by_peer": {}, "ops": {}}}, {})
+    (row,) = cells({(7, 0): {"rank": 0, "world": 1, "epoch": 0, "transport_by_peer": {}, "ops": {}}}, {})
     assert row[1:] == ["0 of 1", "alone", *"------", ""]
 
 

@@ -187,7 +187,7 @@ def test_a_kernel_that_waits_for_a_peer_does_not_hold_windows_that_are_laid_out_
     buffer = Buffer(_Alone(), settings=Settings.from_environment({}, **environment))
     space, waited = buffer.runtime.space, []
     buffer.runtime.before_draining(lambda: waited.append(_waits_for_a_peer(space)))
-    buffer.runtime.grow(None)
+    buffer.runtime.rebuild(None)
     assert 0.9 < waited[0] < 20.0
     buffer.runtime.check()
     buffer.destroy()

@@ -38,18 +38,18 @@ def test_an_objection_is_asked_for_what_peers_read(
     runtime: Any = SimpleNamespace(
         rank=0,
         ranks=ranks,
-        generation=0,
+        epoch=0,
         settings=Settings(window="device", hierarchy=hierarchy),
         space=None,
         layout=None,
         mask=np.array([0, 0, 0, masked], dtype=np.int32),
         node_ranks=node_ranks,
         nic_peers=frozenset({2, 3}),
-        beyond_device_memory=frozenset(),
+        device_unreachable=frozenset(),
         exchange=None,
         before_draining=lambda finish: None,
         before_unmapping=lambda release: None,
-        lend_to_nics=lambda start, nbytes, export, objection: told.append(objection),
+        register_device_window=lambda start, nbytes, export, objection: told.append(objection),
     )
     DeviceGround(runtime, torch.device("cpu"), HostLane()).space()
     assert told == [f"the objection where shown is {shown}"]

@@ -48,7 +48,7 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
     class Enough(Exception):
         pass
 
-    def grow(plan: Any, objection: str) -> None:
+    def rebuild(plan: Any, objection: str) -> None:
         assert not objection
         raise Enough
 
@@ -59,7 +59,7 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
         lambda *_: made.append(Kernels()) or made[-1],  # type: ignore[func-returns-value]
     )
     layout = SimpleNamespace(low_latency=None)
-    runtime: Any = SimpleNamespace(stale="", generation=0, layout=layout, grow_asked=False, settings=None, grow=grow)
+    runtime: Any = SimpleNamespace(stale="", epoch=0, layout=layout, rebuild_requested=False, settings=None, rebuild=rebuild)
     session, x = DeviceSession(runtime, ground), torch.zeros(4, 128, dtype=torch.bfloat16)
     with pytest.raises(Enough):
         session.adopt(LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False), x, False, True)
@@ -72,9 +72,9 @@ def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
     ground: DeviceGround, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(normal_device_session, "device_normal_kernels", Kernels)
-    runtime: Any = SimpleNamespace(ranks=1, generation=0, settings=None)
+    runtime: Any = SimpleNamespace(ranks=1, epoch=0, settings=None)
     session: Any = DeviceNormalSession(runtime, ground)
-    session._present, session._generation = object(), 0
+    session._present, session._epoch = object(), 0
     form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2)
     session.adopt(form, 0)
     assert [one for one in session.kernels.seen if one[0] != "check"] == [("made", OURS), ("warm", OURS)]

@@ -129,12 +129,12 @@ def test_other_sizes_lay_the_window_out_anew() -> None:
 
     def body(runtime: Any) -> list[int]:
         low_latency = LowLatency(runtime)
-        generations = []
+        epochs = []
         for case in cases:
             inputs = case.inputs()
             check_combined(case, inputs, runtime.rank, run_rank(case, low_latency, runtime.rank, inputs))
-            generations.append(runtime.generation)
-        return generations
+            epochs.append(runtime.epoch)
+        return epochs
 
     # the last one fits the space planned for float32
     assert DirectGroup(2).run(body) == [[1, 2, 3, 3]] * 2

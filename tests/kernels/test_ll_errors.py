@@ -222,7 +222,7 @@ def test_messages_that_no_ring_takes_are_refused() -> None:
         given["topk_weights"] = None
         with pytest.raises(ConfigError, match="raise UCCL_EP_RING_SLOTS"):
             LowLatency(runtime).dispatch(**given)
-        assert runtime.generation == 0
+        assert runtime.epoch == 0
 
     DirectGroup(1, settings=Settings(ring_slots=2, timeout=5.0)).run(body)
 

@@ -87,7 +87,7 @@ def test_new_windows_restart_all_counts_and_keep_handles_and_tensors(kind: type[
         normal, rank = Normal(runtime), runtime.rank
         before = [round_trip(normal, one, rank) for one in inputs[:3]]
         received, idx, weights, counts, handle, _ = dispatch(normal, inputs[3], rank)
-        runtime.grow(plan)
+        runtime.rebuild(plan)
         combined, back, _ = normal.combine(expert_outputs(received, rank), handle, topk_weights=weights)
         across = Outcome(received, idx, weights, counts, handle, combined, back)
         return [*before, across, round_trip(normal, inputs[4], rank)]

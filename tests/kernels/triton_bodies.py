@@ -246,7 +246,7 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
 
     def after_it_failed(memory: InterpretedMemory, address: int, nbytes: int) -> int:
         deadline = time.monotonic() + 60.0
-        while not buffer.runtime.grow_asked and time.monotonic() < deadline:
+        while not buffer.runtime.rebuild_requested and time.monotonic() < deadline:
             time.sleep(0.01)
         return pin(memory, address, nbytes)
 

@@ -615,7 +615,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     del present
     lane.eager = True
     buffer.check()
-    buffer.runtime.grow(None)
+    buffer.runtime.rebuild(None)
     normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0))
     with pytest.raises(ConfigError, match="capture the graphs again"):
         buffer.check()

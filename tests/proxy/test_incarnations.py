@@ -51,8 +51,8 @@ def test_nothing_of_an_old_incarnation_reaches_the_new_one(proves_source: bool) 
     assert again.run(lambda: again.arrived(0, 1, LL_DISPATCH) == 1, 100)
 
 
-def test_an_old_generation_finds_no_listener_of_the_new_one() -> None:
-    """Over TCP the generation is part of the greeting: connections of two generations never meet."""
+def test_an_old_epoch_finds_no_listener_of_the_new_one() -> None:
+    """Over TCP the epoch is part of the greeting: connections of two epochs never meet."""
     windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]
     old, new = make(0, 2, windows[0], job=b"0"), make(1, 2, windows[1], job=b"1")
     raised = connect_all([old, new], seconds=1.5)

@@ -164,16 +164,16 @@ class OnDevice:
 
     def __init__(self, runtime: Runtime, memory: InterpretedMemory) -> None:
         self._runtime, self._memory = runtime, memory
-        self._generation, self._space = -1, None
+        self._epoch, self._space = -1, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
     @property
     def context(self) -> int:
-        """The device's context block of the present generation, made as ``DeviceLowLatency`` makes it."""
+        """The device's context block of the present epoch, made as ``DeviceLowLatency`` makes it."""
         runtime = self._runtime
-        if self._generation != runtime.generation:
+        if self._epoch != runtime.epoch:
             window = DeviceWindow(
                 self._memory,
                 runtime.layout,
@@ -183,8 +183,8 @@ class OnDevice:
             )
             self._space = DeviceSpace(runtime.space, self._memory, window)
             runtime.before_unmapping(self._space.close)
-            runtime.lend_to_nics(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered(False))
-            self._generation = runtime.generation
+            runtime.register_device_window(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered(False))
+            self._epoch = runtime.epoch
             self.window_address = window.own
         assert self._space is not None
         return self._space.context
@@ -248,7 +248,7 @@ def test_a_rank_whose_memory_no_nic_takes_is_named_on_all_and_the_group_goes_on(
         address = memory.allocate(4096)
         objection = "cuda:0 does not order the writes of NICs" if runtime.rank == 1 else ""
         with pytest.raises(TransportError) as caught:
-            runtime.lend_to_nics(address, 4096, memory.export_dmabuf, objection)
+            runtime.register_device_window(address, 4096, memory.export_dmabuf, objection)
         memory.free(address)
         low_latency = LowLatency(runtime)
         ll_cases.check_combined(case, given, runtime.rank, ll_cases.run_rank(case, low_latency, runtime.rank, given))

@@ -117,7 +117,7 @@ CLAUSES: dict[int, list[str]] = {
 OTHERS = [
     (
         4,
-        "every Buffer, and every generation of its window, has connections of its own",
+        "every Buffer, and every epoch of its window, has connections of its own",
         "uccl_ep_serving/data_plane/build.py: PlaneBuilder",
         "tests/proxy/test_tcp_connect.py: test_another_group_is_named",
     ),

@@ -24,9 +24,9 @@ class DirectRuntime:
         self.rank = rank
         self.ranks = group.ranks
         self.settings = settings
-        self.generation = 0
+        self.epoch = 0
         self.stale = ""
-        self.grow_asked = False
+        self.rebuild_requested = False
         self.records: list[tuple[str, int, int, int]] = []
         self.space = group.spaces[rank]
         self.node_ranks = group.node_ranks
@@ -41,7 +41,7 @@ class DirectRuntime:
     def begin_operation(self) -> None:
         pass
 
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
         """Collective: new windows with room for ``plan``."""
         if objection:
             raise ConfigError(objection)
@@ -54,7 +54,7 @@ class DirectRuntime:
         if not self.group.agreed:
             raise ConfigError(f"ranks disagree on the low-latency plan: {self.group.proposals}")
         self.space = self.group.spaces[self.rank]
-        self.generation += 1
+        self.epoch += 1
 
 
 class DirectGroup:

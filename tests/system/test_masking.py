@@ -178,7 +178,7 @@ def test_the_others_go_on_wherever_the_loss_strikes(mortal_ranks: Ranks, path: s
     for succeeded, found in mortal_ranks.finish([0, 2], timeout=180).values():
         assert succeeded, found
         assert found["masked"] == [LOST]
-        assert found["generation"] > 1
+        assert found["epoch"] > 1
 
 
 def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: bool) -> list[int]:

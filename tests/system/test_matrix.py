@@ -1,7 +1,7 @@
 """Both modes against the torch oracle, in real processes over shm and tcp, with DeepEP's own tolerances.
 
 The matrix is mode x dtype x form x cached x async x alignment x uneven; a process opens one Buffer per path and runs
-all cases of its group size on it, so that overlapping shapes, generations and leases are met as in a server.
+all cases of its group size on it, so that overlapping shapes, epochs and leases are met as in a server.
 """
 
 from __future__ import annotations

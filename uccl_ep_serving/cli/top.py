@@ -94,7 +94,7 @@ def table(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: 
         column.justify = "right"
     for key, counters in now.items():
         earlier = before.get(key, {})
-        if any(earlier.get(name) != counters.get(name) for name in ("rank", "world", "generation")):
+        if any(earlier.get(name) != counters.get(name) for name in ("rank", "world", "epoch")):
             earlier = {}
         result.add_row(
             str(key[0]),

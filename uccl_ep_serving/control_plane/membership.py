@@ -20,7 +20,7 @@ class Membership:
 
     Attributes:
         mask: int32[ranks], 1 = peer masked. Writer: :meth:`mask_out`, between operations. Readers: kernels of every
-            generation, the host.
+            epoch, the host.
     """
 
     def __init__(self, mesh: ControlMesh) -> None:

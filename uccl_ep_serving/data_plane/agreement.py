@@ -25,15 +25,15 @@ class Proposal(msgspec.Struct, frozen=True):
 
     Attributes:
         plan: low-latency sizes that its next operation needs, None when that is a normal-mode one.
-        generation: of its data plane.
-        begun: operations that it has begun in this generation. Ranks make the same calls in the same order, so one that
+        epoch: of its data plane.
+        begun: operations that it has begun in this epoch. Ranks make the same calls in the same order, so one that
             has begun more than another that is already here is in an operation that the other one will never join.
         masked: ranks that it has masked, ascending.
         objection: why it cannot, empty when it can.
     """
 
     plan: LowLatencyPlan | None
-    generation: int
+    epoch: int
     begun: int
     masked: tuple[int, ...]
     objection: str = ""
@@ -59,12 +59,12 @@ class Outcome:
         refusal: why nothing is laid out anew, empty when it is.
         torn: ranks have begun different numbers of operations: what the present data plane carries fits nobody, and
             the next operation must begin in a new one.
-        generation: number of the next data plane.
+        epoch: number of the next data plane.
     """
 
     refusal: str
     torn: bool
-    generation: int
+    epoch: int
 
 
 def _words(proposal: Proposal) -> str:
@@ -107,6 +107,6 @@ def decide(ranks: int, normal: NormalPlan, proposals: Mapping[int, Proposal]) ->
             refusal = str(error)
     return Outcome(
         refusal,
-        torn=len({(one.generation, one.begun) for one in proposals.values()}) > 1,
-        generation=max(one.generation for one in proposals.values()) + 1,
+        torn=len({(one.epoch, one.begun) for one in proposals.values()}) > 1,
+        epoch=max(one.epoch for one in proposals.values()) + 1,
     )

@@ -70,11 +70,11 @@ def normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
 
 
 class PlaneBuilder:
-    """Builds the data planes of one Buffer, one generation after the other.
+    """Builds the data planes of one Buffer, one epoch after the other.
 
     Args:
         mesh: connected control connections.
-        members: who takes part; its mask is shared with the kernels of every generation.
+        members: who takes part; its mask is shared with the kernels of every epoch.
         introduction: who the ranks are, and the job's secret.
         settings: this rank's settings.
         normal: sizes of normal mode, equal on all ranks.
@@ -98,11 +98,11 @@ class PlaneBuilder:
         #: What each rank offers over NICs; exchanged by the first build.
         self._offers: list[dict[str, Offer]] = []
 
-    def build(self, plan: LowLatencyPlan | None, generation: int, watch: Callable[[], None]) -> DataPlane:
+    def build(self, plan: LowLatencyPlan | None, epoch: int, watch: Callable[[], None]) -> DataPlane:
         """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
 
         Args:
-            generation: number of the plane, equal on all ranks; connections of another one are refused.
+            epoch: number of the plane, equal on all ranks; connections of another one are refused.
             watch: see ``KernelSpace.watch``.
 
         Raises:
@@ -155,7 +155,7 @@ class PlaneBuilder:
             if set(plane.kinds) & set(NIC_TRANSPORTS):
                 local_offers = [self._offers[local] for local in self._local_ranks()]
                 plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
-            self._offer_endpoints(plane, generation, windows, mailboxes)
+            self._offer_endpoints(plane, epoch, windows, mailboxes)
             self._connect_endpoints(plane, deadline)
             self._give_to_kernels(plane, windows, watch)
             assert plane.service is not None
@@ -224,7 +224,7 @@ class PlaneBuilder:
             raise ProtocolError(f"a rank sent something that is no list of ranks: {error}") from error
         return equal_nodes(mapped)
 
-    def _offer_endpoints(self, plane: DataPlane, generation: int, windows: list[int], mailboxes: list[int]) -> None:
+    def _offer_endpoints(self, plane: DataPlane, epoch: int, windows: list[int], mailboxes: list[int]) -> None:
         """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""
         rank, ranks, nbytes = self._rank, self._ranks, plane.layout.nbytes
         for proxy in range(self._settings.proxies):
@@ -268,7 +268,7 @@ class PlaneBuilder:
                             secret=self._secret,
                             settings=self._settings,
                             host=self._cards[rank].address,
-                            job=generation.to_bytes(8, "little"),
+                            job=epoch.to_bytes(8, "little"),
                             watch=lambda: self._members.check_all(_CONNECTING),
                         )
                     )

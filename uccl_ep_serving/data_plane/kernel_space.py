@@ -47,7 +47,7 @@ class KernelSpace:
         segment: the window.
         layout: what lies where in it.
         timeout: seconds a wait may last.
-        mask: int32[ranks] to share with other generations, a fresh one by default.
+        mask: int32[ranks] to share with other epochs, a fresh one by default.
 
     Attributes:
         context: address of the context block.
@@ -156,7 +156,7 @@ class KernelSpace:
 
     @property
     def failed(self) -> bool:
-        """True once the sticky error is set. It is never lifted: a new generation has an error word of its own."""
+        """True once the sticky error is set. It is never lifted: a new epoch has an error word of its own."""
         return bool(failed(self.error))
 
     @property

@@ -1,4 +1,4 @@
-"""The data plane of a rank: window, endpoints, proxies and kernel space of one generation, and how they end."""
+"""The data plane of a rank: window, endpoints, proxies and kernel space of one epoch, and how they end."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class DataPlane:
                 os.close(descriptor)
         return windows, mailboxes
 
-    def lend_to_nics(
+    def register_device_window(
         self,
         start: int,
         nbytes: int,
@@ -143,7 +143,7 @@ class DataPlane:
         objection: str,
         exchange: Callable[[str, bytes], list[bytes]],
     ) -> None:
-        """Have NICs use device memory for the first bytes of the windows; see ``Runtime.lend_to_nics``.
+        """Have NICs use device memory for the first bytes of the windows; see ``Runtime.register_device_window``.
 
         Args:
             exchange: all-gather of bytes among the ranks, told the step's name.

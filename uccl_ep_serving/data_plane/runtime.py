@@ -1,8 +1,8 @@
 """The runtime of a Buffer: allocate -> register -> connect -> start, and the reverse on close.
 
 A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode first meets a
-shape that does not fit, all ranks agree on it and rebuild the data plane with a larger window (:meth:`Runtime.grow`);
-the control connections stay. Everything above sees only the kernel space of the current generation.
+shape that does not fit, all ranks agree on it and rebuild the data plane with a larger window (:meth:`Runtime.rebuild`);
+the control connections stay. Everything above sees only the kernel space of the current epoch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Runtime:
 
     Attributes:
         rank, ranks, settings: of the group.
-        generation: number of :meth:`grow` calls; message counters restart at 0 with each.
+        epoch: number of :meth:`rebuild` calls; message counters restart at 0 with each.
 
     Raises:
         ConfigError, BootstrapError, TransportError: nothing is left open.
@@ -67,7 +67,7 @@ class Runtime:
         self.settings = settings
         self.rank = exchange.rank
         self.ranks = exchange.size
-        self.generation = 0
+        self.epoch = 0
         self._begun = 0
         self._all_direct = False
         self._node_ranks = 1
@@ -118,7 +118,7 @@ class Runtime:
 
     @property
     def space(self) -> KernelSpace:
-        """Kernel space of the current generation. Raises UcclEpError when the Buffer is closed or broken, and when
+        """Kernel space of the current epoch. Raises UcclEpError when the Buffer is closed or broken, and when
         there is none; that the process was forked, :meth:`check` says."""
         plane = self._plane
         if self._closed or self._broken or self._watch.evicted or plane is None or plane.space is None:
@@ -128,7 +128,7 @@ class Runtime:
 
     @property
     def layout(self) -> WindowLayout:
-        """Where everything lies in the windows of the current generation."""
+        """Where everything lies in the windows of the current epoch."""
         return self.space.layout
 
     @property
@@ -232,17 +232,17 @@ class Runtime:
         return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) - self._members.masked
 
     @property
-    def beyond_device_memory(self) -> frozenset[int]:
+    def device_unreachable(self) -> frozenset[int]:
         """Ranks that are not masked whose device memory nothing of this rank reaches: neither on this host nor over
         NICs."""
         others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
         return others - self._mesh.local_peers - self.nic_peers
 
-    def lend_to_nics(
+    def register_device_window(
         self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
     ) -> None:
         """Have the NICs of all ranks use device memory [start, start + nbytes) for the first bytes of the windows of
-        the present generation. Collective, before anything of low-latency mode is sent.
+        the present epoch. Collective, before anything of low-latency mode is sent.
 
         Args:
             export: makes a dma-buf of a range (address, bytes): a descriptor, taken over, and the offset in it.
@@ -254,7 +254,7 @@ class Runtime:
         """
         self.space  # noqa: B018  raises when there is none
         assert self._plane is not None
-        self._plane.lend_to_nics(start, nbytes, export, objection, self.exchange)
+        self._plane.register_device_window(start, nbytes, export, objection, self.exchange)
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
@@ -264,14 +264,14 @@ class Runtime:
             self._fail(error, step)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
-        """Call ``finish``, which returns once everything is published, before the present generation is drained. It has
+        """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has
         to end when the sticky error is set: that is how its time is limited."""
         self.space  # noqa: B018  raises when there is none
         assert self._plane is not None
         self._plane.finishes.append(finish)
 
     def before_unmapping(self, release: Callable[[], object]) -> None:
-        """Call ``release`` when the memory of the present generation goes, once its proxies have stopped."""
+        """Call ``release`` when the memory of the present epoch goes, once its proxies have stopped."""
         self.space  # noqa: B018  raises when there is none
         assert self._plane is not None
         self._plane.releases.append(release)
@@ -282,15 +282,15 @@ class Runtime:
 
     @property
     def stale(self) -> str:
-        """Why the next operation must begin with :meth:`grow`, in words; empty when it need not."""
+        """Why the next operation must begin with :meth:`rebuild`, in words; empty when it need not."""
         return self._stale
 
     @property
-    def grow_asked(self) -> bool:
-        """True when a peer has called :meth:`grow` and waits for this rank."""
+    def rebuild_requested(self) -> bool:
+        """True when a peer has called :meth:`rebuild` and waits for this rank."""
         return bool(self._mesh.asked(SETUP))
 
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
         """Lay the windows of all ranks that are not masked out anew, with room for ``plan``. Collective; none of this
         rank's operations may be in flight that shall still end.
 
@@ -307,7 +307,7 @@ class Runtime:
         with self._breaking():
             outcome = self._agree(plan, objection)
             if not outcome.refusal:
-                self._rebuild(plan, outcome.generation)
+                self._rebuild(plan, outcome.epoch)
         self._refuse(outcome)
 
     @contextlib.contextmanager
@@ -330,7 +330,7 @@ class Runtime:
 
     def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
         masked = self._members.masked
-        mine = Proposal(plan, self.generation, self._begun, tuple(sorted(masked)), objection)
+        mine = Proposal(plan, self.epoch, self._begun, tuple(sorted(masked)), objection)
         answers = self._mesh.gather(SETUP, mine.encode(), without=masked, timeout=self.settings.timeout)
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self.ranks, self._normal, proposals)
@@ -345,7 +345,7 @@ class Runtime:
             + (": what was sent before is void, go on with a dispatch on every rank" if self._stale else "")
         )
 
-    def _rebuild(self, plan: LowLatencyPlan | None, generation: int) -> None:
+    def _rebuild(self, plan: LowLatencyPlan | None, epoch: int) -> None:
         deadline = time.monotonic() + self.settings.connect_timeout
         old = self._plane
         if old is not None and not self._watch.drain(old, deadline):
@@ -355,12 +355,12 @@ class Runtime:
         self._plane = None
         if old is not None:
             old.close(deadline)
-        self.generation, self._begun = generation, 0
+        self.epoch, self._begun = epoch, 0
         self._install(plan)
         self._stale = ""
 
     def _install(self, plan: LowLatencyPlan | None) -> None:
-        plane = self._builder.build(plan, self.generation, self._look)
+        plane = self._builder.build(plan, self.epoch, self._look)
         with self._lock:
             taken = not self._closed
             if taken:
@@ -377,7 +377,7 @@ class Runtime:
         """Leave ``peer`` out from now on: its tokens and experts drop out, the others go on.
 
         Local; each rank that is left calls it. What was sent before is void: the next operation of every rank begins
-        in a new data plane, which those that are left build without ``peer`` (:meth:`grow`). The others are told, so
+        in a new data plane, which those that are left build without ``peer`` (:meth:`rebuild`). The others are told, so
         that an operation of theirs that still waits raises PeerLost. Masking a masked rank does nothing.
 
         Raises:
@@ -416,7 +416,7 @@ class Runtime:
             "rank": self.rank,
             "world": self.ranks,
             "pid": self._pid,
-            "generation": self.generation,
+            "epoch": self.epoch,
             "proxies": self.settings.proxies,
             "channels": self.settings.channels,
             "masked": sorted(self._members.masked),

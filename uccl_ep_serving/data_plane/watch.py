@@ -60,7 +60,7 @@ class PlaneWatch:
             plane.space.fail(code, peer)
 
     def part_from(self, peer: int) -> None:
-        """``peer`` was masked: nothing more is published in this generation, whatever a kernel that is called again
+        """``peer`` was masked: nothing more is published in this epoch, whatever a kernel that is called again
         may think, and nothing is sent to that rank."""
         self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
         plane = self._plane()
@@ -175,7 +175,7 @@ class PlaneWatch:
     def give_up(self, error: PeerError) -> PeerError:
         """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
 
-        The peers are told, and this rank publishes nothing more in this generation, so that it cannot seem to go on.
+        The peers are told, and this rank publishes nothing more in this epoch, so that it cannot seem to go on.
         """
         named = self._mesh.blame.give_up(error)
         self._stop_kernels(

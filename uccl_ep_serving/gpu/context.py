@@ -1,4 +1,4 @@
-"""What both modes of a Buffer share on a device: memory, the order of kernels, the space of a generation."""
+"""What both modes of a Buffer share on a device: memory, the order of kernels, the space of an epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GroundRuntime(Protocol):
 
     rank: int
     ranks: int
-    generation: int
+    epoch: int
 
     @property
     def stale(self) -> str: ...
@@ -55,14 +55,14 @@ class GroundRuntime(Protocol):
     @property
     def nic_peers(self) -> frozenset[int]: ...
     @property
-    def beyond_device_memory(self) -> frozenset[int]: ...
+    def device_unreachable(self) -> frozenset[int]: ...
     def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
     def before_draining(self, finish: Callable[[], None]) -> None: ...
     def before_unmapping(self, release: Callable[[], object]) -> None: ...
-    def lend_to_nics(
+    def register_device_window(
         self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
     ) -> None: ...
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class DeviceGround:
@@ -87,7 +87,7 @@ class DeviceGround:
             HostLane() if self.interpreted else StreamLane(self.memory.device, self.memory.capture_of)
         )
         self._space: DeviceSpace | None = None
-        self._generation = -1
+        self._epoch = -1
         #: What the lane had captured when the present space was built.
         self._captures = 0
 
@@ -109,13 +109,13 @@ class DeviceGround:
         return contextlib.nullcontext() if self.interpreted else torch.cuda.device(self.memory.device)
 
     def take_report(self) -> None:
-        """Make a failure that a kernel of the present generation has reported this rank's sticky error."""
-        if self._space is not None and self._generation == self._runtime.generation:
+        """Make a failure that a kernel of the present epoch has reported this rank's sticky error."""
+        if self._space is not None and self._epoch == self._runtime.epoch:
             self._space.take_report()
 
     def check_ids(self, phase: str) -> None:
-        """Raise ConfigError when a dispatch of the present generation was given an expert id out of range."""
-        if self._space is not None and self._generation == self._runtime.generation:
+        """Raise ConfigError when a dispatch of the present epoch was given an expert id out of range."""
+        if self._space is not None and self._epoch == self._runtime.epoch:
             told = self._space.take_ids()
             if told is not None:
                 position, experts = told
@@ -135,7 +135,7 @@ class DeviceGround:
 
     def check_graphs(self, phase: str) -> None:
         """Raise ConfigError when graphs were captured, and none of them in the present windows."""
-        present = self._generation == self._runtime.generation and not self._runtime.stale
+        present = self._epoch == self._runtime.epoch and not self._runtime.stale
         if self.lane.captures and not (present and self.lane.captures > self._captures):
             raise ConfigError(
                 f"{phase}: the windows were laid out anew since graphs were captured (other sizes were dispatched, or "
@@ -154,11 +154,11 @@ class DeviceGround:
             return make()
         except (TransportError, torch.OutOfMemoryError) as error:
             # an objection to the windows: it ends the waits of who has begun, and refuses on all
-            self._runtime.grow(self._runtime.layout.low_latency, str(error))
+            self._runtime.rebuild(self._runtime.layout.low_latency, str(error))
             raise
 
     def space(self) -> DeviceSpace:
-        """The space of the present generation. Its first use is collective where windows are in device memory.
+        """The space of the present epoch. Its first use is collective where windows are in device memory.
 
         Raises:
             ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches; or, on every rank, one
@@ -167,9 +167,9 @@ class DeviceGround:
                 cannot allocate its window or open a peer's (auto takes windows in host memory then, on all ranks).
         """
         runtime = self._runtime
-        if self._space is None or self._generation != runtime.generation:
+        if self._space is None or self._epoch != runtime.epoch:
             self._space = self._build()
-            self._generation, self._captures = runtime.generation, self.lane.captures
+            self._epoch, self._captures = runtime.epoch, self.lane.captures
         return self._space
 
     def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
@@ -177,14 +177,14 @@ class DeviceGround:
             return DeviceSpace(self._runtime.space, self.memory, window)
         except BaseException:
             if window is not None:
-                # peers may have it open as long as the generation lasts
+                # peers may have it open as long as the epoch lasts
                 self._runtime.before_unmapping(window.close)
             raise
 
     def _build(self) -> DeviceSpace:
         runtime, window = self._runtime, None
         wanted = runtime.settings.window
-        if wanted == "device" and (far := runtime.beyond_device_memory):
+        if wanted == "device" and (far := runtime.device_unreachable):
             raise ConfigError(
                 f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks {', '.join(map(str, sorted(far)))}, "
                 "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
@@ -205,7 +205,7 @@ class DeviceGround:
             try:
                 objection = self.memory.unordered(shown=self.crossed > 0)
                 # after what frees the memory was noted: the NICs let go of it first
-                runtime.lend_to_nics(window.own, window.nbytes, self.memory.export_dmabuf, objection)
+                runtime.register_device_window(window.own, window.nbytes, self.memory.export_dmabuf, objection)
             except BaseException:
                 space.close()
                 raise

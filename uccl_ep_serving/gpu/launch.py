@@ -78,7 +78,7 @@ class InFlight:
             )
 
     def clear(self) -> None:
-        """Counters start again with a window generation."""
+        """Counters start again with a epoch."""
         self._open.clear()
         self._next = 0
         self._failed = ""

@@ -14,7 +14,7 @@ _QUIET = 64
 
 
 class SpareTurns:
-    """Of the dispatches, or of the combines, of one window generation."""
+    """Of the dispatches, or of the combines, of one epoch."""
 
     def __init__(self) -> None:
         self._late = 0

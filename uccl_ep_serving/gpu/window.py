@@ -168,7 +168,7 @@ def _agree(exchange: Callable[[str, bytes], list[bytes]], objection: str, payloa
 
 
 class DeviceSpace:
-    """Tables, counters and windows of one generation, for kernels on a device.
+    """Tables, counters and windows of one epoch, for kernels on a device.
 
     Args:
         space: the host's; its memory stays where it is until :meth:`close` has returned.
@@ -252,7 +252,7 @@ class DeviceSpace:
             ctx.PEER_WINDOW: self._on_device(windows),
             ctx.FLAG: self._on_device(flag),
             ctx.RING: self._on_device(device(rings)),
-            # constant: masking a rank begins a new generation
+            # constant: masking a rank begins a new epoch
             ctx.MASK: self._on_device(mask),
             ctx.ERROR: self._pages(space.error),
             ctx.VERDICT: self._verdict.data_ptr(),

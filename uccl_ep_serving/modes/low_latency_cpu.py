@@ -128,7 +128,7 @@ class LowLatency:
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
             owner=self,
-            generation=session.generation,
+            epoch=session.epoch,
             route=route,
             topk_idx=ids,
             topk_weights=weights,

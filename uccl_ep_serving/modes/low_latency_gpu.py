@@ -142,7 +142,7 @@ class DeviceLowLatency:
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
             owner=self,
-            generation=session.generation,
+            epoch=session.epoch,
             route=route,
             topk_idx=ids,
             topk_weights=weights,
@@ -254,7 +254,7 @@ class DeviceLowLatency:
         return_recv_hook: bool,
     ) -> tuple[EventOverlap, Hook | None]:
         session, phase = self._session, f"{flight.phase} recv" if return_recv_hook else flight.phase
-        generation = session.generation
+        epoch = session.epoch
 
         def done() -> None:
             received()
@@ -263,7 +263,7 @@ class DeviceLowLatency:
                 session.check(phase)
 
         self._runtime.begin_operation()
-        if self._runtime.grow_asked:
+        if self._runtime.rebuild_requested:
             # for other windows, since this call began
             session.check(phase)
         return launch(
@@ -272,7 +272,7 @@ class DeviceLowLatency:
             send,
             receive,
             used,
-            before_receive=lambda: session.still(phase, generation),
+            before_receive=lambda: session.still(phase, epoch),
             received=done,
             async_finish=async_finish,
             return_recv_hook=return_recv_hook,

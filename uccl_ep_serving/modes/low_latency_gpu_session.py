@@ -1,7 +1,7 @@
 """What outlives one low-latency operation on a device: counters, kernels and addresses of the present window.
 
 A window serves one plan. The first dispatch with other sizes, or after a rank was masked, moves all ranks to a new one
-(``Runtime.grow``) in which every counter starts at 0; what belongs to the old one is refused by name.
+(``Runtime.rebuild``) in which every counter starts at 0; what belongs to the old one is refused by name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class DeviceSpaceOwner(GroundRuntime, Protocol):
     @property
     def stale(self) -> str: ...
     @property
-    def grow_asked(self) -> bool: ...
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+    def rebuild_requested(self) -> bool: ...
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class Serving(NamedTuple):
@@ -62,12 +62,12 @@ class DeviceSession:
         ground: memory, lane and space, shared with normal mode.
 
     Attributes:
-        generation: of the window that serves, -1 before the first.
+        epoch: of the window that serves, -1 before the first.
         dispatches, combines: the host's counts of what is in flight.
     """
 
     def __init__(self, runtime: DeviceSpaceOwner, ground: DeviceGround) -> None:
-        self.generation = -1
+        self.epoch = -1
         self.dispatches = InFlight("low-latency dispatch", "dispatches")
         self.combines = InFlight("low-latency combine", "combines")
         self._runtime = runtime
@@ -81,7 +81,7 @@ class DeviceSession:
     def check(self, phase: str, begins: bool = False) -> None:
         """Raise what is known to be wrong; ``begins``: the operation needs nothing that was sent before."""
         runtime = self._runtime
-        if self._serving is not None and self.generation == runtime.generation:
+        if self._serving is not None and self.epoch == runtime.epoch:
             self._serving.space.take_report()
         runtime.check(phase)
         self._ground.check_ids(phase)
@@ -91,7 +91,7 @@ class DeviceSession:
                     f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on "
                     "every rank"
                 )
-        elif self.generation == runtime.generation:
+        elif self.epoch == runtime.epoch:
             self.dispatches.check_whole(phase)
             self.combines.check_whole(phase)
 
@@ -115,7 +115,7 @@ class DeviceSession:
         """
         runtime = self._runtime
         laid_out = None if runtime.stale else runtime.layout.low_latency
-        if laid_out is None or not covers(laid_out, plan) or runtime.grow_asked:
+        if laid_out is None or not covers(laid_out, plan) or runtime.rebuild_requested:
             # what is wrong on this rank alone is told to the others, who would wait for it
             objection = ""
             try:
@@ -127,9 +127,9 @@ class DeviceSession:
                 self.compile_combine(plan, kernels, VALUE_CODES[x.dtype], reduced)
             except ConfigError as error:
                 objection = str(error)
-            runtime.grow(plan, objection)
+            runtime.rebuild(plan, objection)
             laid_out = plan
-        if self._serving is None or self.generation != runtime.generation:
+        if self._serving is None or self.epoch != runtime.epoch:
             self._refuse_capture(f"the windows for {laid_out} are not in use yet")
             kernels = self._new_kernels(laid_out)
             space = self._ground.space()
@@ -137,7 +137,7 @@ class DeviceSession:
             state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
             runtime.before_unmapping(lambda: self._ground.keep(state))
             self._serving = Serving(state, kernels, space)
-            self.generation = runtime.generation
+            self.epoch = runtime.epoch
             self._combine_buffers = {}
             self.dispatches.clear()
             self.combines.clear()
@@ -187,7 +187,7 @@ class DeviceSession:
     def _check_idle(self, plan: LowLatencyPlan) -> None:
         """Raise ConfigError where the windows cannot be laid out anew for ``plan`` now."""
         self._refuse_capture(f"{plan} is new")
-        stale = self._runtime.stale or self.generation != self._runtime.generation
+        stale = self._runtime.stale or self.epoch != self._runtime.epoch
         if not stale and (self.dispatches.count or self.combines.count):
             raise ConfigError(
                 f"low-latency dispatch: {plan} needs another window layout, and an operation is in flight: call its "
@@ -198,7 +198,7 @@ class DeviceSession:
         """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or older than the window."""
         if not isinstance(handle, LowLatencyHandle) or handle.owner is not owner:
             raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
-        if handle.generation != self._runtime.generation:
+        if handle.epoch != self._runtime.epoch:
             raise ConfigError(
                 f"{phase}: the handle is older than the present window layout (another T, hidden, number of experts, "
                 "top-k or dtype was dispatched since): combine before dispatching other shapes"
@@ -206,10 +206,10 @@ class DeviceSession:
         assert self._serving is not None
         return self._serving
 
-    def still(self, phase: str, generation: int) -> None:
-        """Raise what is known to be wrong, or that the window of ``generation`` is gone."""
+    def still(self, phase: str, epoch: int) -> None:
+        """Raise what is known to be wrong, or that the window of ``epoch`` is gone."""
         self.check(phase)
-        if generation != self._runtime.generation:
+        if epoch != self._runtime.epoch:
             raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
 
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:

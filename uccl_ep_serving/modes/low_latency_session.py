@@ -1,7 +1,7 @@
 """What outlives one low-latency operation: the counters of the present window, and whether ranks are still in step.
 
 A window serves one plan. The first operation with other sizes, or after a rank was masked, moves all ranks to a new
-one (``Runtime.grow``) in which every counter starts at 0; what belongs to the old one is refused by name.
+one (``Runtime.rebuild``) in which every counter starts at 0; what belongs to the old one is refused by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Space(Protocol):
 
     rank: int
     ranks: int
-    generation: int
+    epoch: int
 
     @property
     def settings(self) -> Settings: ...
@@ -45,8 +45,8 @@ class Space(Protocol):
     @property
     def stale(self) -> str: ...
     @property
-    def grow_asked(self) -> bool: ...
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+    def rebuild_requested(self) -> bool: ...
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class Session:
@@ -57,11 +57,11 @@ class Session:
         on_change: called when a new window is taken into use.
 
     Attributes:
-        generation: of the window that ``state`` belongs to, -1 before the first.
+        epoch: of the window that ``state`` belongs to, -1 before the first.
     """
 
     def __init__(self, runtime: Space, on_change: Callable[[], None]) -> None:
-        self.generation = -1
+        self.epoch = -1
         self._runtime = runtime
         self._on_change = on_change
         self._state: StateBlock | None = None
@@ -77,7 +77,7 @@ class Session:
                     f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on "
                     "every rank"
                 )
-        elif self._interrupted and self.generation == runtime.generation:
+        elif self._interrupted and self.epoch == runtime.epoch:
             raise UcclEpError(
                 f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so "
                 "ranks no longer agree on what comes next. Next step: mask the rank that is lost on every rank that "
@@ -88,7 +88,7 @@ class Session:
         """State for ``plan``, laid out anew on all ranks when the window has no room for it."""
         runtime = self._runtime
         laid_out = None if runtime.stale else runtime.layout.low_latency
-        if laid_out is None or not covers(laid_out, plan) or runtime.grow_asked:
+        if laid_out is None or not covers(laid_out, plan) or runtime.rebuild_requested:
             # what is wrong on this rank alone is told to the others, who would wait for it
             objection = ""
             try:
@@ -96,18 +96,18 @@ class Session:
                 check_ring(plan, runtime.settings)
             except ConfigError as error:
                 objection = str(error)
-            runtime.grow(plan, objection)
+            runtime.rebuild(plan, objection)
             laid_out = plan
-        if self._state is None or self.generation != runtime.generation:
+        if self._state is None or self.epoch != runtime.epoch:
             self._state = StateBlock(laid_out, runtime.layout)
-            self.generation, self._interrupted = runtime.generation, ""
+            self.epoch, self._interrupted = runtime.epoch, ""
             self._on_change()
         return self._state
 
     def _check_idle(self, plan: LowLatencyPlan) -> None:
         """Raise ConfigError when an operation that can still end would lose its window to ``plan``."""
         state, runtime = self._state, self._runtime
-        if state is None or runtime.stale or self._interrupted or self.generation != runtime.generation:
+        if state is None or runtime.stale or self._interrupted or self.epoch != runtime.epoch:
             return
         if state.dispatches_in_flight or state.combines_in_flight:
             raise ConfigError(
@@ -120,7 +120,7 @@ class Session:
         the window."""
         if not isinstance(handle, LowLatencyHandle) or handle.owner is not owner:
             raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
-        if self._state is None or handle.generation != self._runtime.generation:
+        if self._state is None or handle.epoch != self._runtime.epoch:
             raise ConfigError(
                 f"{phase}: the handle is older than the present window layout (another T, hidden, number of experts, "
                 "top-k or dtype was dispatched since): combine before dispatching other shapes"
@@ -137,10 +137,10 @@ class Session:
             self._interrupted = phase
             raise
 
-    def receive(self, phase: str, generation: int, step: Callable[[int], int]) -> None:
-        """Run a receiving kernel to its end, for an operation that was sent in window ``generation``."""
+    def receive(self, phase: str, epoch: int, step: Callable[[int], int]) -> None:
+        """Run a receiving kernel to its end, for an operation that was sent in window ``epoch``."""
         self.check(phase)
-        if generation != self._runtime.generation:
+        if epoch != self._runtime.epoch:
             raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
         self._runtime.wait(phase, step)
 
@@ -172,13 +172,13 @@ class Receipt:
         kept: tuple[torch.Tensor | None, ...],
     ) -> None:
         self.phase = phase
-        self._pending: tuple[Any, ...] | None = (session, session.generation, step, done, kept)
+        self._pending: tuple[Any, ...] | None = (session, session.epoch, step, done, kept)
 
     def __call__(self) -> None:
         if self._pending is None:
             return
-        session, generation, step, done, _ = self._pending
+        session, epoch, step, done, _ = self._pending
         started = time.monotonic_ns()
-        session.receive(self.phase, generation, step)
+        session.receive(self.phase, epoch, step)
         done(time.monotonic_ns() - started)
         self._pending = None

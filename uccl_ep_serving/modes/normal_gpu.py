@@ -191,7 +191,7 @@ class DeviceNormal:
             route = Route(*asked.layout, asked.topk_idx, runtime.ranks, runtime.rank, wire.node_ranks)
             used += route.tensors
             before = route.steps(self._kernels, here.addresses)
-            origin = DispatchOrigin(self, self._runtime.generation, -1, len(asked.rows))
+            origin = DispatchOrigin(self, self._runtime.epoch, -1, len(asked.rows))
             handle = route.new_handle(origin, asked.copies, num_worst_tokens)
             counts = route.per_expert
         else:

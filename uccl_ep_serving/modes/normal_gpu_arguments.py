@@ -101,7 +101,7 @@ def check_dispatch(
         handle = _check_handle(handle, owner, tokens)
         if any(one is not None for one in (*layout, topk_idx, topk_weights)) or num_worst_tokens:
             raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
-        origin = (handle.origin.generation, -1)
+        origin = (handle.origin.epoch, -1)
         kind = NormalNotify.OPERATION_CACHED_DISPATCH
         form = RowFormat(kind, dtype, hidden, row_bytes, scale_bytes=scale_bytes, origin=origin)
         return DispatchArguments(form, rows, scales, None, None, None, handle, ranks)
@@ -143,7 +143,7 @@ def check_combine(
     if topk_weights is not None:
         topk_weights = combine_weights(topk_weights, len(rows), device)
         topk = topk_weights.shape[1]
-    kind, origin = NormalNotify.OPERATION_COMBINE, (handle.origin.generation, -1)
+    kind, origin = NormalNotify.OPERATION_COMBINE, (handle.origin.epoch, -1)
     form = RowFormat(kind, dtype, hidden, hidden * rows.element_size(), topk, origin=origin)
     return CombineArguments(form, rows, topk_weights, biases, handle)
 

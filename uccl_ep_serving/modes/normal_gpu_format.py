@@ -13,8 +13,8 @@ __all__ = ["difference", "wire_format"]
 
 def wire_format(form: RowFormat) -> NormalFormat:
     """``form`` for kernels: the number of the dispatch of a handle is known to the device only."""
-    generation, number = form.origin
-    step = form._replace(origin=(generation, number + 1)).digest - form.digest
+    epoch, number = form.origin
+    step = form._replace(origin=(epoch, number + 1)).digest - form.digest
     return NormalFormat(
         form.kind,
         form.dtype,

@@ -19,7 +19,7 @@ _RANK_WORDS = 4
 
 
 class Told:
-    """The words of one window generation.
+    """The words of one epoch.
 
     Args:
         memory: of the device.

@@ -1,6 +1,6 @@
 """What outlives one normal-mode operation on a device: counters, kernels and words of the present window.
 
-Every window generation has its own counters in device memory and its own words in pinned memory. Operations of a Buffer
+Every epoch has its own counters in device memory and its own words in pinned memory. Operations of a Buffer
 do not overlap: what the words say belongs to the last one, and is raised by it or by the next call.
 """
 
@@ -47,7 +47,7 @@ class DeviceNormalRuntime(Protocol):
 
     rank: int
     ranks: int
-    generation: int
+    epoch: int
 
     @property
     def settings(self) -> Settings: ...
@@ -68,15 +68,15 @@ class DeviceNormalRuntime(Protocol):
     @property
     def stale(self) -> str: ...
     @property
-    def grow_asked(self) -> bool: ...
+    def rebuild_requested(self) -> bool: ...
     def before_unmapping(self, release: Callable[[], object]) -> None: ...
     def check(self, phase: str) -> None: ...
     def begin_operation(self) -> None: ...
-    def grow(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
 class Generation(NamedTuple):
-    """What belongs to one window generation.
+    """What belongs to one epoch.
 
     Attributes:
         space: the kernel context, in device memory.
@@ -114,7 +114,7 @@ class DeviceNormalSession:
         self._runtime = runtime
         self._ground = ground
         self._present: Generation | None = None
-        self._generation = -1
+        self._epoch = -1
         self._ticket = 0
         self._broken = ""
         self._looks = False
@@ -132,7 +132,7 @@ class DeviceNormalSession:
         """
         runtime = self._runtime
         self.check(phase)
-        if runtime.stale or self._generation != runtime.generation:
+        if runtime.stale or self._epoch != runtime.epoch:
             # message numbers begin anew, whatever became of the last operation
             self._broken = ""
         if self._broken:
@@ -141,7 +141,7 @@ class DeviceNormalSession:
                 "longer agree on message numbers. Close this Buffer on all ranks and build a new one"
             )
         if runtime.stale:
-            runtime.grow(None)
+            runtime.rebuild(None)
         return self._ground.crossed
 
     def adopt(self, form: RowFormat, biases: int) -> tuple[Generation, NormalFormat]:
@@ -154,8 +154,8 @@ class DeviceNormalSession:
         if runtime.ranks > 1:
             check_room(form, runtime.layout.normal)
         self.kernels.check(runtime.settings, form.topk)
-        if self._present is None or self._generation != runtime.generation:
-            self._present, self._generation = self._build(form.name), runtime.generation
+        if self._present is None or self._epoch != runtime.epoch:
+            self._present, self._epoch = self._build(form.name), runtime.epoch
             self._spare = (SpareTurns(), SpareTurns())
         wire = wire_format(form)
         kind = (form._replace(origin=(-1, -1)), biases)
@@ -217,7 +217,7 @@ class DeviceNormalSession:
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _build(self, phase: str) -> Generation:
-        """Counters at zero and words for the runtime's generation. Raises ConfigError while a graph is captured."""
+        """Counters at zero and words for the runtime's epoch. Raises ConfigError while a graph is captured."""
         runtime, kernels, memory = self._runtime, self.kernels, self._ground.memory
         if self._ground.lane.capturing:
             raise ConfigError(f"{phase}: dispatch and combine once before a graph is captured")
@@ -255,7 +255,7 @@ class DeviceNormalSession:
         """
         self._runtime.begin_operation()
         self._last, self._looks = form, looks
-        if self._runtime.grow_asked:
+        if self._runtime.rebuild_requested:
             # for other windows, since this call began
             self.check(form.name)
 
@@ -322,7 +322,7 @@ class DeviceNormalSession:
         self._ground.take_report()
         self._runtime.check(phase)
         self._ground.check_ids(phase)
-        if self._present is None or self._generation != self._runtime.generation:
+        if self._present is None or self._epoch != self._runtime.epoch:
             return
         told, kernels = self._present.told, self.kernels
         if told[kernels.parted]:

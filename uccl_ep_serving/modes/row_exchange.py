@@ -51,7 +51,7 @@ class ExchangeRuntime(Protocol):
     @property
     def progress(self) -> int: ...
     @property
-    def generation(self) -> int: ...
+    def epoch(self) -> int: ...
     @property
     def mask(self) -> npt.NDArray[np.int32]: ...
     @property
@@ -66,7 +66,7 @@ class ExchangeRuntime(Protocol):
     def node_ranks(self) -> int: ...
     @property
     def stale(self) -> str: ...
-    def grow(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
     def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = ...) -> None: ...
 
 
@@ -98,7 +98,7 @@ class RowExchange:
         self.kernels = normal_kernels("cpu")
         self.relay = NodeRelay(self.kernels, runtime.rank, ranks)
         self._runtime = runtime
-        self._generation = -1
+        self._epoch = -1
         self._number = 0
         self._notices = 0
         self._broken = ""
@@ -115,8 +115,8 @@ class RowExchange:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """(generation, number) of the operation that was begun last: its name, equal on all ranks."""
-        return self._generation, self._number - 1
+        """(epoch, number) of the operation that was begun last: its name, equal on all ranks."""
+        return self._epoch, self._number - 1
 
     def node_ranks(self, operation: int, handle: NormalHandle | None) -> int:
         """Before the format of an operation can be said: ranks of a node when its rows cross once to a node, else 0.
@@ -125,7 +125,7 @@ class RowExchange:
         unless a rank has been masked since.
 
         Raises:
-            UcclEpError: an earlier operation ended half-way. What ``Runtime.check`` and ``Runtime.grow`` raise.
+            UcclEpError: an earlier operation ended half-way. What ``Runtime.check`` and ``Runtime.rebuild`` raise.
         """
         self._catch_up(operation_name(operation))
         return 0 if handle is not None and handle.nodes is None else self._node_ranks
@@ -140,10 +140,10 @@ class RowExchange:
         runtime = self._runtime
         runtime.check(name)
         if runtime.stale:
-            runtime.grow(None)
-        if self._generation != runtime.generation:
+            runtime.rebuild(None)
+        if self._epoch != runtime.epoch:
             # new windows with new connections: every count restarts, on every rank
-            self._generation, self._number, self._notices, self._broken = runtime.generation, 0, 0, ""
+            self._epoch, self._number, self._notices, self._broken = runtime.epoch, 0, 0, ""
             self._counts.fill(0)
             self._templates.clear()
         if self._broken:

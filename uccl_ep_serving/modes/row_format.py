@@ -20,8 +20,8 @@ _NAMES = {
 }
 _DTYPES = ("bfloat16", "float16", "float32", "float8 with scales", "float8 with packed scales")
 _NO_ORIGIN = (-1, -1)
-#: Odd, so that for one format every operation number gives another digest; far apart, so that generations do too.
-_NUMBER_STEP, _GENERATION_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+#: Odd, so that for one format every operation number gives another digest; far apart, so that epochs do too.
+_NUMBER_STEP, _EPOCH_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 def operation_name(kind: int) -> str:
@@ -48,7 +48,7 @@ class RowFormat(NamedTuple):
         scale_bytes: bytes of scales per row.
         local_experts: experts per rank, 0 where they do not matter.
         node_ranks: ranks of a node when each row crosses once to a node, else 0.
-        origin: (generation, number) of the dispatch whose handle is used, (-1, -1) when none is.
+        origin: (epoch, number) of the dispatch whose handle is used, (-1, -1) when none is.
     """
 
     kind: int
@@ -86,8 +86,8 @@ class RowFormat(NamedTuple):
     @property
     def digest(self) -> int:
         """Word SHAPE of the notify: 63 bits."""
-        generation, number = self.origin
-        mixed = _digest(self[:-1]) + (generation + 1) * _GENERATION_STEP + (number + 1) * _NUMBER_STEP
+        epoch, number = self.origin
+        mixed = _digest(self[:-1]) + (epoch + 1) * _EPOCH_STEP + (number + 1) * _NUMBER_STEP
         return mixed & ((1 << 63) - 1)
 
 
