@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.failures import Absences, Verdict
-from uccl_ep_serving.control_plane.frames import ANSWER, GAVE_UP, send_frame
+from uccl_ep_serving.control_plane.failures import FailureReport, Liveness, trace_root
+from uccl_ep_serving.control_plane.frames import ANSWER, FAILED, send_frame
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, TransportError
 
@@ -36,7 +36,7 @@ def in_meshes(size: int, body: Callable[[ControlMesh, ThreadExchange], Any]) -> 
     def run(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)
         try:
-            mesh.gather("all here")
+            mesh.steps.gather("all here")
             exchange.all_gather(b"")  # nobody waits in that step any more
             return body(mesh, exchange)
         finally:
@@ -45,23 +45,25 @@ def in_meshes(size: int, body: Callable[[ControlMesh, ThreadExchange], Any]) -> 
     return in_threads(size, run)
 
 
-def test_a_verdict_travels_whole() -> None:
-    verdict = Verdict.of(2, _timeout(1))
-    again = Verdict.decode(2, verdict.encode(), 3)
-    assert again._replace(heard=0.0) == verdict == Verdict(2, 1, True, 3, 4, 5, "dispatch")
-    lost = Verdict.of(2, PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
-    again = Verdict.decode(2, lost.encode(), 3)
-    assert again._replace(heard=0.0) == lost == Verdict(2, 1, False, phase="combine", cause="mem0: status 12")
-    wordy = Verdict(0, 1, False, phase="combine", cause="ü" * 5000)
-    assert Verdict.decode(0, wordy.encode(), 2).cause == "ü" * 1024
-    long = Verdict(0, 1, False, phase="a phase in many words " * 100)
-    assert long.phase.startswith(Verdict.decode(0, long.encode(), 2).phase)
+def test_a_report_travels_whole() -> None:
+    report = FailureReport.of(2, _timeout(1))
+    again = FailureReport.decode(2, report.encode(), 3)
+    assert again._replace(heard=0.0) == report == FailureReport(2, 1, True, 3, 4, 5, "dispatch")
+    lost = FailureReport.of(2, PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
+    again = FailureReport.decode(2, lost.encode(), 3)
+    assert again._replace(heard=0.0) == lost == FailureReport(2, 1, False, phase="combine", cause="mem0: status 12")
+    wordy = FailureReport(0, 1, False, phase="combine", cause="ü" * 5000)
+    assert FailureReport.decode(0, wordy.encode(), 2).cause == "ü" * 1024
+    long = FailureReport(0, 1, False, phase="a phase in many words " * 100)
+    assert long.phase.startswith(FailureReport.decode(0, long.encode(), 2).phase)
 
 
-@pytest.mark.parametrize("payload", [b"x", Verdict(0, 3, True).encode(), Verdict(0, 0, True).encode(), b"\0" * 3000])
-def test_a_verdict_that_is_none_is_refused(payload: bytes) -> None:
+@pytest.mark.parametrize(
+    "payload", [b"x", FailureReport(0, 3, True).encode(), FailureReport(0, 0, True).encode(), b"\0" * 3000]
+)
+def test_a_report_that_is_none_is_refused(payload: bytes) -> None:
     with pytest.raises(ValueError, match="rank 0 sent a malformed control frame"):
-        Verdict.decode(0, payload, 3)
+        FailureReport.decode(0, payload, 3)
 
 
 @pytest.mark.parametrize("end", ["goodbye", "without a goodbye"])
@@ -70,7 +72,7 @@ def test_who_left_because_of_another_is_not_named(end: str) -> None:
 
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            assert mesh.blame.give_up(_timeout(1)).peer == 1
+            assert mesh.root_cause.resolve_cause(_timeout(1)).peer == 1
             if end == "goodbye":
                 mesh.goodbye()
             mesh.abandon()
@@ -78,8 +80,8 @@ def test_who_left_because_of_another_is_not_named(end: str) -> None:
         if mesh.rank == 1:
             time.sleep(1.0)
             return None
-        first = mesh.blame.give_up(_lost(0))
-        later = mesh.blame.give_up(_lost(0))
+        first = mesh.root_cause.resolve_cause(_lost(0))
+        later = mesh.root_cause.resolve_cause(_lost(0))
         return first, later
 
     first, later = in_meshes(3, body)[2]
@@ -92,10 +94,10 @@ def test_who_left_because_of_another_is_not_named(end: str) -> None:
 def test_a_lost_rank_at_the_root_is_named_as_lost() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            mesh.blame.give_up(_lost(1))
+            mesh.root_cause.resolve_cause(_lost(1))
             mesh.goodbye()
         exchange.all_gather(b"")
-        return mesh.blame.give_up(_lost(0)) if mesh.rank == 2 else None
+        return mesh.root_cause.resolve_cause(_lost(0)) if mesh.rank == 2 else None
 
     error = in_meshes(3, body)[2]
     assert isinstance(error, PeerLost)
@@ -108,10 +110,10 @@ def test_the_cause_reaches_who_hears_of_a_loss_from_another() -> None:
 
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            mesh.blame.give_up(PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
-        _until(lambda: mesh.rank == 0 or mesh.absences.given_up())
+            mesh.root_cause.resolve_cause(PeerLost("rank 1 is gone", peer=1, phase="combine", cause="mem0: status 12"))
+        _until(lambda: mesh.rank == 0 or mesh.liveness.failed)
         exchange.all_gather(b"")
-        error = mesh.blame.give_up(_lost(0)) if mesh.rank == 2 else mesh.absences.how_gone(0)
+        error = mesh.root_cause.resolve_cause(_lost(0)) if mesh.rank == 2 else mesh.liveness.how_gone(0)
         exchange.all_gather(b"")
         return error
 
@@ -126,20 +128,22 @@ def test_a_rank_that_fails_by_itself_tells_the_others() -> None:
 
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            mesh.blame.fall(TransportError("mem0: its completion queue could not be polled"), "dispatch")
-            mesh.blame.fall(TransportError("something else"), "combine")
+            mesh.root_cause.report_local_failure(
+                TransportError("mem0: its completion queue could not be polled"), "dispatch"
+            )
+            mesh.root_cause.report_local_failure(TransportError("something else"), "combine")
         exchange.all_gather(b"")
-        _until(lambda: mesh.rank == 0 or mesh.absences.given_up())
-        assert mesh.absences.given_up() == ([0] if mesh.rank else [])
+        _until(lambda: mesh.rank == 0 or mesh.liveness.failed)
+        assert mesh.liveness.failed == ([0] if mesh.rank else [])
         exchange.all_gather(b"")  # before anybody else gives up
-        error = mesh.blame.give_up(_lost(2)) if mesh.rank == 0 else None
+        error = mesh.root_cause.resolve_cause(_lost(2)) if mesh.rank == 0 else None
         if mesh.rank == 1:
             with pytest.raises(PeerLost, match=r"rank 0 is gone \(it failed \(mem0: its completion queue") as caught:
-                mesh.absences.raise_absent("dispatch", frozenset())
-            error = mesh.blame.give_up(caught.value)
+                mesh.liveness.raise_if_absent("dispatch")
+            error = mesh.root_cause.resolve_cause(caught.value)
         exchange.all_gather(b"")
         if mesh.rank == 2:
-            error = mesh.blame.give_up(_lost(1))
+            error = mesh.root_cause.resolve_cause(_lost(1))
         exchange.all_gather(b"")
         return error
 
@@ -155,10 +159,10 @@ def test_who_waits_for_another_is_not_named() -> None:
 
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank in (1, 2):
-            mesh.blame.waits_for = lambda: Verdict(mesh.rank, mesh.rank + 1, True, phase="dispatch")
+            mesh.root_cause.waits_for = lambda: FailureReport(mesh.rank, mesh.rank + 1, True, phase="dispatch")
         exchange.all_gather(b"")
         started = time.monotonic()
-        error = mesh.blame.give_up(_timeout(1)) if mesh.rank == 0 else None
+        error = mesh.root_cause.resolve_cause(_timeout(1)) if mesh.rank == 0 else None
         took = time.monotonic() - started
         exchange.all_gather(b"")
         return error, took
@@ -170,22 +174,22 @@ def test_who_waits_for_another_is_not_named() -> None:
 
 
 def test_who_waits_in_a_step_is_not_named() -> None:
-    """Rank 1 is in a step of agreement, which rank 2 does not take; rank 0 waits for rank 1 in an operation."""
+    """Rank 1 is in a step of agreement, which rank 0 does not take; rank 2 waits for rank 1 in an operation."""
 
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         error = None
         exchange.all_gather(b"")
         if mesh.rank == 1:
-            with pytest.raises(PeerTimeout):
-                mesh.gather("window layout", without=frozenset({0}), timeout=1.0)
-        elif mesh.rank == 0:
+            with pytest.raises(PeerError):  # of rank 0, or of rank 2, which fails first
+                mesh.steps.gather("window layout", timeout=1.0)
+        elif mesh.rank == 2:
             time.sleep(0.3)
-            error = mesh.blame.give_up(_timeout(1))
+            error = mesh.root_cause.resolve_cause(_timeout(1))
         exchange.all_gather(b"")
         return error
 
-    error = in_meshes(3, body)[0]
-    assert (type(error), error.peer) == (PeerTimeout, 2)
+    error = in_meshes(3, body)[2]
+    assert (type(error), error.peer) == (PeerTimeout, 0)
     assert "rank 1 waits for it or has given up in window layout" in str(error)
 
 
@@ -193,9 +197,9 @@ def test_who_waits_in_a_step_is_not_named() -> None:
 def test_a_rank_that_is_silent_itself_is_named_with_what_it_says(waits_for: int | None) -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 1 and waits_for is not None:
-            mesh.blame.waits_for = lambda: Verdict(1, waits_for, True, phase="dispatch")
+            mesh.root_cause.waits_for = lambda: FailureReport(1, waits_for, True, phase="dispatch")
         exchange.all_gather(b"")
-        error = mesh.blame.give_up(_timeout(1)) if mesh.rank == 0 else None
+        error = mesh.root_cause.resolve_cause(_timeout(1)) if mesh.rank == 0 else None
         exchange.all_gather(b"")
         return error
 
@@ -207,10 +211,10 @@ def test_a_rank_that_is_silent_itself_is_named_with_what_it_says(waits_for: int 
 def test_a_rank_that_answers_nothing_is_named_after_a_moment() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 1:
-            mesh.blame.note = lambda link, frame: None  # type: ignore[method-assign]
+            mesh.root_cause.take = lambda link, frame: None  # type: ignore[method-assign]
         exchange.all_gather(b"")
         started = time.monotonic()
-        error = mesh.blame.give_up(_timeout(1)) if mesh.rank == 0 else None
+        error = mesh.root_cause.resolve_cause(_timeout(1)) if mesh.rank == 0 else None
         took = time.monotonic() - started
         exchange.all_gather(b"")
         return error, took
@@ -224,9 +228,9 @@ def test_a_rank_that_answers_nothing_is_named_after_a_moment() -> None:
 def test_ranks_that_wait_for_each_other_end_by_name() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         other = (mesh.rank + 1) % 3
-        mesh.blame.waits_for = lambda: Verdict(mesh.rank, other, True, phase="dispatch")
+        mesh.root_cause.waits_for = lambda: FailureReport(mesh.rank, other, True, phase="dispatch")
         exchange.all_gather(b"")
-        error = mesh.blame.give_up(_timeout(other))
+        error = mesh.root_cause.resolve_cause(_timeout(other))
         exchange.all_gather(b"")
         return error
 
@@ -240,9 +244,9 @@ def test_of_ranks_that_wait_for_each_other_the_first_one_is_named() -> None:
 
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank:
-            mesh.blame.waits_for = lambda: Verdict(mesh.rank, 3 - mesh.rank, True, phase="dispatch")
+            mesh.root_cause.waits_for = lambda: FailureReport(mesh.rank, 3 - mesh.rank, True, phase="dispatch")
         exchange.all_gather(b"")
-        error = mesh.blame.give_up(_timeout(1)) if mesh.rank == 0 else None
+        error = mesh.root_cause.resolve_cause(_timeout(1)) if mesh.rank == 0 else None
         exchange.all_gather(b"")
         return error
 
@@ -253,16 +257,20 @@ def test_of_ranks_that_wait_for_each_other_the_first_one_is_named() -> None:
 def test_a_rank_that_takes_part_in_a_step_again_has_not_given_up() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            mesh.blame.give_up(_timeout(1))
+            mesh.root_cause.resolve_cause(_timeout(1))
         else:
-            _until(lambda: mesh.absences.given_up())
+            _until(lambda: mesh.liveness.failed)
             with pytest.raises(PeerLost, match="it has given up, because of "):
-                mesh.absences.raise_absent("dispatch", frozenset())
+                mesh.liveness.raise_if_absent("dispatch")
         exchange.all_gather(b"")
         if mesh.rank != 1:
-            mesh.restart(frozenset({1}))
-            mesh.gather("anew", without=frozenset({1}))
-            found = mesh.absences.given_up(), mesh.absences.verdict_of(mesh.rank), mesh.blame.give_up(_lost(1)).peer
+            mesh.mask_out(1)
+            mesh.steps.gather("anew")
+            found = (
+                mesh.liveness.failed,
+                mesh.liveness.report_of(mesh.rank),
+                mesh.root_cause.resolve_cause(_lost(1)).peer,
+            )
         exchange.all_gather(b"")
         return found if mesh.rank != 1 else None
 
@@ -270,31 +278,31 @@ def test_a_rank_that_takes_part_in_a_step_again_has_not_given_up() -> None:
     assert zero == two == ([], None, 1)
 
 
-def test_a_verdict_ends_when_its_rank_takes_part_in_a_step() -> None:
+def test_a_report_ends_when_its_rank_takes_part_in_a_step() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            mesh.blame.give_up(_lost(1))
+            mesh.root_cause.resolve_cause(_lost(1))
         else:
-            _until(lambda: mesh.absences.given_up() == [0])
+            _until(lambda: mesh.liveness.failed == [0])
         exchange.all_gather(b"")
         if mesh.rank:
-            _until(lambda: mesh.absences.given_up() == [])
-        mesh.gather("anew")
-        verdict = mesh.absences.verdict_of(0)
+            _until(lambda: mesh.liveness.failed == [])
+        mesh.steps.gather("anew")
+        report = mesh.liveness.report_of(0)
         exchange.all_gather(b"")
-        return verdict
+        return report
 
     assert in_meshes(3, body)[1:] == [None, None]
 
 
-def test_a_malformed_verdict_ends_the_connection_of_its_sender() -> None:
+def test_a_malformed_report_ends_the_connection_of_its_sender() -> None:
     def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
         if mesh.rank == 0:
-            send_frame(mesh.blame.links[1], GAVE_UP, body=b"x")
-            send_frame(mesh.blame.links[2], ANSWER, 7, body=Verdict(0, 9, True).encode())
+            send_frame(mesh.root_cause.links[1], FAILED, body=b"x")
+            send_frame(mesh.root_cause.links[2], ANSWER, 7, body=FailureReport(0, 9, True).encode())
         else:
-            _until(lambda: mesh.absences.lost)
-        lost = list(mesh.absences.lost)
+            _until(lambda: mesh.liveness.lost)
+        lost = list(mesh.liveness.lost)
         exchange.all_gather(b"")
         return lost
 
@@ -317,11 +325,35 @@ def test_a_malformed_verdict_ends_the_connection_of_its_sender() -> None:
 def test_the_likeliest_culprit_comes_first(
     lost: list[int], accused: dict[int, list[int]], given_up: dict[int, int], departed: list[int], named: int
 ) -> None:
-    """Rank 4 of 6; 2 is masked where it accuses rank 5, and 5 where somebody gave up because of it."""
-    absences = Absences(4, 6)
-    absences.lost, absences.accused, absences.departed = lost, accused, dict.fromkeys(departed, 0.0)
-    absences.verdicts = {by: Verdict(by, peer, True) for by, peer in given_up.items()}
-    absences.masked = frozenset({2} if accused == {5: [2]} else {5} if given_up == {1: 5} else ())
+    """Rank 4 of 6; 2 is masked where it masks rank 5, and 5 where somebody gave up because of it."""
+    liveness = Liveness(4, 6)
+    liveness.lost, liveness.masked_by, liveness.departed = lost, accused, dict.fromkeys(departed, 0.0)
+    liveness.reports = {by: FailureReport(by, peer, True) for by, peer in given_up.items()}
+    if accused == {5: [2]}:
+        liveness.mask_out(2)
+    elif given_up == {1: 5}:
+        liveness.mask_out(5)
+    assert liveness.culprit(frozenset(range(6)) - liveness.masked) == named
     with pytest.raises(PeerError) as caught:
-        absences.raise_absent("dispatch", absences.masked)
+        liveness.raise_if_absent("dispatch")
     assert caught.value.peer == named
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "named"),
+    [
+        ({}, 1),
+        ({1: 2}, 2),
+        ({1: 2, 2: 3}, 3),
+        ({1: 2, 2: 2}, 2),  # it has said itself what failed
+        ({1: 0}, 1),  # this rank and the first one wait for each other
+        ({1: 2, 2: 0}, 1),  # likewise over a third one
+        ({1: 2, 2: 1}, 1),
+        ({1: 2, 2: 3, 3: 2}, 2),  # of those that wait for each other the first on the way
+    ],
+)
+def test_reports_are_followed_to_the_root(waits_for: dict[int, int], named: int) -> None:
+    """An error of rank 0 names rank 1."""
+    reports = {by: FailureReport(by, peer, by != peer) for by, peer in waits_for.items()}
+    root = trace_root(0, 1, reports.get(1), lambda report: reports.get(report.peer))
+    assert (1 if root is None else root.peer) == named

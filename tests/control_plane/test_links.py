@@ -50,7 +50,7 @@ def test_silent_strangers_never_push_out_a_rank() -> None:
                 strangers[-1].connect("\0" + card.socket_name)
         try:
             mesh.connect(known)
-            return [data for data, _ in mesh.gather("all here", b"%d" % exchange.rank)]
+            return [data for data, _ in mesh.steps.gather("all here", b"%d" % exchange.rank)]
         finally:
             for stranger in strangers:
                 stranger.close()
@@ -92,7 +92,7 @@ def test_silent_strangers_do_not_hold_up_the_group() -> None:
         start = time.monotonic()
         mesh.connect(known)
         took = time.monotonic() - start
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         mesh.goodbye()
         mesh.close()
         return took
@@ -113,7 +113,7 @@ def test_equal_host_identities_without_a_common_socket_meet_over_tcp() -> None:
         cards = tuple(msgspec.structs.replace(card, socket_name=card.socket_name + "x") for card in known.cards)
         mesh.connect(Introduction(cards, known.secret))
         local = mesh.local_peers
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         mesh.goodbye()
         mesh.close()
         return local

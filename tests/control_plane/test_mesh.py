@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.mesh import CLOSE
+from uccl_ep_serving.control_plane.steps import CLOSE
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
 
 
@@ -19,9 +19,9 @@ from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
 def test_gather_returns_everybodys_payload_in_rank_order(tcp: bool) -> None:
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange, tcp=tcp)
-        rounds = [[data for data, _ in mesh.gather(f"step {i}", b"%d.%d" % (i, exchange.rank))] for i in range(5)]
+        rounds = [[data for data, _ in mesh.steps.gather(f"step {i}", b"%d.%d" % (i, exchange.rank))] for i in range(5)]
         local = mesh.local_peers
-        mesh.gather("end")
+        mesh.steps.gather("end")
         mesh.goodbye()
         mesh.close()
         return rounds, local
@@ -39,7 +39,7 @@ def test_connections_to_other_hosts_are_probed_while_idle() -> None:
         options = [
             [link.socket.getsockopt(level, option) for level, option in _PROBES] for link in mesh._links.values()
         ]
-        mesh.gather("end")
+        mesh.steps.gather("end")
         mesh.goodbye()
         mesh.close()
         return options
@@ -60,15 +60,15 @@ def test_why_a_connection_ended_is_told_where_it_says_more() -> None:
 
     def body(exchange: ThreadExchange) -> str:
         mesh = joined(exchange)
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         try:
             if exchange.rank == 1:
                 time.sleep(0.3)
-                mesh.gather("next", timeout=5.0)
+                mesh.steps.gather("next", timeout=5.0)
                 return ""
             mesh._read_link = lost_descriptors  # type: ignore[method-assign]
             with pytest.raises(PeerLost) as caught:
-                mesh.gather("next", timeout=5.0)
+                mesh.steps.gather("next", timeout=5.0)
             return str(caught.value)
         finally:
             mesh.close()
@@ -84,7 +84,7 @@ def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest
 
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         exchange.all_gather(b"")
         try:
             if exchange.rank == 0:
@@ -99,15 +99,13 @@ def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest
             exchange.all_gather(b"")
             if exchange.rank == 0:
                 with pytest.raises(PeerLost, match="KeyError: 17") as caught:
-                    mesh.gather("next", timeout=5.0)
+                    mesh.steps.gather("next", timeout=5.0)
                 assert caught.value.peer == 1
             elif exchange.rank == 1:
-                mesh._sequence += 1
-                mesh.announce_mask(2)  # a frame for rank 0 to read
-            else:
-                mesh._sequence += 1
+                mesh.mask_out(2)  # a frame for rank 0 to read
             if exchange.rank != 1:
-                return mesh.gather("further", b"%d" % exchange.rank, without=frozenset({1}), timeout=5.0)
+                mesh.mask_out(1)
+                return mesh.steps.gather("further", b"%d" % exchange.rank, timeout=5.0)
             return None
         finally:
             exchange.all_gather(b"")
@@ -123,7 +121,7 @@ def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest
 def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> None:
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange, tcp=tcp)
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         if exchange.rank == 1:
             mesh.goodbye()
             time.sleep(0.1)
@@ -135,10 +133,11 @@ def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> N
             return None
         start = time.monotonic()
         try:
+            mesh.mask_out(1)
             with pytest.raises(PeerLost, match="rank 2 is gone") as caught:
-                mesh.gather("next", without=frozenset({1}), timeout=20.0)
+                mesh.steps.gather("next", timeout=20.0)
             assert caught.value.peer == 2
-            return time.monotonic() - start, list(mesh.absences.lost)
+            return time.monotonic() - start, list(mesh.liveness.lost)
         finally:
             mesh.close()
 
@@ -154,14 +153,14 @@ def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:
         try:
             if exchange.rank == 0:
                 with pytest.raises(PeerTimeout, match=r"ranks \[1\]") as caught:
-                    mesh.gather("alone", timeout=0.2)
+                    mesh.steps.gather("alone", timeout=0.2)
                 assert (caught.value.peer, caught.value.arrived, caught.value.expected) == (1, 0, 1)
-                mesh.gather("grow")
+                mesh.steps.gather("grow")
             else:
                 time.sleep(0.5)
                 with pytest.raises(ProtocolError, match=r"'wrong'.*'alone'|have not made the same calls"):
-                    mesh.gather("wrong")
-                mesh.gather("grow")
+                    mesh.steps.gather("wrong")
+                mesh.steps.gather("grow")
             return True
         finally:
             mesh.close()
@@ -172,7 +171,7 @@ def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:
 def test_a_forked_child_lets_go_of_the_connections() -> None:
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         return mesh
 
     zero, one = in_threads(2, body)
@@ -183,9 +182,9 @@ def test_a_forked_child_lets_go_of_the_connections() -> None:
     try:
         one.abandon()
         deadline = time.monotonic() + 1.0
-        while not zero.absences.lost and time.monotonic() < deadline:
+        while not zero.liveness.lost and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert zero.absences.lost == [1]  # although the child still lives
+        assert zero.liveness.lost == [1]  # although the child still lives
     finally:
         zero.close()
         os.kill(child, 9)
@@ -197,7 +196,7 @@ def test_a_peer_that_closes_instead_is_named_with_what_it_did(closing: int) -> N
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)
         with pytest.raises(PeerLost) as caught:
-            mesh.gather(CLOSE if mesh.rank == closing else "window layout")
+            mesh.steps.gather(CLOSE if mesh.rank == closing else "window layout")
         exchange.all_gather(b"")
         mesh.close()
         return caught.value.peer, str(caught.value)
@@ -218,15 +217,16 @@ def test_a_callback_that_raises_does_not_stop_the_reading() -> None:
             raise RuntimeError("from a callback")
 
         mesh.on_lost = mesh.on_goodbye = fail
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         exchange.all_gather(b"")  # nobody waits in that step any more
         try:
             if exchange.rank == 1:
                 return None
+            mesh.mask_out(1)
             if exchange.rank == 2:
-                return mesh.gather("next", b"2", without=frozenset({1}))[0][0]
+                return mesh.steps.gather("next", b"2")[0][0]
             time.sleep(0.3)
-            return mesh.gather("next", b"0", without=frozenset({1}))[2][0]
+            return mesh.steps.gather("next", b"0")[2][0]
         finally:
             if exchange.rank == 1:
                 mesh.abandon()
@@ -242,7 +242,7 @@ def test_an_interrupted_send_ends_the_connection(monkeypatch: pytest.MonkeyPatch
 
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)
-        mesh.gather("all here")
+        mesh.steps.gather("all here")
         exchange.all_gather(b"")
         try:
             if exchange.rank == 1:
@@ -253,10 +253,10 @@ def test_an_interrupted_send_ends_the_connection(monkeypatch: pytest.MonkeyPatch
 
                 monkeypatch.setattr(socket, "send_fds", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    mesh.gather("next", descriptors=[0])
+                    mesh.steps.gather("next", descriptors=[0])
             else:
                 with pytest.raises(PeerLost, match="rank 1 is gone"):
-                    mesh.gather("next", timeout=20.0)
+                    mesh.steps.gather("next", timeout=20.0)
             exchange.all_gather(b"")  # rank 1 lives on till then: only the end of its connection can tell
             return None
         finally:

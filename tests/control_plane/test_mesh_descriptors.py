@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.frames import GATHER, GAVE_UP, send_frame
+from uccl_ep_serving.control_plane.frames import FAILED, GATHER, send_frame
 from uccl_ep_serving.errors import PeerTimeout
 
 
@@ -19,12 +19,12 @@ def test_descriptors_reach_peers_on_this_host() -> None:
         mesh = joined(exchange)
         mine = os.memfd_create("test")
         os.write(mine, b"rank %d" % exchange.rank)
-        got = mesh.gather("share", descriptors=[mine])
+        got = mesh.steps.gather("share", descriptors=[mine])
         texts = [os.pread(taken[0], 100, 0) if taken else b"" for _, taken in got]
         for _, taken in got:
             for descriptor in taken:
                 os.close(descriptor)
-        mesh.gather("end")
+        mesh.steps.gather("end")
         os.close(mine)
         mesh.goodbye()
         mesh.close()
@@ -44,15 +44,15 @@ def test_an_answer_to_a_step_that_was_given_up_leaves_no_descriptor() -> None:
         mine = os.memfd_create("test")
         try:
             if exchange.rank == 0:
-                mesh.gather("all here")
+                mesh.steps.gather("all here")
                 before = open_descriptors()
                 with pytest.raises(PeerTimeout, match=r"ranks \[1\]"):
-                    mesh.gather("share", timeout=0.2)
+                    mesh.steps.gather("share", timeout=0.2)
                 time.sleep(0.6)  # rank 1's answer comes in now
-                return open_descriptors() - before, dict(mesh._inbox)
-            mesh.gather("all here")
+                return open_descriptors() - before, dict(mesh.steps._inbox)
+            mesh.steps.gather("all here")
             time.sleep(0.4)
-            for _, taken in mesh.gather("share", descriptors=[mine]):
+            for _, taken in mesh.steps.gather("share", descriptors=[mine]):
                 assert not taken
             time.sleep(0.6)
             return None
@@ -72,9 +72,9 @@ def test_descriptors_of_what_cannot_be_handled_are_closed(how: str) -> None:
         closed = False
         if mesh.rank == 0:
             reading, writing = os.pipe()
-            link = mesh.blame.links[1]
+            link = mesh.root_cause.links[1]
             if how == "malformed":
-                send_frame(link, GAVE_UP, body=b"x", descriptors=[reading])
+                send_frame(link, FAILED, body=b"x", descriptors=[reading])
             elif how == "twice":
                 send_frame(link, GATHER, 7, b"\1\0x")
                 send_frame(link, GATHER, 7, b"\1\0x", [reading])
@@ -103,10 +103,10 @@ def test_a_step_that_fails_gives_back_the_descriptors_it_got() -> None:
         mesh = joined(exchange)
         mine = os.memfd_create("test")
         try:
-            mesh.gather("all here")
+            mesh.steps.gather("all here")
             if exchange.rank != 2:
                 with pytest.raises(PeerTimeout, match=r"ranks \[2\]"):
-                    mesh.gather("share", descriptors=[mine], timeout=0.3)
+                    mesh.steps.gather("share", descriptors=[mine], timeout=0.3)
             exchange.all_gather(b"")
         finally:
             os.close(mine)

@@ -59,7 +59,9 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
         lambda *_: made.append(Kernels()) or made[-1],  # type: ignore[func-returns-value]
     )
     layout = SimpleNamespace(low_latency=None)
-    runtime: Any = SimpleNamespace(stale="", epoch=0, layout=layout, rebuild_requested=False, settings=None, rebuild=rebuild)
+    runtime: Any = SimpleNamespace(
+        stale="", epoch=0, layout=layout, rebuild_requested=False, settings=None, rebuild=rebuild
+    )
     session, x = DeviceSession(runtime, ground), torch.zeros(4, 128, dtype=torch.bfloat16)
     with pytest.raises(Enough):
         session.adopt(LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False), x, False, True)

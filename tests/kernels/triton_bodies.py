@@ -44,7 +44,7 @@ def check_drained(buffer: Buffer) -> None:
     """What the kernels have put into rings, the host sees put, and then taken: else leaving a window takes for ever."""
     plane = buffer.runtime._plane
     assert plane is not None
-    assert plane.drain(time.monotonic() + 10.0, buffer.runtime._members), plane.stats()
+    assert plane.drain(time.monotonic() + 10.0, buffer.runtime._liveness), plane.stats()
 
 
 def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:

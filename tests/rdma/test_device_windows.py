@@ -183,7 +183,9 @@ class OnDevice:
             )
             self._space = DeviceSpace(runtime.space, self._memory, window)
             runtime.before_unmapping(self._space.close)
-            runtime.register_device_window(window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered(False))
+            runtime.register_device_window(
+                window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered(False)
+            )
             self._epoch = runtime.epoch
             self.window_address = window.own
         assert self._space is not None

@@ -1,7 +1,7 @@
 """Peer-info exchange: who is in the group, do all ranks mean the same thing, and the job's secret.
 
 It rides the engine's own process group, once per Buffer: fixed-size uint8 tensors holding msgpack, never pickle. After
-that the group talks over its own control connections (``control.py``), whose every wait is bounded.
+that the group talks over its own control connections (``mesh.py``), whose every wait is bounded.
 """
 
 from __future__ import annotations

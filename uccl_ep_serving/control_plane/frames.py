@@ -15,8 +15,8 @@ from .links import MAGIC, Link
 
 __all__ = [
     "ANSWER",
+    "FAILED",
     "GATHER",
-    "GAVE_UP",
     "GOODBYE",
     "MASKED",
     "MOST_PAYLOAD",
@@ -32,8 +32,8 @@ _HEADER = struct.Struct("<IHHQI")
 #: Kinds: a part of a step; the sender leaves in good order; the sender has masked the rank in the payload; an operation
 #: of the sender has failed, and the payload says because of whom; for whom do you wait?; for the one in the payload,
 #: or for nobody when that is empty.
-GATHER, GOODBYE, MASKED, GAVE_UP, QUESTION, ANSWER = 1, 2, 3, 4, 5, 6
-_KINDS = frozenset((GATHER, GOODBYE, MASKED, GAVE_UP, QUESTION, ANSWER))
+GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER = 1, 2, 3, 4, 5, 6
+_KINDS = frozenset((GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER))
 MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
 

@@ -17,7 +17,6 @@ import msgspec
 
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
-from ..control_plane.membership import Membership
 from ..control_plane.mesh import ControlMesh
 from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
 from ..protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
@@ -73,8 +72,7 @@ class PlaneBuilder:
     """Builds the data planes of one Buffer, one epoch after the other.
 
     Args:
-        mesh: connected control connections.
-        members: who takes part; its mask is shared with the kernels of every epoch.
+        mesh: connected control connections; its mask of ranks is shared with the kernels of every epoch.
         introduction: who the ranks are, and the job's secret.
         settings: this rank's settings.
         normal: sizes of normal mode, equal on all ranks.
@@ -83,7 +81,6 @@ class PlaneBuilder:
     def __init__(
         self,
         mesh: ControlMesh,
-        members: Membership,
         introduction: Introduction,
         settings: Settings,
         normal: NormalPlan,
@@ -93,7 +90,7 @@ class PlaneBuilder:
         self._secret = introduction.secret
         self._settings = settings
         self._normal = normal
-        self._members = members
+        self._liveness = mesh.liveness
         self._rank, self._ranks = mesh.rank, mesh.ranks
         #: What each rank offers over NICs; exchanged by the first build.
         self._offers: list[dict[str, Offer]] = []
@@ -122,15 +119,14 @@ class PlaneBuilder:
             mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, settings.proxies))
             plane.segments.append(mailbox)
             own_digest = layout.digest.to_bytes(8, "little")
-            answers = self._mesh.gather(
+            answers = self._mesh.steps.gather(
                 "sharing windows",
                 own_digest,
                 descriptors=[window.fd, mailbox.fd],
-                without=self._members.masked,
             )
             strange = [peer for peer, (digest, _) in enumerate(answers) if digest not in (b"", own_digest)]
             windows, mailboxes = plane.map_peers(
-                rank, self._mesh.local_peers - self._members.masked, [taken for _, taken in answers]
+                rank, self._mesh.local_peers - self._liveness.masked, [taken for _, taken in answers]
             )
             if strange:
                 raise BootstrapError(
@@ -141,7 +137,7 @@ class PlaneBuilder:
             mailbox.close_descriptor()
             self._exchange_offers()
             for peer in range(self._ranks):
-                if peer != rank and not self._members.mask[peer]:
+                if peer != rank and not self._liveness.mask[peer]:
                     same_host = self._cards[peer].host == self._cards[rank].host
                     plane.choices[peer] = choose(
                         settings,
@@ -160,7 +156,7 @@ class PlaneBuilder:
             self._give_to_kernels(plane, windows, watch)
             assert plane.service is not None
             plane.service.start()
-            self._mesh.gather("starting", without=self._members.masked)
+            self._mesh.steps.gather("starting")
             for endpoint in (one for row in plane.endpoints for one in row):
                 if isinstance(endpoint, Watchful):
                     endpoint.established()
@@ -172,7 +168,7 @@ class PlaneBuilder:
 
     def _log_choices(self, plane: DataPlane) -> None:
         """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
-        plan, masked = plane.layout.low_latency, sorted(self._members.masked)
+        plan, masked = plane.layout.low_latency, sorted(self._liveness.masked)
         served = (
             f"low latency for {plan.tokens} tokens a rank, hidden size {plan.hidden}, {plan.experts} experts"
             if plan is not None
@@ -204,9 +200,7 @@ class PlaneBuilder:
         if self._settings.transport not in ("auto", *NIC_TRANSPORTS):
             self._offers = [{} for _ in range(self._ranks)]
             return
-        answers = self._mesh.gather(
-            "exchanging NICs", msgspec.msgpack.encode(self._nics.offers), without=self._members.masked
-        )
+        answers = self._mesh.steps.gather("exchanging NICs", msgspec.msgpack.encode(self._nics.offers))
         self._offers = [
             msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
         ]
@@ -215,8 +209,8 @@ class PlaneBuilder:
     def _agree_on_nodes(self, plane: DataPlane) -> int:
         """See ``equal_nodes``; 1 when a rank is masked, since rows of its peers on other nodes passed through it."""
         direct = [peer for peer, way in plane.routes.items() if way == DIRECT]
-        answers = self._mesh.gather("agreeing on nodes", msgspec.msgpack.encode(direct), without=self._members.masked)
-        if self._members.masked:
+        answers = self._mesh.steps.gather("agreeing on nodes", msgspec.msgpack.encode(direct))
+        if self._liveness.masked:
             return 1
         try:
             mapped = [msgspec.msgpack.decode(payload, type=list[int]) for payload, _ in answers]
@@ -254,7 +248,7 @@ class PlaneBuilder:
                             window_bytes=nbytes,
                             peers=[peer for peer, way in plane.routes.items() if way == kind],
                             local_offers=[self._offers[local].get(kind, Offer()) for local in self._local_ranks()],
-                            watch=lambda: self._members.check_all(_CONNECTING),
+                            watch=lambda: self._liveness.raise_if_absent(_CONNECTING),
                         )
                     )
                 else:
@@ -269,7 +263,7 @@ class PlaneBuilder:
                             settings=self._settings,
                             host=self._cards[rank].address,
                             job=epoch.to_bytes(8, "little"),
-                            watch=lambda: self._members.check_all(_CONNECTING),
+                            watch=lambda: self._liveness.raise_if_absent(_CONNECTING),
                         )
                     )
 
@@ -277,9 +271,7 @@ class PlaneBuilder:
         """Exchange the endpoints' addresses and connect each to its peers."""
         rank = self._rank
         offered = (plane.kinds, [[endpoint.address() for endpoint in row] for row in plane.endpoints])
-        answers = self._mesh.gather(
-            "exchanging addresses", msgspec.msgpack.encode(offered), without=self._members.masked
-        )
+        answers = self._mesh.steps.gather("exchanging addresses", msgspec.msgpack.encode(offered))
         theirs: dict[int, dict[str, list[bytes]]] = {}
         for peer, (payload, _) in enumerate(answers):
             if payload and peer != rank:
@@ -303,14 +295,14 @@ class PlaneBuilder:
                     endpoint.connect(addresses, deadline)
                 except (BootstrapError, TransportError):
                     # A transport may see the end of a process first, and it knows no reason.
-                    self._members.check_all(_CONNECTING, patience=_NEWS_SECONDS)
+                    self._liveness.raise_if_absent(_CONNECTING, patience=_NEWS_SECONDS)
                     raise
 
     def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: Callable[[], None]) -> None:
         """Make the kernel space and the proxies, which meet in its memory."""
         settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
         plane.space = space = KernelSpace(
-            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._members.mask
+            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._liveness.mask
         )
         kinds, routes = plane.kinds, plane.routes
         plane.service = service = ProxyService(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..control_plane.membership import Membership
+from ..control_plane.failures import Liveness
 from ..errors import ProtocolError, ProxyDied, TransportError
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
@@ -177,7 +177,7 @@ class DataPlane:
         if self.service is not None and self.routes.get(peer) not in (None, DIRECT):
             self.service.forget(peer, reason)
 
-    def drain(self, deadline: float, members: Membership) -> bool:
+    def drain(self, deadline: float, liveness: Liveness) -> bool:
         """Wait until what this rank has sent is out; writes to ranks that are lost never will be.
 
         Returns:
@@ -189,7 +189,7 @@ class DataPlane:
         for finish in self.finishes:
             finish()
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
-            for peer in members.lost:
+            for peer in liveness.lost_unmasked:
                 self.forget(peer, ctx.FAILURE_PEER_LOST)
             if time.monotonic() >= deadline:
                 return False

@@ -1,7 +1,7 @@
 """The runtime of a Buffer: allocate -> register -> connect -> start, and the reverse on close.
 
 A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode first meets a
-shape that does not fit, all ranks agree on it and rebuild the data plane with a larger window (:meth:`Runtime.rebuild`);
+shape that does not fit, all ranks agree on it and build another one with a larger window (:meth:`Runtime.rebuild`);
 the control connections stay. Everything above sees only the kernel space of the current epoch.
 """
 
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
-from ..control_plane.membership import Membership
-from ..control_plane.mesh import CLOSE, ControlMesh
+from ..control_plane.mesh import ControlMesh
+from ..control_plane.steps import CLOSE
 from ..errors import ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import warm
 from ..operation_log import OperationLog
@@ -82,11 +82,9 @@ class Runtime:
             warm()
             self._normal = normal_plan(self.ranks, settings, heap_bytes)
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
-        self._members = Membership(self._mesh)
+        self._liveness = self._mesh.liveness
         self._plane: DataPlane | None = None
-        self._watch = PlaneWatch(
-            self._mesh, self._members, lambda: None if self._closed else self._plane, lambda: self._begun
-        )
+        self._watch = PlaneWatch(self._mesh, lambda: None if self._closed else self._plane, lambda: self._begun)
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -97,7 +95,7 @@ class Runtime:
                 port=self._mesh.port,
                 sizes={"normal-mode heap bytes": self._normal.heap},
             )
-            self._builder = PlaneBuilder(self._mesh, self._members, introduction, settings, self._normal)
+            self._builder = PlaneBuilder(self._mesh, introduction, settings, self._normal)
             self._mesh.connect(introduction)
             self._install(None)
             self._live = LiveServer(self.stats)
@@ -154,7 +152,7 @@ class Runtime:
     @property
     def mask(self) -> npt.NDArray[np.int32]:
         """int32[ranks], 1 = peer masked."""
-        return self._members.mask
+        return self._liveness.mask
 
     @property
     def heap(self) -> HeapAllocator:
@@ -187,7 +185,7 @@ class Runtime:
         try:
             if self.stale:
                 # the old data plane has failed, which is why it is left; what counts is who will be in the new one
-                self._members.check(phase)
+                self._liveness.check(phase)
                 return
             self.space.check(phase)
         except (PeerError, TransportError, ProxyDied) as error:
@@ -205,9 +203,9 @@ class Runtime:
     def _fail(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
         """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
         if isinstance(error, PeerError):
-            named: UcclEpError = self._watch.give_up(error)
+            named: UcclEpError = self._watch.resolve_cause(error)
         else:
-            self._watch.fall(error, phase)
+            self._watch.report_local_failure(error, phase)
             named = error
         try:
             if named is error:
@@ -220,7 +218,7 @@ class Runtime:
     @property
     def all_on_this_host(self) -> bool:
         """True when every rank that is not masked shares its memory with this one."""
-        others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
+        others = frozenset(range(self.ranks)) - {self.rank} - self._liveness.masked
         return others <= self._mesh.local_peers
 
     @property
@@ -229,13 +227,13 @@ class Runtime:
         self.space  # noqa: B018  raises when there is none
         assert self._plane is not None
         routes = self._plane.routes
-        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) - self._members.masked
+        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) - self._liveness.masked
 
     @property
     def device_unreachable(self) -> frozenset[int]:
         """Ranks that are not masked whose device memory nothing of this rank reaches: neither on this host nor over
         NICs."""
-        others = frozenset(range(self.ranks)) - {self.rank} - self._members.masked
+        others = frozenset(range(self.ranks)) - {self.rank} - self._liveness.masked
         return others - self._mesh.local_peers - self.nic_peers
 
     def register_device_window(
@@ -259,7 +257,7 @@ class Runtime:
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
         try:
-            return [payload for payload, _ in self._mesh.gather(step, payload, without=self._members.masked)]
+            return [payload for payload, _ in self._mesh.steps.gather(step, payload)]
         except PeerError as error:
             self._fail(error, step)
 
@@ -288,7 +286,7 @@ class Runtime:
     @property
     def rebuild_requested(self) -> bool:
         """True when a peer has called :meth:`rebuild` and waits for this rank."""
-        return bool(self._mesh.asked(SETUP))
+        return bool(self._mesh.steps.requested(SETUP))
 
     def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
         """Lay the windows of all ranks that are not masked out anew, with room for ``plan``. Collective; none of this
@@ -317,7 +315,7 @@ class Runtime:
         try:
             yield
         except BaseException as error:
-            named = self._watch.give_up(error) if isinstance(error, PeerError) else error
+            named = self._watch.resolve_cause(error) if isinstance(error, PeerError) else error
             self._broken = (
                 f"rank {self.rank} could not lay its window out anew: {type(named).__name__}: {named}".rstrip(": ")
             )
@@ -329,9 +327,9 @@ class Runtime:
                 del named  # as in _fail
 
     def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
-        masked = self._members.masked
+        masked = self._liveness.masked
         mine = Proposal(plan, self.epoch, self._begun, tuple(sorted(masked)), objection)
-        answers = self._mesh.gather(SETUP, mine.encode(), without=masked, timeout=self.settings.timeout)
+        answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=self.settings.timeout)
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self.ranks, self._normal, proposals)
 
@@ -351,7 +349,7 @@ class Runtime:
         if old is not None and not self._watch.drain(old, deadline):
             _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
         # Nobody may unmap or stop while another rank still writes to it.
-        self._mesh.gather("leaving the old window", without=self._members.masked)
+        self._mesh.steps.gather("leaving the old window")
         self._plane = None
         if old is not None:
             old.close(deadline)
@@ -385,9 +383,9 @@ class Runtime:
         """
         if self._closed or os.getpid() != self._pid:
             self._check_usable()  # raises; a broken Buffer, however, may be mended by this
-        if self._members.mask[peer]:
+        if self._liveness.mask[peer]:
             return
-        self._members.mask_out(peer)
+        self._mesh.mask_out(peer)
         self._stale = f"rank {peer} was masked"
         self._broken = ""
         self._watch.part_from(peer)
@@ -419,8 +417,8 @@ class Runtime:
             "epoch": self.epoch,
             "proxies": self.settings.proxies,
             "channels": self.settings.channels,
-            "masked": sorted(self._members.masked),
-            "lost": list(self._mesh.absences.lost),
+            "masked": sorted(self._liveness.masked),
+            "lost": list(self._liveness.lost),
             "ops": self.operations.snapshot(),
             **(plane.stats() if plane is not None else {}),
         }
@@ -459,7 +457,7 @@ class Runtime:
             return
         try:
             self._watch.drain(plane, deadline)
-            self._mesh.gather(CLOSE, without=self._members.masked, timeout=max(deadline - time.monotonic(), 0.0))
+            self._mesh.steps.gather(CLOSE, timeout=max(deadline - time.monotonic(), 0.0))
         except UcclEpError as error:
             # The others may keep working or be gone; this rank leaves all the same.
             level = logging.WARNING if isinstance(error, PeerError) else logging.ERROR

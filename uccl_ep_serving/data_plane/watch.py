@@ -6,8 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from ..control_plane.failures import Verdict
-from ..control_plane.membership import Membership
+from ..control_plane.failures import FailureReport
 from ..control_plane.mesh import ControlMesh
 from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError
 from ..protocol import context as ctx
@@ -25,7 +24,6 @@ class PlaneWatch:
 
     Args:
         mesh: its callbacks are taken over.
-        members: who takes part.
         plane: returns the present data plane, None when there is none or the Buffer is closed.
         begun: returns how many operations this rank has begun in it.
 
@@ -37,21 +35,20 @@ class PlaneWatch:
     def __init__(
         self,
         mesh: ControlMesh,
-        members: Membership,
         plane: Callable[[], DataPlane | None],
         begun: Callable[[], int],
     ) -> None:
         self.evicted = ""
         self._rank = mesh.rank
         self._mesh = mesh
-        self._members = members
+        self._liveness = mesh.liveness
         self._plane = plane
         self._begun = begun
-        mesh.on_asked = self._on_asked
+        mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
         mesh.on_masked = self._on_masked
-        mesh.blame.waits_for = self._waits_for
+        mesh.root_cause.waits_for = self._waits_for
 
     def _stop_kernels(self, code: int, peer: int) -> None:
         """Set the sticky error of the present data plane, if there is one."""
@@ -76,10 +73,10 @@ class PlaneWatch:
                 _log.warning("rank %d leaves windows in which its kernels still wait: they end here", self._rank)
 
         with self._mesh.limit(deadline, release) if plane.finishes else contextlib.nullcontext():
-            return plane.drain(deadline, self._members)
+            return plane.drain(deadline, self._liveness)
 
     def _on_lost(self, peer: int) -> None:
-        if not self._members.mask[peer]:
+        if not self._liveness.mask[peer]:
             self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
 
     def _on_goodbye(self, peer: int) -> None:
@@ -89,12 +86,12 @@ class PlaneWatch:
 
     def asked_before(self) -> int | None:
         """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
-        for peer, payload in self._mesh.asked(SETUP).items():
+        for peer, payload in self._mesh.steps.requested(SETUP).items():
             if read_proposal(peer, payload).begun < self._begun():
                 return peer
         return None
 
-    def _on_asked(self, peer: int) -> None:
+    def _on_part(self, peer: int) -> None:
         """Release kernels on a device that wait for a peer which wants something else. The host of this rank waits for
         none of them: it would hear of it only when they have reached their limit."""
         plane = self._plane()
@@ -104,21 +101,21 @@ class PlaneWatch:
 
     def _on_masked(self, by: int, peer: int) -> None:
         """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
-        if self._members.mask[by]:
+        if self._liveness.mask[by]:
             return
         if peer == self._rank:
             self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
-        if not self._members.mask[peer]:
+        if not self._liveness.mask[peer]:
             self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
 
-    def _waits_for(self) -> Verdict | None:
+    def _waits_for(self) -> FailureReport | None:
         """For whom the pending kernel, or a step of agreement, waits; called from the reader thread."""
         plane = self._plane()
         if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
-            return self._mesh.waits_for()
+            return self._mesh.steps.waits_for()
         peer, stream, arrived, expected = plane.space.pending
         channel = channel_of(stream) if stream >= 0 else -1
-        return Verdict(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
+        return FailureReport(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
 
     def look(self, plane: DataPlane) -> bool:
         """Between slices of a wait: stop it, or raise, for what the proxies or the control connections know.
@@ -127,17 +124,17 @@ class PlaneWatch:
             False when the sticky error is set: the kernel ends by itself. Not for FAILURE_LAYOUT, which the caller
             settles.
         """
-        space, service, members = plane.space, plane.service, self._members
+        space, service, liveness = plane.space, plane.service, self._liveness
         assert space is not None
         assert service is not None
-        if members.any_absent:
-            for peer in members.lost:
+        if liveness.any_heard:
+            for peer in liveness.lost_unmasked:
                 space.fail(ctx.FAILURE_PEER_LOST, peer)
-            if members.has_fallen_silent(space.awaited):
+            if liveness.has_fallen_silent(space.awaited):
                 space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
-            if members.accused:
+            if liveness.masked_by_others:
                 # rather than a timeout that blames a rank which waits for the masked one, too
-                members.check(space.phase)
+                liveness.check(space.phase)
         code, peer = space.failed_with
         if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
@@ -156,7 +153,7 @@ class PlaneWatch:
 
     def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
         """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""
-        known = [words for words in (self._members.how_gone(peer), cause) if words]
+        known = [words for words in (self._liveness.how_gone(peer), cause) if words]
         if known:
             raise PeerLost(
                 f"{phase}, rank {self._rank}: rank {peer} is gone ({'; '.join(known)}). Next step: read its log; then "
@@ -166,18 +163,18 @@ class PlaneWatch:
                 cause=cause,
             )
 
-    def fall(self, error: UcclEpError, phase: str) -> None:
+    def report_local_failure(self, error: UcclEpError, phase: str) -> None:
         """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
         plane = self._plane()
         if plane is not None and plane.space is not None and plane.space.failed:
-            self._mesh.blame.fall(error, phase)
+            self._mesh.root_cause.report_local_failure(error, phase)
 
-    def give_up(self, error: PeerError) -> PeerError:
+    def resolve_cause(self, error: PeerError) -> PeerError:
         """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
 
         The peers are told, and this rank publishes nothing more in this epoch, so that it cannot seem to go on.
         """
-        named = self._mesh.blame.give_up(error)
+        named = self._mesh.root_cause.resolve_cause(error)
         self._stop_kernels(
             ctx.FAILURE_PEER_TIMEOUT if isinstance(named, PeerTimeout) else ctx.FAILURE_PEER_LOST, named.peer
         )
