@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo import supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_nothing_is_left(demo: subprocess.Popen[str], tmp_path: Path, number: signal.Signals, status: int) -> None:
-    before = demo_supervisor.snapshot()
+    before = supervisor.snapshot()
     deadline = time.monotonic() + 200
     while len(servers(tmp_path)) < 4:  # the server, its two schedulers and a detokenizer are being started
         assert demo.poll() is None
@@ -65,11 +65,11 @@ def test_nothing_is_left(demo: subprocess.Popen[str], tmp_path: Path, number: si
     while servers(tmp_path) or list(tmp_path.glob("uccl-ep-demo-*")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert demo_supervisor.clean(before) == []
+    assert supervisor.clean(before) == []
 
 
 def test_interrupted_while_requests_are_answered(demo: subprocess.Popen[str], tmp_path: Path) -> None:
-    before = demo_supervisor.snapshot()
+    before = supervisor.snapshot()
     assert demo.stdout is not None
     for line in demo.stdout:
         if line.startswith("streaming"):  # the completions follow, several at once
@@ -82,7 +82,7 @@ def test_interrupted_while_requests_are_answered(demo: subprocess.Popen[str], tm
     # the demo has waited for all of it
     assert servers(tmp_path) == []
     assert list(tmp_path.glob("uccl-ep-demo-*")) == []
-    assert demo_supervisor.clean(before) == []
+    assert supervisor.clean(before) == []
 
 
 @pytest.mark.parametrize("environment", [{"UCCL_EP_CHUNK_DEPTH": "several"}], ids=["bad-setting"])

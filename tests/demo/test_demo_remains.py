@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo import supervisor
 from uccl_ep_serving.demo.remains import new_run_directory, sweep
 
 # a demo and its guardian, as far as the run directory is concerned; the "server" makes a file as SGLang does
 DEMO = """
 import json, subprocess, sys, time
-from uccl_ep_serving.cli import demo_supervisor
+from uccl_ep_serving.demo import supervisor
 from uccl_ep_serving.demo.remains import new_run_directory
 directory = new_run_directory()
 server = "import sys, time; open(sys.argv[1], 'w').write('x'); time.sleep(100)"
@@ -29,10 +29,10 @@ spec = {
     "directory": str(directory),
     "run_directory": str(directory),
     "log": str(directory / "log"),
-    "before": demo_supervisor.snapshot(),
+    "before": supervisor.snapshot(),
 }
 guardian = subprocess.Popen(
-    [sys.executable, "-I", demo_supervisor.__file__, json.dumps(spec)],
+    [sys.executable, "-I", supervisor.__file__, json.dumps(spec)],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
 )
 server = json.loads(guardian.stdout.readline())["pid"]
@@ -97,7 +97,7 @@ def test_what_is_no_run_directory_stays(tmp_path: Path, left: Path) -> None:
     logs.mkdir()
     half_made = tmp_path / "uccl-ep-demo-2"
     half_made.mkdir()
-    (half_made / demo_supervisor.LOCK).touch()  # killed before it had written what was there before it
+    (half_made / supervisor.LOCK).touch()  # killed before it had written what was there before it
     assert sweep() == []
     assert own.exists()
     assert logs.exists()

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo import supervisor
 from uccl_ep_serving.demo.server import DemoServer, Launch, ServerFailed, without_interrupts
 
 # stands for SGLang: a worker of its own session (a process-group kill would miss it), a segment, no exit handler
@@ -86,7 +86,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         "directory": str(tmp_path),
         "run_directory": str(run_directory),
         "log": str(tmp_path / "log"),
-        "before": demo_supervisor.snapshot(),
+        "before": supervisor.snapshot(),
     }
     yield Scene(spec, segment, marker, run_directory)
     segment.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 @pytest.fixture
 def guardian(scene: Scene) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
-        [sys.executable, "-I", demo_supervisor.__file__, json.dumps(scene.spec)],
+        [sys.executable, "-I", supervisor.__file__, json.dumps(scene.spec)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -119,7 +119,7 @@ def test_stop_kills_the_tree_and_keeps_the_run_directory(scene: Scene, guardian:
 
 def test_demo_killed_leaves_nothing(scene: Scene) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", DEMO, demo_supervisor.__file__, json.dumps(scene.spec)],
+        [sys.executable, "-c", DEMO, supervisor.__file__, json.dumps(scene.spec)],
         stdout=subprocess.PIPE,
     ) as demo:
         assert demo.stdout is not None
@@ -140,13 +140,13 @@ def test_guardian_killed_takes_the_server_with_it(scene: Scene, guardian: subpro
     # SGLang's workers watch their parent; this stand-in does not, which is what the demo's own sweep is for
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: gone(worker))
-    assert demo_supervisor.clean(scene.spec["before"]) == [str(scene.segment)]
+    assert supervisor.clean(scene.spec["before"]) == [str(scene.segment)]
 
 
 def test_server_that_ends_is_reported(scene: Scene) -> None:
     scene.spec["command"] = [sys.executable, "-c", "raise SystemExit(3)"]
     with subprocess.Popen(
-        [sys.executable, "-I", demo_supervisor.__file__, json.dumps(scene.spec)],
+        [sys.executable, "-I", supervisor.__file__, json.dumps(scene.spec)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
@@ -254,7 +254,7 @@ def test_clean_spares_older_foreign_and_mapped_files(tmp_path: Path) -> None:
     patterns = (f"{tmp_path}/mine_*",)
     old, new, other, mapped = (tmp_path / name for name in ("mine_old", "mine_new", "other", "mine_mapped"))
     old.touch()
-    before = demo_supervisor.snapshot(patterns)
+    before = supervisor.snapshot(patterns)
     for path in (new, other, mapped):
         path.write_bytes(b"x" * 4096)
     holder = (
@@ -264,17 +264,17 @@ def test_clean_spares_older_foreign_and_mapped_files(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", holder, str(mapped)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert demo_supervisor.clean(before, patterns) == [str(new)]
+        assert supervisor.clean(before, patterns) == [str(new)]
         process.kill()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine_mapped", "mine_old", "other"]
 
 
 def test_clean_spares_semaphores_of_living_processes() -> None:
     """A semaphore is mapped under another name than it has, so the name alone would not tell that it is in use."""
-    before = demo_supervisor.snapshot()
+    before = supervisor.snapshot()
     semaphore = multiprocessing.get_context("spawn").Semaphore(1)
     name = f"/dev/shm/sem.{semaphore._semlock.name.lstrip('/')}"
     assert name not in Path("/proc/self/maps").read_text()
-    assert name in demo_supervisor.snapshot()
-    assert name not in demo_supervisor.clean(before)
+    assert name in supervisor.snapshot()
+    assert name not in supervisor.clean(before)
     assert Path(name).exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo import supervisor
 from uccl_ep_serving.demo.client import Answer, compare
 from uccl_ep_serving.demo.report import reduced_rows
 from uccl_ep_serving.demo.run import EXACT
@@ -49,9 +49,9 @@ def serve_once(launch: ServerLaunch, directory: Path, name: str, ask: Ask, secon
 @contextlib.contextmanager
 def nothing_left(directory: Path) -> Iterator[None]:
     """Servers that ran in ``directory`` leave neither shared memory nor processes."""
-    before = demo_supervisor.snapshot()
+    before = supervisor.snapshot()
     yield
-    assert demo_supervisor.clean(before) == [], "servers left something in shared memory"
+    assert supervisor.clean(before) == [], "servers left something in shared memory"
     users = [process.pid for process in psutil.process_iter() if works_in(process, directory)]
     assert not users, f"processes of the servers are alive: {users}"
 

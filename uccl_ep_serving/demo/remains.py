@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo import supervisor
 from uccl_ep_serving.demo.server import kill_users_of
 
 __all__ = ["PREFIX", "new_run_directory", "sweep"]
@@ -31,9 +31,9 @@ def new_run_directory() -> Path:
         OSError: it cannot be made, for example because the disk is full.
     """
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-    (directory / _BEFORE).write_text(json.dumps(demo_supervisor.snapshot()))
+    (directory / _BEFORE).write_text(json.dumps(supervisor.snapshot()))
     # never closed: the lock ends with the process
-    lock = os.open(directory / demo_supervisor.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(directory / supervisor.LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
     return directory
 
@@ -47,13 +47,13 @@ def sweep() -> list[str]:
     removed: list[str] = []
     for directory in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError, ValueError):  # another user's, or being removed by its guardian right now
-            lock = os.open(directory / demo_supervisor.LOCK, os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(directory / supervisor.LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if directory.stat().st_uid != os.getuid():
                     continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 kill_users_of(directory)
-                removed += demo_supervisor.clean(json.loads((directory / _BEFORE).read_text()))
+                removed += supervisor.clean(json.loads((directory / _BEFORE).read_text()))
                 shutil.rmtree(directory)
                 removed.append(str(directory))
             finally:

@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import psutil
 
-from uccl_ep_serving.demo import sglang_cpu
-from uccl_ep_serving.demo import supervisor as demo_supervisor
+from uccl_ep_serving.demo import sglang_cpu, supervisor
 from uccl_ep_serving.errors import UcclEpError
 
 __all__ = [
@@ -181,7 +180,7 @@ def port_is_free(port: int) -> bool:
 
 
 class DemoServer:
-    """A server under its guardian (:mod:`.demo_supervisor`). Use as a context manager, or :meth:`start` and
+    """A server under its guardian (:mod:`.supervisor`). Use as a context manager, or :meth:`start` and
     :meth:`stop`.
 
     Args:
@@ -243,7 +242,7 @@ class DemoServer:
             "PYTHONUNBUFFERED": "1",
             **self.launch.environment,
         }
-        self._before = demo_supervisor.snapshot()
+        self._before = supervisor.snapshot()
         spec = {
             "command": self.launch.command(self.run_directory / "model", self.port),
             "directory": str(self.run_directory),
@@ -255,7 +254,7 @@ class DemoServer:
         # demo's open: with --keep, whoever reads the demo's output would wait for it.
         with self.log.open("ab") as log:
             self._guardian = subprocess.Popen(
-                [sys.executable, "-I", demo_supervisor.__file__, json.dumps(spec)],
+                [sys.executable, "-I", supervisor.__file__, json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -349,7 +348,7 @@ class DemoServer:
             if "removed" not in last:
                 guardian.kill()
                 kill_users_of(self.run_directory)
-                last["removed"] = demo_supervisor.clean(self._before)
+                last["removed"] = supervisor.clean(self._before)
             self.removed = last["removed"]
 
     def tail(self, lines: int = 25) -> str:

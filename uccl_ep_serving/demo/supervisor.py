@@ -1,6 +1,6 @@
 """Guardian of one demo server: a small process of its own session, so that nothing outlives the demo.
 
-The demo starts it as a script, ``python -I demo_supervisor.py SPEC``; it imports the standard library only. It starts
+The demo starts it as a script, ``python -I supervisor.py SPEC``; it imports the standard library only. It starts
 the server, with its own environment, then waits on three things: the pipe from the demo, the server, and signals.
 Whatever happens to the demo, SIGKILL included, closes the pipe; the guardian then kills the server's whole process tree
 and removes what the server left in shared memory. It relies on no exit handler of anybody:
@@ -8,7 +8,7 @@ and removes what the server left in shared memory. It relies on no exit handler 
 * orphans of the server are re-parented to the guardian (``PR_SET_CHILD_SUBREAPER``), so the tree stays whole;
 * should the guardian itself be killed, the server's main process dies with it (``PR_SET_PDEATHSIG``), most of the
   engine's workers follow in the same way, and the demo kills the others and does the cleaning (:func:`clean`);
-* should both be killed at once, the next demo finds the run directory without an owner and does it (``demo_remains``).
+* should both be killed at once, the next demo finds the run directory without an owner and does it (``remains.py``).
 
 Commands on the pipe, one a line: ``stop`` (stop, keep the run directory), ``detach`` (from now on the pipe
 does not matter, SIGTERM stops). Closing the pipe stops and removes the run directory. Answers on stdout are

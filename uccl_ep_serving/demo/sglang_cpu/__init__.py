@@ -40,7 +40,7 @@ _DIST = "uccl_ep_sglang_cpu-0.dist-info"
 _SITECUSTOMIZE = """\
 # Python runs this at start because its directory is on PYTHONPATH. Written by
 # uccl_ep_serving.demo.sglang_cpu.
-from uccl_ep_serving.engines.sglang_cpu import startup
+from uccl_ep_serving.demo.sglang_cpu import startup
 
 startup.install()
 """
