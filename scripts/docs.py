@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.engines.versions import VLLM
 from uccl_ep_serving.engines.vllm import targets as vllm
 from uccl_ep_serving.protocol import tables
 
@@ -45,7 +46,7 @@ def settings_table() -> str:
 def vllm_versions_table() -> str:
     """One row per range of versions."""
     rows = ["| vLLM | standing | why |", "|---|---|---|"]
-    for known in vllm.VERSIONS:
+    for known in VLLM.versions:
         first, last = (".".join(map(str, version)) for version in (known.first, known.last))
         rows.append(f"| {last if len(known.first) > 1 else f'{first} to {last}'} | {known.standing} | {known.reason} |")
     rows.append("| newer | unproven | as with any version, each hook is verified at start |")

@@ -15,6 +15,7 @@ import pytest
 from tests.engines import ray_stand_in
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.engines import sglang as plugin
+from uccl_ep_serving.engines.versions import SGLANG, Engine, Standing
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -143,7 +144,7 @@ def engine_resolve_mutilated(model: str, module: str, name: str, how: str) -> st
 
 
 def engine_version(model: str, version: str) -> str:
-    plugin._sglang_version = lambda: version
+    Engine.installed = lambda self: version  # type: ignore[method-assign]
     try:
         resolved(model, moe_a2a_backend="uccl_ep")
     except ConfigError as error:
@@ -488,15 +489,15 @@ def test_router_weights_reach_the_buffer_at_dispatch(in_engine: InEngine, model:
 
 
 def test_version_table_is_in_order_and_has_one_supported_version() -> None:
-    for earlier, later in zip(plugin.VERSIONS, plugin.VERSIONS[1:], strict=False):
+    for earlier, later in zip(SGLANG.versions, SGLANG.versions[1:], strict=False):
         assert earlier.first <= earlier.last < later.first
-    assert [known.standing for known in plugin.VERSIONS].count(plugin.Standing.SUPPORTED) == 1
-    assert plugin.standing_of("0.5.23")[0] is plugin.Standing.SUPPORTED
-    assert plugin.standing_of("0.5.24rc1")[0] is plugin.Standing.UNPROVEN
-    assert plugin.standing_of("0.5.22")[0] is plugin.Standing.READ
-    assert plugin.standing_of("0.5.21")[0] is plugin.Standing.UNPROVEN
-    assert plugin.standing_of("0.5.16.post2")[0] is plugin.Standing.REFUSED
-    assert plugin.standing_of("0.5.11")[0] is plugin.Standing.REFUSED
+    assert [known.standing for known in SGLANG.versions].count(Standing.SUPPORTED) == 1
+    assert SGLANG.look_up("0.5.23")[0] is Standing.SUPPORTED
+    assert SGLANG.look_up("0.5.24rc1")[0] is Standing.UNPROVEN
+    assert SGLANG.look_up("0.5.22")[0] is Standing.READ
+    assert SGLANG.look_up("0.5.21")[0] is Standing.UNPROVEN
+    assert SGLANG.look_up("0.5.16.post2")[0] is Standing.REFUSED
+    assert SGLANG.look_up("0.5.11")[0] is Standing.REFUSED
 
 
 def test_plugin_import_is_light() -> None:

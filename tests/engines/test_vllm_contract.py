@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_serving.engines.versions import Standing
+from uccl_ep_serving.engines.versions import VLLM, Standing
 from uccl_ep_serving.engines.vllm import targets
 from uccl_ep_serving.errors import ConfigError
 
@@ -117,7 +117,9 @@ def engine_source() -> str:
 
 
 def test_installed_version_was_looked_at(in_engine: InEngine) -> None:
-    standing, _ = targets.check_version()
+    installed = VLLM.installed()
+    assert installed
+    standing, _ = VLLM.look_up(installed)
     assert standing in (Standing.SUPPORTED, Standing.READ)
     # sources laid over another version's packages (scripts/vllm-versions) are what is tested, and what is called so
-    assert in_engine(engine_source).split("+")[0] == targets.vllm_version().split("+")[0]
+    assert in_engine(engine_source).split("+")[0] == installed.split("+")[0]

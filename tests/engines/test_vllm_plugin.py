@@ -17,6 +17,7 @@ import pytest
 from tests.engines.vllm_settings import parallel_config
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.vllm_launch import MODELS
+from uccl_ep_serving.engines.versions import VLLM
 from uccl_ep_serving.engines.vllm import targets
 
 pytestmark = pytest.mark.engine
@@ -67,7 +68,7 @@ def engine_open_to_any_name(backend: str) -> dict[str, Any]:
     parallel.ParallelConfig.__dataclass_fields__["all2all_backend"].type = widened
     rebuild_dataclass(parallel.ParallelConfig, force=True)
     config = parallel_config(all2all_backend=backend, tensor_parallel_size=2, data_parallel_size=2)
-    from uccl_ep_serving.engines.vllm.config_hooks import hooked
+    from uccl_ep_serving.engines.vllm.hooks import hooked
 
     return {
         "backend": config.all2all_backend,
@@ -195,7 +196,7 @@ def engine_worker(pickled: bytes) -> dict[str, Any]:
 
     before = "_uccl_ep_hook" in vars(ParallelConfig.__post_init__)
     received = pickle.loads(pickled)
-    from uccl_ep_serving.engines.vllm.config_hooks import hooked
+    from uccl_ep_serving.engines.vllm.hooks import hooked
 
     return {
         "before": before,
@@ -245,7 +246,7 @@ def engine_mutilated(stage: str, index: int, how: str) -> tuple[str, list[str]]:
     """Break one target, then ask for the backend; returns the error and the targets that were hooked all the same."""
     import importlib
 
-    from uccl_ep_serving.engines.vllm import config_hooks, layer_hooks
+    from uccl_ep_serving.engines.vllm import hooks, layer_hooks
 
     group = getattr(targets, stage)
     target = group[index]
@@ -266,7 +267,7 @@ def engine_mutilated(stage: str, index: int, how: str) -> tuple[str, list[str]]:
             layer_hooks.activate()
     except ValueError as error:  # ConfigError, which pydantic turns into its own
         others = [one for one in group if one is not target and one.name != "Platform.get_device_communicator_cls"]
-        return str(error), [one.name for one in others if config_hooks.hooked(one)]
+        return str(error), [one.name for one in others if hooks.hooked(one)]
     return "no error", []
 
 
@@ -396,7 +397,7 @@ def test_nothing_changes_under_another_backend(in_engine: InEngine, name: str) -
 def test_a_moved_target_is_named_with_the_version(in_engine: InEngine, stage: str, index: int, how: str) -> None:
     message, hooked = in_engine(engine_mutilated, stage, index, how)
     assert getattr(targets, stage)[index].path in message
-    assert f"vLLM {targets.vllm_version()}" in message
+    assert f"vLLM {VLLM.installed()}" in message
     assert "--all2all-backend" in message
     if how != "a function":
         assert hooked == []

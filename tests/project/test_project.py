@@ -24,7 +24,7 @@ from tests.support.source_tree import (
     source_files,
     through_symlink,
 )
-from uccl_ep_serving.engines.versions import Standing, look_up
+from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
 
 # Commands may end their own process. The CPU shims run only in servers that the demo or a test starts: SGLang logs a
 # failing plugin and goes on, so that leaving is the only way not to serve with half of them.
@@ -101,13 +101,12 @@ class TestRequirements:
             (numba,) = [one for one in map(Requirement, texts) if one.name == "numba"]
             assert numba.specifier.contains(version)
 
-    @pytest.mark.parametrize(("engine", "module"), [("sglang", "sglang"), ("vllm", "vllm.targets")])
-    def test_extras_bring_the_engines_that_tests_serve_with(self, engine: str, module: str) -> None:
-        table = importlib.import_module(f"uccl_ep_serving.engines.{module}").VERSIONS
-        (pin,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"][engine])
+    @pytest.mark.parametrize(("extra", "engine"), [("sglang", SGLANG), ("vllm", VLLM)])
+    def test_extras_bring_the_engines_that_tests_serve_with(self, extra: str, engine: Engine) -> None:
+        (pin,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"][extra])
         (only,) = pin.specifier
-        assert (pin.name, only.operator) == (engine, "==")
-        assert look_up(only.version, table)[0] is Standing.SUPPORTED
+        assert (pin.name, only.operator) == (extra, "==")
+        assert engine.look_up(only.version)[0] is Standing.SUPPORTED
 
 
 class TestImports:

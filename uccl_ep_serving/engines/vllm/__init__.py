@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import logging
 
-from uccl_ep_serving.engines.vllm.targets import BACKENDS, VERSIONS
+from uccl_ep_serving.engines.vllm.targets import BACKENDS
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["BACKENDS", "VERSIONS", "register"]
+__all__ = ["BACKENDS", "register"]
 
 _log = logging.getLogger("uccl_ep_serving")
 

@@ -68,16 +68,15 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
         if buffer is not None:
             buffer.destroy()
 
+    # tokens travel by expert id, never to all ranks
+
     def dispatch_router_logits(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Not part of this backend: tokens travel by expert id, never all to all ranks."""
         raise NotImplementedError("uccl_ep dispatches by expert id: the layer must use prepare and finalize")
 
     def dispatch(self, *_args: Any, **_kwargs: Any) -> Any:
-        """As :meth:`dispatch_router_logits`."""
         raise NotImplementedError("uccl_ep dispatches in prepare, not through the manager")
 
-    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> Any:
-        """As :meth:`dispatch_router_logits`."""
+    def combine(self, *_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError("uccl_ep combines in finalize, not through the manager")
 
 

@@ -23,58 +23,29 @@ from vllm.v1.worker.ubatching import (
 )
 
 from uccl_ep_serving import Buffer, EventOverlap
+from uccl_ep_serving.engines.vllm.prepare_finalize import PrepareFinalize
 from uccl_ep_serving.engines.vllm.quantisation import quantised_after, quantised_before, weighted_input
-from uccl_ep_serving.handles import NormalHandle
 
 __all__ = ["HighThroughput"]
 
 
-class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class HighThroughput(PrepareFinalize):
     """Every token once to each rank of its experts; there the experts see rows with global expert ids and weights.
 
     Under dual-batch overlap the calls yield where the built-in DeepEP high-throughput backend yields
     (``prepare_finalize/deepep_ht.py:144``): before dispatch and before combine, so that the other micro-batch computes.
 
     Args:
-        buffer: of the expert-parallel group.
-        ranks: of that group.
+        buffer, ranks: as for both modes.
         rank_expert_offset: global id of the first local expert.
     """
 
+    #: Rows, with ids and weights beside them.
+    activation_format = mk.FusedMoEActivationFormat.Standard
+
     def __init__(self, buffer: Buffer, ranks: int, *, rank_expert_offset: int) -> None:
-        super().__init__()
-        self.buffer = buffer
-        self._ranks = ranks
+        super().__init__(buffer, ranks)
         self._offset = rank_expert_offset
-        # one for each micro-batch of dual-batch overlap
-        self._handles: dict[int, NormalHandle] = {}
-
-    @property
-    def activation_format(self) -> Any:
-        """Rows, with ids and weights beside them."""
-        return mk.FusedMoEActivationFormat.Standard
-
-    def num_dispatchers(self) -> int:
-        """Ranks that may send rows to this one."""
-        return self._ranks
-
-    def output_is_reduced(self) -> bool:
-        """True: combine sums over the ranks."""
-        return True
-
-    def max_num_tokens_per_rank(self) -> int | None:
-        """None: any number."""
-        return None
-
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """int64."""
-        return torch.int64
-
-    def supports_async(self) -> bool:
-        """True."""
-        return True
-
-    # -- prepare --------------------------------------------------------------------------------------------------
 
     def prepare_async(
         self,
@@ -87,20 +58,12 @@ class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Callable[[], Any]:
-        """Send the tokens; the function that is returned gives what :meth:`prepare` gives.
+        """Send the tokens. Block-scaled formats are quantised before dispatch, others after it.
 
-        Args:
-            a1: [T, H], not quantised.
-            topk_weights, topk_ids: [T, K]; ids int64 in 0 .. num_experts - 1, or -1 for none (padding).
-            num_experts: of all ranks, redundant ones included.
-            expert_map: not needed: experts lie in rank order.
-            apply_router_weight_on_input: weight the tokens before they travel (top-1 only).
-            quant_config: block-scaled formats are quantised before dispatch, others after it.
-            defer_input_quant: the experts quantise themselves.
-
-        Raises:
-            NotImplementedError: weights on the input with more than one expert a token.
-            ConfigError and the other errors of :meth:`uccl_ep_serving.Buffer.dispatch`.
+        Returns:
+            A function that waits and gives rows [N, H]; their scales or None; tokens of each local expert; global ids
+            int64 [N, K]; weights float32 [N, K]. An id that belongs to another rank is one that ``expert_map`` maps to
+            -1: the built-in experts take no -1 themselves.
         """
         if apply_router_weight_on_input:
             a1 = weighted_input(a1, topk_weights)
@@ -143,40 +106,9 @@ class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc
 
         return receiver
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
-        """Send the tokens and wait for those of the other ranks.
-
-        Returns:
-            Rows [N, H]; their scales or None; tokens of each local expert; global ids int64 [N, K]; weights float32
-            [N, K]. An id that belongs to another rank is one that ``expert_map`` maps to -1: the built-in experts take
-            no -1 themselves.
-        """
-        return self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )()
-
     def _global(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         elsewhere = num_experts - 1 if self._offset == 0 else 0  # some expert of another rank
         return torch.where(ids == -1, elsewhere, ids + self._offset)
-
-    # -- finalize -------------------------------------------------------------------------------------------------
 
     def finalize_async(
         self,
@@ -187,7 +119,11 @@ class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> Callable[[], None]:
-        """Send the rows back; ``output`` [T, H] is valid once the function that is returned has been called."""
+        """Send the rows back; weights and ids are those that prepare returned.
+
+        Returns:
+            A function that waits; ``output`` [T, H] is valid after it.
+        """
         combined, event = self._combine(
             fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         )
@@ -199,20 +135,6 @@ class HighThroughput(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc
             dbo_yield_and_switch_from_comm_to_compute()
 
         return receiver
-
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        """Send the rows back and sum them into ``output`` [T, H]; weights and ids are those that prepare returned."""
-        self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )()
 
     def _combine(
         self,

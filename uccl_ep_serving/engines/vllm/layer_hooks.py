@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from uccl_ep_serving.engines.vllm.config_hooks import asked_for, hook_property, hooked, mark
-from uccl_ep_serving.engines.vllm.targets import LAYER_TARGETS, USED, find, refusal, twin, verify
+from uccl_ep_serving.engines.vllm.hooks import asked_for, hook_property, hooked, mark, verify_hooked
+from uccl_ep_serving.engines.vllm.targets import LAYER_TARGETS, USED, find, twin, verify
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import UNIT
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
 
 __all__ = ["activate", "make_prepare_finalize"]
-
-_log = logging.getLogger("uccl_ep_serving")
 
 
 def activate() -> None:
@@ -37,7 +35,7 @@ def activate() -> None:
         owner, name, original = find(target)
         if hooked(target):
             continue
-        replacement = hook(original)
+        replacement = _unless_ours(original, hook)
         setattr(owner, name, replacement)
         _rebind(name, original, replacement)
     owner, name, original = find(execute)
@@ -48,9 +46,7 @@ def activate() -> None:
     original = vars(with_ray).get("execute_model_ray") if with_ray is not None else None
     if original is not None and not hasattr(original, "__wrapped__"):
         with_ray.execute_model_ray = _after_a_look(original)
-    for target in LAYER_TARGETS:
-        if not hooked(target):
-            raise refusal(f"the hook on {target.path} did not take")
+    verify_hooked(LAYER_TARGETS)
 
 
 def _after_a_look(original: Any) -> Any:
@@ -71,39 +67,30 @@ def _rebind(name: str, original: Any, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def _made_by_us(original: Any) -> Any:
+def _unless_ours(original: Any, ours: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """``original``, but ``ours(arguments)`` for layers that dispatch through this backend."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def maybe_make_prepare_finalize(*args: Any, **kwargs: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        parallel = given["moe"].moe_parallel_config
-        if not (asked_for(parallel) and parallel.use_all2all_kernels):
-            return original(*args, **kwargs)
-        return make_prepare_finalize(
-            given["moe"],
-            given["quant_config"],
-            given.get("routing_tables"),
-            given.get("all2all_manager"),
-        )
+        parallel = given["moe"].moe_parallel_config if "moe" in given else given["moe_parallel_config"]
+        if asked_for(parallel) and parallel.use_all2all_kernels:
+            return ours(given)
+        return original(*args, **kwargs)
 
-    return mark(maybe_make_prepare_finalize)
+    return mark(hook)
 
 
-def _rounded_by_us(original: Any) -> Any:
-    signature = inspect.signature(original)
+def _made_by_us(given: Mapping[str, Any]) -> Any:
+    return make_prepare_finalize(
+        given["moe"], given["quant_config"], given.get("routing_tables"), given.get("all2all_manager")
+    )
 
-    @functools.wraps(original)
-    def maybe_roundup_layer_hidden_size(*args: Any, **kwargs: Any) -> int:
-        given = signature.bind(*args, **kwargs).arguments
-        parallel = given["moe_parallel_config"]
-        if not (asked_for(parallel) and parallel.use_all2all_kernels):
-            return int(original(*args, **kwargs))
-        values: int = UNIT // given["act_dtype"].itemsize
-        hidden: int = given["hidden_size"]
-        return -(-hidden // values) * values
 
-    return mark(maybe_roundup_layer_hidden_size)
+def _rounded_by_us(given: Mapping[str, Any]) -> int:
+    values: int = UNIT // given["act_dtype"].itemsize
+    return -(-given["hidden_size"] // values) * values
 
 
 def make_prepare_finalize(

