@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.sysfs_tree import machine
-from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
-from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.nics import examine_nics, examine_transports
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.rails import HcaFilter

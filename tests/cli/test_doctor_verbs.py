@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
-from uccl_ep_serving.cli.findings import Status
+from uccl_ep_serving.cli.doctor.findings import Status
+from uccl_ep_serving.cli.doctor.verbs import examine_with_bindings
 
 
 class Context:

@@ -36,7 +36,7 @@ VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 # modules in which a verbs library may be named; the doctor asks pyverbs for a second opinion
 NICS = ("verbs", "efa", "roce")
 VERBS = {str(path.relative_to(ROOT)) for stem in NICS for path in ROOT.glob(f"proxy/transport/{stem}*.py")}
-VERBS |= {"uccl_ep_serving/cli/doctor_verbs.py"}
+VERBS |= {"uccl_ep_serving/cli/doctor/verbs.py"}
 
 
 class TestLayout:

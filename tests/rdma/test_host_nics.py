@@ -12,8 +12,8 @@ from tests.support.nic_ranks import efa_nics, roce_nics
 from tests.support.provider.provider_library import MemoryNetwork
 from tests.support.provider.provider_srd_library import SrdNetwork
 from tests.support.sysfs_tree import machine
-from uccl_ep_serving.cli.doctor_nics import examine_transports
-from uccl_ep_serving.cli.findings import Status
+from uccl_ep_serving.cli.doctor.findings import Status
+from uccl_ep_serving.cli.doctor.nics import examine_transports
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.topology import Gpu, Nic, Topology

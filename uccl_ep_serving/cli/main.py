@@ -80,7 +80,7 @@ def doctor(
 
     Exit status 0 when the package is usable here, 1 when a problem stands in the way.
     """
-    from uccl_ep_serving.cli import doctor as command
+    from uccl_ep_serving.cli.doctor import report as command
 
     raise typer.Exit(command.run(as_json=as_json))
 

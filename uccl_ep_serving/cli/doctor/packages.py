@@ -8,7 +8,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
 
 __all__ = ["installed", "package", "requirement"]
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
 
 __all__ = ["examine_with_bindings"]
 

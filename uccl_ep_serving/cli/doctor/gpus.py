@@ -9,8 +9,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from uccl_ep_serving.cli.doctor_packages import package
-from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.packages import package
 from uccl_ep_serving.engines.devices import SERVED
 
 __all__ = ["examine_gpus"]

@@ -22,11 +22,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from uccl_ep_serving.cli.doctor_gpus import examine_gpus
-from uccl_ep_serving.cli.doctor_nics import examine_nics, examine_transports
-from uccl_ep_serving.cli.doctor_packages import package, requirement
-from uccl_ep_serving.cli.doctor_verbs import examine_with_bindings
-from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.gpus import examine_gpus
+from uccl_ep_serving.cli.doctor.nics import examine_nics, examine_transports
+from uccl_ep_serving.cli.doctor.packages import package, requirement
+from uccl_ep_serving.cli.doctor.verbs import examine_with_bindings
 from uccl_ep_serving.config import SETTINGS, Settings, cache_wanted, unknown_variables
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.rails import HcaFilter

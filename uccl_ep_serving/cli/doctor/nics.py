@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from uccl_ep_serving.cli.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.rails import HcaFilter, Rails, choose_rails
