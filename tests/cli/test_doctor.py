@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.source_tree import ROOT, run_python
+from uccl_ep_serving.cli.doctor import gpus, limits, report, software, transports
 from uccl_ep_serving.cli.doctor.findings import Finding
 
 
@@ -26,9 +27,9 @@ class TestDoctor:
             timeout=60,
             check=False,
         )
-        report: dict[str, Any] = json.loads(done.stdout)
-        assert done.returncode == (0 if report["usable"] else 1)
-        sections = report["sections"]
+        given: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == (0 if given["usable"] else 1)
+        sections = given["sections"]
         assert list(sections) == [
             "environment",
             "engines",
@@ -57,13 +58,12 @@ class TestDoctor:
         assert "UCCL_EP_CHANNELS" in found["value"]
 
     def test_where_compiled_code_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        from uccl_ep_serving.cli.doctor import report
         from uccl_ep_serving.native.jit import cache_directory
 
         def shown(wanted: str) -> tuple[str, str]:
             monkeypatch.setenv("UCCL_EP_CACHE_DIR", wanted)
-            monkeypatch.setattr(report, "cache_directory", cache_directory.__wrapped__)
-            (found,) = [one for one in report.environment() if one.name == "compiled code"]
+            monkeypatch.setattr(software, "cache_directory", cache_directory.__wrapped__)
+            (found,) = [one for one in software.environment() if one.name == "compiled code"]
             return found.status, found.value
 
         status, value = shown(str(tmp_path))
@@ -73,14 +73,12 @@ class TestDoctor:
         assert "UCCL_EP_CACHE_DIR=/dev/null/nowhere cannot be written" in value
 
     def test_a_misspelt_setting_is_named_with_the_nearest_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from uccl_ep_serving.cli.doctor import report
 
         monkeypatch.setenv("UCCL_EP_PROXYS", "2")
         (found,) = [found for found in report.settings() if found.name == "UCCL_EP_PROXYS"]
         assert found.next_step == "did you mean UCCL_EP_PROXIES?"
 
     def test_a_misspelt_setting_is_named_beside_a_wrong_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from uccl_ep_serving.cli.doctor import report
 
         monkeypatch.setenv("UCCL_EP_CHANNELS", "99")
         monkeypatch.setenv("UCCL_EP_PROXYS", "2")
@@ -90,7 +88,6 @@ class TestDoctor:
         ]
 
     def test_a_value_from_nccls_variable_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from uccl_ep_serving.cli.doctor import report
 
         def shown() -> str:
             return next(found.value for found in report.settings() if found.name == "UCCL_EP_NIC_GID_INDEX")
@@ -104,20 +101,17 @@ class TestDoctor:
     def test_a_malformed_list_of_nics_is_named_where_a_buffer_would_refuse_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from uccl_ep_serving.cli.doctor import report
 
         monkeypatch.setenv("NCCL_IB_HCA", "^")
-        (found,) = [one for one in report.transports() if "NCCL_IB_HCA" in one.value]
+        (found,) = [one for one in transports.transports() if "NCCL_IB_HCA" in one.value]
         assert found.status == "problem"
         monkeypatch.setenv("UCCL_EP_TRANSPORT", "tcp")
-        findings = list(report.transports())
+        findings = list(transports.transports())
         assert [one.status for one in findings if "NCCL_IB_HCA" in one.value] == ["note"]
         assert [one.value for one in findings if one.name == "peer"]
 
     def test_a_gpu_that_engines_are_refused_on_is_not_called_ok(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
-
-        from uccl_ep_serving.cli.doctor import gpus, report
 
         class Device:
             name, total_memory, major, minor, gcnArchName = "H100", 80 << 30, 9, 0, "gfx942"
@@ -125,13 +119,13 @@ class TestDoctor:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device)
-        found = next(report.gpus())
+        found = next(gpus.gpus())
         assert (found.name, found.status) == ("cuda:0", "note")
         assert found.value.startswith("H100, 80 GiB, ")
         assert "refused at launch" in found.value
         assert "cpu ranks" in found.next_step
         monkeypatch.setattr(gpus, "SERVED", ("cpu", "cuda"))
-        assert next(report.gpus()).status == "ok"
+        assert next(gpus.gpus()).status == "ok"
 
 
 class TestGpus:
@@ -142,9 +136,6 @@ class TestGpus:
         """shown(packages, tools, **environment) -> findings by name, on a machine that has just those."""
         import torch
 
-        from uccl_ep_serving.cli.doctor import gpus, report
-        from uccl_ep_serving.cli.doctor import packages as metadata
-
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -153,15 +144,14 @@ class TestGpus:
             monkeypatch.delenv("UCCL_EP_DEVICE", raising=False)
             for name, value in environment.items():
                 monkeypatch.setenv(name, value)
-            monkeypatch.setattr(metadata, "installed", packages.get)
+            monkeypatch.setattr(software, "installed", packages.get)
             monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}" if name in tools else None)
-            return {found.name: found for found in report.gpus()}
+            return {found.name: found for found in gpus.gpus()}
 
         return show
 
     @pytest.fixture
     def headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-        from uccl_ep_serving.cli.doctor import gpus
 
         monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
         header = tmp_path / "Python.h"
@@ -215,32 +205,28 @@ class TestGpus:
     ) -> None:
         import torch
 
-        from uccl_ep_serving.cli.doctor import report
-
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        (found,) = report.gpus()
+        (found,) = gpus.gpus()
         assert words in found.value
         assert found.status == "note"
 
 
 class TestOpenFiles:
     def test_a_rank_needs_what_its_group_takes(self) -> None:
-        from uccl_ep_serving.cli.doctor.report import files_of_a_rank
         from uccl_ep_serving.config import Settings
 
         settings = Settings(proxies=2, channels=2, tcp_connections=4)
-        assert files_of_a_rank(2, settings) == 1 + 8 + 4 + 8
+        assert limits.files_of_a_rank(2, settings) == 1 + 8 + 4 + 8
         # each further rank: its control connection and its data connections
-        assert files_of_a_rank(32, settings) - files_of_a_rank(31, settings) == 9
+        assert limits.files_of_a_rank(32, settings) - limits.files_of_a_rank(31, settings) == 9
 
     def test_a_low_limit_is_told_in_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from uccl_ep_serving.cli.doctor import report
 
         for limit, status in ((1 << 20, "ok"), (300, "note"), (200, "problem")):
-            monkeypatch.setattr(report.resource, "getrlimit", lambda which, limit=limit: (limit, 1 << 20))
-            (finding,) = [one for one in report.limits() if one.name == "nofile"]
+            monkeypatch.setattr(limits.resource, "getrlimit", lambda which, limit=limit: (limit, 1 << 20))
+            (finding,) = [one for one in limits.limits() if one.name == "nofile"]
             assert finding.status == status
             assert f"{limit}: enough for groups of" in finding.value
             assert ("ulimit -n" in finding.next_step) == (status != "ok")
@@ -260,25 +246,23 @@ class TestTcp:
     def test_addresses_of_both_families_count(
         self, monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], words: str
     ) -> None:
-        from uccl_ep_serving.cli.doctor import report
 
         def entry(text: str) -> SimpleNamespace:
             return SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)
 
         given = {name: [entry(text) for text in texts] for name, texts in addresses.items()}
-        monkeypatch.setattr(report.psutil, "net_if_addrs", lambda: given)
+        monkeypatch.setattr(transports.psutil, "net_if_addrs", lambda: given)
         up = {name: SimpleNamespace(isup=name != "down") for name in given}
-        monkeypatch.setattr(report.psutil, "net_if_stats", lambda: up)
-        (found,) = [one for one in report.transports() if one.name == "tcp"]
+        monkeypatch.setattr(transports.psutil, "net_if_stats", lambda: up)
+        (found,) = [one for one in transports.transports() if one.name == "tcp"]
         assert found.value == words
 
 
 class TestLockedMemory:
     def test_a_low_limit_is_raised_in_the_units_of_the_shell(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """``ulimit -l`` counts KiB: 1 GiB is 1048576 of them."""
-        from uccl_ep_serving.cli.doctor import report
 
-        monkeypatch.setattr(report.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-        (finding,) = [one for one in report.limits() if one.name == "memlock"]
+        monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+        (finding,) = [one for one in limits.limits() if one.name == "memlock"]
         assert finding.value == "8 MiB: below 1 GiB"
         assert finding.next_step.startswith("ulimit -l 1048576,")

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.sysfs_tree import machine
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
-from uccl_ep_serving.cli.doctor.nics import examine_nics, examine_transports
+from uccl_ep_serving.cli.doctor.nics import examine_nics
+from uccl_ep_serving.cli.doctor.transports import examine_nic_transports
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.rails import HcaFilter
@@ -74,10 +75,10 @@ def test_which_variable_is_in_force(environment: dict[str, str], text: str, vari
 def test_transports_over_nics(tmp_path: Path) -> None:
     """Demanded and absent is a problem; otherwise there is always tcp."""
     nics = HostNics(Settings(), topology=machine("laptop", tmp_path), libraries={})
-    found = {one.name: one for one in examine_transports(nics, Settings())}
+    found = {one.name: one for one in examine_nic_transports(nics, Settings())}
     assert {one.status for one in found.values()} == {Status.NOTE}
     assert found["efa"].value == "unusable: no device with the efa driver"
     assert found["roce"].value.startswith("unusable: rxe0: a software device")
-    demanded = {one.name: one for one in examine_transports(nics, Settings(transport="efa"))}
+    demanded = {one.name: one for one in examine_nic_transports(nics, Settings(transport="efa"))}
     assert demanded["efa"].status is Status.PROBLEM
     assert demanded["efa"].next_step

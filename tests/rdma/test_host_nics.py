@@ -13,7 +13,7 @@ from tests.support.provider.provider_library import MemoryNetwork
 from tests.support.provider.provider_srd_library import SrdNetwork
 from tests.support.sysfs_tree import machine
 from uccl_ep_serving.cli.doctor.findings import Status
-from uccl_ep_serving.cli.doctor.nics import examine_transports
+from uccl_ep_serving.cli.doctor.transports import examine_nic_transports
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.topology import Gpu, Nic, Topology
@@ -72,7 +72,7 @@ def test_a_rank_goes_on_with_the_nics_that_work(caplog: pytest.LogCaptureFixture
     assert reasons["mem0r1"] == (True, "rail 0")
     assert not reasons["mem0r0"][0]
     assert "port 1 is not active" in reasons["mem0r0"][1]
-    (found,) = [one for one in examine_transports(nics, Settings()) if one.name == "roce"]
+    (found,) = [one for one in examine_nic_transports(nics, Settings()) if one.name == "roce"]
     assert found.status is Status.NOTE
     assert "usable over mem0r1 (Ethernet)" in found.value
     assert "Left out: mem0r0: port 1 is not active" in found.value

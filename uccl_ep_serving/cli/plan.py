@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +17,9 @@ from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 
-__all__ = ["ELEMENTS", "plan", "run"]
+__all__ = ["ELEMENTS", "app", "plan"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 #: Bytes of a value in the tensors that low latency is given; FP8 is made of any of them and takes no more.
 ELEMENTS = {"bf16": 2, "fp16": 2, "f32": 4}
@@ -90,24 +93,37 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
     }
 
 
-def run(
-    ranks: int,
-    tokens: int,
-    hidden: int,
-    experts: int,
-    topk: int,
-    dtype: str,
-    batch: int,
-    node_ranks: int,
-    as_json: bool,
+@app.command()
+def command(
+    ranks: Annotated[int, typer.Option(help="EP ranks.")],
+    experts: Annotated[int, typer.Option(help="Experts, a multiple of the ranks.")],
+    hidden: Annotated[int, typer.Option(help="Values per token.")] = 7168,
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Most tokens of a low-latency dispatch; 0: normal mode only.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or f32: of the tensors given.")] = "bf16",
+    batch: Annotated[int, typer.Option(min=1, help="Tokens of a rank in a normal-mode dispatch.")] = 4096,
+    node_ranks: Annotated[int, typer.Option(min=0, help="Ranks of a host; 0: all.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Print :func:`plan`. Raises ConfigError."""
-    found = plan(ranks, tokens, hidden, experts, topk, dtype, batch, node_ranks)
+    """Say what window each rank would need for given shapes, the most that a low-latency operation sends, and how many
+    programs (SMs) a normal-mode operation takes on a GPU.
+
+    The settings are those of the environment (UCCL_EP_*). Nothing is allocated.
+    """
+    try:
+        found = plan(ranks, tokens, hidden, experts, topk, dtype, batch, node_ranks)
+    except ConfigError as error:
+        typer.echo(f"plan: {error}", err=True)
+        raise typer.Exit(2) from None
     if as_json:
         print(json.dumps(found, indent=1))
         return
     shapes = f"{tokens} x {hidden} {dtype}, top-{topk} of {experts} experts" if tokens else "normal mode only"
-    shown = Table("region", "MiB", "holds", title=f"window of each of {ranks} ranks: {shapes}", title_justify="left")
+    _print(found, f"window of each of {ranks} ranks: {shapes}")
+
+
+def _print(found: dict[str, Any], title: str) -> None:
+    shown = Table("region", "MiB", "holds", title=title, title_justify="left")
     shown.columns[1].justify = "right"
     for one in found["regions"]:
         shown.add_row(one["name"], f"{one['bytes'] / 2**20:,.2f}", Text(one["meaning"]))

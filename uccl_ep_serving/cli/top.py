@@ -10,8 +10,9 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -19,7 +20,9 @@ from rich.table import Table
 from uccl_ep_serving.proxy.transport.select import DIRECT
 from uccl_ep_serving.stats import query, serving_processes
 
-__all__ = ["read_all", "run", "table"]
+__all__ = ["app", "read_all", "run", "table"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Counters = Mapping[str, Any]
 #: Which Buffer: its process, and how many that had opened before it and are open still.
@@ -105,6 +108,17 @@ def table(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: 
         )
     result.caption, result.caption_justify = (_CAPTION if now else _NOTHING), "left"
     return result
+
+
+@app.command()
+def command(
+    pid: Annotated[list[int] | None, typer.Option(help="Only of this process; may be given several times.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counters once, as they are.")] = False,
+) -> None:
+    """Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations."""
+    raise typer.Exit(run(pid or [], interval, once, as_json))
 
 
 def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:

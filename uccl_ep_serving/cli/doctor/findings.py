@@ -1,11 +1,14 @@
-"""What an examination of the machine finds: the vocabulary of ``uccl-ep doctor``."""
+"""What the doctor's checks yield, and what several of them ask."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Finding", "Status"]
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
+
+__all__ = ["Finding", "Status", "settings_or_defaults", "size"]
 
 
 class Status(StrEnum):
@@ -31,3 +34,20 @@ class Finding:
     value: str
     status: Status = Status.OK
     next_step: str = ""
+
+
+def settings_or_defaults() -> Settings:
+    """The settings in force; the defaults where the environment is wrong, which the section "settings" reports."""
+    try:
+        return Settings.from_environment()
+    except ConfigError:
+        return Settings()
+
+
+def size(count: float) -> str:
+    """``count`` bytes, in words."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

@@ -1,4 +1,4 @@
-"""GPUs for ``uccl-ep doctor``: the devices that torch can use, and what the kernels for them need on this machine."""
+"""GPUs that torch can use, and what the kernels for them need on this machine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from uccl_ep_serving.cli.doctor.findings import Finding, Status
-from uccl_ep_serving.cli.doctor.packages import package
+from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
+from uccl_ep_serving.cli.doctor.software import package
 from uccl_ep_serving.engines.devices import SERVED
 
-__all__ = ["examine_gpus"]
+__all__ = ["gpus"]
 
 #: Under which names Triton comes with the builds of torch for other devices.
 _TRITON = ("pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 _ON_CPU = ", or UCCL_EP_DEVICE=cpu for ranks without a GPU"
 
 
-def examine_gpus(device: str) -> Iterator[Finding]:
+def gpus() -> Iterator[Finding]:
     """One finding per GPU, then one for each thing without which the first dispatch of its tensors would fail.
 
-    Args:
-        device: ``UCCL_EP_DEVICE``; ``cpu``: what GPUs need is worth a note only.
+    With ``UCCL_EP_DEVICE=cpu`` what GPUs need is worth a note only.
     """
     if importlib.util.find_spec("torch") is None:
         return
@@ -48,12 +47,13 @@ def examine_gpus(device: str) -> Iterator[Finding]:
         step = "make test-gpu, then UCCL_EP_DEVICE=cuda to serve with them all the same; or serve on cpu ranks"
         value += ": engines are refused at launch: the kernels have not run on a GPU yet"
         yield Finding(f"cuda:{index}", value, Status.NOTE, step)
-    yield package("triton", required=device != "cpu", also=_TRITON, instead=_ON_CPU)
+    needed = settings_or_defaults().device != "cpu"
+    yield package("triton", required=needed, also=_TRITON, instead=_ON_CPU)
     if torch.version.hip is None:  # ROCm's library of the same purpose comes with torch
         # a later one needs a later driver than torch does
         pick = f"=={(torch.version.cuda or '').partition('.')[0]}.*"
-        yield package("cuda-bindings", required=device != "cpu", pick=pick, instead=_ON_CPU)
-    yield _compiler(Status.NOTE if device == "cpu" else Status.PROBLEM)
+        yield package("cuda-bindings", required=needed, pick=pick, instead=_ON_CPU)
+    yield _compiler(Status.PROBLEM if needed else Status.NOTE)
 
 
 def _compiler(lacking: Status) -> Finding:

@@ -1,20 +1,28 @@
-"""NICs for ``uccl-ep doctor``: each device with what it is and who uses it, the NICs of each GPU, what they offer."""
+"""RDMA devices: what each is, which GPU uses it or why none does, and the NICs of each GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.verbs import examine_with_bindings
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.rails import HcaFilter, Rails, choose_rails
 from uccl_ep_serving.data_plane.topology import Nic, Topology
-from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.proxy.transport.select import NIC_TRANSPORTS
 
-__all__ = ["examine_nics", "examine_transports"]
+__all__ = ["examine_nics", "nics"]
 
-_ABSENT = {EFA: "no device with the efa driver", ROCE: "no RDMA device other than EFA"}
-_INSTALL = "install the NIC and its driver, where this transport is wanted"
+
+def nics() -> Iterator[Finding]:
+    """RDMA devices, as this package sees them, then as the library's own bindings do."""
+    try:
+        wanted = HcaFilter.of(Settings.from_environment())
+    except ConfigError:
+        wanted = HcaFilter()  # all; what is wrong is reported under settings or transports
+    yield from examine_nics(Topology.read(), wanted)
+    yield from examine_with_bindings()
 
 
 def examine_nics(topology: Topology, wanted: HcaFilter) -> Iterator[Finding]:
@@ -28,9 +36,9 @@ def examine_nics(topology: Topology, wanted: HcaFilter) -> Iterator[Finding]:
         return
     choices = {
         (transport, gpu.address): choose_rails(topology, transport, gpu=gpu.address, wanted=wanted)
-        for transport in ("efa", "roce")
+        for transport in NIC_TRANSPORTS
         for gpu in topology.gpus
-    } or {(transport, ""): choose_rails(topology, transport, wanted=wanted) for transport in ("efa", "roce")}
+    } or {(transport, ""): choose_rails(topology, transport, wanted=wanted) for transport in NIC_TRANSPORTS}
     for nic in topology.nics:
         yield _examine_nic(nic, [rails for rails in choices.values() if rails.transport == nic.transport])
     for (transport, gpu), rails in choices.items():
@@ -70,28 +78,3 @@ def _examine_rails(topology: Topology, address: str, rails: Rails) -> Finding:
     cores = topology.near_cpus(rails.nics[0])
     where = f", proxies on {len(cores)} cores of NUMA {rails.nics[0].numa}" if cores else ""
     return Finding(name, f"{rails.transport}: {names}: {speed:g} Gb/s{near}{where}")
-
-
-def examine_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
-    """Each transport over NICs: over which ones it is usable here, or why not and what to do.
-
-    A transport that cannot be used is a problem only where ``settings`` demand it: there is always ``tcp``.
-    """
-    for transport in NIC_TRANSPORTS:
-        offer = nics.offers[transport]
-        if offer.nics:
-            words = f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}"
-            if offer.broken:
-                left_out = f"{words}. Left out: {'; '.join(offer.broken)}"
-                yield Finding(transport, left_out, Status.NOTE, "correct what is wrong with the NICs that are left out")
-            else:
-                yield Finding(transport, words)
-            continue
-        demanded = settings.transport == transport
-        status = Status.PROBLEM if demanded else Status.NOTE
-        if offer.present:
-            step = "see the devices under nics; correct what is named, or UCCL_EP_TRANSPORT=tcp"
-            yield Finding(transport, f"unusable: {offer.reason}", status, step)
-        else:
-            step = "unset UCCL_EP_TRANSPORT, or install the NIC and its driver" if demanded else _INSTALL
-            yield Finding(transport, f"unusable: {_ABSENT[transport]}", status, step)

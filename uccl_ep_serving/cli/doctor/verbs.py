@@ -1,4 +1,4 @@
-"""What pyverbs says of the NICs, for ``uccl-ep doctor``: a second opinion from the library's own Python bindings.
+"""What pyverbs says of the NICs: a second opinion from the library's own Python bindings.
 
 pyverbs is optional, must match the installed rdma-core, and sets up logging when it is imported: it is imported only
 here, when asked, and what it did to the root logger is undone.

@@ -90,7 +90,8 @@ def _made_by_us(given: Mapping[str, Any]) -> Any:
 
 def _rounded_by_us(given: Mapping[str, Any]) -> int:
     values: int = UNIT // given["act_dtype"].itemsize
-    return -(-given["hidden_size"] // values) * values
+    hidden: int = given["hidden_size"]
+    return -(-hidden // values) * values
 
 
 def make_prepare_finalize(

@@ -1,0 +1,117 @@
+"""Interpreter, packages and engines: what is installed, held against the ranges in this package's own metadata."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from uccl_ep_serving.cli.doctor.findings import Finding, Status, size
+from uccl_ep_serving.config import cache_wanted
+from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
+from uccl_ep_serving.native.jit import cache_directory
+
+__all__ = ["engines", "environment", "package"]
+
+
+def installed(distribution: str) -> str | None:
+    """Version of ``distribution``, None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirement(distribution: str) -> Requirement | None:
+    """What this package's own metadata asks of ``distribution``, in its dependencies or an extra."""
+    for text in metadata.requires("uccl_ep_serving") or []:
+        found = Requirement(text)
+        if found.name == distribution:
+            return found
+    return None
+
+
+def package(name: str, *, required: bool, also: Sequence[str] = (), pick: str = "", instead: str = "") -> Finding:
+    """Installed version of ``name`` against the range in this package's metadata.
+
+    Args:
+        required: nothing works without it.
+        also: other names under which the same package is distributed.
+        pick: versions of that range that suit this machine, where not all do.
+        instead: what else could be done where it is missing.
+    """
+    asked = requirement(name)
+    wanted = str(asked.specifier) if asked is not None else ""
+    supported = f" (supported: {wanted})" if wanted else ""
+    version = next((found for one in (name, *also) if (found := installed(one))), None)
+    status = Status.PROBLEM if required else Status.NOTE
+    step = f'pip install "{name}{pick or wanted}"{instead}'
+    if version is None:
+        return Finding(name, f"not installed{supported}", status, step)
+    # builds such as 2.13.0+cpu and pre-releases count as what they are built from
+    fits = asked is None or asked.specifier.contains(Version(version).public, prereleases=True)
+    if fits:
+        return Finding(name, f"{version}{supported}")
+    return Finding(name, f"{version}: outside the supported range {wanted}", status, step)
+
+
+def environment() -> Iterator[Finding]:
+    """Interpreter, libraries and machine."""
+    yield Finding("uccl_ep_serving", metadata.version("uccl_ep_serving"))
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    for name in ("torch", "numba", "numpy"):
+        yield package(name, required=True)
+    machine = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if sys.platform == "linux":
+        yield Finding("platform", machine)
+    else:
+        step = "run on Linux: the proxies use memfd and Linux sockets"
+        yield Finding("platform", machine, Status.PROBLEM, step)
+    cores = psutil.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
+    yield Finding("cores", f"{usable} usable of {cores}")
+    yield Finding("memory", f"{size(psutil.virtual_memory().available)} available")
+    yield _compiled_code()
+
+
+def _compiled_code() -> Finding:
+    """Where compiled code is kept, and whether that is where the user wants it."""
+    directory, wanted = cache_directory(), cache_wanted()
+    if not wanted or directory.is_relative_to(wanted):
+        return Finding("compiled code", str(directory))
+    value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} cannot be written"
+    return Finding("compiled code", value, Status.NOTE, "make the directory writable for this user, or unset it")
+
+
+def _engine(name: str, engine: Engine) -> Finding:
+    """An engine and how well its version is known."""
+    version = engine.installed()
+    if version is None:
+        return package(name, required=False)
+    standing, reason = engine.look_up(version)
+    value = f"{version}: {standing.value}, {reason}"
+    if standing is Standing.SUPPORTED:
+        return Finding(name, value)
+    return Finding(name, value, Status.NOTE, f"pip install {requirement(name)}".partition(";")[0])
+
+
+def _plugin(name: str, engine: Engine, group: str) -> Finding:
+    """Whether the engine will find the plugin."""
+    points = metadata.entry_points(group=group, name="uccl_ep")
+    if points:
+        return Finding(f"{name} plugin", ", ".join(f"entry point {point.value}" for point in points))
+    step = "install the package with pip, so that its entry points are registered"
+    return Finding(f"{name} plugin", f"no entry point: {engine.title} will not know uccl_ep", Status.PROBLEM, step)
+
+
+def engines() -> Iterator[Finding]:
+    """Serving engines, how well their versions are known, and whether they will find the plugin."""
+    for name, engine, group in (("sglang", SGLANG, "sglang.srt.plugins"), ("vllm", VLLM, "vllm.general_plugins")):
+        yield _engine(name, engine)
+        yield _plugin(name, engine, group)

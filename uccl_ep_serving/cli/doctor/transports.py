@@ -1,0 +1,106 @@
+"""The transports: whether each is usable here and why not, then the way to each kind of peer."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.nics import HostNics
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE, Offers, preview
+
+__all__ = ["examine_nic_transports", "transports"]
+
+_ABSENT = {EFA: "no device with the efa driver", ROCE: "no RDMA device other than EFA"}
+_INSTALL = "install the NIC and its driver, where this transport is wanted"
+
+
+def transports() -> Iterator[Finding]:
+    """Each transport with the reason it is or is not usable, then the way to each kind of peer."""
+    yield _shm()
+    yield _tcp()
+    try:
+        in_force = Settings.from_environment()
+    except ConfigError:
+        return  # reported under settings
+    offers: Offers = {}
+    try:
+        nics = HostNics(in_force)
+    except ConfigError as error:
+        if in_force.transport in ("auto", *NIC_TRANSPORTS):  # a Buffer would raise the same
+            yield Finding("nics", str(error), Status.PROBLEM, "correct or unset the variable")
+            return
+        yield Finding("nics", f"not looked at: {error}", Status.NOTE, "correct or unset the variable")
+    else:
+        offers = nics.offers
+        yield from examine_nic_transports(nics, in_force)
+    for situation, answer in preview(in_force, offers):
+        yield Finding("peer", f"{situation}: {answer}")
+
+
+def _shm() -> Finding:
+    try:
+        descriptor = os.memfd_create("uccl_ep_doctor", os.MFD_CLOEXEC)
+    except OSError as error:
+        step = "allow memfd_create in the container's seccomp profile"
+        return Finding("shm", f"unusable: memfd_create: {error.strerror}", Status.PROBLEM, step)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as page:
+            page[0] = 1
+    except OSError as error:
+        step = "raise the memory limit of the container"
+        return Finding("shm", f"unusable: mapping shared memory: {error.strerror}", Status.PROBLEM, step)
+    finally:
+        os.close(descriptor)
+    return Finding("shm", "usable between ranks of this host")
+
+
+def _tcp() -> Finding:
+    """Addresses that peers could connect to: of both families, as ranks listen (``bootstrap.local_host``)."""
+    up = psutil.net_if_stats()
+    addresses = [
+        f"{name} {address.address}"
+        for name, found in sorted(psutil.net_if_addrs().items())
+        for address in found
+        if address.family in (socket.AF_INET, socket.AF_INET6) and name in up and up[name].isup
+        # with a zone: link-local, which ranks do not take
+        if "%" not in address.address
+    ]
+    if not addresses:
+        step = "bring an interface up: ip link set lo up"
+        return Finding("tcp", "unusable: no interface is up with an IP address", Status.NOTE, step)
+    if all(address.startswith("lo ") for address in addresses):
+        return Finding("tcp", f"usable on this host only ({', '.join(addresses)})")
+    return Finding("tcp", f"usable over {', '.join(addresses)}")
+
+
+def examine_nic_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
+    """Each transport over NICs: over which ones it is usable here, or why not and what to do.
+
+    A transport that cannot be used is a problem only where ``settings`` demand it: there is always ``tcp``.
+    """
+    for transport in NIC_TRANSPORTS:
+        offer = nics.offers[transport]
+        if offer.nics:
+            words = f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}"
+            if offer.broken:
+                left_out = f"{words}. Left out: {'; '.join(offer.broken)}"
+                yield Finding(transport, left_out, Status.NOTE, "correct what is wrong with the NICs that are left out")
+            else:
+                yield Finding(transport, words)
+            continue
+        demanded = settings.transport == transport
+        status = Status.PROBLEM if demanded else Status.NOTE
+        if offer.present:
+            step = "see the devices under nics; correct what is named, or UCCL_EP_TRANSPORT=tcp"
+            yield Finding(transport, f"unusable: {offer.reason}", status, step)
+        else:
+            step = "unset UCCL_EP_TRANSPORT, or install the NIC and its driver" if demanded else _INSTALL
+            yield Finding(transport, f"unusable: {_ABSENT[transport]}", status, step)
