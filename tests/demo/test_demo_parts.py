@@ -16,7 +16,7 @@ from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.demo.client import Answer, compare
 from uccl_ep_serving.demo.report import reduced_rows, traffic_tables
 from uccl_ep_serving.demo.run import Run, check_equal, check_traffic
-from uccl_ep_serving.demo.server import Launch
+from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
 
@@ -139,13 +139,13 @@ def test_reduced_rows_are_summed_over_ranks() -> None:
 @pytest.mark.parametrize(
     ("launch", "present", "absent"),
     [
-        (Launch("none"), "--ep-size 2", "--deepep-mode"),
-        (Launch("none", dp_attention=True), "--boundary-reduction ar", "--deepep-mode"),
-        (Launch("uccl_ep", deepep_mode="normal"), "--deepep-mode normal", "--ep-size"),
-        (Launch("uccl_ep", dp_attention=True), "--attn-dp-size 2", "--boundary-reduction"),
+        (SglangLaunch("none"), "--ep-size 2", "--deepep-mode"),
+        (SglangLaunch("none", dp_attention=True), "--boundary-reduction ar", "--deepep-mode"),
+        (SglangLaunch("uccl_ep", deepep_mode="normal"), "--deepep-mode normal", "--ep-size"),
+        (SglangLaunch("uccl_ep", dp_attention=True), "--attn-dp-size 2", "--boundary-reduction"),
     ],
 )
-def test_command_line(launch: Launch, present: str, absent: str) -> None:
+def test_command_line(launch: SglangLaunch, present: str, absent: str) -> None:
     command = " ".join(launch.command(Path("/model"), 1234))
     assert "sglang.launch_server --model-path /model" in command
     assert f"--moe-a2a-backend {launch.backend}" in command

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from uccl_ep_serving.demo import supervisor
-from uccl_ep_serving.demo.server import DemoServer, Launch, ServerFailed, without_interrupts
+from uccl_ep_serving.demo.server import DemoServer, ServerFailed, without_interrupts
+from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 
 # stands for SGLang: a worker of its own session (a process-group kill would miss it), a segment, no exit handler
 SERVER = """
@@ -170,7 +171,7 @@ def test_detached_server_survives_the_demo_and_ends_on_sigterm(scene: Scene, gua
 
 
 @dataclass(frozen=True)
-class _Sleeper(Launch):
+class _Sleeper(SglangLaunch):
     """Something that runs in the server's place."""
 
     def command(self, model: Path, port: int) -> list[str]:
@@ -195,9 +196,10 @@ def test_interrupted_while_the_guardian_starts(tmp_path: Path) -> None:
 KEEP = """
 import sys
 from pathlib import Path
-from uccl_ep_serving.demo.server import DemoServer, Launch
+from uccl_ep_serving.demo.server import DemoServer
+from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 
-class Sleeper(Launch):
+class Sleeper(SglangLaunch):
     def command(self, model, port):
         return [sys.executable, "-c", "import time; time.sleep(600)"]
 

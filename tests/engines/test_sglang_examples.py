@@ -16,7 +16,8 @@ import pytest
 from tests.engines.launch_lines import readme_lines, typed
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Client
-from uccl_ep_serving.demo.server import DemoServer, Launch, free_port
+from uccl_ep_serving.demo.server import DemoServer, free_port
+from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 
 pytestmark = pytest.mark.engine
 
@@ -101,7 +102,7 @@ def test_unknown_role_is_refused(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Node(Launch):
+class _Node(SglangLaunch):
     """One node of ``several_nodes.sh``, with the options that its README gives for machines without a GPU."""
 
     def command(self, model: Path, port: int) -> list[str]:

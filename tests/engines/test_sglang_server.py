@@ -34,7 +34,8 @@ from uccl_ep_serving import stats as live
 from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client, compare
 from uccl_ep_serving.demo.report import reduced_rows
-from uccl_ep_serving.demo.server import DemoServer, Launch, ServerFailed
+from uccl_ep_serving.demo.server import DemoServer, ServerFailed
+from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 from uccl_ep_serving.protocol.message import HEADER_BYTES, meta_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -52,7 +53,7 @@ PROMPTS = (
     "Combine adds what dispatch took apart.",
 )
 
-OURS = Launch("uccl_ep", environment=PROXIED)
+OURS = SglangLaunch("uccl_ep", environment=PROXIED)
 NARROW = {"SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(WINDOW)}
 CONFIG = (
     '{"normal_dispatch": {"num_sms": 8, "num_max_nvl_chunked_send_tokens": 4, "num_max_nvl_chunked_recv_tokens": 64, '
@@ -62,7 +63,7 @@ CONFIG = (
 )
 
 
-Serve = Callable[[Launch], Served]
+Serve = Callable[[SglangLaunch], Served]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def serve(directory: Path) -> Iterator[Serve]:
     def ask(server: DemoServer) -> list[Answer]:
         return Client(server.url).complete_all(PROMPTS, TOKENS, at_once=3)
 
-    def run(launch: Launch) -> Served:
+    def run(launch: SglangLaunch) -> Served:
         key = repr(launch)
         if key not in done:
             done[key] = serve_once(launch, directory, f"server{len(done)}", ask, START_SECONDS)
@@ -90,9 +91,9 @@ def serve(directory: Path) -> Iterator[Serve]:
         yield run
 
 
-def reference(launch: Launch) -> Launch:
+def reference(launch: SglangLaunch) -> SglangLaunch:
     """The same server without us."""
-    return Launch("none", dp_attention=launch.dp_attention)
+    return SglangLaunch("none", dp_attention=launch.dp_attention)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def reference(launch: Launch) -> Launch:
         ),
     ],
 )
-def test_answers_equal_those_without_us(serve: Serve, launch: Launch, expected_operations: set[str]) -> None:
+def test_answers_equal_those_without_us(serve: Serve, launch: SglangLaunch, expected_operations: set[str]) -> None:
     expected = serve(reference(launch))
     got = serve(launch)
     assert_equal(expected.answers, got.answers)
@@ -151,7 +152,7 @@ def test_answers_equal_those_without_us(serve: Serve, launch: Launch, expected_o
     assert sent == returned
 
 
-def window_of(launch: Launch) -> str:
+def window_of(launch: SglangLaunch) -> str:
     """Low-latency tokens a rank: what the launch says, else SGLang's default."""
     return launch.environment.get(*NARROW, "128")
 
@@ -209,7 +210,7 @@ def test_normal_rows_are_what_the_routing_implies(
 
 def test_losing_remote_rows_changes_the_answers(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: these answers do depend on what comes from the other rank."""
-    expected = serve(Launch("none"))
+    expected = serve(SglangLaunch("none"))
     for name, value in engine_probe.install(tmp_path, "drop").items():
         monkeypatch.setenv(name, value)
     got = serve(replace(OURS, environment={**OURS.environment, "PROBE": "drop"}))
@@ -217,7 +218,7 @@ def test_losing_remote_rows_changes_the_answers(serve: Serve, tmp_path: Path, mo
 
 
 def test_fp8_dispatch_stays_close(serve: Serve) -> None:
-    difference = compare(serve(Launch("none")).answers, serve(replace(OURS, dispatch_dtype="fp8")).answers)
+    difference = compare(serve(SglangLaunch("none")).answers, serve(replace(OURS, dispatch_dtype="fp8")).answers)
     assert 1e-4 < difference.mean < 0.4
 
 
@@ -303,12 +304,12 @@ def test_offline_engine(directory: Path, serve: Serve) -> None:
             assert time.monotonic() < deadline, server.tail(60)
             time.sleep(0.5)
     line = next(line for line in log.splitlines() if line.startswith("ANSWERS"))
-    texts = [answer.text for answer in serve(Launch("none")).answers]
+    texts = [answer.text for answer in serve(SglangLaunch("none")).answers]
     assert json.loads(line.removeprefix("ANSWERS ")) == texts
 
 
 @dataclass(frozen=True)
-class _Script(Launch):
+class _Script(SglangLaunch):
     """A script of ours in the place of the server's command line."""
 
     script: Path = Path(os.devnull)

@@ -18,14 +18,15 @@ from tests.support.namespaces import run as shell
 from tests.support.namespaces import two_namespaces
 from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client
-from uccl_ep_serving.demo.server import DemoServer, Launch, free_port
+from uccl_ep_serving.demo.server import DemoServer, free_port
+from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_SECONDS = 400.0
 TOKENS = 16
 PROMPTS = ("The router chose", "a", "several windows of tokens, one after another, " * 10, "0123456789")
-OURS = Launch("uccl_ep", environment=PROXIED)
+OURS = SglangLaunch("uccl_ep", environment=PROXIED)
 BOTH_MODES = {"ll_dispatch", "ll_combine", "normal_dispatch", "normal_combine"}
 #: Rows, top-k and experts of DeepSeek-V3 (experts of four GPUs' worth), one MoE layer; the rest stays small.
 REAL_ROW = TinyDeepSeek(
@@ -50,7 +51,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     def ask(server: DemoServer) -> list[Answer]:
         return Client(server.url).complete_all(PROMPTS, TOKENS, at_once=2)
 
-    def served(launch: Launch, model: TinyDeepSeek | None = None) -> Served:
+    def served(launch: SglangLaunch, model: TinyDeepSeek | None = None) -> Served:
         key = f"{launch} {model}"
         if key not in done:
             place = directory / str(len(done))
@@ -65,14 +66,14 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 @pytest.mark.parametrize("dp_attention", [False, True], ids=["tp", "dp-attention"])
 def test_four_ranks(serve: Serve, dp_attention: bool) -> None:
     got = serve(replace(OURS, ranks=4, dp_attention=dp_attention))
-    assert_equal(serve(Launch("none")).answers, got.answers)
+    assert_equal(serve(SglangLaunch("none")).answers, got.answers)
     assert_moved(got.traffic, 4, "shm", BOTH_MODES)
 
 
 def test_rows_of_deepseek_v3(serve: Serve) -> None:
     """Hidden 7168, top-8 of 64 experts, one MoE layer."""
     got = serve(replace(OURS, ranks=2), REAL_ROW)
-    assert_equal(serve(Launch("none"), REAL_ROW).answers, got.answers)
+    assert_equal(serve(SglangLaunch("none"), REAL_ROW).answers, got.answers)
     assert_moved(got.traffic, 2, "shm", BOTH_MODES)
 
 
@@ -85,12 +86,12 @@ def test_redundant_experts(serve: Serve, placement: str) -> None:
         placed = [[7, 6, 0, 4, 3, 5, 1, 2, 3, 0]] * TinyDeepSeek().num_hidden_layers
         arguments += ["--init-expert-location", json.dumps({"physical_to_logical_map": placed})]
     got = serve(replace(OURS, arguments=tuple(arguments)))
-    assert_equal(serve(Launch("none")).answers, got.answers)
+    assert_equal(serve(SglangLaunch("none")).answers, got.answers)
     assert_moved(got.traffic, 2, "shm", BOTH_MODES)
 
 
 @dataclass(frozen=True)
-class _Node(Launch):
+class _Node(SglangLaunch):
     """One of several nodes."""
 
     node: int = 0
@@ -104,7 +105,7 @@ class _Node(Launch):
 
 def test_two_nodes_in_network_namespaces_over_tcp(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> None:
     """``--nnodes 2``, a rank on each of two "hosts" that share neither network nor memory; nothing is set for us."""
-    expected = serve(Launch("none"))
+    expected = serve(SglangLaunch("none"))
     directory = tmp_path_factory.mktemp("hosts")
     write_checkpoint(directory / "model")
     head, port = free_port(), free_port()

@@ -25,7 +25,8 @@ from uccl_ep_serving.demo.run import (
     explain,
     serve_and_leave_nothing,
 )
-from uccl_ep_serving.demo.server import MODEL, DemoServer, Launch
+from uccl_ep_serving.demo.server import DemoServer
+from uccl_ep_serving.demo.sglang_launch import MODEL, SglangLaunch
 
 __all__ = ["app", "demo"]
 
@@ -69,7 +70,7 @@ def demo(
     Exit status 0 when every check holds, 1 when one does not, 130 after Ctrl-C. Nothing is downloaded. Nothing is left
     behind, except for the server of --keep, and the servers' logs after a failure (the demo says where they are).
     """
-    launch = Launch(
+    launch = SglangLaunch(
         backend="uccl_ep",
         dp_attention=dp_attention,
         deepep_mode=deepep_mode.value,
@@ -94,7 +95,7 @@ def demo(
     serve_and_leave_nothing("sglang", "SGLang", "demo", port, timeout, passes)
 
 
-def _passes(run: Run, launch: Launch, *, reference: bool, fp8: bool, keep: bool, port: int) -> None:
+def _passes(run: Run, launch: SglangLaunch, *, reference: bool, fp8: bool, keep: bool, port: int) -> None:
     """Run the servers one after another; checks that fail are added to ``run.failures``."""
     expected: list[Answer] = []
     if reference:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from uccl_ep_serving.demo.server import MODEL, ServerFailed
+from uccl_ep_serving.demo.server import ServerFailed
+from uccl_ep_serving.demo.sglang_launch import MODEL
 
 __all__ = ["Answer", "Client", "Difference", "compare"]
 

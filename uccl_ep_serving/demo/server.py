@@ -1,4 +1,4 @@
-"""One server of the demo: SGLang's command line, and for either engine its start, readiness and stop."""
+"""One server of the demo or of a test, of either engine: its start, readiness and stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -15,21 +14,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import psutil
 
-from uccl_ep_serving.demo import sglang_cpu, supervisor
+from uccl_ep_serving.demo import supervisor
 from uccl_ep_serving.errors import UcclEpError
 
 __all__ = [
-    "MODEL",
-    "RANKS",
     "DemoServer",
-    "Launch",
     "ServerFailed",
     "ServerLaunch",
     "free_port",
@@ -38,8 +33,6 @@ __all__ = [
     "without_interrupts",
 ]
 
-MODEL = "tiny-deepseek-v3"
-RANKS = 2
 _STOP_SECONDS = 30.0
 _HEALTH_SECONDS = 3.0
 _POLL_SECONDS = 0.2
@@ -76,80 +69,6 @@ class ServerLaunch(Protocol):
 
     def phase(self, line: str) -> str | None:
         """What a log line says without its prefix; None for a line that is no log line of the engine."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What distinguishes one server from another.
-
-    Attributes:
-        backend: ``--moe-a2a-backend``.
-        dp_attention: attention is data-parallel over the ranks instead of tensor-parallel.
-        deepep_mode: ``auto``, ``normal`` or ``low_latency``.
-        dispatch_dtype: ``bf16`` (rows travel as they are) or ``fp8``.
-        dtype: dtype of weights and activations.
-        chunked_prefill: tokens of one prefill step, at most the low-latency window when every step goes
-            through it.
-        ranks: tensor- and expert-parallel ranks.
-        arguments: more command-line arguments.
-        environment: more environment variables.
-    """
-
-    engine: ClassVar[str] = "SGLang"
-    chatter: ClassVar[str] = "server_args="
-
-    backend: str
-    dp_attention: bool = False
-    deepep_mode: str = "auto"
-    dispatch_dtype: str = "bf16"
-    dtype: str = "float32"
-    chunked_prefill: int = 1024
-    ranks: int = RANKS
-    arguments: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def command(self, model: Path, port: int) -> list[str]:
-        """The command a user would type, for a machine without a GPU."""
-        options = {
-            "model-path": model,
-            "served-model-name": MODEL,
-            "host": "127.0.0.1",
-            "port": port,
-            "device": "cpu",
-            "dtype": self.dtype,
-            "tp": self.ranks,
-            "moe-a2a-backend": self.backend,
-            "attention-backend": "torch_native",
-            "cuda-graph-backend-decode": "disabled",
-            "cuda-graph-backend-prefill": "disabled",
-            # the tokens are what counts; a small share fails where other programs take memory while the server starts
-            "mem-fraction-static": "0.5",
-            "max-total-tokens": 4096,
-            "chunked-prefill-size": self.chunked_prefill,
-            "random-seed": 0,
-        }
-        if self.backend == "none":
-            options["ep-size"] = self.ranks  # experts are placed as with an all-to-all, but sums are all-reduced
-            if self.dp_attention:
-                # the default needs a kernel that SGLang has for GPUs only
-                options["boundary-reduction"] = "ar"
-        else:
-            options["deepep-mode"] = self.deepep_mode
-            options["deepep-dispatcher-output-dtype"] = self.dispatch_dtype
-        if self.dp_attention:
-            options["attn-dp-size"] = self.ranks
-        flags = ["--skip-server-warmup", "--sleep-on-idle"]
-        named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        return [sys.executable, "-m", "sglang.launch_server", *named, *flags, *self.arguments]
-
-    def cpu_environment(self, directory: Path) -> dict[str, str]:
-        """The startup directory of :mod:`uccl_ep_serving.demo.sglang_cpu`, and its variables."""
-        return sglang_cpu.environment(directory, ranks=self.ranks)
-
-    def phase(self, line: str) -> str | None:
-        """SGLang writes ``[time rank] text``."""
-        match = re.match(r"\[[^\]]*\] (.*)", line)
-        return match.group(1) if match else None
 
 
 def free_port() -> int:
