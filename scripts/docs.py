@@ -108,8 +108,8 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "settings"): settings_table,
     ("examples/06_vllm/README.md", "vllm versions"): vllm_versions_table,
     ("examples/06_vllm/README.md", "vllm hooks"): vllm_hooks_table,
-    ("uccl_ep_serving/ARCHITECTURE.md", "layers"): layers_table,
-    **{("uccl_ep_serving/ARCHITECTURE.md", name): make for name, make in tables.TABLES.items()},
+    ("docs/architecture/overview.md", "layers"): layers_table,
+    **{("docs/architecture/overview.md", name): make for name, make in tables.TABLES.items()},
 }
 
 

@@ -54,7 +54,7 @@ class TestDistribution:
         package = {name for name in names if name.endswith(".py")}
         assert package == self.expected()
         assert "uccl_ep_serving/py.typed" in names
-        assert "uccl_ep_serving/ARCHITECTURE.md" in names
+        assert not [name for name in names if name.endswith(".md")]
         assert {name.partition("/")[0] for name in names} == {
             "uccl_ep_serving",
             f"uccl_ep_serving-{PYPROJECT['project']['version']}.dist-info",
