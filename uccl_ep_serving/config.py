@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigError
 
@@ -136,6 +136,7 @@ class Variable:
         agreed: all ranks must have the same value.
         meaning: one line for the documentation.
         fallback: variable of NCCL that is read where ours is not set.
+        group: part of docs/settings.md in which it stands.
     """
 
     field: str
@@ -143,6 +144,7 @@ class Variable:
     agreed: bool
     meaning: str
     fallback: str = ""
+    group: Literal["everyday", "nic", "debug"] = "everyday"
 
     @property
     def name(self) -> str:
@@ -240,160 +242,205 @@ SETTINGS: tuple[Variable, ...] = (
         "transport",
         _choice("auto", "shm", "tcp", "efa", "roce"),
         True,
-        "transport for peers that are not written directly: auto, shm, tcp, efa or roce; auto = shm on one host, else "
-        "efa or roce where both ranks have such NICs, else tcp",
+        "transport to peers whose windows the kernels do not write themselves: auto, shm, tcp, efa or roce. auto: shm "
+        "on one host; between hosts efa or roce where both ranks have such NICs on one fabric, else tcp",
     ),
     Variable(
         "direct",
         _flag,
         True,
-        "1 = kernels write the windows of peers on the same host themselves, 0 = every peer goes through proxies",
+        "1: kernels write the windows of peers on the same host; 0: every peer goes through proxies",
     ),
     Variable(
         "hierarchy",
         _choice("auto", "off"),
         True,
-        "normal mode between nodes (ranks that write each other's windows): auto = a token crosses once "
-        "to each node and is handed on there, combine sums inside the node first, where all nodes are equal groups of "
-        "consecutive ranks; off = once to each rank",
+        "normal mode between nodes (groups of ranks that write each other's windows). auto: where all nodes are equal "
+        "groups of consecutive ranks, a row crosses once to each node and is forwarded there, and combine sums inside "
+        "the node first; off: a row goes once to each rank",
     ),
     Variable(
         "node_ranks",
         _integer(0, 4096),
         True,
-        "for tests: groups of this many consecutive ranks play nodes, and only ranks of one group write each other's "
-        "windows, where these do not lie in GPU memory; 0 = all whose windows can be mapped",
+        "simulated nodes, for tests: groups of this many consecutive ranks; only ranks of one group write each "
+        "other's windows in host memory. 0: real nodes",
+        group="debug",
     ),
     Variable(
         "device",
         _choice("auto", "cpu", "cuda", "interpreter"),
         True,
-        "tensors that a Buffer serves, in both modes; auto = like the first one that it is given; cuda means ROCm as "
-        "well; interpreter = the GPU's kernels on CPU tensors in Triton's interpreter, for debugging (needs "
+        "tensors that a Buffer serves, in both modes. auto: the kind of the first tensor that it is given; cuda: CUDA "
+        "or ROCm; interpreter: the GPU kernels on CPU tensors in Triton's interpreter, for debugging (needs "
         "TRITON_INTERPRET=1)",
     ),
     Variable(
         "window",
         _choice("auto", "host", "device"),
         True,
-        "where windows of a GPU Buffer lie: host = pinned memory, which every transport reaches; device = GPU memory "
-        "that peers on this host map (CUDA IPC) and NICs reach by GPUDirect; auto = device where all ranks are on one "
-        "host",
+        "where the windows of a GPU Buffer lie. host: pinned memory, which every transport reaches; device: GPU "
+        "memory, which peers on this host map (CUDA IPC) and NICs reach by GPUDirect; auto: device where all ranks "
+        "are on one host, else host",
     ),
     Variable("proxies", _integer(1, 16), True, "proxy threads per Buffer"),
-    Variable("channels", _integer(1, 16), True, "channels a message is striped over; raised to the number of proxies"),
-    Variable("timeout", _seconds(0.05, 86400), False, "seconds a wait for a peer may last before PeerTimeout"),
     Variable(
-        "connect_timeout", _seconds(0.05, 86400), False, "seconds that bootstrap, connecting and closing may last"
+        "channels",
+        _integer(1, 16),
+        True,
+        "channels that a message is striped over; raised to the number of proxies",
     ),
-    Variable("ring_slots", _power_of_two(2, 1 << 20), False, "commands a ring holds"),
+    Variable("timeout", _seconds(0.05, 86400), False, "seconds that a wait for a peer may last before PeerTimeout"),
+    Variable(
+        "connect_timeout",
+        _seconds(0.05, 86400),
+        False,
+        "seconds that bootstrap, connecting and rebuilding windows may last",
+    ),
+    Variable(
+        "ring_slots",
+        _power_of_two(2, 1 << 20),
+        False,
+        "commands that a ring holds; a power of two",
+        group="debug",
+    ),
     Variable(
         "quantum",
         _size(4096, 256 * _MIB),
         False,
-        "bytes of the largest single write; longer commands are split by the proxy",
+        "bytes of the largest single write; the proxy splits longer commands",
+        group="debug",
     ),
-    Variable("bytes_in_flight", _size(_LEAST_IN_FLIGHT, 1 << 40), False, "bytes posted and not completed, per proxy"),
+    Variable(
+        "bytes_in_flight",
+        _size(_LEAST_IN_FLIGHT, 1 << 40),
+        False,
+        "bytes posted and not completed, per proxy",
+        group="debug",
+    ),
     Variable(
         "peer_bytes_in_flight",
         _size(_LEAST_IN_FLIGHT, 1 << 40),
         False,
         "the same per peer, so that a slow peer leaves room for the others; where it is not set, at most half of "
         "UCCL_EP_BYTES_IN_FLIGHT",
+        group="debug",
     ),
-    Variable("writes_in_flight", _integer(1, 1 << 16), False, "writes posted and not completed, per proxy"),
-    Variable("heap_bytes", _size(0, 1 << 40), True, "bytes of window in which normal mode places received rows"),
     Variable(
-        "round_bytes", _size(4096, 1 << 40), True, "bytes of window for normal mode's rounds, when the heap has no room"
+        "writes_in_flight",
+        _integer(1, 1 << 16),
+        False,
+        "writes posted and not completed, per proxy",
+        group="debug",
     ),
-    Variable("chunk_bytes", _size(4096, 256 * _MIB), True, "bytes of one chunk of normal mode"),
-    Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode"),
+    Variable("heap_bytes", _size(0, 1 << 40), True, "bytes of window into which normal mode receives rows in place"),
+    Variable(
+        "round_bytes",
+        _size(4096, 1 << 40),
+        True,
+        "bytes of window into which normal mode receives rows in rounds, when the heap has no room",
+    ),
+    Variable("chunk_bytes", _size(4096, 256 * _MIB), True, "bytes of one chunk of normal mode", group="debug"),
+    Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode", group="debug"),
     Variable(
         "programs",
         _integer(0, 1024),
         False,
-        "programs (SMs) that move rows of normal mode on a GPU; 0 = as many as keep up with the slowest of links, NICs "
-        "and turns. Never more than `Config.num_sms`",
+        "GPU programs (SMs) that move rows of normal mode; 0: enough to saturate the bottleneck. Never more than "
+        "`Config.num_sms`",
     ),
     Variable(
         "link_bandwidth",
         _gigabytes,
         False,
-        "GB/s, one way, between GPUs of a host, from which the number of programs follows; 0 = 450 (NVLink 4), and 50 "
+        "GB/s, one way, between GPUs of a host, from which the number of programs follows; 0: 450 (NVLink 4), and 50 "
         "(PCIe 5) for windows in host memory",
+        group="debug",
     ),
     Variable(
         "nic_bandwidth",
         _gigabytes,
         False,
-        "the same of what a rank sends through its proxies; 0 = the rate of its NICs, 3.5 without any",
+        "GB/s, one way, that a rank sends through its proxies, from which the number of programs follows; 0: the rate "
+        "of its NICs, 3.5 without any",
+        group="nic",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(
         "socket_ifname",
         str,
         False,
-        "network interface whose address is told to peers; default: that of the route to MASTER_ADDR, else the first "
+        "network interface whose address peers connect to; not set: that of the route to MASTER_ADDR, else the first "
         "that is not loopback",
     ),
     Variable(
         "nics",
         str,
         False,
-        "RDMA devices to use, in the syntax of NCCL_IB_HCA (mlx5_0,mlx5_3 or ^mlx5_bond or =efa_0); default: "
+        "RDMA devices to use, in the syntax of NCCL_IB_HCA (mlx5_0,mlx5_3 or ^mlx5_bond or =efa_0); not set: "
         "NCCL_IB_HCA, else those nearest to the GPU",
+        group="nic",
     ),
     Variable(
         "nic_gid_index",
         _integer(-1, 1023),
         False,
-        "GID of RoCE NICs by its index, else NCCL_IB_GID_INDEX; -1 = the first routable RoCE v2 entry",
+        "index of the GID of RoCE NICs, else NCCL_IB_GID_INDEX; -1: the first routable RoCE v2 entry",
         fallback="NCCL_IB_GID_INDEX",
+        group="nic",
     ),
     Variable(
         "nic_traffic_class",
         _integer(-1, 255),
         False,
-        "traffic class (DSCP x 4) of RDMA packets, else NCCL_IB_TC; -1 = the default of the NIC's family",
+        "traffic class (DSCP x 4) of RDMA packets, else NCCL_IB_TC; -1: the default of the NIC's family",
         fallback="NCCL_IB_TC",
+        group="nic",
     ),
     Variable(
         "nic_service_level",
         _integer(-1, 15),
         False,
-        "service level (priority) of RDMA packets, else NCCL_IB_SL; -1 = the default of the NIC's family",
+        "service level (priority) of RDMA packets, else NCCL_IB_SL; -1: the default of the NIC's family",
         fallback="NCCL_IB_SL",
+        group="nic",
     ),
     Variable(
         "nic_timeout",
         _integer(1, 31),
         False,
         "acknowledgement timeout of RoCE, 4.096 us x 2^n; the NIC tries 7 times before the peer counts as lost",
+        group="nic",
     ),
     Variable(
         "nic_qps",
         _integer(1, 8),
         True,
-        "queue pairs per peer and proxy on RoCE; writes are dealt to them in turn, for networks that spread by flow",
+        "queue pairs (QPs) per peer and proxy on RoCE; writes go to them round-robin, for networks that spread load "
+        "by flow",
+        group="nic",
     ),
     Variable(
         "nic_bytes_in_flight",
         _size(0, 1 << 40),
         False,
-        "bytes posted and not completed, per NIC; 0 = the default of the NIC's family",
+        "bytes posted and not completed, per NIC; 0: the default of the NIC's family",
+        group="nic",
     ),
     Variable(
         "proxy_cpus",
         _cpus,
         False,
-        "cores for the proxy threads of all ranks of a host, dealt in rank order, as 4,5 or 4-7; default: those "
-        "near the NIC that a proxy drives, without one any",
+        "cores for the proxy threads of all ranks of a host, dealt in rank order, as 4,5 or 4-7; not set: those near "
+        "the NIC that a proxy drives, any without a NIC",
+        group="nic",
     ),
     Variable(
         "fault_proxy_after",
         _integer(0, 1 << 40),
         False,
-        "fault injection for tests: the first proxy dies after this many commands; 0 = never",
+        "fault injection for tests: the first proxy dies after this many commands; 0: never",
+        group="debug",
     ),
 )
 
