@@ -2,7 +2,8 @@
 """Regenerate the tables that stand in the documentation between ``generated`` and ``end`` markers.
 
 Usage: ``scripts/docs.py`` rewrites the files; ``scripts/docs.py --check`` writes nothing and exits 1 when a
-file differs from what would be written.
+file differs from what would be written. Run it with the Python of this checkout's environment: the tables are made of
+the package that it imports.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import uccl_ep_serving
 from uccl_ep_serving.config import SETTINGS, Settings
-from uccl_ep_serving.engines.versions import VLLM
+from uccl_ep_serving.engines.versions import SGLANG, VLLM, VersionRange
 from uccl_ep_serving.engines.vllm import targets as vllm
 from uccl_ep_serving.protocol import tables
 
@@ -29,26 +31,31 @@ def _default(value: object) -> str:
         return str(int(value))
     if isinstance(value, int) and value and value % (1 << 20) == 0:
         return f"{value >> 20}M"
-    return str(value) if value not in ("", ()) else "empty"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if value not in ("", ()) else "not set"
 
 
-def settings_table() -> str:
-    """One row per environment variable."""
+def settings_table(group: str) -> str:
+    """One row per environment variable of ``group``."""
     rows = ["| variable | default | all ranks | meaning |", "|---|---|---|---|"]
     defaults = Settings()
     for variable in SETTINGS:
+        if variable.group != group:
+            continue
         default = _default(getattr(defaults, variable.field))
         agreed = "yes" if variable.agreed else ""
         rows.append(f"| `{variable.name}` | {default} | {agreed} | {variable.meaning} |")
     return "\n".join(rows)
 
 
-def vllm_versions_table() -> str:
+def versions_table(engine: str, versions: Iterable[VersionRange]) -> str:
     """One row per range of versions."""
-    rows = ["| vLLM | standing | why |", "|---|---|---|"]
-    for known in VLLM.versions:
+    rows = [f"| {engine} | standing | why |", "|---|---|---|"]
+    for known in versions:
         first, last = (".".join(map(str, version)) for version in (known.first, known.last))
-        rows.append(f"| {last if len(known.first) > 1 else f'{first} to {last}'} | {known.standing} | {known.reason} |")
+        span = last if known.first == known.last else f"{first} to {last}"
+        rows.append(f"| {span} | {known.standing} | {known.reason} |")
     rows.append("| newer | unproven | as with any version, each hook is verified at start |")
     return "\n".join(rows)
 
@@ -82,44 +89,50 @@ def layers_table() -> str:
 
 
 #: Cards of benchmarks/cards.toml that the README shows, and columns of their results.
-CARDS = ("prefill", "small-steady", "decode")
+CARDS = ("prefill", "decode")
 SUBJECTS = ("direct", "shm", "tcp", "gloo", "mpi", "memcpy", "unpack")
 
 
 def results_table() -> str:
-    """A row per workload and phase: median times that `make bench` has left in benchmarks/results."""
-    rows = [f"| milliseconds | {' | '.join(SUBJECTS)} | command |", "|---|" + "---:|" * len(SUBJECTS) + "---|"]
+    """A row per workload: median times that `make bench` has left in benchmarks/results."""
+    rows = [f"| dispatch / combine | {' | '.join(SUBJECTS)} |", "|---|" + "---:|" * len(SUBJECTS)]
     runs: dict[str, None] = {}
     for name in CARDS:
         result = json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
         card, machine, times = result["card"], result["machine"], result["us"]
         runs[f"{machine['cpu']}, {machine['cores']} cores, commit {machine['commit']}"] = None
         what = f"{card['mode'].replace('-', ' ')}, {card['tokens']} x {card['hidden']} {card['dtype']}"
-        what += f", {card['ranks']} ranks, top-{card['topk']} of {card['experts']}"
-        for phase in ("dispatch", "combine"):
-            cells = [f"{times[who][phase]['median'] / 1e3:.3g}" if who in times else "" for who in SUBJECTS]
-            command = f'`make bench ARGS="--only {name}"`' if phase == "dispatch" else ""
-            rows.append(f"| {what}: {phase} | {' | '.join(cells)} | {command} |")
-    return "\n".join([*rows, "", f"Medians ({'; '.join(runs)})."])
+        what += f", top-{card['topk']} of {card['experts']}"
+        cells = [
+            " / ".join(f"{times[who][phase]['median'] / 1e3:.3g}" for phase in ("dispatch", "combine"))
+            if who in times
+            else ""
+            for who in SUBJECTS
+        ]
+        rows.append(f"| {what} | {' | '.join(cells)} |")
+    command = f'`make bench ARGS="--only {",".join(CARDS)}"`'
+    return "\n".join([*rows, "", f"Medians ({'; '.join(runs)}): {command}."])
 
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "results"): results_table,
-    ("README.md", "settings"): settings_table,
-    ("examples/06_vllm/README.md", "vllm versions"): vllm_versions_table,
-    ("examples/06_vllm/README.md", "vllm hooks"): vllm_hooks_table,
+    ("docs/settings.md", "everyday settings"): lambda: settings_table("everyday"),
+    ("docs/settings.md", "NIC settings"): lambda: settings_table("nic"),
+    ("docs/settings.md", "debug settings"): lambda: settings_table("debug"),
+    ("docs/sglang.md", "sglang versions"): lambda: versions_table("SGLang", SGLANG.versions),
+    ("docs/vllm.md", "vllm versions"): lambda: versions_table("vLLM", VLLM.versions),
+    ("docs/vllm.md", "vllm hooks"): vllm_hooks_table,
     ("docs/architecture/overview.md", "layers"): layers_table,
-    **{("docs/architecture/overview.md", name): make for name, make in tables.TABLES.items()},
+    **{("docs/architecture/formats.md", name): make for name, make in tables.TABLES.items()},
 }
 
 
-def render(name: str) -> str:
-    """Text of the file ``name`` with its generated tables replaced.
+def render(name: str, text: str) -> str:
+    """``text`` of the file ``name`` with its generated tables replaced.
 
     Raises:
-        ValueError: a table of :data:`TABLES` has no markers in the file.
+        ValueError: a table of :data:`TABLES` has no markers in the text.
     """
-    text = (ROOT / name).read_text()
     for (file, table), make in TABLES.items():
         if file != name:
             continue
@@ -132,22 +145,24 @@ def render(name: str) -> str:
     return text
 
 
-def stale() -> list[str]:
-    """Names of the files whose generated tables are out of date."""
-    names = sorted({name for name, _ in TABLES})
-    return [name for name in names if render(name) != (ROOT / name).read_text()]
-
-
-def main() -> int:
-    """Rewrite what is stale, or only name it with ``--check``."""
-    names = stale()
-    check = "--check" in sys.argv[1:]
-    for name in names:
-        if not check:
-            (ROOT / name).write_text(render(name))
-        print(f"{name}: {'out of date, run make docs' if check else 'rewritten'}")
-    return 1 if check and names else 0
+def main(arguments: Sequence[str], root: Path = ROOT) -> int:
+    """Rewrite the pages below ``root`` that are out of date, or only name them with ``--check``; the exit status."""
+    package = Path(uccl_ep_serving.__file__).resolve()
+    if not package.is_relative_to(ROOT):
+        print(f"uccl_ep_serving comes from {package.parent}, not from {ROOT}: run make docs", file=sys.stderr)
+        return 1
+    check, stale = "--check" in arguments, False
+    for name in dict.fromkeys(name for name, _ in TABLES):
+        page = root / name
+        before = page.read_text()
+        after = render(name, before)
+        if after != before:
+            stale = True
+            if not check:
+                page.write_text(after)
+            print(f"{name}: {'out of date, run make docs' if check else 'rewritten'}")
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

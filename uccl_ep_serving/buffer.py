@@ -435,7 +435,7 @@ class Buffer:
 
         Call it on every rank that is left, after PeerLost or PeerTimeout or between operations. The next operation of
         each of them must be a dispatch, which is collective and builds new windows; handles and recv hooks of earlier
-        dispatches are void. See "When a rank is lost" in ARCHITECTURE.md.
+        dispatches are void. See ``docs/operating.md``, "When a rank is lost".
 
         Raises:
             ConfigError: for this rank itself, a rank that does not exist, or un-masking a masked one.

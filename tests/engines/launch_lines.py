@@ -1,4 +1,4 @@
-"""Launch lines as users type them: those that the scripts of an example run, and those that stand in the README."""
+"""Launch lines as users type them: those that the scripts of an example run, and those that stand in a page."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def typed(stand_in: Path, script: Path, *arguments: str, **environment: str) -> 
     return output.stdout.split("\n")[:-1]
 
 
-def readme_lines(engine: str, **variables: str) -> list[list[str]]:
-    """The words of each line in the README's block for ``engine``, as a shell with these variables reads them."""
-    _, found, rest = (ROOT / "README.md").read_text().partition(f"<!-- launch lines: given to {engine}")
-    assert found, f"README.md has lost the marker of the launch lines of {engine}"
+def page_lines(page: str, engine: str, **variables: str) -> list[list[str]]:
+    """The words of each line in the block for ``engine`` of ``page``, as a shell with these variables reads them."""
+    _, found, rest = (ROOT / page).read_text().partition(f"<!-- launch lines: given to {engine}")
+    assert found, f"{page} has lost the marker of the launch lines of {engine}"
     block = rest.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
     for name, value in variables.items():
         block = block.replace(f"${name}", value)

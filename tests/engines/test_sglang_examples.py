@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.launch_lines import readme_lines, typed
+from tests.engines.launch_lines import page_lines, typed
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Client
 from uccl_ep_serving.demo.server import DemoServer, free_port
@@ -76,14 +76,14 @@ def test_sglang_takes_what_the_scripts_type(
 
 
 def server_arguments() -> Iterator[list[str]]:
-    """The arguments of each ``sglang.launch_server`` in README.md, on the second node."""
-    for words in readme_lines("SGLang", NODE_RANK="1"):
+    """The arguments of each ``sglang.launch_server`` in docs/sglang.md, on the second node."""
+    for words in page_lines("docs/sglang.md", "SGLang", NODE_RANK="1"):
         start = words.index("sglang.launch_server")
         assert words[start - 2 : start] == ["python", "-m"]
         yield words[start + 1 :]
 
 
-def test_sglang_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
+def test_sglang_takes_the_lines_of_its_page(in_engine: InEngine) -> None:
     """Every flag exists in the installed version and has the value that the line gives it."""
     parsed = [in_engine(engine_parse, line) for line in server_arguments()]
     assert all(one["moe_a2a_backend"] == "uccl_ep" for one in parsed)
@@ -93,6 +93,13 @@ def test_sglang_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
     assert parsed[1]["dist_init_addr"] == "10.0.0.1:20000"
     assert [one["disaggregation_mode"] for one in parsed] == ["null", "null", "prefill", "decode"]
     assert [one["deepep_mode"] for one in parsed] == ["auto", "auto", "normal", "low_latency"]
+
+
+def test_sglang_takes_the_line_of_the_readme(in_engine: InEngine) -> None:
+    ((program, command, *options),) = page_lines("README.md", "SGLang")
+    assert (program, command) == ("sglang", "serve")
+    parsed = in_engine(engine_parse, options)
+    assert (parsed["moe_a2a_backend"], parsed["tp_size"], parsed["attn_dp_size"]) == ("uccl_ep", 8, 8)
 
 
 def test_unknown_role_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.launch_lines import readme_lines, typed
+from tests.engines.launch_lines import page_lines, typed
 
 pytestmark = pytest.mark.engine
 
@@ -81,9 +81,9 @@ def test_vllm_takes_what_the_scripts_type(
     assert {name: parsed[name] for name in expected} == expected
 
 
-def test_vllm_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
+def test_vllm_takes_the_lines_of_its_page(in_engine: InEngine) -> None:
     """Every flag exists in the installed version and has the value that the line gives it."""
-    lines = readme_lines("vLLM")
+    lines = page_lines("docs/vllm.md", "vLLM")
     assert all(line[:2] == ["vllm", "serve"] for line in lines)
     parsed = [in_engine(engine_parse, line[2:]) for line in lines]
     assert [one["data_parallel_size"] for one in parsed] == [8, 16, 8, 8]
@@ -96,6 +96,14 @@ def test_vllm_takes_the_lines_of_the_readme(in_engine: InEngine) -> None:
     ]
     second_node = in_engine(engine_parse, [*lines[1][2:], "--headless", "--data-parallel-start-rank", "8"])
     assert (second_node["headless"], second_node["data_parallel_start_rank"]) == (True, 8)
+
+
+def test_vllm_takes_the_line_of_the_readme(in_engine: InEngine) -> None:
+    ((program, command, *options),) = page_lines("README.md", "vLLM")
+    assert (program, command) == ("vllm", "serve")
+    parsed = in_engine(engine_parse, options)
+    assert (parsed["all2all_backend"], parsed["data_parallel_size"]) == ("uccl_ep", 8)
+    assert parsed["enable_expert_parallel"]
 
 
 def engine_ray_key() -> str:

@@ -19,7 +19,7 @@ pytestmark = [
 
 TOO_LATE, RELEASED = 1, 2
 NEVER = 1 << 60
-#: ``wait.LOOK_NS``, the promise of ARCHITECTURE.md.
+#: ``wait.LOOK_NS``, the promise of docs/architecture/gpu.md.
 LOOK = 20_000
 #: (limit, length of a turn, when the sticky error is set) in nanoseconds of a clock that moves by turns only.
 SILENCE = (600_000, 1_000, NEVER)

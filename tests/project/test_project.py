@@ -7,8 +7,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -159,47 +157,3 @@ class TestImports:
         assert metadata.version("uccl_ep_serving") == version
         literal = [path for path in python_sources() if f'"{version}"' in path.read_text()]
         assert not literal
-
-
-class TestDocumentation:
-    def test_generated_tables_are_up_to_date(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "scripts/docs.py", "--check"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def test_every_variable_in_the_code_is_documented(self) -> None:
-        readme = (ROOT / "README.md").read_text()
-        named = re.compile(r"\bUCCL_EP_[A-Z][A-Z_]*[A-Z]\b")
-        used = {name for path in python_sources() for name in named.findall(path.read_text())}
-        assert used, "the pattern finds no variable at all"
-        undocumented = sorted(name for name in used if f"`{name}`" not in readme)
-        assert not undocumented
-
-    def test_relative_links_lead_somewhere(self) -> None:
-        link = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
-        broken = []
-        for path in source_files():
-            if path.suffix != ".md":
-                continue
-            for target in link.findall(path.read_text()):
-                if not (path.parent / target).exists():
-                    broken.append(f"{path.relative_to(ROOT)}: {target}")
-        assert not broken
-
-    def test_every_make_target_in_the_documentation_exists(self) -> None:
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-        for name in ("README.md", "CONTRIBUTING.md"):
-            named = set(re.findall(r"`make ([a-z-]+)", (ROOT / name).read_text()))
-            assert named <= targets, name
-
-    def test_every_example_is_listed(self) -> None:
-        listing = (ROOT / "examples" / "README.md").read_text()
-        listed = set(re.findall(r"^\| \[`?(\d\d_\w+(?:\.py)?)", listing, re.MULTILINE))
-        present = {path.name for path in (ROOT / "examples").iterdir() if path.name[0].isdigit()}
-        assert present
-        assert listed == present

@@ -1,31 +1,10 @@
-"""ARCHITECTURE.md says what the code says."""
+"""The tables of docs/architecture/formats.md have a row for everything that they describe."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from uccl_ep_serving.protocol import context, tables
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert tables.main(["--check"]) == 0, "run python -m uccl_ep_serving.protocol.tables --write"
-
-
-def test_check_notices_and_write_repairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    current = tables.render(tables.PAGE.read_text())
-    page.write_text(current.replace("| 37-48 | rank |", "| 37-47 | rank |"))
-    assert tables.main(["--check", "--page", str(page)]) == 1
-    assert "out of date" in capsys.readouterr().out
-    assert tables.main(["--write", "--page", str(page)]) == 0
-    assert page.read_text() == current
-
-
-def test_a_missing_marker_is_named() -> None:
-    with pytest.raises(ValueError, match="no markers for the table 'command'"):
-        tables.render("prose only")
 
 
 @pytest.mark.parametrize("name", tables.TABLES)

@@ -100,7 +100,7 @@ class Frame:
 
 
 def frame_fields() -> tuple[tuple[str, int, int, str], ...]:
-    """(name, byte offset, bytes, meaning) of the frame header, for the tables in ARCHITECTURE.md."""
+    """(name, byte offset, bytes, meaning) of the frame header, for the tables in docs/architecture/formats.md."""
     return (
         ("magic", 0, 4, '"UEP" and the format version 1'),
         ("imm", 4, 4, "the immediate; its source must be the rank that the connection proved"),
@@ -337,7 +337,7 @@ def proof_of(secret: bytes, role: bytes, hello: Hello, nonce: bytes) -> bytes:
 
 
 def handshake_fields() -> tuple[tuple[str, int, str], ...]:
-    """(kind, bytes with the prefix, contents) of the handshake frames, for the tables in ARCHITECTURE.md."""
+    """(kind, bytes with the prefix, contents) of the handshake frames, for docs/architecture/formats.md."""
     return (
         (
             "HELLO",
