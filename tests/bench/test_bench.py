@@ -15,15 +15,15 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.cards import Target, load_cards, load_targets, missed_reasons, target_rows
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench import report as bench_report
-from uccl_ep_serving.bench.card import Card, load_cards
+from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.launch import RankFailed, free_port, launched_by, run_ranks
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.peers import mpi_launcher, why_not
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData, compare
 from uccl_ep_serving.bench.statistics import all_ratios, ratios, summary
-from uccl_ep_serving.bench.target import Target, load_targets, missed_reasons, target_rows
 from uccl_ep_serving.bench.wire import per_token_expert
 from uccl_ep_serving.cli.bench import run_standalone
 from uccl_ep_serving.errors import ConfigError
@@ -173,9 +173,8 @@ class TestLaunch:
     def test_one_failing_rank_ends_all(self) -> None:
         program = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
         begin = time.monotonic()
-        with pytest.raises(RankFailed, match="rank 1 of 3 ended with status 3") as caught:
+        with pytest.raises(RankFailed, match="rank 1 of 3 ended with status 3"):
             run_ranks([sys.executable, "-c", program], 3, 30.0)
-        assert caught.value.status == 3
         assert time.monotonic() - begin < 10
 
     def test_a_rank_that_does_not_finish_is_named(self) -> None:

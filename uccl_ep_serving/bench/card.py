@@ -1,17 +1,15 @@
-"""Workload cards: what one benchmark run does, as a TOML file or the command line says it."""
+"""Workload cards: what one benchmark run does, as the command line or a table of plain values says it."""
 
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["DTYPES", "MODES", "PATHS", "PEERS", "Card", "load_cards"]
+__all__ = ["DTYPES", "MODES", "PATHS", "PEERS", "Card"]
 
 MODES = ("low-latency", "normal")
 #: How ranks reach each other, and the settings that make it so.
@@ -135,25 +133,3 @@ class Card:
                 )
             chosen[name] = plain
         return cls(**chosen)
-
-
-def load_cards(path: Path) -> list[Card]:
-    """Cards of a TOML file: ``[[card]]`` tables; a table ``[defaults]`` fills what a card leaves out, and
-    ``[[target]]`` tables are left to :func:`~uccl_ep_serving.bench.target.load_targets`.
-
-    Raises:
-        ConfigError: unreadable, no card, two of one name, or a card that contradicts itself.
-    """
-    try:
-        document = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    unknown = sorted(set(document) - {"card", "defaults", "target"})
-    if unknown:
-        raise ConfigError(f"{path}: unknown tables {', '.join(unknown)}; a card is a [[card]] table")
-    cards = [Card.from_mapping({**document.get("defaults", {}), **table}) for table in document.get("card", [])]
-    names = [card.name for card in cards]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not cards:
-        raise ConfigError(f"{path}: {'several cards are named ' + ', '.join(twice) if twice else 'no card'}")
-    return cards

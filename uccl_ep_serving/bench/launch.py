@@ -20,15 +20,7 @@ _GRACE_SECONDS = 5.0
 
 
 class RankFailed(RuntimeError):
-    """A rank ended badly or not at all.
-
-    Attributes:
-        status: exit status to pass on.
-    """
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
+    """A rank ended badly or not at all."""
 
 
 def launched_by(environment: Mapping[str, str]) -> tuple[str, int, int]:
@@ -113,12 +105,12 @@ def run_ranks(command: Sequence[str], ranks: int, timeout: float, mpirun: str = 
             bad = [(rank, status) for rank, status in enumerate(statuses) if status not in (None, 0)]
             if bad:
                 rank, status = bad[0]
-                raise RankFailed(f"rank {rank} of {ranks} ended with status {status}", abs(status or 1))
+                raise RankFailed(f"rank {rank} of {ranks} ended with status {status}")
             if None not in statuses:
                 return
             if time.monotonic() > deadline:
                 late = [rank for rank, status in enumerate(statuses) if status is None]
-                raise RankFailed(f"ranks {late} have not finished after {timeout:.0f} s: raise --timeout", 124)
+                raise RankFailed(f"ranks {late} have not finished after {timeout:.0f} s: raise --timeout")
             time.sleep(0.05)
     finally:
         _end(processes)

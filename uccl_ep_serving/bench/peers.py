@@ -13,15 +13,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, payload
-from uccl_ep_serving.bench.subjects import LowLatencySubject, NormalSubject, Phases, Subject, read
+from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, payload, sent_rows
+from uccl_ep_serving.bench.subjects import LowLatencySubject, NormalSubject, Phases, Subject, finish, read
 
 __all__ = ["AllToAll", "CollectiveSubject", "mpi_launcher", "mpi_missing", "open_peer", "why_not"]
 
@@ -87,14 +86,6 @@ def why_not(name: str, card: Card) -> str:
     return checks[name](card)
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """Inputs of one variant, on the peer's device."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
 class CollectiveSubject:
     """Dispatch and combine by gather, ``all_to_all`` and a sum in ascending order of ranks.
 
@@ -116,14 +107,13 @@ class CollectiveSubject:
     ) -> None:
         self.name = name
         self._problem, self._all_to_all, self._device, self._stop = problem, all_to_all, device, stop
-        self._variants = [self._variant(variant) for variant in range(len(problem.x))]
+        self._x = [one.to(device) for one in sent_rows(problem)]
+        self._y = [payload(one).to(device) for one in problem.outputs]
         self._order = torch.cat(problem.send_tokens).to(device)
         self._send_rows = [len(tokens) for tokens in problem.send_tokens]
-        x, y = self._variants[0].x, self._variants[0].y
-        arrived = sum(problem.recv_rows)
-        self._gathered = torch.zeros(len(self._order), x.shape[1], dtype=torch.uint8, device=device)
-        self._received = torch.zeros(arrived, x.shape[1], dtype=torch.uint8, device=device)
-        self._returned = torch.zeros(len(self._order), y.shape[1], dtype=torch.uint8, device=device)
+        self._gathered = self._x[0].new_zeros(len(self._order), self._x[0].shape[1])
+        self._received = self._x[0].new_zeros(sum(problem.recv_rows), self._x[0].shape[1])
+        self._returned = self._y[0].new_zeros(len(self._order), self._y[0].shape[1])
         hidden = problem.card.hidden
         # rows summed at once: on a CPU as many as stay in its cache, which is several times faster than all together
         self._step = max(_SUM_BYTES // (4 * hidden), 1) if device.type == "cpu" else problem.card.tokens
@@ -147,27 +137,17 @@ class CollectiveSubject:
             pieces.append(piece)
         return pieces
 
-    def _variant(self, variant: int) -> _Variant:
-        x = payload(self._problem.x[variant])
-        if self._problem.scales:
-            x = torch.cat((x, payload(self._problem.scales[variant])), dim=1)
-        return _Variant(x.to(self._device), payload(self._problem.outputs[variant]).to(self._device))
-
     @property
     def phases(self) -> Phases:
         return {"dispatch": self._dispatch, "combine": self._combine}
 
-    def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def _dispatch(self, variant: int) -> None:
-        torch.index_select(self._variants[variant].x, 0, self._order, out=self._gathered)
+        torch.index_select(self._x[variant], 0, self._order, out=self._gathered)
         self._all_to_all(self._received, self._gathered, self._problem.recv_rows, self._send_rows)
-        self._finish()
+        finish(self._device)
 
     def _combine(self, variant: int) -> None:
-        self._all_to_all(self._returned, self._variants[variant].y, self._send_rows, self._problem.recv_rows)
+        self._all_to_all(self._returned, self._y[variant], self._send_rows, self._problem.recv_rows)
         returned = self._returned.view(self._problem.outputs[variant].dtype)
         for number, piece in enumerate(self._pieces):
             target = self._combined[number * self._step : (number + 1) * self._step]
@@ -178,10 +158,10 @@ class CollectiveSubject:
                 else:
                     total.index_add_(0, where, returned[low:high].float())
             target.copy_(total)
-        self._finish()
+        finish(self._device)
 
     def touch(self, phase: str, variant: int) -> None:
-        read(self._variants[variant].x if phase == "dispatch" else self._variants[variant].y)
+        read(self._x[variant] if phase == "dispatch" else self._y[variant])
 
     def check(self, variant: int) -> float:
         card = self._problem.card

@@ -16,7 +16,7 @@ from uccl_ep_serving import oracle as reference
 from uccl_ep_serving import reference_normal
 from uccl_ep_serving.bench.card import DTYPES, Card
 
-__all__ = ["VARIANTS", "FlatProblem", "LowLatencyProblem", "Routing", "WrongData", "compare", "payload"]
+__all__ = ["VARIANTS", "FlatProblem", "LowLatencyProblem", "Routing", "WrongData", "compare", "payload", "sent_rows"]
 
 VARIANTS = 3
 #: Largest calc_diff of a combine against the oracle, as in DeepEP's own tests of normal mode.
@@ -53,6 +53,13 @@ def compare(what: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: 
 def payload(rows: torch.Tensor) -> torch.Tensor:
     """Rows [n, ...] as bytes, uint8 [n, bytes of a row]."""
     return rows.contiguous().view(torch.uint8).flatten(1)
+
+
+def sent_rows(problem: FlatProblem) -> list[torch.Tensor]:
+    """By variant, a dispatch's rows as they travel: the bytes of the values, then of the scales if there are any."""
+    rows = [payload(x) for x in problem.x]
+    scales = [payload(one) for one in problem.scales]
+    return [torch.cat(both, dim=1) for both in zip(rows, scales, strict=True)] if scales else rows
 
 
 @dataclass(frozen=True)

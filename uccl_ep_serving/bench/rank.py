@@ -212,7 +212,7 @@ def _wire(card: Card, group: _Group, subjects: Mapping[str, Subject]) -> dict[st
         subject: Any = subjects[path]
         counted[path] = count_wire(subject, subject.buffer, group.meet, group.gather)
     counted["one per (token, expert)"] = per_token_expert(card, Routing.draw(card))
-    return {name: {phase: wire.as_dict() for phase, wire in wires.items()} for name, wires in counted.items()}
+    return {name: {phase: wire._asdict() for phase, wire in wires.items()} for name, wires in counted.items()}
 
 
 def run_card(card: Card, wrap: Callable[[Subject], Subject] = lambda subject: subject) -> dict[str, Any] | None:

@@ -8,9 +8,18 @@ from typing import Any, Protocol
 
 import torch
 
-from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, WrongData, compare, payload
+from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, WrongData, compare, payload, sent_rows
 
-__all__ = ["LowLatencySubject", "MemcpySubject", "NormalSubject", "Phases", "Subject", "UnpackSubject", "read"]
+__all__ = [
+    "LowLatencySubject",
+    "MemcpySubject",
+    "NormalSubject",
+    "Phases",
+    "Subject",
+    "UnpackSubject",
+    "finish",
+    "read",
+]
 
 Phases = Mapping[str, Callable[[int], None]]
 """By name, what is timed; called with the number of the input variant, in this order."""
@@ -55,13 +64,31 @@ def _take_apart(rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return values.cpu(), None if scales is None else scales.cpu()
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for the device: a phase is over when its data is there."""
+def finish(device: torch.device) -> None:
+    """Wait for ``device``: a phase is over when its data is there."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class NormalSubject:
+class _BufferSubject:
+    """What both modes share: a DeepEP-compatible ``buffer``, this rank's tensors on ``device``, what came out last."""
+
+    def __init__(self, name: str, buffer: Any, problem: FlatProblem | LowLatencyProblem, device: torch.device) -> None:
+        self.name, self.buffer = name, buffer
+        self._device = device
+        self._y = [one.to(device) for one in problem.outputs]
+        self._ids = problem.routing.topk_idx[problem.rank].to(device)
+        self._weights = problem.routing.topk_weights[problem.rank].to(device)
+        self._received: Any = None
+        self._handle: Any = None
+        self._combined: Any = None
+
+    def close(self) -> None:
+        self._received = self._combined = self._handle = None
+        self.buffer.destroy()
+
+
+class NormalSubject(_BufferSubject):
     """Normal mode of a DeepEP-compatible ``buffer`` on tensors of ``device``.
 
     The layout is computed outside the timed dispatch and timed as a phase of its own; the exchange of counts is inside.
@@ -70,17 +97,10 @@ class NormalSubject:
     """
 
     def __init__(self, name: str, buffer: Any, problem: FlatProblem, device: torch.device) -> None:
-        self.name = name
-        self.buffer = buffer
-        self._problem, self._device = problem, device
+        super().__init__(name, buffer, problem, device)
+        self._problem = problem
         self._x = [self._rows(variant) for variant in range(len(problem.x))]
-        self._y = [one.to(device) for one in problem.outputs]
-        self._ids = problem.routing.topk_idx[problem.rank].to(device)
-        self._weights = problem.routing.topk_weights[problem.rank].to(device)
         self._layout: tuple[Any, ...] = ()
-        self._received: Any = None
-        self._handle: Any = None
-        self._combined: Any = None
 
     def _rows(self, variant: int) -> Any:
         x = self._problem.x[variant].to(self._device)
@@ -93,7 +113,7 @@ class NormalSubject:
     def _count(self, variant: int) -> None:
         self._received = self._combined = None
         self._layout = self.buffer.get_dispatch_layout(self._ids, self._problem.card.experts)
-        _finish(self._device)
+        finish(self._device)
 
     def _dispatch(self, variant: int) -> None:
         per_rank, per_node, per_expert, in_rank, _ = self._layout
@@ -106,11 +126,11 @@ class NormalSubject:
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
         )
-        _finish(self._device)
+        finish(self._device)
 
     def _combine(self, variant: int) -> None:
         self._combined, _, _ = self.buffer.combine(self._y[variant], self._handle)
-        _finish(self._device)
+        finish(self._device)
 
     def touch(self, phase: str, variant: int) -> None:
         read(self._problem.x[variant] if phase == "dispatch" else self._y[variant])
@@ -123,12 +143,8 @@ class NormalSubject:
         self._received = self._combined = None
         return worst
 
-    def close(self) -> None:
-        self._received = self._combined = self._handle = None
-        self.buffer.destroy()
 
-
-class LowLatencySubject:
+class LowLatencySubject(_BufferSubject):
     """Low-latency mode of a DeepEP-compatible ``buffer``.
 
     Args:
@@ -138,18 +154,11 @@ class LowLatencySubject:
     def __init__(
         self, name: str, buffer: Any, problem: LowLatencyProblem, device: torch.device, weights_at_dispatch: bool
     ) -> None:
-        self.name = name
-        self.buffer = buffer
-        self._problem, self._device = problem, device
+        super().__init__(name, buffer, problem, device)
+        self._problem = problem
         self._x = [one.to(device) for one in problem.x]
-        self._y = [one.to(device) for one in problem.outputs]
-        self._ids = problem.routing.topk_idx[problem.rank].to(device)
-        self._weights = problem.routing.topk_weights[problem.rank].to(device)
         self._options: dict[str, Any] = {"topk_weights": self._weights} if weights_at_dispatch else {}
-        self._received: Any = None
         self._counts: Any = None
-        self._handle: Any = None
-        self._combined: Any = None
 
     @property
     def phases(self) -> Phases:
@@ -165,11 +174,11 @@ class LowLatencySubject:
             use_fp8=card.dtype == "fp8",
             **self._options,
         )
-        _finish(self._device)
+        finish(self._device)
 
     def _combine(self, variant: int) -> None:
         self._combined, _, _ = self.buffer.low_latency_combine(self._y[variant], self._ids, self._weights, self._handle)
-        _finish(self._device)
+        finish(self._device)
 
     def touch(self, phase: str, variant: int) -> None:
         # the experts' output is mostly unused rows: reading all of it would only push other things out
@@ -182,10 +191,6 @@ class LowLatencySubject:
         worst = max(worst, self._problem.check_combine(self.name, variant, self._combined.cpu()))
         self._received = self._combined = None
         return worst
-
-    def close(self) -> None:
-        self._received = self._combined = self._handle = None
-        self.buffer.destroy()
 
 
 class MemcpySubject:
@@ -200,11 +205,7 @@ class MemcpySubject:
     def __init__(self, problem: FlatProblem) -> None:
         self._problem = problem
         width = problem.card.row_bytes
-        self._x = [payload(x) for x in problem.x]
-        if problem.scales:
-            self._x = [
-                torch.cat((x, payload(scales)), dim=1) for x, scales in zip(self._x, problem.scales, strict=True)
-            ]
+        self._x = sent_rows(problem)
         self._sizes = [len(tokens) * width for tokens in problem.send_tokens]
         # written once: page faults are not part of the bound
         self._sent = torch.zeros(sum(self._sizes), dtype=torch.uint8)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.problem import Routing
@@ -21,8 +20,7 @@ _CALLS = 4
 _SETTLE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(NamedTuple):
     """Per call of a phase, summed over all ranks.
 
     Attributes:
@@ -32,10 +30,6 @@ class Wire:
     messages: float
     writes: float
     nbytes: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Plain values."""
-        return asdict(self)
 
 
 def per_token_expert(card: Card, routing: Routing) -> dict[str, Wire]:

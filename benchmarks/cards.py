@@ -1,4 +1,4 @@
-"""Targets: what a result is expected to show, and whether it does."""
+"""What ``cards.toml`` says: the cards that `make bench` runs, and the targets, with whether a result meets them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["Target", "load_targets", "missed_reasons", "target_rows"]
+__all__ = ["Target", "load_cards", "load_targets", "missed_reasons", "target_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,28 @@ class Target:
         if self.at_most is not None:
             return measured <= self.at_most
         return self.at_least is not None and measured >= self.at_least
+
+
+def load_cards(path: Path) -> list[Card]:
+    """Cards of a TOML file: ``[[card]]`` tables; a table ``[defaults]`` fills what a card leaves out, and
+    ``[[target]]`` tables are left to :func:`load_targets`.
+
+    Raises:
+        ConfigError: unreadable, no card, two of one name, or a card that contradicts itself.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    unknown = sorted(set(document) - {"card", "defaults", "target"})
+    if unknown:
+        raise ConfigError(f"{path}: unknown tables {', '.join(unknown)}; a card is a [[card]] table")
+    cards = [Card.from_mapping({**document.get("defaults", {}), **table}) for table in document.get("card", [])]
+    names = [card.name for card in cards]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not cards:
+        raise ConfigError(f"{path}: {'several cards are named ' + ', '.join(twice) if twice else 'no card'}")
+    return cards
 
 
 def load_targets(path: Path) -> list[Target]:
