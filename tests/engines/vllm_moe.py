@@ -313,21 +313,16 @@ def engine_two_steps_in_flight(rank: int, ranks: int, rendezvous: str, low_laten
                 weights = step.weights if weights is None else weights
                 out = torch.zeros(rows.shape, dtype=torch.bfloat16)
                 experts.apply(
-                    out,
-                    rows,
-                    layer.local1,
-                    layer.local2,
-                    weights,
-                    ids,
-                    None,
-                    EXPERTS,
-                    layer.expert_map,
-                    None,
-                    None,
-                    out,
-                    out,
-                    meta,
-                    False,
+                    output=out,
+                    hidden_states=rows,
+                    w1=layer.local1,
+                    w2=layer.local2,
+                    topk_weights=weights,
+                    topk_ids=ids,
+                    expert_map=layer.expert_map,
+                    a1q_scale=None,
+                    expert_tokens_meta=meta,
+                    apply_router_weight_on_input=False,
                 )
                 sent = made.finalize_async(
                     outputs[number], out, weights, ids, False, experts.finalize_weight_and_reduce_impl()

@@ -20,6 +20,7 @@ from uccl_ep_serving.demo.run import (
     EXACT,
     Run,
     Transport,
+    as_nodes,
     check_equal,
     check_traffic,
     explain,
@@ -75,11 +76,7 @@ def demo(
         dp_attention=dp_attention,
         deepep_mode=deepep_mode.value,
         chunked_prefill=_WINDOW if deepep_mode is Mode.LOW_LATENCY else 1024,
-        environment={
-            "UCCL_EP_DIRECT": "0",  # each rank plays a node of its own: no rank writes another's memory itself
-            "UCCL_EP_TRANSPORT": transport.value,
-            "UCCL_EP_PROXIES": str(proxies),
-        },
+        environment=as_nodes(transport, proxies),
     )
 
     def passes(run: Run) -> None:

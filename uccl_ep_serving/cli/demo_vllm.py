@@ -16,7 +16,15 @@ import typer
 
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Answer, Client
-from uccl_ep_serving.demo.run import Run, Transport, check_equal, check_traffic, explain, serve_and_leave_nothing
+from uccl_ep_serving.demo.run import (
+    Run,
+    Transport,
+    as_nodes,
+    check_equal,
+    check_traffic,
+    explain,
+    serve_and_leave_nothing,
+)
 from uccl_ep_serving.demo.server import DemoServer
 from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 
@@ -61,15 +69,7 @@ def demo(
     """
     models = [name for name in MODELS if model in (Model.BOTH, name)]
     modes = [one for one in (Mode.HIGH_THROUGHPUT, Mode.LOW_LATENCY) if mode in (Mode.BOTH, one)]
-    ours = VllmLaunch(
-        model=models[0],
-        backend="uccl_ep",
-        environment={
-            "UCCL_EP_DIRECT": "0",  # each rank plays a node of its own: no rank writes another's memory itself
-            "UCCL_EP_TRANSPORT": transport.value,
-            "UCCL_EP_PROXIES": str(proxies),
-        },
-    )
+    ours = VllmLaunch(model=models[0], backend="uccl_ep", environment=as_nodes(transport, proxies))
 
     def passes(run: Run) -> None:
         run.compile(transport)

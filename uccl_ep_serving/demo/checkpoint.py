@@ -9,11 +9,12 @@ import errno
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeVar, overload
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from uccl_ep_serving.demo.checkpoint_models import TinyDeepSeek, TinyModel, TinyQwen3Moe
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["TinyDeepSeek", "TinyQwen3Moe", "write_checkpoint"]
 
@@ -72,6 +73,8 @@ def _tokenizer() -> dict[str, Any]:
 
 
 def _weights(model: TinyModel, seed: int) -> dict[str, torch.Tensor]:
+    import torch  # only here: the demos say what they can do without it
+
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in model.shapes():

@@ -11,6 +11,24 @@ __all__ = ["TinyDeepSeek", "TinyModel", "TinyQwen3Moe"]
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
+_COMMON = {
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What both models' ``config.json`` says."""
+
+
 class TinyModel(Protocol):
     """What :func:`uccl_ep_serving.demo.checkpoint.write_checkpoint` asks of a model."""
 
@@ -62,21 +80,12 @@ class TinyDeepSeek:
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
-            "torch_dtype": "bfloat16",
             **asdict(self),
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "max_position_embeddings": 4096,
-            "norm_topk_prob": True,
+            **_COMMON,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
             "num_nextn_predict_layers": 0,
-            "rope_theta": 10000.0,
             # SGLang's CPU rotary embedding of DeepSeek asserts that scaling is configured, as in the real model
             "rope_scaling": {
                 "type": "yarn",
@@ -88,9 +97,6 @@ class TinyDeepSeek:
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
             },
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
         }
 
     def shapes(self) -> Shapes:
@@ -156,23 +162,11 @@ class TinyQwen3Moe:
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
-            "torch_dtype": "bfloat16",
             **asdict(self),
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "max_position_embeddings": 4096,
-            "rope_theta": 10000.0,
-            "norm_topk_prob": True,
+            **_COMMON,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "use_sliding_window": False,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
         }
 
     def shapes(self) -> Shapes:

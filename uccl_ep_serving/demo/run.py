@@ -30,6 +30,7 @@ __all__ = [
     "PROMPTS",
     "Run",
     "Transport",
+    "as_nodes",
     "check_equal",
     "check_traffic",
     "explain",
@@ -58,6 +59,11 @@ class Transport(StrEnum):
 
     SHM = "shm"
     TCP = "tcp"
+
+
+def as_nodes(transport: Transport, proxies: int) -> dict[str, str]:
+    """Settings under which each rank plays a node of its own: no rank writes another's memory itself."""
+    return {"UCCL_EP_DIRECT": "0", "UCCL_EP_TRANSPORT": transport.value, "UCCL_EP_PROXIES": str(proxies)}
 
 
 @dataclass

@@ -24,11 +24,10 @@ no runner for the DeepEP formats     ``experts``: the experts in torch, FP8 dequ
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from pathlib import Path
 
+from uccl_ep_serving.demo import cpu_server
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["SWITCH", "environment", "register", "require_cpu"]
@@ -36,18 +35,13 @@ __all__ = ["SWITCH", "environment", "register", "require_cpu"]
 SWITCH = "_UCCL_EP_SGLANG_CPU"
 """Set to ``1`` by :func:`environment`; the startup directory does nothing without it."""
 
-_DIST = "uccl_ep_sglang_cpu-0.dist-info"
 _SITECUSTOMIZE = """\
-# Python runs this at start because its directory is on PYTHONPATH. Written by
-# uccl_ep_serving.demo.sglang_cpu.
+# Python runs this at start because its directory is on PYTHONPATH. Written by uccl_ep_serving.demo.sglang_cpu.
 from uccl_ep_serving.demo.sglang_cpu import startup
 
 startup.install()
 """
-# A distribution of its own, seen only through PYTHONPATH: SGLang's plugin loader then finds the hooks by
-# entry point.
 _ENTRY_POINTS = "[sglang.srt.plugins]\nuccl_ep_cpu = uccl_ep_serving.demo.sglang_cpu:register\n"
-_METADATA = "Metadata-Version: 2.1\nName: uccl_ep_sglang_cpu\nVersion: 0\n"
 
 
 def environment(directory: Path, *, threads: int = 1, ranks: int = 2) -> dict[str, str]:
@@ -62,24 +56,14 @@ def environment(directory: Path, *, threads: int = 1, ranks: int = 2) -> dict[st
         Variables to lay over ``os.environ`` of the child process.
     """
     startup = directory / "startup"
-    (startup / _DIST).mkdir(parents=True, exist_ok=True)
+    cpu_server.write_distribution(startup, "uccl_ep_sglang_cpu", entry_points=_ENTRY_POINTS)
     (startup / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    (startup / _DIST / "entry_points.txt").write_text(_ENTRY_POINTS)
-    (startup / _DIST / "METADATA").write_text(_METADATA)
-    paths = [str(startup), *filter(None, [os.environ.get("PYTHONPATH")])]
     cpus = sorted(os.sched_getaffinity(0))
     return {
-        SWITCH: "1",
-        "PYTHONPATH": os.pathsep.join(paths),
+        **cpu_server.variables(startup, SWITCH, threads),
         "SGLANG_USE_CPU_ENGINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # a machine with GPUs runs the demo on its CPU all the same
-        "HIP_VISIBLE_DEVICES": "",
-        # SGLang would compile kernels with a C++ compiler, which may not be there
-        "TORCHDYNAMO_DISABLE": "1",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",  # a failed scheduler would wait a minute for dumps of GPUs
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks)),
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
     }
 
 
@@ -101,12 +85,4 @@ def require_cpu() -> None:
 
 def register() -> None:
     """Entry point of the ``sglang.srt.plugins`` group: register the CPU hooks (see :mod:`.hooks`)."""
-    if os.environ.get(SWITCH) != "1":
-        return
-    try:
-        require_cpu()
-        importlib.import_module("uccl_ep_serving.demo.sglang_cpu.hooks").register()
-    except Exception as error:
-        # SGLang logs a plugin's failure and goes on; a half-shimmed server would die later for an obscure
-        # reason
-        sys.exit(f"uccl_ep_serving: the CPU shims of SGLang could not be set up: {error}")
+    cpu_server.register_hooks(SWITCH, "SGLang", require_cpu, "uccl_ep_serving.demo.sglang_cpu.hooks")

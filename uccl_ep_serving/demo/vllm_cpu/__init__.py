@@ -20,12 +20,10 @@ and no ``reduce_scatterv``                        ``allgather_reducescatter`` on
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import os
-import sys
 from pathlib import Path
 
+from uccl_ep_serving.demo import cpu_server
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["SWITCH", "environment", "register", "require_cpu"]
@@ -33,9 +31,7 @@ __all__ = ["SWITCH", "environment", "register", "require_cpu"]
 SWITCH = "_UCCL_EP_VLLM_CPU"
 """Set to ``1`` by :func:`environment`; the entry point does nothing without it."""
 
-_NAME = "uccl_ep_vllm_cpu"
-# A distribution of its own, seen only through PYTHONPATH: vLLM's plugin loader then finds the hooks by entry point.
-_ENTRY_POINTS = f"[vllm.general_plugins]\n{_NAME} = uccl_ep_serving.demo.vllm_cpu:register\n"
+_ENTRY_POINTS = "[vllm.general_plugins]\nuccl_ep_vllm_cpu = uccl_ep_serving.demo.vllm_cpu:register\n"
 
 
 def environment(directory: Path, *, threads: int = 1) -> dict[str, str]:
@@ -49,34 +45,19 @@ def environment(directory: Path, *, threads: int = 1) -> dict[str, str]:
         Variables to lay over ``os.environ`` of the child process.
     """
     startup = directory / "startup"
-    _write_distribution(startup, _NAME, "0", _ENTRY_POINTS)
+    cpu_server.write_distribution(startup, "uccl_ep_vllm_cpu", entry_points=_ENTRY_POINTS)
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        _write_distribution(startup, "vllm", f"{importlib.metadata.version('vllm-cpu')}+cpu")
-    paths = [str(startup), *filter(None, [os.environ.get("PYTHONPATH")])]
+        cpu_server.write_distribution(startup, "vllm", f"{importlib.metadata.version('vllm-cpu')}+cpu")
     return {
-        SWITCH: "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",  # a machine with GPUs runs the demo on its CPU all the same
-        "HIP_VISIBLE_DEVICES": "",
+        **cpu_server.variables(startup, SWITCH, threads),
         "VLLM_CPU_SIM_MULTI_NUMA": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHDYNAMO_DISABLE": "1",  # it would compile with a C++ compiler, which may not be there
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
     }
-
-
-def _write_distribution(startup: Path, name: str, version: str, entry_points: str = "") -> None:
-    place = startup / f"{name}-{version}.dist-info"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    if entry_points:
-        (place / "entry_points.txt").write_text(entry_points)
 
 
 def require_cpu() -> None:
@@ -97,10 +78,4 @@ def require_cpu() -> None:
 
 def register() -> None:
     """Entry point of the ``vllm.general_plugins`` group: register the CPU hooks (see :mod:`.hooks`)."""
-    if os.environ.get(SWITCH) != "1":
-        return
-    try:
-        require_cpu()
-        importlib.import_module("uccl_ep_serving.demo.vllm_cpu.hooks").register()
-    except Exception as error:
-        sys.exit(f"uccl_ep_serving: the CPU shims of vLLM could not be set up: {error}")
+    cpu_server.register_hooks(SWITCH, "vLLM", require_cpu, "uccl_ep_serving.demo.vllm_cpu.hooks")

@@ -85,21 +85,17 @@ class TorchExperts(_Torch):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
+        **_rest: Any,
     ) -> None:
         local = topk_ids.long()
         if expert_map is not None:
@@ -142,21 +138,14 @@ class TorchBatchedExperts(_Torch):
 
     def apply(
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
         w1: torch.Tensor,
         w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
         expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        **_rest: Any,
     ) -> None:
         for expert, count in enumerate(expert_tokens_meta.expert_num_tokens.tolist()):
             if count:
