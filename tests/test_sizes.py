@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.data_plane.build import normal_plan
+from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 
 _ROW = 7168 * 2 + 512  # DeepSeek-V3 in bf16 with its meta

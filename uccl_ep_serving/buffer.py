@@ -22,6 +22,7 @@ from .data_plane.nics import nic_transports
 from .data_plane.runtime import Runtime
 from .errors import ConfigError
 from .gpu.context import DeviceGround
+from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import low_latency_kernels, normal_kernels
 from .modes.low_latency_cpu import LowLatency
@@ -59,7 +60,7 @@ class Buffer:
             only raises on all of them.
     """
 
-    num_sms: ClassVar[int] = 20
+    num_sms: ClassVar[int] = DEFAULT_SMS
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, fields
 
 from .errors import ConfigError
+from .gpu.program_budget import DEFAULT_SMS
 from .modes.normal_arguments import check_integer
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
@@ -34,7 +35,7 @@ class Config:
         ConfigError: a number is no integer, or makes no sense.
     """
 
-    num_sms: int = 20
+    num_sms: int = DEFAULT_SMS
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6

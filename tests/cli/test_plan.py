@@ -11,7 +11,7 @@ from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.cli.main import app
 from uccl_ep_serving.cli.plan import plan
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.data_plane.build import normal_plan
+from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 

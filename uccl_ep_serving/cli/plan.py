@@ -10,11 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.data_plane.build import normal_plan
+from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
+from uccl_ep_serving.gpu.program_budget import (
+    DEFAULT_SMS,
+    LINK_BANDWIDTH,
+    PCIE_BANDWIDTH,
+    PROXY_BANDWIDTH,
+    budget,
+    row_traffic,
+)
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
 
 __all__ = ["ELEMENTS", "app", "plan"]
@@ -81,8 +87,8 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
     traffic = row_traffic(batch, row_bytes, min(topk, ranks), ranks, node_ranks, crossed, on_device)
     link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if on_device else PCIE_BANDWIDTH)
     # one turn to pack and one to unpack
-    found = budget(traffic, 2, link, settings.nic_bandwidth * 1e9 or PROXY_BANDWIDTH, Buffer.num_sms)
-    programs = min(settings.programs, Buffer.num_sms) or found.programs
+    found = budget(traffic, 2, link, settings.nic_bandwidth * 1e9 or PROXY_BANDWIDTH, DEFAULT_SMS)
+    programs = min(settings.programs, DEFAULT_SMS) or found.programs
     return {
         "tokens": batch,
         "bytes_by_kernels": round(traffic.copied),

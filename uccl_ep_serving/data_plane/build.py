@@ -19,8 +19,7 @@ from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
-from ..protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
-from ..protocol.message import round_up
+from ..protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService
 from ..proxy.transport.base import Watchful
@@ -36,36 +35,13 @@ from .segments import Segment
 if TYPE_CHECKING:
     from ..proxy.transport.base import Endpoint
 
-__all__ = ["PlaneBuilder", "normal_plan"]
+__all__ = ["PlaneBuilder"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
-#: Bytes of normal mode's send staging that more ranks do not exceed while chunks can still shrink: 1 MiB chunks, 4
-#: deep, up to 64 ranks. The least chunk holds eight rows of DeepSeek-V3 in bf16.
-_STAGING = 256 << 20
-_LEAST_CHUNK = 128 << 10
 #: The end of a process is known on its control connection this soon after any other sign of it.
 _NEWS_SECONDS = 0.5
 _CONNECTING = "connecting"
-
-
-def normal_plan(ranks: int, settings: Settings, heap_bytes: int) -> NormalPlan:
-    """Normal-mode sizes from the settings, the same on all ranks.
-
-    The heap is at least the ``heap_bytes`` that the caller asked for. Staging is per peer, so with many ranks chunks
-    shrink to keep the send side within ``_STAGING`` (down to ``_LEAST_CHUNK``), and the rounds grow until each slot
-    holds a chunk.
-
-    Raises:
-        ConfigError: the formats cannot hold such a window.
-    """
-    heap = round_up(max(settings.heap_bytes, heap_bytes), PAGE)
-    chunk = min(settings.chunk_bytes, max(_STAGING // (ranks * settings.chunk_depth) // PAGE * PAGE, _LEAST_CHUNK))
-    rounds = max(settings.round_bytes, 2 * ranks * (chunk + PAGE))
-    try:
-        return NormalPlan(ranks, heap=heap, rounds=round_up(rounds, PAGE), chunk=chunk, depth=settings.chunk_depth)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 class PlaneBuilder:

@@ -29,11 +29,12 @@ from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
 from ..stats import LiveServer
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
-from .build import PlaneBuilder, normal_plan
+from .build import PlaneBuilder
 from .kernel_space import KernelSpace
 from .plane import DataPlane
 from .segments import HeapAllocator
 from .watch import PlaneWatch
+from .window_sizes import normal_plan
 
 __all__ = ["Runtime"]
 

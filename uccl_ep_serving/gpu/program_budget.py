@@ -10,8 +10,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["LINK_BANDWIDTH", "PCIE_BANDWIDTH", "PROXY_BANDWIDTH", "Budget", "RowTraffic", "budget", "row_traffic"]
+__all__ = [
+    "DEFAULT_SMS",
+    "LINK_BANDWIDTH",
+    "PCIE_BANDWIDTH",
+    "PROXY_BANDWIDTH",
+    "Budget",
+    "RowTraffic",
+    "budget",
+    "row_traffic",
+]
 
+#: The most SMs that operations take unless the user sets another number: DeepEP's default.
+DEFAULT_SMS = 20
 #: Bytes of rows that one program copies in a second: what DeepEP's SMs do (153 GB/s in and as much out with 20, its
 #: README, dispatch among 8 H800). What is on its way to a program would allow more (Little's law): it waits for the
 #: list of 4 rows, then asks for up to 32 KiB at once, so 2 waits for 28 KiB of FP8 rows and 3 for 56 KiB of BF16 rows.

@@ -1,0 +1,37 @@
+"""``uccl-ep`` itself: what a command imports before it is asked to compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_tree import run_python
+
+CODE = """
+import sys
+from uccl_ep_serving.cli.main import app
+try:
+    app({arguments!r})
+except SystemExit as ended:
+    status = ended.code
+heavy = sorted({{"torch", "numba", "numpy", "sglang", "vllm"}} & set(sys.modules))
+print(status, heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("--help", 0),
+        ("plan --ranks 8 --experts 64", 0),
+        ("top --json --pid 999999999", 1),
+        ("bench --help", 0),
+        ("doctor --help", 0),
+        ("demo --help", 0),
+        ("demo-vllm --help", 0),
+    ],
+)
+def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: str, status: int) -> None:
+    done = run_python(CODE.format(arguments=arguments.split()), cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == f"{status} []", done.stderr
