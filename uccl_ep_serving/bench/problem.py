@@ -138,7 +138,7 @@ class FlatProblem:
         return rows.mul_(1 + 0.5 * rank)
 
     def check_dispatch(self, who: str, variant: int, rows: torch.Tensor, scales: torch.Tensor | None) -> float:
-        """Hold received rows (and scales) against the oracle, bit by bit."""
+        """Compare received rows and scales with the oracle's, bit for bit."""
         if self.card.dtype == "fp8":
             if scales is None:
                 raise WrongData(f"{who}: dispatch: fp8 rows came without scales")
@@ -146,7 +146,7 @@ class FlatProblem:
         return compare(f"{who}: dispatch", rows, self.received[variant])
 
     def check_combine(self, who: str, variant: int, combined: torch.Tensor) -> float:
-        """Hold combined tokens against the oracle."""
+        """Compare combined tokens with the oracle's."""
         return compare(f"{who}: combine", combined, self.combined[variant], TOLERANCE)
 
 
@@ -234,7 +234,7 @@ class LowLatencyProblem:
     def check_dispatch(
         self, who: str, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
     ) -> float:
-        """Hold received rows [L, R * T, H], scales and counts against the oracle, bit by bit."""
+        """Compare received rows [L, R * T, H], scales and counts with the oracle's, bit for bit."""
         if not torch.equal(counts, self.counts):
             raise WrongData(f"{who}: dispatch: counts {counts.tolist()}, the oracle has {self.counts.tolist()}")
         for expert, expected in enumerate(self.received[variant]):
@@ -247,5 +247,5 @@ class LowLatencyProblem:
         return 0.0
 
     def check_combine(self, who: str, variant: int, combined: torch.Tensor) -> float:
-        """Hold combined tokens against the oracle, bit by bit: its order of summation is the documented one."""
+        """Compare combined tokens with the oracle's, bit for bit: its order of summation is the documented one."""
         return compare(f"{who}: combine", combined, self.combined[variant])

@@ -2,8 +2,8 @@
 
 A round measures each subject once, starting with another one each time. A measured call follows an unmeasured one, so
 that proxies and caches are as in a running engine, sends what has just been read, and starts at the same instant on all
-ranks of one host. Its time is that of the slowest rank. What came out, of calls without a pause what came out of the
-last, is then held against the oracle; a mismatch on any rank ends the run on all.
+ranks of one host. Its time is that of the slowest rank. Its result is then compared with the oracle's (in back-to-back
+runs only the result of the last call); a mismatch on any rank ends the run on all.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Subject(Protocol):
         """Read what ``phase`` will send, as if it had just been computed."""
 
     def check(self, variant: int) -> float:
-        """Hold the results of the latest phases, all called with ``variant``, against the oracle.
+        """Compare the results of the latest phases, all called with ``variant``, with the oracle's.
 
         Returns:
             The largest distance; 0 = every bit agrees.

@@ -86,7 +86,7 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
     crossed = node_ranks if 1 < node_ranks < ranks and settings.hierarchy != "off" else 0
     traffic = row_traffic(batch, row_bytes, min(topk, ranks), ranks, node_ranks, crossed, on_device)
     link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if on_device else PCIE_BANDWIDTH)
-    # one turn to pack and one to unpack
+    # one step to pack and one to unpack
     found = budget(traffic, 2, link, settings.nic_bandwidth * 1e9 or PROXY_BANDWIDTH, DEFAULT_SMS)
     programs = min(settings.programs, DEFAULT_SMS) or found.programs
     return {

@@ -1,11 +1,10 @@
 """SGLang's ``--moe-a2a-backend uccl_ep``: a plugin of the entry-point group ``sglang.srt.plugins``.
 
-SGLang has no registry of all-to-all backends, so the plugin takes the road that keeps every special case of the
-engine right: the new name is a choice of the command line, configuration resolves it to ``deepep``, and the engine's
-own ``DeepEPDispatcher`` runs on our :class:`~uccl_ep_serving.Buffer`. Padding under DP attention, CUDA graphs,
-two-batch overlap, EPLB and the expert runners then behave as they do under ``deepep``; ``--deepep-mode``,
-``--deepep-config``, ``--deepep-dispatcher-output-dtype`` and ``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` keep
-their meaning.
+SGLang has no registry of all-to-all backends, so the plugin stands in for DeepEP: the new name is a choice of the
+command line, configuration resolves it to ``deepep``, and the engine's own ``DeepEPDispatcher`` runs on our
+:class:`~uccl_ep_serving.Buffer`. Every special case of the engine then holds as it does under ``deepep``: padding under
+DP attention, CUDA graphs, two-batch overlap, EPLB and the expert runners. ``--deepep-mode``, ``--deepep-config``,
+``--deepep-dispatcher-output-dtype`` and ``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK`` keep their meaning.
 
 Two hooks are registered for everybody and change nothing unless ``uccl_ep`` was asked for:
 

@@ -1,4 +1,4 @@
-"""The all-to-all manager of vLLM's expert-parallel group: it owns the Buffer that all MoE layers share."""
+"""vLLM's all-to-all manager of the expert-parallel group: it owns the Buffer that all MoE layers share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
 __all__ = ["UcclEpAll2AllManager", "check_buffers", "communicator_of", "manager_of_ep_group"]
 
 _lock = threading.Lock()
-#: Those that are not closed; elastic expert parallelism builds the next one beside the present one.
+#: The open ones: elastic expert parallelism builds the next one while the present one still serves.
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -58,7 +58,7 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
         return self._num_sms if self._reserves_sms else 0
 
     def check(self) -> None:
-        """Raise what the Buffer, if there is one, knows to be wrong; see :meth:`uccl_ep_serving.Buffer.check`."""
+        """Raise what the Buffer, if it is open, knows to be wrong. Waits for nothing."""
         if self._buffer is not None:
             self._buffer.check()
 

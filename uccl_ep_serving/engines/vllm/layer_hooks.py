@@ -1,6 +1,4 @@
-"""The hooks of a worker: which experts the layers choose, the prepare / finalize objects they get, and a look before
-each step.
-"""
+"""The hooks of a worker: the experts that layers choose, their prepare / finalize objects, a check before each step."""
 
 from __future__ import annotations
 
@@ -40,16 +38,16 @@ def activate() -> None:
         _rebind(name, original, replacement)
     owner, name, original = find(execute)
     if not hooked(execute):
-        setattr(owner, name, _after_a_look(original))
-    # Ray's compiled graph goes past it; the class exists where Ray is installed, and then its worker has imported it
+        setattr(owner, name, _after_check(original))
+    # Ray's compiled graph bypasses it; the class exists where Ray is installed, and then its worker has imported it
     with_ray: Any = getattr(sys.modules.get("vllm.v1.executor.ray_utils"), "RayWorkerWrapper", None)
     original = vars(with_ray).get("execute_model_ray") if with_ray is not None else None
     if original is not None and not hasattr(original, "__wrapped__"):
-        with_ray.execute_model_ray = _after_a_look(original)
+        with_ray.execute_model_ray = _after_check(original)
     verify_hooked(LAYER_TARGETS)
 
 
-def _after_a_look(original: Any) -> Any:
+def _after_check(original: Any) -> Any:
     @functools.wraps(original)
     def execute_model(*args: Any, **kwargs: Any) -> Any:
         from uccl_ep_serving.engines.vllm import all2all
