@@ -174,7 +174,7 @@ def deepep(exchange: Any, shape: Shape, directory: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from uccl_ep_serving.reference_normal import calc_diff
+    from uccl_ep_serving.oracle import calc_diff
 
     rank = exchange.rank
     stage = reached(directory, rank, "import deep_ep")

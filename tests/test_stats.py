@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_serving.operation_log import OperationLog
-from uccl_ep_serving.stats import LiveServer, query
+from uccl_ep_serving.stats import LiveServer, OperationLog, query
 
 
 def test_the_live_counters_take_another_name_and_ignore_who_holds_theirs() -> None:

@@ -1,4 +1,4 @@
-"""A torch oracle: dispatch and combine computed from all ranks' inputs at once, plainly, for tests and for doubt.
+"""A torch oracle of both modes: dispatch and combine computed from all ranks' inputs at once, for tests and for doubt.
 
 Nothing here is fast or shares code with the kernels. Orders of summation are the documented ones, so results agree bit
 for bit where the kernels promise it.
@@ -14,10 +14,15 @@ import torch
 __all__ = [
     "LowLatencyInput",
     "LowLatencyReceived",
+    "NormalReceived",
     "calc_diff",
     "dequantise_fp8",
+    "in_rank",
     "low_latency_combine",
     "low_latency_dispatch",
+    "normal_combine",
+    "normal_combine_weights",
+    "normal_dispatch",
     "quantise_fp8",
     "unpack_ue8m0",
 ]
@@ -67,6 +72,9 @@ def dequantise_fp8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype == torch.int32:
         scales = unpack_ue8m0(scales.contiguous())
     return values.float() * scales.repeat_interleave(_BLOCK, dim=-1)
+
+
+# -- low latency ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -161,3 +169,90 @@ def low_latency_combine(
             total = total + (partial[group].to(dtype).float() if reduced else partial[group])
         result[token] = total.to(dtype)
     return result
+
+
+# -- normal mode ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NormalReceived:
+    """What one rank receives from a dispatch: its rows sorted by source rank, then by token.
+
+    Attributes:
+        source: int64 [N], source rank of each row.
+        token: int64 [N], token index at the source.
+        topk_idx: int64 [N, K], local expert ids, -1 for experts elsewhere.
+        topk_weights: float32 [N, K], 0 where the id is -1.
+        expert_counts: rows per local expert, a row counted once for each of its slots there.
+    """
+
+    source: torch.Tensor
+    token: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    expert_counts: list[int]
+
+    def rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, ...]: the rows of ``tensors`` (one per source rank, indexed by token) that arrive."""
+        parts = [tensors[rank][self.token[self.source == rank]] for rank in range(len(tensors))]
+        return torch.cat(parts)
+
+
+def in_rank(topk_idx: torch.Tensor, experts: int, ranks: int) -> torch.Tensor:
+    """bool [T, R]: the token has an expert on the rank. ``topk_idx`` int64 [T, K], -1 = none."""
+    owner = torch.where(topk_idx < 0, -1, topk_idx // (experts // ranks))
+    return (owner.unsqueeze(2) == torch.arange(ranks)).any(dim=1)
+
+
+def normal_dispatch(
+    topk_idx: Sequence[torch.Tensor], topk_weights: Sequence[torch.Tensor], experts: int
+) -> list[NormalReceived]:
+    """What each rank receives when rank r dispatches ``topk_idx[r]`` int64 [T_r, K] and ``topk_weights[r]``."""
+    ranks = len(topk_idx)
+    local = experts // ranks
+    received = []
+    for rank in range(ranks):
+        sources, tokens, ids, weights = [], [], [], []
+        for source in range(ranks):
+            chosen = torch.nonzero(in_rank(topk_idx[source], experts, ranks)[:, rank]).flatten()
+            local_ids = topk_idx[source][chosen] - rank * local
+            mine = (local_ids >= 0) & (local_ids < local) & (topk_idx[source][chosen] >= 0)
+            sources.append(torch.full_like(chosen, source))
+            tokens.append(chosen)
+            ids.append(torch.where(mine, local_ids, -1))
+            weights.append(torch.where(mine, topk_weights[source][chosen], 0.0))
+        all_ids = torch.cat(ids)
+        counts = torch.bincount(all_ids[all_ids >= 0], minlength=local).tolist()
+        received.append(NormalReceived(torch.cat(sources), torch.cat(tokens), all_ids, torch.cat(weights), counts))
+    return received
+
+
+def _sum_back(
+    parts: Sequence[torch.Tensor], received: Sequence[NormalReceived], source: int, tokens: int
+) -> torch.Tensor:
+    total = torch.zeros(tokens, parts[0].shape[1], dtype=torch.float32)
+    for part, there in zip(parts, received, strict=True):
+        back = there.source == source
+        total[there.token[back]] += part[: len(there.source)][back].float()
+    return total
+
+
+def normal_combine(
+    rows: Sequence[torch.Tensor],
+    received: Sequence[NormalReceived],
+    source: int,
+    tokens: int,
+    bias: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """[T, H] that rank ``source`` gets back when rank r returns ``rows[r]`` [N_r, H]: float32 sum, rounded once."""
+    total = _sum_back(rows, received, source, tokens)
+    for one in bias:
+        total += one.float()
+    return total.to(rows[0].dtype)
+
+
+def normal_combine_weights(
+    weights: Sequence[torch.Tensor], received: Sequence[NormalReceived], source: int, tokens: int
+) -> torch.Tensor:
+    """float32 [T, K]: the router weights ``weights[r]`` [N_r, K] summed back at rank ``source``."""
+    return _sum_back(weights, received, source, tokens)

@@ -19,7 +19,7 @@ from tests.support.normal_cases import (
     round_trip,
     same_bits,
 )
-from uccl_ep_serving import reference_normal as oracle
+from uccl_ep_serving import oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.modes.normal_cpu import Normal
@@ -191,7 +191,7 @@ def test_bias_is_added_before_rounding(biases: int, dtype: torch.dtype):
 
     rows = [there.rows(inputs.x) for there in delivered]
     for rank, combined in enumerate(DirectGroup(2).run(body)):
-        expected = oracle.combine(rows, delivered, rank, inputs.case.tokens[rank], bias[rank])
+        expected = oracle.normal_combine(rows, delivered, rank, inputs.case.tokens[rank], bias[rank])
         assert same_bits(combined, expected)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from uccl_ep_serving import reference_normal as oracle
+from uccl_ep_serving import oracle
 from uccl_ep_serving.handles import NormalHandle
 from uccl_ep_serving.modes.normal_cpu import Normal
 
@@ -71,8 +71,8 @@ class Inputs:
     def rows(self, rank: int) -> Any:
         return (self.x[rank], self.scales[rank]) if self.quantised else self.x[rank]
 
-    def delivered(self) -> list[oracle.Delivered]:
-        return oracle.deliver(self.topk_idx, self.topk_weights, self.case.experts)
+    def delivered(self) -> list[oracle.NormalReceived]:
+        return oracle.normal_dispatch(self.topk_idx, self.topk_weights, self.case.experts)
 
 
 def dispatch(normal: Normal, inputs: Inputs, rank: int, **options: Any) -> Any:
@@ -162,11 +162,11 @@ def check_rank(inputs: Inputs, rank: int, outcome: Outcome, alignment: int = 1, 
     assert outcome.per_expert == ([] if worst else rounded)
     outputs = [expert_outputs(one.rows(inputs.x), peer) for peer, one in enumerate(delivered)]
     tokens = inputs.case.tokens[rank]
-    expected = oracle.combine(outputs, delivered, rank, tokens)
+    expected = oracle.normal_combine(outputs, delivered, rank, tokens)
     assert outcome.combined.dtype == expected.dtype
     assert outcome.combined.shape == expected.shape
     assert oracle.calc_diff(outcome.combined, expected) < 5e-6
     nowhere = ~oracle.in_rank(inputs.topk_idx[rank], inputs.case.experts, inputs.case.ranks).any(dim=1)
     assert (outcome.combined[nowhere] == 0).all()
-    back = oracle.combine_weights([one.topk_weights for one in delivered], delivered, rank, tokens)
+    back = oracle.normal_combine_weights([one.topk_weights for one in delivered], delivered, rank, tokens)
     assert oracle.calc_diff(outcome.combined_weights, back) < 1e-9

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from uccl_ep_serving import oracle as reference
-from uccl_ep_serving import reference_normal
 from uccl_ep_serving.bench.card import DTYPES, Card
 
 __all__ = ["VARIANTS", "FlatProblem", "LowLatencyProblem", "Routing", "WrongData", "compare", "payload", "sent_rows"]
@@ -103,7 +102,7 @@ class FlatProblem:
 
     def __init__(self, card: Card, routing: Routing, rank: int) -> None:
         self.card, self.routing, self.rank = card, routing, rank
-        self.delivered = reference_normal.deliver(routing.topk_idx, routing.topk_weights, card.experts)
+        self.delivered = reference.normal_dispatch(routing.topk_idx, routing.topk_weights, card.experts)
         self.send_tokens = [there.token[there.source == rank] for there in self.delivered]
         self.recv_rows = [int((self.delivered[rank].source == source).sum()) for source in range(card.ranks)]
         self.x: list[torch.Tensor] = []
@@ -130,7 +129,7 @@ class FlatProblem:
             self.received.append(here.rows(tokens))
         outputs = [self._expert(there.rows(tokens), peer) for peer, there in enumerate(self.delivered)]
         self.outputs.append(outputs[self.rank])
-        self.combined.append(reference_normal.combine(outputs, self.delivered, self.rank, self.card.tokens))
+        self.combined.append(reference.normal_combine(outputs, self.delivered, self.rank, self.card.tokens))
 
     @staticmethod
     def _expert(rows: torch.Tensor, rank: int) -> torch.Tensor:

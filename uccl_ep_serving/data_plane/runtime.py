@@ -24,10 +24,9 @@ from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
 from ..errors import ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import warm
-from ..operation_log import OperationLog
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
-from ..stats import LiveServer
+from ..stats import LiveServer, OperationLog
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
 from .kernel_space import KernelSpace
