@@ -9,7 +9,7 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK
 from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE
-from ..low_latency_state import (
+from ..blocks.low_latency import (
     COMBINE_AHEAD,
     COMBINE_READ,
     COMBINE_RECV,

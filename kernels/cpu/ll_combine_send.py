@@ -10,7 +10,7 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, NOTICE
-from ..low_latency_state import (
+from ..blocks.low_latency import (
     COMBINE_BASE0,
     COMBINE_NUMBER,
     COMBINE_PACKED,

@@ -12,7 +12,7 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS, NOTICE
-from ..low_latency_state import (
+from ..blocks.low_latency import (
     COMBINE_AHEAD,
     COMBINE_BASE0,
     COMBINE_PACKED,

@@ -19,7 +19,7 @@ from ...protocol.message import (
     LowLatencyHeader,
 )
 from ...protocol.streams import LL_DISPATCH
-from ..low_latency_state import (
+from ..blocks.low_latency import (
     COMBINE_RECV_STEP,
     DISPATCH_AHEAD,
     DISPATCH_READ,

@@ -8,7 +8,7 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_DISPATCH, NOTICE
-from ..low_latency_state import (
+from ..blocks.low_latency import (
     COMBINE_NUMBER,
     COUNTS,
     DIGEST,

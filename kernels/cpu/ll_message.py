@@ -13,7 +13,7 @@ from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PROTOCOL
 from ...protocol.message import LowLatencyHeader
 from ...protocol.streams import MAX_CHANNELS
-from ..low_latency_state import DIGEST, PEER_TABLES, ROUTE_TABLES
+from ..blocks.low_latency import DIGEST, PEER_TABLES, ROUTE_TABLES
 from .context import (
     arrived_count,
     channel_count,

@@ -9,7 +9,7 @@ from numba import types
 from ...native.atomics import peek
 from ...native.jit import compile_lock, compiled
 from ...protocol.message import FORM_REDUCED
-from ..low_latency_state import (
+from ..blocks.low_latency import (
     COUNTS,
     EXPERTS,
     FORM,

@@ -11,13 +11,13 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK
 from ...protocol.message import NormalNotify
 from ...protocol.streams import NORMAL_GRANT, NORMAL_NOTIFY
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import arrived_count, completed_count, own_rank, rank_count
 from .normal_receive import give_grant, next_message, note_arrivals, unpack
 from .normal_reduce import reduce_ready
 from .normal_rows import copy_own
 from .normal_send import chunks_over, say_over, send_chunk, sent_on, take_grant
-from .normal_words import MOVED, NOTHING, add, get, put
+from .words import MOVED, NOTHING, add, get, put
 from .wait import note_progress, turn_over
 
 __all__ = ["exchange", "own_step", "serve", "waits_for"]

@@ -12,15 +12,15 @@ from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PROTOCOL
 from ...protocol.relay import FREED, OFFERED
-from .. import normal_block as block
-from ..normal_block import PACKED_NOTHING, PACKED_ROWS_AND_META
+from ..blocks import normal as block
+from ..blocks.normal import PACKED_NOTHING, PACKED_ROWS_AND_META
 from .context import error_address, own_rank, peer_window, window_address
 from .normal_nodes import forwarder, node_of, place_of
 from .normal_reduce import add_weights, sum_rows
 from .normal_relay import line_of, rows_at, stamp_rows
 from .normal_rows import is_marked
 from .normal_send import chunk_address, publish_chunk
-from .normal_words import MOVED, NOTHING, get, put
+from .words import MOVED, NOTHING, get, put
 from .wait import note_progress
 
 __all__ = ["keeps_rows", "lacks_rows", "lay_out", "send_sums"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...native.atomics import peek, peek8, peek32, poke, poke8, poke32, zero
 from ...native.jit import compiled
-from ..normal_block import LAYOUT_BAD_ID, LAYOUT_EXPERT_COUNTS, LAYOUT_MARKS, LAYOUT_RANK_COUNTS, LAYOUT_RIGHT
+from ..blocks.normal import LAYOUT_BAD_ID, LAYOUT_EXPERT_COUNTS, LAYOUT_MARKS, LAYOUT_RANK_COUNTS, LAYOUT_RIGHT
 
 __all__ = ["layout", "route_rows"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ...native.jit import compiled
 from ...protocol.context import STATUS_OK
 from ...protocol.message import NormalNotify
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import own_rank, rank_count
 from .normal_exchange import own_step, serve, waits_for
 from .normal_forward import keeps_waiting, lags_behind, show_arrivals, take_passed
@@ -19,7 +19,7 @@ from .normal_nodes import is_far, is_rail
 from .normal_receive import give_grant, note_arrivals
 from .normal_reduce import reduce_ready
 from .normal_send import say_over, send_chunk, take_grant
-from .normal_words import MOVED, NOTHING, add, get
+from .words import MOVED, NOTHING, add, get
 from .wait import turn_over
 
 __all__ = ["exchange_nodes"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from ...native.atomics import peek, peek8, poke, poke32, zero
 from ...native.jit import compiled, inlined
 from ...protocol.message import META_LINE, NormalNotify
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import own_rank, rank_count
-from .normal_words import get, put
+from .words import get, put
 
 __all__ = [
     "forwarder",

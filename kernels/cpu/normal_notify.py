@@ -19,12 +19,12 @@ from ...protocol.context import (
 )
 from ...protocol.message import HEADER_BYTES, MOST_ROWS, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import arrived_count, completed_count, error_address, own_rank, rank_count, window_address
 from .normal_nodes import is_rail
 from .normal_prepare import measure
 from .normal_wire import message_address, publish
-from .normal_words import add, get, put
+from .words import add, get, put
 from .wait import note_progress, turn_over
 
 __all__ = ["open_operation"]

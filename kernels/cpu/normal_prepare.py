@@ -9,10 +9,10 @@ from __future__ import annotations
 from ...native.atomics import peek, peek32, poke, zero
 from ...native.jit import compiled
 from ...protocol.message import NormalNotify
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import channel_count, is_masked, own_rank, peer_window, rank_count
 from .normal_nodes import is_far, lane_of, meta_room, slot_bytes, take_rails
-from .normal_words import get, put
+from .words import get, put
 
 __all__ = ["measure", "place", "prepare"]
 

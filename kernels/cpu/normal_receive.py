@@ -13,7 +13,7 @@ from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_GRANT
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import (
     arrived_count,
     channel_count,
@@ -24,7 +24,7 @@ from .context import (
 )
 from .normal_rows import unpack_meta
 from .normal_wire import message_address, publish
-from .normal_words import MOVED, NOTHING, add, get, phase_of, put
+from .words import MOVED, NOTHING, add, get, phase_of, put
 
 __all__ = ["give_grant", "landed_meta", "landed_row", "next_message", "note_arrivals", "unpack"]
 

@@ -15,12 +15,12 @@ import numpy as np
 from ...native.atomics import copy, peek, peek32, poke, zero
 from ...native.jit import compiled
 from ...protocol.message import DTYPE_F32
-from .. import normal_block as block
-from ..normal_block import TILE
+from ..blocks import normal as block
+from ..blocks.normal import TILE
 from .context import own_rank, rank_count
 from .elements import float_view
 from .normal_receive import landed_meta, landed_row
-from .normal_words import MOVED, NOTHING, add, get, put
+from .words import MOVED, NOTHING, add, get, put
 from .quant import accumulate, add_two, narrow_sum, narrow_sum_of_two
 
 __all__ = ["add_weights", "reduce_ready", "sum_rows"]

@@ -7,10 +7,10 @@ from ...native.failure import failed
 from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_POISONED
 from ...protocol.relay import BOARD_BYTES, EVERYTHING, LINE_BYTES, STAMP_SHIFT
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import error_address, peer_window
 from .normal_nodes import place_of
-from .normal_words import get
+from .words import get
 
 __all__ = ["board_of", "is_current", "line_of", "rows_at", "stamp_rows"]
 

@@ -12,10 +12,10 @@ from ...native.atomics import copy, peek, peek8, peek32, poke, poke8, poke32, ze
 from ...native.copy import stream, stream_fence
 from ...native.jit import compiled
 from ...protocol.message import NormalNotify
-from .. import normal_block as block
+from ..blocks import normal as block
 from .context import own_rank
 from .normal_nodes import is_far
-from .normal_words import get
+from .words import get
 
 __all__ = ["copy_own", "is_marked", "pack_meta", "pack_rows", "unpack_meta", "unpack_passed_meta"]
 

@@ -13,8 +13,8 @@ from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_GRANT, NORMAL_NOTIFY
-from .. import normal_block as block
-from ..normal_block import PACKED_META, PACKED_NOTHING, PACKED_ROWS_AND_META
+from ..blocks import normal as block
+from ..blocks.normal import PACKED_META, PACKED_NOTHING, PACKED_ROWS_AND_META
 from .context import (
     arrived_count,
     channel_count,
@@ -25,7 +25,7 @@ from .context import (
 )
 from .normal_rows import pack_meta, pack_rows
 from .normal_wire import publish
-from .normal_words import MOVED, NOTHING, add, get, phase_of, put
+from .words import MOVED, NOTHING, add, get, phase_of, put
 from .publish import put_write, store_flag
 
 __all__ = ["chunk_address", "chunks_over", "publish_chunk", "say_over", "send_chunk", "sent_on", "take_grant"]

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...protocol.message import FORM_EXPANDED, FORM_REDUCED
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
-from .block_access import (
+from .context import (
     R_COUNTS,
     R_PAIRS,
     R_RECEIVED,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import DTYPE_F32
-from .block_access import (
+from .context import (
     R_RETURN_BASE,
     S_ARRIVALS,
     S_COMBINE_AHEAD,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, FORM_REDUCED
 from ...protocol.streams import LL_COMBINE
-from .block_access import (
+from .context import (
     R_RECEIVED,
     R_RETURN_BASE,
     R_RETURN_FORM,

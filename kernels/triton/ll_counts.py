@@ -13,7 +13,7 @@ import triton.language as tl
 from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
 from ...protocol.streams import NOTICE as NOTICE_STREAM
-from .block_access import (
+from .context import (
     S_COMBINE_AHEAD,
     S_COMBINE_NUMBER,
     S_COMBINE_READ,

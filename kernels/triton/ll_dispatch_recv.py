@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, FORM_REDUCED, SCALE_BLOCK
 from ...protocol.streams import LL_DISPATCH
-from .block_access import (
+from .context import (
     R_RECEIVED,
     R_RETURN_FORM,
     R_RETURN_ROWS,

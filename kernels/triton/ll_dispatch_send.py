@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK
 from ...protocol.streams import LL_DISPATCH
-from .block_access import (
+from .context import (
     R_COUNTS,
     R_RETURN_BASE,
     S_ARRIVALS,

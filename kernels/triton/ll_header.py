@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import LowLatencyHeader
-from .block_access import (
+from .context import (
     S_DIGEST,
     S_DISPATCH_READ,
     S_FREE,

@@ -15,7 +15,7 @@ from ...protocol.message import (
     element_bytes,
     row_bytes,
 )
-from .blocks import DeviceState
+from ..blocks.low_latency_device import DeviceState
 from .launch import Launch, Target, present_target
 from .ll_arrival import combine_arrival, dispatch_arrival
 from .ll_combine_recv import sum_rows

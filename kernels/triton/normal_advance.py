@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_GRANT
-from .block_access import (
+from .context import (
     channel_count,
     has_failed,
     is_live,

@@ -75,8 +75,8 @@ import triton.language as tl
 from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES
 from ...protocol.streams import NORMAL_COMBINE
-from .block_access import rank_count
-from .blocks import SINK
+from .context import rank_count
+from ..blocks.low_latency_device import SINK
 from .words import int64s, peek
 
 __all__ = [

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...protocol.message import NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
-from .block_access import channel_count, has_failed, is_live, own_rank, rank_count
+from .context import channel_count, has_failed, is_live, own_rank, rank_count
 from .normal_advance import turn
 from .normal_blocks import (
     N_CHUNK_ROWS,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...protocol import relay
-from .block_access import S_SINK, channel_count, has_failed, is_live, own_rank, peer_window
+from .context import S_SINK, channel_count, has_failed, is_live, own_rank, peer_window
 from .normal_advance import batch_chunks
 from .normal_blocks import (
     N_ARRIVED,

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...protocol import relay
 from ...protocol.message import DTYPE_F32
-from .block_access import has_failed, own_rank, peer_window, window_address
+from .context import has_failed, own_rank, peer_window, window_address
 from .normal_advance import batch_chunks
 from .normal_blocks import (
     N_CHUNKS_SENT,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_GRANT
-from .block_access import (
+from .context import (
     own_rank,
     window_address,
 )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .block_access import has_failed, is_live, own_rank, peer_window, rank_count
+from .context import has_failed, is_live, own_rank, peer_window, rank_count
 from .normal_advance import (
     FAILED,
     MISSING,

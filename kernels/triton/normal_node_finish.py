@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import NormalNotify
-from .block_access import has_failed, is_live, rank_count
+from .context import has_failed, is_live, rank_count
 from .normal_blocks import W_OPEN
 from .normal_finish import close
 from .normal_forward import list_far

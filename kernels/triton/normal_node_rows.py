@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import NormalNotify
-from .block_access import has_failed, own_rank, rank_count
+from .context import has_failed, own_rank, rank_count
 from .normal_blocks import W_IN_HEAP, W_OPEN
 from .normal_forward import take_passed
 from .normal_gather import lay_out, sum_laid_out

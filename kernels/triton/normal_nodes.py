@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...protocol import relay
 from ...protocol.message import META_LINE
-from .block_access import S_SINK, own_rank, peer_window, rank_count
+from .context import S_SINK, own_rank, peer_window, rank_count
 from .normal_blocks import (
     N_RELAY_FIRST,
     W_BOARDS,

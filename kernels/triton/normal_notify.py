@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...protocol.message import HEADER_BYTES, MOST_ROWS, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
-from .block_access import (
+from .context import (
     S_SINK,
     has_failed,
     is_live,

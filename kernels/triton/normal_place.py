@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...protocol.message import META_LINE, NormalNotify
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
-from .block_access import channel_count, is_live, own_rank, rank_count
+from .context import channel_count, is_live, own_rank, rank_count
 from .normal_blocks import (
     I_AWAY,
     I_BEYOND,

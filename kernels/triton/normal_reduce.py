@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import DTYPE_F32
-from .block_access import has_failed, mask_address, own_rank, rank_count, window_address
+from .context import has_failed, mask_address, own_rank, rank_count, window_address
 from .normal_blocks import (
     N_META_LANDING,
     N_RECV_FIRST,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import NormalNotify
-from .block_access import has_failed, own_rank, peer_window, rank_count, window_address
+from .context import has_failed, own_rank, peer_window, rank_count, window_address
 from .normal_blocks import (
     N_CONSUMED,
     N_GRANT_CHUNK,

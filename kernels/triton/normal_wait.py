@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .block_access import (
+from .context import (
     S_SINK,
     arrived_address,
     channel_count,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...protocol.message import HEADER_BYTES
 from ...protocol.streams import LL_DISPATCH
-from .block_access import (
+from .context import (
     R_COUNTS,
     R_PAIRS,
     R_RETURN_BASE,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ...protocol import context as ctx
 from ...protocol.streams import MAX_CHANNELS
-from .block_access import (
+from .context import (
     S_SINK,
     arrived_address,
     channel_count,

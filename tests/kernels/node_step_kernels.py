@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from uccl_ep_serving.kernels.triton.block_access import is_live, own_rank
+from uccl_ep_serving.kernels.triton.context import is_live, own_rank
 from uccl_ep_serving.kernels.triton.normal_advance import choose_rows
 from uccl_ep_serving.kernels.triton.normal_forward import note_taken, say_taken, show, view
 from uccl_ep_serving.kernels.triton.normal_gather import choose_laid_out, choose_sums, say_freed

@@ -14,7 +14,8 @@ import pytest
 import triton
 import triton.language as tl
 
-from uccl_ep_serving.kernels.triton import blocks, normal_blocks
+from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
+from uccl_ep_serving.kernels.triton import normal_blocks
 from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx

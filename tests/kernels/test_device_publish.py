@@ -18,7 +18,7 @@ pytestmark = [
 
 def _run() -> tuple[Any, int]:
     from tests.kernels import publish_kernels
-    from uccl_ep_serving.kernels.triton import blocks
+    from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 
     return publish_kernels.run(), blocks.SINK
 

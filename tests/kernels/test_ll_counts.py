@@ -12,7 +12,7 @@ from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.kernels.cpu.ll_combine_send import combine_send
 from uccl_ep_serving.kernels.cpu.ll_counts import mark_read, send_notice, spaces_free
 from uccl_ep_serving.kernels.cpu.ll_dispatch_send import dispatch_send
-from uccl_ep_serving.kernels.low_latency_state import (
+from uccl_ep_serving.kernels.blocks.low_latency import (
     COMBINE_AHEAD,
     COMBINE_NUMBER,
     COMBINE_PACKED,

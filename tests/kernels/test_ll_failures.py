@@ -16,7 +16,7 @@ from tests.support.fake_ranks import FakeGroup
 from tests.support.ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
-from uccl_ep_serving.kernels.low_latency_state import (
+from uccl_ep_serving.kernels.blocks.low_latency import (
     RECEIVED,
     RETURN_FORM,
     RETURN_ROWS,

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.kernels import normal_block as block
+from uccl_ep_serving.kernels.blocks import normal as block
 from uccl_ep_serving.kernels.cpu.normal_layout import layout, route_rows
 from uccl_ep_serving.modes.normal_cpu import Normal
 

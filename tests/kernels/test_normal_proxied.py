@@ -13,7 +13,7 @@ from tests.support.fake_ranks import HOSTILE, FakeGroup
 from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
-from uccl_ep_serving.kernels import normal_block as block
+from uccl_ep_serving.kernels.blocks import normal as block
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.proxy.transport.fake import Adversary

@@ -12,9 +12,9 @@ from tests.kernels.test_wait_publish import Bench
 from tests.support.direct_ranks import DirectGroup
 from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.kernels import normal_block as block
+from uccl_ep_serving.kernels.blocks import normal as block
 from uccl_ep_serving.kernels.cpu.normal_receive import give_grant
-from uccl_ep_serving.kernels.cpu.normal_words import MOVED, NOTHING
+from uccl_ep_serving.kernels.cpu.words import MOVED, NOTHING
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import GRANT_SLOTS

@@ -13,7 +13,7 @@ from numba import njit, types
 
 from tests.support.direct_ranks import DirectGroup
 from tests.support.normal_cases import Case, check, round_trip
-from uccl_ep_serving.kernels import normal_block as block
+from uccl_ep_serving.kernels.blocks import normal as block
 from uccl_ep_serving.kernels.cpu import normal_receive, normal_rows
 from uccl_ep_serving.modes import row_exchange
 from uccl_ep_serving.modes.normal_cpu import Normal

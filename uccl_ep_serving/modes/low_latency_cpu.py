@@ -15,7 +15,7 @@ import torch
 from ..errors import ConfigError
 from ..handles import EventOverlap, LowLatencyHandle
 from ..kernels.interface import LowLatencyKernels
-from ..kernels.low_latency_state import RouteBlock
+from ..kernels.blocks.low_latency import RouteBlock
 from ..kernels.select import low_latency_kernels
 from ..protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 from .low_latency_arguments import (

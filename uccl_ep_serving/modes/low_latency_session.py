@@ -15,7 +15,7 @@ import torch
 from ..config import Settings
 from ..errors import ConfigError, UcclEpError
 from ..handles import LowLatencyHandle
-from ..kernels.low_latency_state import StateBlock
+from ..kernels.blocks.low_latency import StateBlock
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from .low_latency_arguments import check_ring, covers
 

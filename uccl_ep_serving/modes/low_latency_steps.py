@@ -13,7 +13,7 @@ import torch
 
 from ..handles import LowLatencyHandle
 from ..kernels.interface import LowLatencyKernels
-from ..kernels.low_latency_state import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
+from ..kernels.blocks.low_latency import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
 from .low_latency_arguments import Coding
 from .low_latency_memory import DispatchOutputs
 from .low_latency_session import Space

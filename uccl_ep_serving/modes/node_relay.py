@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from ..handles import NodeRoute
-from ..kernels import normal_block as block
+from ..kernels.blocks import normal as block
 from ..kernels.interface import NormalKernels
 from ..protocol.layout import WindowLayout
 from ..protocol.message import NormalNotify

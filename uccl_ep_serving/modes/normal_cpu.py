@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ConfigError
 from ..handles import DispatchOrigin, EventOverlap, NodeRoute, NormalHandle, wait_for
-from ..kernels import normal_block as block
+from ..kernels.blocks import normal as block
 from ..protocol.message import NormalNotify
 from .normal_arguments import (
     bias_pair,

@@ -19,7 +19,7 @@ from ..data_plane.nodes import crossed_once
 from ..data_plane.segments import HeapAllocator
 from ..errors import ConfigError, UcclEpError
 from ..handles import NodeRoute, NormalHandle
-from ..kernels import normal_block as block
+from ..kernels.blocks import normal as block
 from ..kernels.select import normal_kernels
 from ..native.copy import last_cache_bytes
 from ..protocol.layout import LowLatencyPlan, WindowLayout

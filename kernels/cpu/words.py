@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...native.atomics import peek, poke
 from ...native.jit import compiled
 from ...protocol.streams import NORMAL_DISPATCH
-from .. import normal_block
+from ..blocks import normal as normal_block
 
 __all__ = ["MOVED", "NOTHING", "add", "get", "phase_of", "put"]
 

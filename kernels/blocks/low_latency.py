@@ -80,8 +80,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..protocol.layout import LowLatencyPlan, WindowLayout
-from ..protocol.message import round_up
+from ...protocol.layout import LowLatencyPlan, WindowLayout
+from ...protocol.message import round_up
 
 __all__ = [
     "COMBINE_AHEAD",

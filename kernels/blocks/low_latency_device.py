@@ -65,7 +65,7 @@ import torch
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.layout import LowLatencyPlan, WindowLayout
 from ...protocol.message import round_up
-from ..low_latency_state import StateBlock
+from .low_latency import StateBlock
 
 __all__ = ["ROUTE_TABLE_NAMES", "ROUTE_WORDS", "STATE_TABLE_NAMES", "STATE_WORDS", "DeviceState"]
 

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from ...protocol import context as ctx
 from ...protocol.streams import MAX_CHANNELS, STREAMS
-from .. import low_latency_state as shared
-from . import blocks
+from ..blocks import low_latency as shared
+from ..blocks import low_latency_device as blocks
 from .words import acquire, int32s, peek
 
 __all__ = [
