@@ -16,19 +16,6 @@ import torch
 from ..config import Settings
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 
-__all__ = [
-    "DeviceLowLatencyKernels",
-    "DeviceNormalKernels",
-    "DeviceNormalStateBlock",
-    "DeviceStateBlock",
-    "KernelLaunch",
-    "LowLatencyKernels",
-    "NodeTensors",
-    "NormalFormat",
-    "NormalKernels",
-    "NormalTensors",
-]
-
 
 class LowLatencyKernels(Protocol):
     """Low-latency dispatch and combine: send and recv are separate launches. Arguments are described at

@@ -8,8 +8,6 @@ from ..errors import ConfigError
 from ..protocol.layout import LowLatencyPlan
 from .interface import DeviceLowLatencyKernels, DeviceNormalKernels, LowLatencyKernels, NormalKernels
 
-__all__ = ["device_low_latency_kernels", "device_normal_kernels", "low_latency_kernels", "normal_kernels"]
-
 #: What GPU kernels need, as in the extra `cuda` of pyproject.toml.
 _TRITON = "triton>=3.4"
 

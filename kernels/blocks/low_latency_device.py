@@ -67,9 +67,6 @@ from ...protocol.layout import LowLatencyPlan, WindowLayout
 from ...protocol.message import round_up
 from .low_latency import StateBlock
 
-__all__ = ["ROUTE_TABLE_NAMES", "ROUTE_WORDS", "STATE_TABLE_NAMES", "STATE_WORDS", "DeviceState"]
-
-
 #: Words of :mod:`..low_latency_state` that are taken over.
 FIRST_OWN = 24
 STATE_WORDS = 48

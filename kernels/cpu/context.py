@@ -24,22 +24,6 @@ from ...protocol.context import (
 )
 from ...protocol.streams import STREAMS
 
-__all__ = [
-    "ALWAYS",
-    "arrived_count",
-    "channel_count",
-    "completed_count",
-    "error_address",
-    "flag_address",
-    "is_masked",
-    "own_rank",
-    "peer_window",
-    "rank_count",
-    "ring_address",
-    "window_address",
-    "window_bytes",
-]
-
 #: Completed count of a peer whose window is mapped: a kernel's own stores are over when it returns.
 ALWAYS = 1 << 62
 

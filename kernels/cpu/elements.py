@@ -18,22 +18,6 @@ from numba.extending import intrinsic
 
 from ...native.jit import compiled
 
-__all__ = [
-    "absolute_bits",
-    "add_bf16_pairs",
-    "bf16_to_f32",
-    "bits_to_f32",
-    "bytes_view",
-    "f16_to_f32",
-    "f32_to_bf16",
-    "f32_to_e4m3",
-    "f32_to_f16",
-    "float_view",
-    "half_instructions",
-    "short_view",
-    "word_view",
-]
-
 _F32, _F16 = ir.FloatType(), ir.HalfType()
 _I8, _I16, _I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 

@@ -1,53 +1,66 @@
-"""Low-latency messages: where their pieces travel, whether they have arrived, and how they are posted.
+"""Low-latency messages: how they are posted, whether they have arrived, and which have been read.
 
 Message ``number`` of a phase is message ``number // 2`` of the streams of its parity. Its contiguous bytes are cut
 into one piece per channel; a piece is one write and may be empty, so that every stream carries every message.
+
+A slot may be written again once its reader has told the writer so. Every header carries the two counts; where no header
+comes in time (a rank that would wait for a peer that waits for it) a notice does. What has arrived but not been
+received yet (its recv hook was not called) is listened to as well: the peer counts on having told us.
 """
 
 from __future__ import annotations
 
-from ...native.atomics import peek, poke
+from ...native.atomics import load64, peek, poke, store64
 from ...native.calls import monotonic_ns
 from ...native.failure import set_failure
 from ...native.jit import compiled
-from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PROTOCOL
-from ...protocol.message import LowLatencyHeader
-from ...protocol.streams import MAX_CHANNELS
-from ..blocks.low_latency import DIGEST, PEER_TABLES, ROUTE_TABLES
+from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
+from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
+from ...protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS, NOTICE
+from ..blocks.low_latency import (
+    COMBINE_AHEAD,
+    COMBINE_BASE0,
+    COMBINE_PACKED,
+    COMBINE_READ,
+    COMBINE_RECV,
+    COMBINE_RECV_STEP,
+    DIGEST,
+    DISPATCH_AHEAD,
+    DISPATCH_NUMBER,
+    DISPATCH_PACKED,
+    DISPATCH_READ,
+    DISPATCH_RECV,
+    DISPATCH_SLOT,
+    NOTICE_RECV,
+    NOTICE_SEND,
+    NOTICES_READ,
+    NOTICES_SENT,
+    PEER_TABLES,
+    ROUTE_TABLES,
+    SEEN_COMBINE,
+    SEEN_DISPATCH,
+    TOLD_COMBINE,
+    TOLD_DISPATCH,
+)
 from .context import (
     arrived_count,
     channel_count,
     completed_count,
     error_address,
+    is_masked,
+    own_rank,
     peer_window,
     rank_count,
+    window_address,
 )
 from .publish import put_write, store_flag
 from .wait import note_progress, turn_over
 
-__all__ = [
-    "AT_CODING",
-    "AT_CONSUMED_COMBINE",
-    "AT_CONSUMED_DISPATCH",
-    "AT_NUMBER",
-    "AT_PLAN",
-    "AT_RETURN_OFFSET",
-    "AT_ROWS",
-    "AT_TAG",
-    "PIECE_ALIGNMENT",
-    "check_origin",
-    "has_arrived",
-    "has_completed",
-    "peer_word",
-    "post_message",
-    "refuse",
-    "route_word",
-    "streams_of",
-    "wait_message",
-]
-
 #: Pieces start on cache lines, so that two channels never write to the same one.
 PIECE_ALIGNMENT = 64
+#: Messages packed one after the other start on cache lines. A header of 64 bytes and the round-up (rows are multiples
+#: of 16) stay within the 128 bytes per rank that the layout reserves.
+MESSAGE_ALIGNMENT = 64
 
 # Byte offsets of the words of a header. Module constants, because Numba knows no class attributes.
 AT_TAG = LowLatencyHeader.TAG * 8
@@ -183,3 +196,170 @@ def check_origin(context: int, state: int, peer: int, stream: int, header: int, 
     if word != number:
         return refuse(context, peer, stream, word, number)
     return STATUS_OK
+
+
+_DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
+_COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
+_NOTICE_TAG = Notice.TAG * 8
+_NOTICE_NUMBER = Notice.NUMBER * 8
+_NOTICE_TAG_VALUE = Notice.TAG_VALUE
+assert (Notice.CONSUMED_DISPATCH * 8, Notice.CONSUMED_COMBINE * 8) == (AT_CONSUMED_DISPATCH, AT_CONSUMED_COMBINE)
+
+
+@compiled
+def mark_read(state: int, read: int, ahead: int, number: int) -> None:
+    """Message ``number`` is unpacked; ``read`` and ``ahead`` are the words of its phase. The hooks of two may come
+    swapped."""
+    count = peek(state + 8 * read)
+    if number == count:
+        poke(state + 8 * read, count + 1 + peek(state + 8 * ahead))
+        poke(state + 8 * ahead, 0)
+    elif number == count + 1:
+        poke(state + 8 * ahead, 1)
+
+
+@compiled
+def spaces_free(context: int, state: int, progress: int) -> int:
+    """Combine messages of each peer whose space here is free again.
+
+    Combine space is shared out anew each time, so a late repetition of one peer's write could hit the rows of another.
+    A peer sends combine n only after its combine n - 1 completed locally: when its message n has arrived, nothing of
+    n - 1 can be repeated. So a message counts once it is read and every peer's next one has arrived.
+    Fills the progress block with the peer that holds the count back.
+    """
+    free = peek(state + 8 * COMBINE_READ)
+    for peer in range(rank_count(context)):
+        if is_masked(context, peer):
+            continue
+        for parity in range(2):
+            for channel in range(channel_count(context)):
+                stream = LL_COMBINE + parity * MAX_CHANNELS + channel
+                count = arrived_count(context, peer, stream)
+                # messages parity, parity + 2, …: those before 2 * count + parity have arrived
+                # rule: combine space is free only when every peer's next combine has arrived
+                if 2 * count + parity - 1 < free:
+                    free = 2 * count + parity - 1
+                    note_progress(progress, peer, stream, count, count + 1)
+    return max(free, 0)
+
+
+@compiled
+def take_counts(context: int, state: int, peer: int, stream: int, dispatched: int, combined: int) -> int:
+    """Note the counts that ``peer`` claims in a message of ``stream``: STATUS_OK, or STATUS_PROTOCOL when they cannot
+    be."""
+    sent = peek(peer_word(context, state, DISPATCH_PACKED, peer))
+    # rule: counts that a peer claims are checked
+    if dispatched < 0 or dispatched > sent:
+        return refuse(context, peer, stream, dispatched, sent)
+    sent = peek(peer_word(context, state, COMBINE_PACKED, peer))
+    if combined < 0 or combined > sent:
+        return refuse(context, peer, stream, combined, sent)
+    seen = peer_word(context, state, SEEN_DISPATCH, peer)
+    poke(seen, max(peek(seen), dispatched))
+    seen = peer_word(context, state, SEEN_COMBINE, peer)
+    poke(seen, max(peek(seen), combined))
+    return STATUS_OK
+
+
+@compiled
+def _listen(context: int, state: int, peer: int, stream: int, header: int, tag: int, number: int) -> int:
+    # a header that is not the expected one is refused when its message is received
+    if peek(header + AT_TAG) != tag or peek(header + AT_NUMBER) != number:
+        return STATUS_OK
+    dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
+    return take_counts(context, state, peer, stream, dispatched, combined)
+
+
+@compiled
+def hear(context: int, state: int, progress: int, peer: int, combines: int) -> int:
+    """Take in everything that ``peer`` has told: notices, and headers of messages that have arrived and are not read.
+
+    ``combines``: combine messages before this number have a known place (COMBINE_BASE*). Returns STATUS_OK or
+    STATUS_PROTOCOL.
+    """
+    if peer == own_rank(context):
+        poke(peer_word(context, state, SEEN_DISPATCH, peer), peek(state + 8 * DISPATCH_READ))
+        poke(peer_word(context, state, SEEN_COMBINE, peer), spaces_free(context, state, progress))
+        return STATUS_OK
+    window = window_address(context)
+    read = peer_word(context, state, NOTICES_READ, peer)
+    notices = arrived_count(context, peer, NOTICE)
+    if notices > peek(read):
+        # The newest says all. A newer one may be landing on it: each word is whole, and counts only grow.
+        slot = peer * NOTICE_SLOTS + (notices - 1) % NOTICE_SLOTS
+        notice = window + peek(state + 8 * NOTICE_RECV) + slot * HEADER_BYTES
+        tag = peek(notice + _NOTICE_TAG)
+        if tag != _NOTICE_TAG_VALUE:
+            return refuse(context, peer, NOTICE, tag, _NOTICE_TAG_VALUE)
+        # acquire: a count of a newer notice, whose arrival was not looked at, allows its space to be written as well
+        dispatched, combined = load64(notice + AT_CONSUMED_DISPATCH), load64(notice + AT_CONSUMED_COMBINE)
+        status = take_counts(context, state, peer, NOTICE, dispatched, combined)
+        if status != STATUS_OK:
+            return status
+        poke(read, notices)
+    first = peek(state + 8 * DISPATCH_READ)
+    for number in range(first, peek(state + 8 * DISPATCH_NUMBER) + 1):
+        if number == first + 1 and peek(state + 8 * DISPATCH_AHEAD):
+            continue
+        if has_arrived(context, progress, peer, LL_DISPATCH, number):
+            slot = (number & 1) * rank_count(context) + peer
+            header = window + peek(state + 8 * DISPATCH_RECV) + slot * peek(state + 8 * DISPATCH_SLOT)
+            stream = streams_of(LL_DISPATCH, number)
+            status = _listen(context, state, peer, stream, header, _DISPATCH_TAG, number)
+            if status != STATUS_OK:
+                return status
+    first = peek(state + 8 * COMBINE_READ)
+    for number in range(first, combines):
+        if number == first + 1 and peek(state + 8 * COMBINE_AHEAD):
+            continue
+        if has_arrived(context, progress, peer, LL_COMBINE, number):
+            header = window + peek(state + 8 * COMBINE_RECV) + (number & 1) * peek(state + 8 * COMBINE_RECV_STEP)
+            header += peek(peer_word(context, state, COMBINE_BASE0 + (number & 1), peer))
+            stream = streams_of(LL_COMBINE, number)
+            status = _listen(context, state, peer, stream, header, _COMBINE_TAG, number)
+            if status != STATUS_OK:
+                return status
+    return STATUS_OK
+
+
+@compiled
+def tell(context: int, state: int, peer: int, header: int, free: int) -> None:
+    """Write both counts into a header (or notice) for ``peer`` and remember having told them."""
+    read = peek(state + 8 * DISPATCH_READ)
+    # release: in a mapped window the peer may see a count before the flag, and write at once what was read here
+    store64(header + AT_CONSUMED_DISPATCH, read)
+    store64(header + AT_CONSUMED_COMBINE, free)
+    poke(peer_word(context, state, TOLD_DISPATCH, peer), read)
+    poke(peer_word(context, state, TOLD_COMBINE, peer), free)
+
+
+@compiled
+def send_notice(context: int, state: int, progress: int, peer: int, free: int) -> int:
+    """Tell ``peer`` both counts now: STATUS_OK, STATUS_PENDING (its notice slot or the ring is busy) or
+    STATUS_POISONED."""
+    sent = peer_word(context, state, NOTICES_SENT, peer)
+    number = peek(sent)
+    done = completed_count(context, peer, NOTICE)
+    # rule: a notice slot is written again only when its last write completed
+    if done < number - NOTICE_SLOTS + 1:
+        note_progress(progress, peer, NOTICE, done, number - NOTICE_SLOTS + 1)
+        return STATUS_PENDING
+    slot = number % NOTICE_SLOTS
+    source = peek(state + 8 * NOTICE_SEND) + (peer * NOTICE_SLOTS + slot) * HEADER_BYTES
+    target = peek(state + 8 * NOTICE_RECV) + (own_rank(context) * NOTICE_SLOTS + slot) * HEADER_BYTES
+    mapped = peer_window(context, peer)
+    notice = mapped + target if mapped != 0 else window_address(context) + source
+    poke(notice + _NOTICE_TAG, _NOTICE_TAG_VALUE)
+    poke(notice + _NOTICE_NUMBER, number)
+    tell(context, state, peer, notice, free)
+    if mapped != 0:
+        status = store_flag(context, peer, NOTICE, number + 1)
+    else:
+        status = put_write(context, peer, NOTICE, source, target, HEADER_BYTES, 1)
+    if status == STATUS_OK:
+        poke(sent, number + 1)
+    else:
+        # not told after all: the next attempt must come here again
+        poke(peer_word(context, state, TOLD_DISPATCH, peer), -1)
+        poke(peer_word(context, state, TOLD_COMBINE, peer), -1)
+    return status

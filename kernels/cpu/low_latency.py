@@ -21,15 +21,11 @@ from ..blocks.low_latency import (
     TOPK,
 )
 from .context import rank_count
-from .ll_combine_recv import combine_recv
-from .ll_combine_send import combine_send
-from .ll_dispatch_recv import dispatch_recv
-from .ll_dispatch_send import dispatch_send
+from .ll_combine import combine_recv, combine_send
+from .ll_dispatch import dispatch_recv, dispatch_send
 from .ll_message import route_word
 from .quant import quantise
 from .routing import first_bad_id, route
-
-__all__ = ["CpuLowLatencyKernels"]
 
 
 @compiled

@@ -7,14 +7,9 @@ from typing import Any
 from numba import types
 
 from ...native.jit import compile_lock
-from .normal_exchange import exchange
-from .normal_layout import layout, route_rows
-from .normal_node_exchange import exchange_nodes
-from .normal_nodes import prepare_nodes, route_nodes
-from .normal_notify import open_operation
-from .normal_prepare import place, prepare
-
-__all__ = ["CpuNormalKernels"]
+from .normal_exchange import exchange, exchange_nodes
+from .normal_open import open_operation, place, prepare, prepare_nodes
+from .routing import layout, route_nodes, route_rows
 
 #: Entry points (Numba dispatchers, which the decorator's type does not show) and how many int64 arguments each takes.
 _ENTRY_POINTS: tuple[tuple[Any, int], ...] = (

@@ -3,6 +3,10 @@
 All peers take turns, one chunk at a time, so that a slow one never holds the others, and no rank waits for anything a
 peer does only in a later operation. The loop ends when every row is sent and its write is over, every row is received
 and consumed, and (dispatch in place) every peer has said that its writes are over.
+
+Between nodes a row crosses once to each node, and comes back once, summed. Near peers write each other as they always
+do. Rows of far ranks travel between rail peers under the same grants and chunks, and inside the node through boards and
+lines, each chunk as soon as it is there: a rank never waits for one thing while it could do another.
 """
 
 from __future__ import annotations
@@ -13,14 +17,14 @@ from ...protocol.message import NormalNotify
 from ...protocol.streams import NORMAL_GRANT, NORMAL_NOTIFY
 from ..blocks import normal as block
 from .context import arrived_count, completed_count, own_rank, rank_count
-from .normal_receive import give_grant, next_message, note_arrivals, unpack
-from .normal_reduce import reduce_ready
+from .normal_forward import keeps_waiting, lags_behind, show_arrivals, take_passed
+from .normal_gather import keeps_rows, lacks_rows, lay_out, send_sums
+from .normal_nodes import is_far, is_rail
+from .normal_receive import give_grant, next_message, note_arrivals, reduce_ready, unpack
 from .normal_rows import copy_own
 from .normal_send import chunks_over, say_over, send_chunk, sent_on, take_grant
-from .words import MOVED, NOTHING, add, get, put
 from .wait import note_progress, turn_over
-
-__all__ = ["exchange", "own_step", "serve", "waits_for"]
+from .words import MOVED, NOTHING, add, get, put
 
 _COMBINE = NormalNotify.OPERATION_COMBINE
 #: Own rows copied in one step when nothing could be sent.
@@ -28,7 +32,7 @@ _OWN_ROWS = 64
 
 
 @compiled
-def serve(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
+def _serve(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
     """One turn of a peer, both directions. Returns MOVED, NOTHING or minus a status."""
     moved = give_grant(context, counts, operation, peers, peer)
     if moved < 0:
@@ -55,7 +59,7 @@ def serve(context: int, counts: int, operation: int, peers: int, peer: int, comb
 
 
 @compiled
-def own_step(context: int, operation: int, peers: int) -> int:
+def _own_step(context: int, operation: int, peers: int) -> int:
     """Copy some of a dispatch's rows from this rank to itself. Returns MOVED or NOTHING."""
     me = own_rank(context)
     state = peers + 8 * block.PEER_WORDS * me
@@ -69,7 +73,7 @@ def own_step(context: int, operation: int, peers: int) -> int:
 
 
 @compiled
-def waits_for(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool, progress: int) -> bool:
+def _waits_for(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool, progress: int) -> bool:
     """True when something of ``peer`` is still missing; the progress block then says what."""
     state = peers + 8 * block.PEER_WORDS * peer
     life = counts + 8 * block.COUNT_WORDS * peer
@@ -132,18 +136,18 @@ def exchange(context: int, counts: int, operation: int, peers: int, progress: in
         for step in range(1, ranks):
             peer = (me + step) % ranks
             if get(peers + 8 * block.PEER_WORDS * peer, block.ABSENT) == 0:
-                result = serve(context, counts, operation, peers, peer, combine)
+                result = _serve(context, counts, operation, peers, peer, combine)
                 if result < 0:
                     return -result
                 moved |= result
         # own work fills the time in which peers write, grant and poll
-        own = reduce_ready(context, operation, peers) if combine else own_step(context, operation, peers)
+        own = reduce_ready(context, operation, peers) if combine else _own_step(context, operation, peers)
         moved |= own
         if moved == NOTHING:
             missing = False
             for step in range(1, ranks):
                 peer = (me + step) % ranks
-                if get(peers + 8 * block.PEER_WORDS * peer, block.ABSENT) == 0 and waits_for(
+                if get(peers + 8 * block.PEER_WORDS * peer, block.ABSENT) == 0 and _waits_for(
                     context, counts, operation, peers, peer, combine, progress
                 ):
                     missing = True
@@ -154,6 +158,108 @@ def exchange(context: int, counts: int, operation: int, peers: int, progress: in
         else:
             add(operation, block.STEPS, 1)
             turn = 0
+        status = turn_over(context, turn, slice_end)
+        if status != STATUS_OK:
+            return status
+
+
+@compiled
+def _serve_rail(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
+    """One turn of a rail peer, both directions. Returns MOVED, NOTHING or minus a status."""
+    moved = give_grant(context, counts, operation, peers, peer)
+    if moved < 0:
+        return moved
+    step = take_grant(context, counts, operation, peers, peer)
+    if step < 0:
+        return step
+    moved |= step
+    if combine:
+        step = send_sums(context, counts, operation, peers, peer)
+    else:
+        step = send_chunk(context, counts, operation, peers, peer)
+    if step < 0:
+        return step
+    moved |= step
+    moved |= note_arrivals(context, counts, operation, peers, peer)
+    if not combine:
+        step = show_arrivals(context, operation, peers, peer)
+        if step < 0:
+            return step
+        moved |= step
+    return moved
+
+
+@compiled
+def _serve_far(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
+    """One turn of a far rank. Returns MOVED, NOTHING or minus a status."""
+    moved = NOTHING
+    if is_rail(operation, own_rank(context), peer):
+        moved = _serve_rail(context, counts, operation, peers, peer, combine)
+        if moved < 0:
+            return moved
+    if combine:
+        step = lay_out(context, operation, peers, peer)
+        return step if step < 0 else moved | step
+    step = take_passed(context, operation, peers, peer)
+    if step < 0:
+        return step
+    moved |= step
+    step = say_over(context, counts, operation, peers, peer)
+    return step if step < 0 else moved | step
+
+
+@compiled
+def _waits_for_rank(
+    context: int, counts: int, operation: int, peers: int, peer: int, combine: bool, progress: int
+) -> bool:
+    """True when something of, or for, ``peer`` is still missing; the progress block then says what, and of whom."""
+    me = own_rank(context)
+    if not is_far(operation, me, peer):
+        return _waits_for(context, counts, operation, peers, peer, combine, progress)
+    rail = is_rail(operation, me, peer)
+    if combine:
+        if rail and lacks_rows(context, operation, peers, peer, progress):
+            return True
+        if _waits_for(context, counts, operation, peers, peer, combine, progress):
+            return True
+        return keeps_rows(context, operation, peers, peer, progress)
+    if rail and lags_behind(context, operation, peers, peer, progress):
+        return True
+    if _waits_for(context, counts, operation, peers, peer, combine, progress):
+        return True
+    return keeps_waiting(context, operation, peers, peer, progress)
+
+
+@compiled
+def exchange_nodes(context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
+    """``normal_exchange.exchange`` for an operation with NODE_RANKS: same arguments, same statuses."""
+    ranks, me = rank_count(context), own_rank(context)
+    combine = get(operation, block.KIND) == _COMBINE
+    turn = 0
+    while True:
+        moved = NOTHING
+        for step in range(1, ranks):
+            peer = (me + step) % ranks
+            if is_far(operation, me, peer):
+                result = _serve_far(context, counts, operation, peers, peer, combine)
+            else:
+                result = _serve(context, counts, operation, peers, peer, combine)
+            if result < 0:
+                return -result
+            moved |= result
+        moved |= reduce_ready(context, operation, peers) if combine else _own_step(context, operation, peers)
+        if moved == MOVED:
+            add(operation, block.STEPS, 1)
+            turn = 0
+        else:
+            missing = False
+            for step in range(1, ranks):
+                if _waits_for_rank(context, counts, operation, peers, (me + step) % ranks, combine, progress):
+                    missing = True
+                    break
+            if not missing:
+                return STATUS_OK
+            turn += 1
         status = turn_over(context, turn, slice_end)
         if status != STATUS_OK:
             return status

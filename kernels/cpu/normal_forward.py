@@ -24,14 +24,11 @@ from ...protocol.relay import (
 )
 from ..blocks import normal as block
 from .context import error_address, own_rank, peer_window, rank_count
-from .normal_nodes import forwarder, node_of, place_of, slot_bytes
+from .normal_nodes import board_of, forwarder, is_current, line_of, node_of, place_of, rows_at, slot_bytes, stamp_rows
 from .normal_receive import landed_meta
-from .normal_relay import board_of, is_current, line_of, rows_at, stamp_rows
 from .normal_rows import is_marked, unpack_passed_meta
-from .words import MOVED, NOTHING, get, put
 from .wait import note_progress
-
-__all__ = ["keeps_waiting", "lags_behind", "show_arrivals", "take_passed"]
+from .words import MOVED, NOTHING, get, put
 
 #: Rows looked at in one step, so that sending goes on in between.
 _STEP_ROWS = 64

@@ -15,15 +15,12 @@ from ...protocol.relay import FREED, OFFERED
 from ..blocks import normal as block
 from ..blocks.normal import PACKED_NOTHING, PACKED_ROWS_AND_META
 from .context import error_address, own_rank, peer_window, window_address
-from .normal_nodes import forwarder, node_of, place_of
-from .normal_reduce import add_weights, sum_rows
-from .normal_relay import line_of, rows_at, stamp_rows
+from .normal_nodes import forwarder, line_of, node_of, place_of, rows_at, stamp_rows
+from .normal_receive import add_weights, sum_rows
 from .normal_rows import is_marked
 from .normal_send import chunk_address, publish_chunk
-from .words import MOVED, NOTHING, get, put
 from .wait import note_progress
-
-__all__ = ["keeps_rows", "lacks_rows", "lay_out", "send_sums"]
+from .words import MOVED, NOTHING, get, put
 
 #: Rows copied or summed in one step, so that the other peers get their turn; about 1 MiB at 7168 bfloat16 values.
 _STEP_ROWS = 64

@@ -1,35 +1,22 @@
-"""Nodes in normal mode: who is near and who is far, who forwards for whom, and the rows that go over the rails.
+"""Nodes in normal mode: who is near and who is far, who forwards for whom, and the words that ranks of a node share.
 
 Ranks are counted node by node. A rank is *near* when it is on this rank's node, *far* when not. The *rail* peers of a
 rank are the far ranks with its own place in their nodes: only they exchange rows with it, each row on behalf of a
-whole node. All of this is so only where NODE_RANKS is not 0; else every rank is near.
+whole node. All of this is so only where NODE_RANKS is not 0; else every rank is near. The shared words are those of
+``protocol.relay``, in windows that this rank maps: stamps, boards and lines.
 """
 
 from __future__ import annotations
 
-from ...native.atomics import peek, peek8, poke, poke32, zero
+from ...native.atomics import load64, store64
+from ...native.failure import failed
 from ...native.jit import compiled, inlined
-from ...protocol.message import META_LINE, NormalNotify
+from ...protocol.context import STATUS_OK, STATUS_POISONED
+from ...protocol.message import META_LINE
+from ...protocol.relay import BOARD_BYTES, EVERYTHING, LINE_BYTES, STAMP_SHIFT
 from ..blocks import normal as block
-from .context import own_rank, rank_count
-from .words import get, put
-
-__all__ = [
-    "forwarder",
-    "is_far",
-    "is_rail",
-    "lane_of",
-    "lanes",
-    "meta_room",
-    "node_of",
-    "place_of",
-    "prepare_nodes",
-    "route_nodes",
-    "slot_bytes",
-    "take_rails",
-]
-
-_COMBINE = NormalNotify.OPERATION_COMBINE
+from .context import error_address, peer_window
+from .words import get
 
 
 @inlined
@@ -94,73 +81,38 @@ def lane_of(operation: int, me: int, rank: int) -> int:
 
 
 @compiled
-def route_nodes(in_rank: int, tokens: int, ranks: int, node_ranks: int, me: int, rows: int, lists: int) -> None:
-    """List the tokens that have an expert on each other node, in ascending order.
-
-    Args:
-        in_rank: address of bool [tokens, ranks]: the token has an expert on the rank.
-        rows: address of int64 [nodes], written: tokens of each node, 0 for that of rank ``me``.
-        lists: address of int32 [nodes, tokens], written.
-    """
-    for node in range(ranks // node_ranks):
-        count = 0
-        if node != me // node_ranks:
-            for token in range(tokens):
-                marks = in_rank + token * ranks + node * node_ranks
-                for index in range(node_ranks):
-                    if peek8(marks + index) != 0:
-                        poke32(lists + 4 * (node * tokens + count), token)
-                        count += 1
-                        break
-        poke(rows + 8 * node, count)
+def board_of(context: int, operation: int, rank: int, node: int) -> int:
+    """Address of the board for ``node`` in the window of ``rank``, which is near."""
+    return peer_window(context, rank) + get(operation, block.BOARDS) + node * BOARD_BYTES
 
 
 @compiled
-def prepare_nodes(context: int, operation: int, peers: int, given: int, taken: int, lists: int) -> None:
-    """After ``prepare``: what goes over the rails, from what the dispatch of the handle sent and received on them.
-
-    Args:
-        context: address of the kernel context block.
-        operation, peers: addresses of the blocks of ``normal_block``.
-        given: address of int64 [nodes], rows that the dispatch sends to each node.
-        taken: address of int64 [nodes], rows that this rank hands on from each node; 0 when that is not known yet.
-        lists: address of int32 [nodes, TOKENS], tokens for each node.
-    """
-    me, combine = own_rank(context), get(operation, block.KIND) == _COMBINE
-    for rank in range(rank_count(context)):
-        if not is_rail(operation, me, rank):
-            continue
-        state, node = peers + 8 * block.PEER_WORDS * rank, node_of(operation, rank)
-        sent = peek(given + 8 * node)
-        came = peek(taken + 8 * node) if taken != 0 else 0
-        put(state, block.RAIL_SEND, came if combine else sent)
-        put(state, block.RAIL_RECV, sent if combine else came)
-        put(state, block.RAIL_LIST, lists + 4 * node * get(operation, block.TOKENS))
-    zero(get(operation, block.CURSORS), 8 * rank_count(context))
+def line_of(context: int, operation: int, rank: int, node: int, writer: int) -> int:
+    """Address of the line in the window of ``rank`` that ``writer`` writes about ``node``; both are near."""
+    index = node * get(operation, block.NODE_RANKS) + place_of(operation, writer)
+    return peer_window(context, rank) + get(operation, block.LINES) + index * LINE_BYTES
 
 
 @compiled
-def take_rails(context: int, operation: int, peers: int) -> None:
-    """When all ranks have spoken: from here on the rows of far ranks are those on the rails."""
-    me, combine = own_rank(context), get(operation, block.KIND) == _COMBINE
-    meta = get(operation, block.META_BYTES)
-    remote = room = relayed = 0
-    for rank in range(rank_count(context)):
-        state = peers + 8 * block.PEER_WORDS * rank
-        if is_far(operation, me, rank):
-            passing = get(state, block.SEND_ROWS) if combine else get(state, block.RECV_ROWS)
-            sends, takes = get(state, block.RAIL_SEND), get(state, block.RAIL_RECV)
-            put(state, block.PASS_ROWS, passing)
-            put(state, block.SEND_ROWS, sends)
-            put(state, block.RECV_ROWS, takes)
-            put(state, block.RECV_LIST if combine else block.SEND_LIST, get(state, block.RAIL_LIST))
-            put(state, block.RELAY_FIRST, relayed)
-            relayed += sends if combine else takes
-            remote += takes if combine else passing
-            if combine:
-                room += meta_room(takes * meta)
-        elif rank != me:
-            remote += get(state, block.RECV_ROWS)
-            room += meta_room(get(state, block.RECV_ROWS) * meta)
-    put(operation, block.RECV_REMOTE, remote)
-    put(operation, block.META_ROOM, room)
+def is_current(operation: int, word: int) -> bool:
+    """True when a stamp is of this operation."""
+    return word >> STAMP_SHIFT == get(operation, block.NUMBER) + 1
+
+
+@compiled
+def rows_at(operation: int, address: int) -> int:
+    """Rows of the stamp at ``address``, acquire: 0 when it is of an earlier operation, all when of a later one."""
+    word = load64(address)
+    turn = word >> STAMP_SHIFT
+    if turn == get(operation, block.NUMBER) + 1:
+        return word & EVERYTHING
+    return 0 if turn <= get(operation, block.NUMBER) else EVERYTHING
+
+
+@compiled
+def stamp_rows(context: int, operation: int, address: int, rows: int) -> int:
+    """Store ``rows`` with this operation's stamp, release; STATUS_OK or STATUS_POISONED."""
+    if failed(error_address(context)):
+        return STATUS_POISONED
+    store64(address, (get(operation, block.NUMBER) + 1) << STAMP_SHIFT | rows)
+    return STATUS_OK

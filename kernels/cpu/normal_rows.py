@@ -17,8 +17,6 @@ from .context import own_rank
 from .normal_nodes import is_far
 from .words import get
 
-__all__ = ["copy_own", "is_marked", "pack_meta", "pack_rows", "unpack_meta", "unpack_passed_meta"]
-
 _COMBINE = NormalNotify.OPERATION_COMBINE
 
 

@@ -24,11 +24,8 @@ from .context import (
     window_address,
 )
 from .normal_rows import pack_meta, pack_rows
-from .normal_wire import publish
+from .publish import publish, put_write, store_flag
 from .words import MOVED, NOTHING, add, get, phase_of, put
-from .publish import put_write, store_flag
-
-__all__ = ["chunk_address", "chunks_over", "publish_chunk", "say_over", "send_chunk", "sent_on", "take_grant"]
 
 _TAG = NormalGrant.TAG_VALUE
 _AT_TAG, _AT_NUMBER, _AT_ROUND, _AT_ROWS = (

@@ -3,6 +3,9 @@
 Both are release stores that follow the payload, and nothing is published once the sticky error is set. A slot of the
 ring is reserved by compare-and-exchange and only when there is room, so that a kernel whose slice of time is over never
 holds a slot it has not filled.
+
+Both sides of a window have the same offsets, so a message has a *source* offset in this rank's window, where the kernel
+writes it for a proxied peer, and a *target* offset in the peer's.
 """
 
 from __future__ import annotations
@@ -10,19 +13,10 @@ from __future__ import annotations
 from ...native.atomics import compare_exchange, load64, peek, poke, store64
 from ...native.failure import failed, set_failure
 from ...native.jit import compiled
-from ...protocol.command import (
-    COMMAND_BYTES,
-    HIGH,
-    KIND_WRITE,
-    LOW,
-    MAX_WRITE_BYTES,
-    UNIT,
-)
+from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES, UNIT
 from ...protocol.context import FAILURE_COMMAND, STATUS_OK, STATUS_PENDING, STATUS_POISONED
 from ...protocol.ring import CAPACITY, HEAD, SLOTS, TAIL
-from .context import error_address, flag_address, ring_address, window_bytes
-
-__all__ = ["put_write", "reserve", "store_flag"]
+from .context import error_address, flag_address, peer_window, ring_address, window_address, window_bytes
 
 _SOURCE = LOW["source"].shift
 _LENGTH = LOW["length"].shift
@@ -94,3 +88,22 @@ def store_flag(context: int, peer: int, stream: int, count: int) -> int:
         return STATUS_POISONED
     store64(flag_address(context, peer, stream), count)
     return STATUS_OK
+
+
+@compiled
+def message_address(context: int, peer: int, source: int, target: int) -> int:
+    """Where the kernel writes the bytes of a message to ``peer``."""
+    window = peer_window(context, peer)
+    return window + target if window != 0 else window_address(context) + source
+
+
+@compiled
+def publish(context: int, peer: int, stream: int, source: int, target: int, nbytes: int, count: int) -> int:
+    """Publish a message of one write whose bytes stand at :func:`message_address`.
+
+    ``count`` is the number of messages of the stream with this one (a mapped peer's flag holds counts).
+    Returns STATUS_OK, STATUS_PENDING when the ring is full (publish again later) or STATUS_POISONED.
+    """
+    if peer_window(context, peer) != 0:
+        return store_flag(context, peer, stream, count)
+    return put_write(context, peer, stream, source, target, nbytes, 1)

@@ -33,8 +33,6 @@ from .elements import (
     word_view,
 )
 
-__all__ = ["accumulate", "add_two", "narrow", "narrow_sum", "narrow_sum_of_two", "quantise", "widen"]
-
 #: DeepEP's floor for amax, so that a block of zeros has a finite scale.
 _AMAX_FLOOR = np.float32(1e-4)
 #: Largest finite e4m3 value, and DeepEP's reciprocal of it in float32.

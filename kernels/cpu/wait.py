@@ -15,8 +15,6 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING, STATUS_POISONED
 from .context import arrived_count, completed_count, error_address
 
-__all__ = ["note_progress", "turn_over", "wait_arrived", "wait_completed"]
-
 #: Turns of a waiting loop that only pause (about 40 ns each): a message of a running peer is usually that close.
 SPINS = 64
 #: Turns after which the loop stops yielding and naps. Yielding is what lets a proxy or a peer on the same core run.

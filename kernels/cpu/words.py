@@ -7,8 +7,6 @@ from ...native.jit import compiled
 from ...protocol.streams import NORMAL_DISPATCH
 from ..blocks import normal as normal_block
 
-__all__ = ["MOVED", "NOTHING", "add", "get", "phase_of", "put"]
-
 #: What a step of the exchange returns: nothing could be done, something was done, or minus a STATUS_*.
 NOTHING, MOVED = 0, 1
 

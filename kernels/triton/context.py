@@ -15,30 +15,6 @@ from ..blocks import low_latency as shared
 from ..blocks import low_latency_device as blocks
 from .words import acquire, int32s, peek
 
-__all__ = [
-    "arrived_address",
-    "channel_count",
-    "completed_address",
-    "flag_address",
-    "has_failed",
-    "head_address",
-    "is_live",
-    "mask_address",
-    "own_rank",
-    "peer_window",
-    "rank_count",
-    "report_address",
-    "ring_address",
-    "route_table",
-    "state_table",
-    "sticky_code",
-    "sticky_code_once",
-    "stream_of",
-    "verdict_address",
-    "wait_limit",
-    "window_address",
-]
-
 _RANK, _RANKS = tl.constexpr(8 * ctx.RANK), tl.constexpr(8 * ctx.RANKS)
 _CHANNELS, _WINDOW = tl.constexpr(8 * ctx.CHANNELS), tl.constexpr(8 * ctx.WINDOW)
 _ARRIVED, _COMPLETED = tl.constexpr(8 * ctx.ARRIVED), tl.constexpr(8 * ctx.COMPLETED)

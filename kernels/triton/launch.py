@@ -10,8 +10,6 @@ import triton
 
 from .words import CUDA, HIP, INTERPRETER
 
-__all__ = ["Launch", "Target", "present_target"]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -52,8 +52,6 @@ from .routing import HEADER
 from .wait import refuse, wait_messages
 from .words import clock_ns, int64s, peek
 
-__all__ = ["combine_arrival", "dispatch_arrival"]
-
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _EXPANDED, _REDUCED = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED)
 

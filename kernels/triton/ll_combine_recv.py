@@ -24,8 +24,6 @@ from .quant import load_together, store_floats
 from .routing import HEADER
 from .words import arrives_last, floats, int64s, peek
 
-__all__ = ["sum_rows"]
-
 _F32 = tl.constexpr(DTYPE_F32)
 
 

@@ -40,8 +40,6 @@ from .quant import load_together, store_floats
 from .routing import HEADER, place_messages
 from .words import aligned, arrives_last, clock_ns, floats, int32s, int64s, peek, poke, settle
 
-__all__ = ["pack_combine", "prepare_combine"]
-
 _COMBINE, _REDUCED, _F32 = tl.constexpr(LL_COMBINE), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
 
 

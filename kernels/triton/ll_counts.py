@@ -62,8 +62,6 @@ from .wait import (
 )
 from .words import acquire_each, any_of, int64s, peek, poke, settle, uniform
 
-__all__ = ["free_spaces", "mark_read", "take_counts", "tell_combines", "tell_dispatches", "wait_spaces"]
-
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _NOTICE, _NOTICE_SLOTS = tl.constexpr(NOTICE_STREAM), tl.constexpr(NOTICE_SLOTS)
 _HEADER = tl.constexpr(HEADER_BYTES)

@@ -42,8 +42,6 @@ from .routing import HEADER
 from .wait import FAILURE_PROTOCOL, fail
 from .words import aligned, arrives_last, floats, int32s, int64s, peek, poke, uniform
 
-__all__ = ["count_rows", "unpack_rows"]
-
 _DISPATCH = tl.constexpr(LL_DISPATCH)
 _FP8, _UE8M0, _GROUP = tl.constexpr(DTYPE_FP8), tl.constexpr(DTYPE_FP8_UE8M0), tl.constexpr(SCALE_BLOCK)
 _REDUCED = tl.constexpr(FORM_REDUCED)

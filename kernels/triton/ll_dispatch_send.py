@@ -29,8 +29,6 @@ from .quant import load_floats, quantise_blocks
 from .routing import HEADER
 from .words import aligned, arrives_last, floats, int32s, int64s, peek, poke, uint8s
 
-__all__ = ["pack_dispatch"]
-
 _DISPATCH = tl.constexpr(LL_DISPATCH)
 _F32, _FP8, _UE8M0 = tl.constexpr(DTYPE_F32), tl.constexpr(DTYPE_FP8), tl.constexpr(DTYPE_FP8_UE8M0)
 _GROUP = tl.constexpr(SCALE_BLOCK)

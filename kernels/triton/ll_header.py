@@ -25,8 +25,6 @@ from .context import (
 from .publish import put_messages
 from .words import int64s, peek, settle
 
-__all__ = ["WEIGHTED", "send_messages"]
-
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
 AT_ROWS, AT_CODING = tl.constexpr(8 * LowLatencyHeader.ROWS), tl.constexpr(8 * LowLatencyHeader.CODING)
 AT_PLAN = tl.constexpr(8 * LowLatencyHeader.PLAN)

@@ -24,8 +24,6 @@ from .ll_dispatch_recv import count_rows, unpack_rows
 from .ll_dispatch_send import pack_dispatch
 from .routing import route
 
-__all__ = ["MAX_TOPK", "TritonLowLatencyKernels"]
-
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
 #: Elements of the three-dimensional comparison of :mod:`.routing` that a program of one warp holds.

@@ -35,8 +35,6 @@ from .normal_notify import open_operation
 from .normal_reduce import reduce_rows
 from .normal_rows import move_rows
 
-__all__ = ["TritonNormalKernels"]
-
 #: Words of a row that a program moves at a time, its warps, and the rows that it moves together: 32 KiB are on their
 #: way to it. Between nodes words, or values that are summed: more of them take more registers than there are.
 _BLOCK, _WARPS, _ROWS, _NODE_BLOCK = 2048, 8, 4, 1024

@@ -75,18 +75,6 @@ from .publish import put_writes, store_flags, wait_room
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, turn_over
 from .words import any_of, clock_ns, peek, poke, settle, uniform
 
-__all__ = [
-    "advance",
-    "batch_chunks",
-    "blame_peer",
-    "choose_rows",
-    "is_late",
-    "is_stuck",
-    "note_arrivals",
-    "publish_batch",
-    "turn",
-]
-
 _GRANT, _COMBINE = tl.constexpr(NORMAL_GRANT), tl.constexpr(NORMAL_COMBINE)
 #: What a look at some peers finds: somebody is missing, all is there, the kernel has failed.
 MISSING, THERE, FAILED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

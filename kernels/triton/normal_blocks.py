@@ -75,21 +75,9 @@ import triton.language as tl
 from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES
 from ...protocol.streams import NORMAL_COMBINE
-from .context import rank_count
 from ..blocks.low_latency_device import SINK
+from .context import rank_count
 from .words import int64s, peek
-
-__all__ = [
-    "INFO_WORDS",
-    "TABLES",
-    "TOLD_WORDS",
-    "DeviceNormalState",
-    "entry",
-    "entry_among",
-    "get_each",
-    "phase_of",
-    "set_each",
-]
 
 (
     NUMBER,

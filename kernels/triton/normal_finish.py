@@ -29,8 +29,6 @@ from .normal_tensors import UNALIGNED, RowShape, RowTensors
 from .normal_wait import released, send_message, share_of, wait_counts
 from .words import clock_ns, peek, poke, settle
 
-__all__ = ["close", "finish"]
-
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
 

@@ -72,18 +72,6 @@ from .normal_tensors import NodeTables, RowShape, RowTensors
 from .wait import refuse
 from .words import acquire_each, any_of, int32s, int64s, peek, poke, settle, uint8s
 
-__all__ = [
-    "is_done",
-    "lagging",
-    "list_far",
-    "list_passed",
-    "note_taken",
-    "say_taken",
-    "show",
-    "take_passed",
-    "view",
-]
-
 _ARRIVED, _ROWS = tl.constexpr(8 * relay.ARRIVED), tl.constexpr(8 * relay.ROWS)
 _ROW, _META = tl.constexpr(8 * relay.ROW_OFFSET), tl.constexpr(8 * relay.META_OFFSET)
 _SLOT_ROWS, _STRIDE = tl.constexpr(8 * relay.SLOT_ROWS), tl.constexpr(8 * relay.SLOT_STRIDE)

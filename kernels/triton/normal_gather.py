@@ -63,18 +63,6 @@ from .normal_wait import first_unfinished
 from .quant import load_floats, store_floats
 from .words import any_of, floats, int32s, int64s, peek, poke, settle, uint8s
 
-__all__ = [
-    "batch_of",
-    "choose_laid_out",
-    "choose_sums",
-    "count_marks",
-    "lacking",
-    "lay_out",
-    "say_freed",
-    "say_offered",
-    "sum_laid_out",
-]
-
 _F32 = tl.constexpr(DTYPE_F32)
 #: Ranks of the node whose rows are asked for together.
 _TOGETHER = tl.constexpr(2)

@@ -58,8 +58,6 @@ from .normal_wait import (
 from .wait import refuse
 from .words import any_of, int64s, peek, settle
 
-__all__ = ["give_grants", "is_owed", "or_else", "outside", "take_grants"]
-
 _GRANT = tl.constexpr(NORMAL_GRANT)
 _SLOTS, _HEADER = tl.constexpr(GRANT_SLOTS), tl.constexpr(HEADER_BYTES)
 _TAG_VALUE = tl.constexpr(NormalGrant.TAG_VALUE)

@@ -13,8 +13,6 @@ import triton.language as tl
 from .wait import report_id
 from .words import int32s, int64s, poke, uint8s, uniform
 
-__all__ = ["list_tokens", "mark_tokens", "report_ids"]
-
 
 # any number of tokens with the same compiled code
 @triton.jit(do_not_specialize=["topk_idx", "tokens", "experts", "ranks"])

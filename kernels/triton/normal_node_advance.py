@@ -69,8 +69,6 @@ from .normal_wait import released
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, turn_over
 from .words import any_of, clock_ns, peek, poke, settle, uniform
 
-__all__ = ["advance_nodes", "turn_nodes"]
-
 
 @triton.jit
 def _expect(context: tl.tensor, state: tl.tensor, peers: tl.tensor, linked: tl.tensor, COMBINE: tl.constexpr) -> None:

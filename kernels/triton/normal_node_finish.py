@@ -16,8 +16,6 @@ from .normal_nodes import is_far
 from .normal_tensors import UNALIGNED_NODES, NodeTables, RowShape, RowTensors
 from .words import peek, settle
 
-__all__ = ["finish_nodes"]
-
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 
 

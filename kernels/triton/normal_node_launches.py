@@ -11,8 +11,6 @@ from .normal_node_advance import advance_nodes
 from .normal_node_finish import finish_nodes
 from .normal_node_rows import move_node_rows
 
-__all__ = ["exchange_nodes"]
-
 #: Nanoseconds that a turn of a combine waits for more once it has something to move: about what a turn costs. In the
 #: interpreter a turn takes far longer than that.
 _PATIENCE, _PATIENCE_INTERPRETED = 20_000, 200_000_000

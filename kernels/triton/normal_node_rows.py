@@ -17,8 +17,6 @@ from .normal_rows import pack, unpack
 from .normal_tensors import UNALIGNED_NODES, NodeTables, RowShape, RowTensors
 from .words import peek
 
-__all__ = ["move_node_rows", "move_nodes"]
-
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 
 

@@ -31,23 +31,6 @@ from .normal_blocks import (
 from .wait import FAILURE_PROTOCOL, fail, first_of
 from .words import acquire_each, any_of, peek, release_each
 
-__all__ = [
-    "blame_of",
-    "board_of",
-    "counts_at",
-    "forwarder",
-    "is_far",
-    "is_rail",
-    "kept_of",
-    "line_of",
-    "mark_bytes",
-    "refuse_of",
-    "ring_of",
-    "rows_at",
-    "slot_bytes",
-    "stamp_rows",
-]
-
 _BOARD, _LINE = tl.constexpr(relay.BOARD_BYTES), tl.constexpr(relay.LINE_BYTES)
 _SHIFT = tl.constexpr(relay.STAMP_SHIFT)
 EVERYTHING = tl.constexpr(relay.EVERYTHING)

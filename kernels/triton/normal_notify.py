@@ -50,8 +50,6 @@ from .normal_wait import message_at, released, send_message, wait_counts
 from .wait import refuse
 from .words import clock_ns, int32s, int64s, peek, poke, release_each, settle
 
-__all__ = ["open_operation"]
-
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
 DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
 COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)

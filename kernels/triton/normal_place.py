@@ -67,8 +67,6 @@ from .normal_blocks import (
 from .normal_nodes import is_far, is_rail, slot_bytes
 from .words import int64s, peek, poke
 
-__all__ = ["begin", "begin_nodes", "place", "place_nodes"]
-
 _DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)

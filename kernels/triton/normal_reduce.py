@@ -28,8 +28,6 @@ from .normal_sum import add_rows
 from .quant import load_floats, load_together, store_floats
 from .words import floats, int32s, peek
 
-__all__ = ["reduce_rows"]
-
 _F32 = tl.constexpr(DTYPE_F32)
 #: More rows than there are.
 _EVERY = tl.constexpr(1 << 62)

@@ -43,8 +43,6 @@ from .normal_nodes import is_far, mark_bytes
 from .normal_tensors import UNALIGNED, RowShape, RowTensors
 from .words import aligned, int32s, int64s, peek, uint8s
 
-__all__ = ["copy_rows", "load_scales", "move", "move_rows", "pack", "pad", "store_scales", "unpack"]
-
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 
 

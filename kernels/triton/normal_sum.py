@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_rows"]
-
 
 @triton.jit
 def add_rows(total: tl.tensor, found: tl.tensor, part: tl.tensor, here: tl.tensor) -> tuple[tl.tensor, tl.tensor]:

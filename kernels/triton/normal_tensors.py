@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-__all__ = ["UNALIGNED", "UNALIGNED_NODES", "NodeTables", "RowShape", "RowTensors"]
-
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
 UNALIGNED = [
     "lists",

@@ -18,18 +18,6 @@ from .publish import put_writes, store_flags, wait_room
 from .wait import FAILURE_PEER_TIMEOUT, GO_ON, TOO_LATE, fail, fail_at, turn_over
 from .words import acquire_each, any_of, settle, uniform
 
-__all__ = [
-    "arrived_each",
-    "chunks_arrived",
-    "completed_each",
-    "first_unfinished",
-    "message_at",
-    "released",
-    "send_message",
-    "share_of",
-    "wait_counts",
-]
-
 _MANY = tl.constexpr(1 << 60)
 
 

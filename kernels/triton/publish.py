@@ -19,8 +19,6 @@ from .context import S_SINK, channel_count, flag_address, head_address, ring_add
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, fail, turn_over
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
 
-__all__ = ["put_messages", "put_writes", "store_flags", "wait_room"]
-
 _SOURCE, _LENGTH = tl.constexpr(LOW["source"].shift), tl.constexpr(LOW["length"].shift)
 _TARGET, _RANK = tl.constexpr(HIGH["target"].shift), tl.constexpr(HIGH["rank"].shift)
 _STREAM, _LAST = tl.constexpr(HIGH["stream"].shift), tl.constexpr(HIGH["last"].shift)

@@ -12,16 +12,6 @@ import triton.language as tl
 from ...protocol.message import DTYPE_BF16, DTYPE_F16
 from .words import CUDA, INTERPRETER, aligned
 
-__all__ = [
-    "load_floats",
-    "load_together",
-    "quantise_blocks",
-    "round_bf16",
-    "round_e4m3",
-    "round_e4m3fnuz",
-    "store_floats",
-]
-
 _BF16, _F16 = tl.constexpr(DTYPE_BF16), tl.constexpr(DTYPE_F16)
 #: Bits of 1e-4, DeepEP's floor for amax, so that a block of zeros has a finite scale.
 _AMAX_FLOOR = tl.constexpr(0x38D1B717)

@@ -44,8 +44,6 @@ from .ll_counts import tell_dispatches, wait_spaces
 from .wait import report_id
 from .words import arrives_last, clock_ns, int64s, peek, poke
 
-__all__ = ["HEADER", "MESSAGE_ALIGNMENT", "place_messages", "route"]
-
 HEADER = tl.constexpr(HEADER_BYTES)
 #: Messages packed one after the other start on cache lines.
 MESSAGE_ALIGNMENT = tl.constexpr(64)

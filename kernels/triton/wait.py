@@ -26,18 +26,6 @@ from .context import (
 )
 from .words import acquire_each, any_of, clock_ns, int64s, poke, release_each, settle, uniform
 
-__all__ = [
-    "fail",
-    "fail_at",
-    "first_of",
-    "messages_arrived",
-    "messages_completed",
-    "refuse",
-    "report_id",
-    "turn_over",
-    "wait_messages",
-]
-
 FAILURE_PEER_TIMEOUT = tl.constexpr(ctx.FAILURE_PEER_TIMEOUT)
 FAILURE_PROTOCOL = tl.constexpr(ctx.FAILURE_PROTOCOL)
 FAILURE_RING_FULL = tl.constexpr(ctx.FAILURE_RING_FULL)

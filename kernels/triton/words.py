@@ -10,27 +10,6 @@ import time
 import triton
 import triton.language as tl
 
-__all__ = [
-    "CUDA",
-    "HIP",
-    "INTERPRETER",
-    "acquire",
-    "acquire_each",
-    "aligned",
-    "any_of",
-    "arrives_last",
-    "clock_ns",
-    "floats",
-    "int32s",
-    "int64s",
-    "peek",
-    "poke",
-    "release_each",
-    "settle",
-    "uint8s",
-    "uniform",
-]
-
 INTERPRETER = tl.constexpr(0)
 CUDA = tl.constexpr(1)
 HIP = tl.constexpr(2)

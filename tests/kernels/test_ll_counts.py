@@ -9,9 +9,6 @@ import pytest
 
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
-from uccl_ep_serving.kernels.cpu.ll_combine_send import combine_send
-from uccl_ep_serving.kernels.cpu.ll_counts import mark_read, send_notice, spaces_free
-from uccl_ep_serving.kernels.cpu.ll_dispatch_send import dispatch_send
 from uccl_ep_serving.kernels.blocks.low_latency import (
     COMBINE_AHEAD,
     COMBINE_NUMBER,
@@ -37,6 +34,9 @@ from uccl_ep_serving.kernels.blocks.low_latency import (
     RouteBlock,
     StateBlock,
 )
+from uccl_ep_serving.kernels.cpu.ll_combine import combine_send
+from uccl_ep_serving.kernels.cpu.ll_dispatch import dispatch_send
+from uccl_ep_serving.kernels.cpu.ll_message import mark_read, send_notice, spaces_free
 from uccl_ep_serving.protocol.command import decode
 from uccl_ep_serving.protocol.context import STATUS_OK, STATUS_PENDING
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout

@@ -10,7 +10,7 @@ import torch
 from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.kernels.blocks import normal as block
-from uccl_ep_serving.kernels.cpu.normal_layout import layout, route_rows
+from uccl_ep_serving.kernels.cpu.routing import layout, route_rows
 from uccl_ep_serving.modes.normal_cpu import Normal
 
 

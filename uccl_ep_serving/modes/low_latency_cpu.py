@@ -14,8 +14,8 @@ import torch
 
 from ..errors import ConfigError
 from ..handles import EventOverlap, LowLatencyHandle
-from ..kernels.interface import LowLatencyKernels
 from ..kernels.blocks.low_latency import RouteBlock
+from ..kernels.interface import LowLatencyKernels
 from ..kernels.select import low_latency_kernels
 from ..protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 from .low_latency_arguments import (

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ..handles import LowLatencyHandle
-from ..kernels.interface import LowLatencyKernels
 from ..kernels.blocks.low_latency import COUNTS, NUMBER, PAIRS, RETURN_ROWS, RouteBlock, StateBlock
+from ..kernels.interface import LowLatencyKernels
 from .low_latency_arguments import Coding
 from .low_latency_memory import DispatchOutputs
 from .low_latency_session import Space
