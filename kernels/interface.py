@@ -1,7 +1,7 @@
 """What an implementation of the kernels offers: ``cpu`` (Numba) calls kernels, ``triton`` builds launches of them.
 
 Host code gives both addresses and numbers that are fixed for given shapes, never a counter: message numbers and
-parities live in the blocks of :mod:`.low_latency_state` and of ``triton/blocks``, so that a captured graph replays
+parities live in the blocks of :mod:`.blocks.low_latency` and of ``triton/blocks``, so that a captured graph replays
 without the host. A kernel on the CPU that waits gets the CLOCK_MONOTONIC instant in ns at which it must return, and
 returns a ``STATUS_*`` of ``protocol.context``. A kernel on a device has its time limit in the kernel context,
 returns nothing, and reports there.
@@ -215,7 +215,7 @@ class DeviceLowLatencyKernels(Protocol):
 
 
 class NormalKernels(Protocol):
-    """Normal-mode layout, dispatch and combine. Operations are described by the blocks of :mod:`.normal_block`."""
+    """Normal-mode layout, dispatch and combine. Operations are described by the blocks of :mod:`.blocks.normal`."""
 
     name: str
 
@@ -249,7 +249,7 @@ class NormalKernels(Protocol):
         rows: int,
         lists: int,
     ) -> int:
-        """List the tokens of each rank from a layout, and hold it against the ids; ``normal_block.LAYOUT_*``."""
+        """List the tokens of each rank from a layout, and hold it against the ids; ``blocks.normal.LAYOUT_*``."""
 
     def prepare(self, context: int, operation: int, peers: int, route: int) -> None:
         """Fill the blocks of the peers for a new operation."""

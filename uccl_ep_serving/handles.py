@@ -73,7 +73,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     Attributes:
         owner: the ``LowLatency`` that made it.
         epoch: of its runtime at the time.
-        route: its route block (``kernels.low_latency_state.RouteBlock``), which keeps memory that kernels use.
+        route: its route block (``kernels.blocks.low_latency.RouteBlock``), which keeps memory that kernels use.
         topk_idx: copy of the ids, int64 [tokens, K].
         topk_weights: copy of the weights given at dispatch, float32 [tokens, K], or None.
         dtype: of the tokens that were dispatched, however they travelled.
@@ -160,7 +160,7 @@ class NormalHandle(NamedTuple):
     """What a normal-mode dispatch hands to combine and to cached dispatches.
 
     Attributes:
-        route: int64, what ``kernels.normal_block`` calls the route: R rows sent to each rank, R rows received from
+        route: int64, what ``kernels.blocks.normal`` calls the route: R rows sent to each rank, R rows received from
             each, then, as int32, token indices sent to rank 0, to rank 1, and so on; what follows is undefined.
         received: rows received from all ranks.
         capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).

@@ -1,7 +1,7 @@
 """The memory through which the Triton kernels work: a state block per window generation, a route block per dispatch.
 
 Both are int64 tensors on the device and are told to kernels by their address. The words of ``STATE`` below
-:data:`FIRST_OWN` are those of :mod:`..low_latency_state`. Only kernels of the rank that owns a block touch it after
+:data:`FIRST_OWN` are those of :mod:`.low_latency`. Only kernels of the rank that owns a block touch it after
 the host has made it; the last column says which of them writes.
 
 ``STATE``:
@@ -67,7 +67,7 @@ from ...protocol.layout import LowLatencyPlan, WindowLayout
 from ...protocol.message import round_up
 from .low_latency import StateBlock
 
-#: Words of :mod:`..low_latency_state` that are taken over.
+#: Words of :mod:`.low_latency` that are taken over.
 FIRST_OWN = 24
 STATE_WORDS = 48
 STATE_TABLE_NAMES = (

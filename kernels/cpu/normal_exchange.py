@@ -117,11 +117,11 @@ def _waits_for(context: int, counts: int, operation: int, peers: int, peer: int,
 
 @compiled
 def exchange(context: int, counts: int, operation: int, peers: int, progress: int, slice_end: int) -> int:
-    """Exchange the rows of an operation that ``normal_notify.open_operation`` has opened on all ranks.
+    """Exchange the rows of an operation that ``normal_open.open_operation`` has opened on all ranks.
 
     Args:
         context: address of the kernel context block.
-        counts, operation, peers: addresses of the blocks of ``normal_block``.
+        counts, operation, peers: addresses of the blocks of ``blocks.normal``.
         progress: address of the progress block, written when PENDING is returned.
         slice_end: CLOCK_MONOTONIC instant in ns at which to return PENDING; call again with the same blocks then.
 

@@ -49,7 +49,7 @@ def prepare(context: int, operation: int, peers: int, route: int) -> None:
 
     Args:
         context: address of the kernel context block.
-        operation, peers: addresses of the blocks of ``normal_block``; the words of the host are filled in.
+        operation, peers: addresses of the blocks of ``blocks.normal``; the words of the host are filled in.
         route: address of what ROUTE of an operation holds; a first dispatch does not know yet what it will receive.
     """
     ranks, me = rank_count(context), own_rank(context)
@@ -104,7 +104,7 @@ def prepare_nodes(context: int, operation: int, peers: int, given: int, taken: i
 
     Args:
         context: address of the kernel context block.
-        operation, peers: addresses of the blocks of ``normal_block``.
+        operation, peers: addresses of the blocks of ``blocks.normal``.
         given: address of int64 [nodes], rows that the dispatch sends to each node.
         taken: address of int64 [nodes], rows that this rank hands on from each node; 0 when that is not known yet.
         lists: address of int32 [nodes, TOKENS], tokens for each node.
@@ -179,7 +179,7 @@ def place(context: int, operation: int, peers: int) -> None:
 
     Args:
         context: address of the kernel context block.
-        operation, peers: addresses of the blocks of ``normal_block``; RECV_FIRST of a first dispatch is set here, and
+        operation, peers: addresses of the blocks of ``blocks.normal``; RECV_FIRST of a first dispatch is set here, and
             in its route what it receives.
     """
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
@@ -337,7 +337,7 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
 
     Args:
         context: address of the kernel context block.
-        operation, peers: addresses of the blocks of ``normal_block``.
+        operation, peers: addresses of the blocks of ``blocks.normal``.
         progress: address of the progress block, written when PENDING is returned.
         slice_end: CLOCK_MONOTONIC instant in ns at which to return PENDING; call again with the same blocks then.
 

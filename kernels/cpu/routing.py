@@ -180,7 +180,7 @@ def route_rows(
         lists: address of int32 with room for ``tokens * ranks``, or ``tokens * min(topk, ranks)``, indices, written.
 
     Returns:
-        One of ``normal_block.LAYOUT_*``. ``rows`` and ``lists`` are complete only when it is LAYOUT_RIGHT.
+        One of ``blocks.normal.LAYOUT_*``. ``rows`` and ``lists`` are complete only when it is LAYOUT_RIGHT.
     """
     ends, seen, chosen = tally, tally + 8 * ranks, tally + 16 * ranks
     zero(tally, 8 * (2 * ranks + experts))

@@ -1,11 +1,11 @@
-"""Access to the words of the blocks of ``kernels.normal_block`` from compiled code (private memory: relaxed)."""
+"""Access to the words of the blocks of ``kernels.blocks.normal`` from compiled code (private memory: relaxed)."""
 
 from __future__ import annotations
 
 from ...native.atomics import peek, poke
 from ...native.jit import compiled
 from ...protocol.streams import NORMAL_DISPATCH
-from ..blocks import normal as normal_block
+from ..blocks.normal import PHASE
 
 #: What a step of the exchange returns: nothing could be done, something was done, or minus a STATUS_*.
 NOTHING, MOVED = 0, 1
@@ -32,4 +32,4 @@ def add(block: int, word: int, value: int) -> None:
 @compiled
 def phase_of(operation: int) -> int:
     """0 in a dispatch, 1 in a combine: which of the two CHUNKS_SENT and CHUNKS_TAKEN of a peer count."""
-    return 0 if get(operation, normal_block.PHASE) == NORMAL_DISPATCH else 1
+    return 0 if get(operation, PHASE) == NORMAL_DISPATCH else 1

@@ -1,7 +1,7 @@
 """Low-latency dispatch and combine: what the host does around the kernels.
 
 The host checks arguments, allocates what is returned and launches four kernels: dispatch send and receive, combine send
-and receive. Counters and routing live in blocks that only kernels advance (:mod:`.kernels.low_latency_state`). Every
+and receive. Counters and routing live in blocks that only kernels advance (:mod:`.kernels.blocks.low_latency`). Every
 rank calls dispatch and combine in the same order; recv hooks may be called later and in another order.
 """
 

@@ -1,6 +1,6 @@
 """One exchange of rows between all ranks: what a dispatch and a combine of normal mode have in common.
 
-:class:`RowExchange` owns the blocks of ``kernels.normal_block`` and the numbers that all ranks count alike. An
+:class:`RowExchange` owns the blocks of ``kernels.blocks.normal`` and the numbers that all ranks count alike. An
 operation is opened (every rank tells every rank its shape and its rows), placed (where do the rows of each peer land?)
 and run.
 """
@@ -88,7 +88,7 @@ class RowExchange:
     Attributes:
         kernels: the implementation for CPU tensors.
         relay: what an operation between nodes adds.
-        operation: int64[OPERATION_WORDS], see ``kernels.normal_block``.
+        operation: int64[OPERATION_WORDS], see ``kernels.blocks.normal``.
         peers: int64[ranks, PEER_WORDS].
         expert_counts: int64[local experts]: rows that a dispatch received for each.
     """
@@ -170,7 +170,7 @@ class RowExchange:
         rank_counts: torch.Tensor,
         expert_counts: torch.Tensor,
     ) -> tuple[int, torch.Tensor]:
-        """``normal_block.LAYOUT_*`` of a layout, and the route that follows from it (see ``handles.NormalHandle``)."""
+        """``blocks.normal.LAYOUT_*`` of a layout, and the route that follows from it (see ``handles.NormalHandle``)."""
         tokens, ranks = in_rank.shape
         (experts,) = expert_counts.shape
         if len(self._tally) < 2 * ranks + experts:
