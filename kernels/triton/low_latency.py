@@ -17,11 +17,9 @@ from ...protocol.message import (
 )
 from ..blocks.low_latency_device import DeviceState
 from .launch import Launch, Target, present_target
-from .ll_arrival import combine_arrival, dispatch_arrival
-from .ll_combine_recv import sum_rows
-from .ll_combine_send import pack_combine, prepare_combine
-from .ll_dispatch_recv import count_rows, unpack_rows
-from .ll_dispatch_send import pack_dispatch
+from .ll_combine import pack_combine, prepare_combine, sum_rows
+from .ll_dispatch import count_rows, pack_dispatch, unpack_rows
+from .ll_message import combine_arrival, dispatch_arrival
 from .routing import route
 
 #: Slots of a token are compared with each other in registers.

@@ -1,4 +1,4 @@
-"""The normal-mode kernels for tensors on a device as one object: ``kernels.interface.DeviceNormalKernels``."""
+"""The normal-mode kernels for tensors on a device as one object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ...protocol.message import LEAST_CHUNK_BYTES, META_LINE, NormalNotify, elem
 from ..interface import NodeTensors, NormalFormat, NormalTensors
 from .launch import Launch, Target, present_target
 from .low_latency import MAX_TOPK
-from .normal_advance import advance
 from .normal_blocks import (
     I_AWAY,
     I_BEYOND,
@@ -29,11 +28,12 @@ from .normal_blocks import (
     DeviceNormalState,
 )
 from .normal_finish import finish
-from .normal_layout import list_tokens, mark_tokens, report_ids
-from .normal_node_launches import exchange_nodes
-from .normal_notify import open_operation
-from .normal_reduce import reduce_rows
-from .normal_rows import move_rows
+from .normal_node_step import advance_nodes, finish_nodes, move_node_rows
+from .normal_open import open_operation
+from .normal_relay import count_marks, list_passed
+from .normal_rows import move_rows, reduce_rows
+from .normal_step import advance
+from .routing import list_tokens, mark_tokens, report_ids
 
 #: Words of a row that a program moves at a time, its warps, and the rows that it moves together: 32 KiB are on their
 #: way to it. Between nodes words, or values that are summed: more of them take more registers than there are.
@@ -153,7 +153,7 @@ class TritonNormalKernels:
     def list(
         self, in_rank: int, tokens: int, rank: int, node_ranks: int, rows: int, passing: int, lists: int, places: int
     ) -> tuple[Launch, ...]:
-        """Lists of the tokens of each rank from bool[tokens, ranks] marks; see ``normal_layout.list_tokens``."""
+        """Lists of the tokens of each rank from bool[tokens, ranks] marks; see ``routing.list_tokens``."""
         block = min(1024, _power_of_two(tokens)) if self.target.interpreted else 1024
         return (
             Launch(
@@ -183,7 +183,7 @@ class TritonNormalKernels:
         capacity: int,
         passing: int,
     ) -> tuple[Launch, ...]:
-        """Tell every peer what this rank is about to do, and hear every peer: ``normal_notify.open_operation``."""
+        """Tell every peer what this rank is about to do, and hear every peer: ``normal_open.open_operation``."""
         arguments = (
             context,
             state,
@@ -373,3 +373,82 @@ class TritonNormalKernels:
         lanes = form.node_ranks + self.ranks // form.node_ranks
         slot = layout.normal.round_slot * self.ranks // lanes // META_LINE * META_LINE
         return max(slot // (form.row_bytes + form.meta_bytes), 1)
+
+
+#: Nanoseconds that a turn of a combine waits for more once it has something to move: about what a turn costs. In the
+#: interpreter a turn takes far longer than that.
+_PATIENCE, _PATIENCE_INTERPRETED = 20_000, 200_000_000
+#: Rows whose marks a program looks at together.
+_LISTED = 256
+
+
+def exchange_nodes(
+    target: Target,
+    ranks: int,
+    context: int,
+    state: int,
+    form: NormalFormat,
+    tensors: NormalTensors,
+    nodes: NodeTensors,
+    turns: int,
+    programs: int,
+    constants: dict[str, int],
+    rows: int,
+    warps: int,
+) -> tuple[Launch, ...]:
+    """Move the rows of an opened operation in ``turns`` turns of ``programs`` programs, then what is left.
+
+    Args:
+        constants: of ``normal_rows.move_rows``, without ROWS.
+        rows: that a program moves together, of ``warps`` warps.
+    """
+    combine = form.kind == NormalNotify.OPERATION_COMBINE
+    interpreted = target.interpreted
+    lanes = {"LANES": target.warp, "BACKEND": target.backend}
+    patience = {"PATIENCE": _PATIENCE_INTERPRETED if interpreted else _PATIENCE}
+    waiting = {"COMBINE": combine, **patience, **lanes}
+    # a dispatch may have values of a byte, which nobody sums
+    summed = {"HIDDEN": form.row_bytes // element_bytes(form.dtype) if combine else 0, "DTYPE": form.dtype}
+    arguments = (
+        context,
+        state,
+        *tensors,
+        form.local_experts,
+        nodes.in_rank,
+        nodes.passes,
+        nodes.pass_rows,
+        nodes.counts,
+    )
+    moving = {**constants, **summed, "BACKEND": target.backend}
+    begin = Launch(advance_nodes, (1,), (context, state, nodes.counts), waiting)
+    move = Launch(move_node_rows, (programs,), arguments, {**moving, "ROWS": rows}, warps=warps, fused=False)
+    block = 32 if interpreted else _LISTED
+    first: tuple[Launch, ...] = ()
+    turn: tuple[Launch, ...] = (begin, move)
+    if combine:
+        count = Launch(
+            count_marks,
+            (ranks,),
+            (context, state, nodes.marks, nodes.room, nodes.counts),
+            {"BLOCK": block},
+            warps=4,
+        )
+        first = (count,)
+    else:
+        used = 2 * form.topk + form.scale_bytes // 4
+        listing = Launch(
+            list_passed,
+            (ranks,),
+            (context, state, nodes.passes, nodes.pass_rows, nodes.marks, nodes.room),
+            {"USED": used, "BLOCK": block},
+            warps=4,
+        )
+        turn = (begin, listing, move)
+    rest = Launch(
+        finish_nodes,
+        (1,),
+        (*arguments, nodes.marks, nodes.room),
+        {**moving, "ROWS": rows if interpreted else 1, **patience, **lanes},
+        fused=False,
+    )
+    return first + turn * turns + (rest,)

@@ -8,7 +8,6 @@ import triton.language as tl
 from ...protocol.message import NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from .context import channel_count, has_failed, is_live, own_rank, rank_count
-from .normal_advance import turn
 from .normal_blocks import (
     N_CHUNK_ROWS,
     N_CHUNKS_SENT,
@@ -24,9 +23,8 @@ from .normal_blocks import (
     get_each,
     set_each,
 )
-from .normal_rows import move
-from .normal_tensors import UNALIGNED, RowShape, RowTensors
-from .normal_wait import released, send_message, share_of, wait_counts
+from .normal_rows import UNALIGNED, RowShape, RowTensors, move
+from .normal_step import released, send_message, share_of, turn, wait_counts
 from .words import clock_ns, peek, poke, settle
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)

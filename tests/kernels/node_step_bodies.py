@@ -144,7 +144,7 @@ def forged_board(exchange: StoreExchange, word: int, value: int) -> tuple[int, i
 def listed(exchange: StoreExchange) -> None:
     """Rank 3 finds its rows by their marks, no more than their source told of, and keeps marks while there is room."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_forward import list_passed
+    from uccl_ep_serving.kernels.triton.normal_relay import list_passed
 
     marks = np.array([3, 1, 2, 2, 3, 1], dtype=np.uint8)
     with node_stand.standing(3) as stand:
@@ -180,7 +180,7 @@ def _launch_rows(stand: Any, kernel: Any, **given: Any) -> None:
 
 def _moved(stand: Any, **given: Any) -> None:
     """``move_node_rows``."""
-    from uccl_ep_serving.kernels.triton.normal_node_rows import move_node_rows
+    from uccl_ep_serving.kernels.triton.normal_node_step import move_node_rows
 
     _launch_rows(stand, move_node_rows, **given)
 
@@ -214,9 +214,9 @@ def owed(exchange: StoreExchange, nodes: bool, lanes: int) -> tuple[int, int]:
     """Rank 1 owes its rail peer, rank 3, a grant and waits for the completion of the one in whose slot it is written;
     nothing else is missing. Whom it names when the time is over: (code, peer)."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_advance import advance
     from uccl_ep_serving.kernels.triton.normal_blocks import TURN
-    from uccl_ep_serving.kernels.triton.normal_node_advance import advance_nodes
+    from uccl_ep_serving.kernels.triton.normal_node_step import advance_nodes
+    from uccl_ep_serving.kernels.triton.normal_step import advance
 
     with node_stand.standing(1) as stand:
         stand.hold(3)
@@ -294,7 +294,7 @@ def unkept(exchange: StoreExchange) -> None:
     """Five rows go to rank 0 and three to rank 4, and there was room for the marks of two: rank 3 has one row of the
     first two. What follows in memory belongs to others."""
     node_stand, kernels = _modules()
-    from uccl_ep_serving.kernels.triton.normal_gather import count_marks
+    from uccl_ep_serving.kernels.triton.normal_relay import count_marks
 
     with node_stand.standing(2, ranks=6, combine=True) as stand:
         marks = torch.tensor([1, 3, 255, 255, 255, 255, 255, 255], dtype=torch.uint8)
@@ -381,7 +381,7 @@ def opened(exchange: StoreExchange) -> None:
     near ranks too, whoever carried them."""
     node_stand, _ = _modules()
     from uccl_ep_serving.kernels.triton.normal_blocks import INFO_WORDS, NOTIFY_RECV, NOTIFY_STRIDE, TOLD_WORDS
-    from uccl_ep_serving.kernels.triton.normal_notify import open_operation
+    from uccl_ep_serving.kernels.triton.normal_open import open_operation
 
     with node_stand.standing(2) as stand:
         told = {0: (7, 4), 1: (6, 0), 3: (5, 0)}
@@ -416,7 +416,7 @@ def finished(exchange: StoreExchange) -> None:
     """The host of rank 2 has launched no turn of a dispatch in which nobody has rows but for itself."""
     node_stand, _ = _modules()
     from uccl_ep_serving.kernels.triton.normal_blocks import NUMBER, OPEN, RAN, TURN
-    from uccl_ep_serving.kernels.triton.normal_node_finish import finish_nodes
+    from uccl_ep_serving.kernels.triton.normal_node_step import finish_nodes
 
     with node_stand.standing(2, row=32, meta=0) as stand:
         stand.words[TURN] = 0
@@ -437,7 +437,7 @@ def lists(exchange: StoreExchange) -> None:
     """Each token once to the rail peer of a node that has one of its ranks, to near ranks one by one."""
     _modules()
     from uccl_ep_serving.kernels.triton.launch import Launch
-    from uccl_ep_serving.kernels.triton.normal_layout import list_tokens
+    from uccl_ep_serving.kernels.triton.routing import list_tokens
 
     ranks, size, me, tokens = 6, 3, 4, 11
     in_rank = torch.rand(tokens, ranks, generator=torch.Generator().manual_seed(3)) < 0.4

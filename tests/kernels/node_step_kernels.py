@@ -6,14 +6,19 @@ import triton
 import triton.language as tl
 
 from uccl_ep_serving.kernels.triton.context import is_live, own_rank
-from uccl_ep_serving.kernels.triton.normal_advance import choose_rows
-from uccl_ep_serving.kernels.triton.normal_forward import note_taken, say_taken, show, view
-from uccl_ep_serving.kernels.triton.normal_gather import choose_laid_out, choose_sums, say_freed
-from uccl_ep_serving.kernels.triton.normal_grants import give_grants
-from uccl_ep_serving.kernels.triton.normal_node_advance import _is_over
+from uccl_ep_serving.kernels.triton.normal_node_step import _is_over
 from uccl_ep_serving.kernels.triton.normal_nodes import is_far, is_rail
-from uccl_ep_serving.kernels.triton.normal_notify import _take_rows
-from uccl_ep_serving.kernels.triton.normal_place import begin_nodes, place_nodes
+from uccl_ep_serving.kernels.triton.normal_open import _take_rows, begin_nodes, place_nodes
+from uccl_ep_serving.kernels.triton.normal_relay import (
+    choose_laid_out,
+    choose_sums,
+    note_taken,
+    say_freed,
+    say_taken,
+    show,
+    view,
+)
+from uccl_ep_serving.kernels.triton.normal_step import choose_rows, give_grants
 from uccl_ep_serving.kernels.triton.words import clock_ns, int64s, settle
 
 

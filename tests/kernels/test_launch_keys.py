@@ -129,7 +129,7 @@ def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: l
 
 NO_GLOBALS = """
 from uccl_ep_serving.kernels.triton.launch import Launch
-from uccl_ep_serving.kernels.triton.normal_advance import advance
+from uccl_ep_serving.kernels.triton.normal_step import advance
 
 def warmup(*arguments, grid, **constants):
     assert advance.cache_key
@@ -162,7 +162,7 @@ def test_what_a_value_changes_is_seen() -> None:
         launches: list[Seen] = []
         for value in (1, 16, 17):
             given = tuple(value if one == place else 0 for one in range(6))
-            module = "uccl_ep_serving.kernels.triton.ll_dispatch_recv"
+            module = "uccl_ep_serving.kernels.triton.ll_dispatch"
             launches.append((False, module, "count_rows", given, constants, 1, True))
         return set(keys_of(launches))
 

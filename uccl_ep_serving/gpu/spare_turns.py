@@ -1,6 +1,6 @@
 """Turns of a row exchange on a device that the host launches beyond those that it works out.
 
-A turn between nodes that does not wait for its rail peers (``normal_node_advance``: PATIENCE) moves less than the host
+A turn between nodes that does not wait for its rail peers (``normal_node_step``: PATIENCE) moves less than the host
 counts on. What is left then goes through one program of one warp, ``finish``: about a hundredfold slower. Kernels count
 such turns, and the host launches as many more from then on. A turn that has nothing to do costs a kernel or two.
 """

@@ -1,6 +1,7 @@
-"""The first kernel of a receive: one program of one warp waits for every peer's message and checks its header.
+"""Headers of low-latency messages: published by the last program of a send, checked by the first kernel of a receive.
 
-What a header claims is read once and checked, and the copy is what later kernels use: the peer could change it.
+That kernel is one program of one warp, which waits for every peer's message. What a header claims is read once and
+checked, and the copy is what later kernels use: the peer could change it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.message import FORM_EXPANDED, FORM_REDUCED
+from ...protocol.message import FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
 from .context import (
     R_COUNTS,
@@ -21,36 +22,90 @@ from .context import (
     S_COMBINE_RECV,
     S_COMBINE_RECV_STEP,
     S_DIGEST,
+    S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
+    S_FREE,
+    S_PARTS,
     S_SINK,
     S_TOKENS,
     T_COMBINE_COME,
+    T_MESSAGE_AT,
+    T_MESSAGE_BYTES,
+    T_MESSAGE_FROM,
+    T_MESSAGE_TO,
     T_SEEN_COMBINE,
     T_SEEN_DISPATCH,
+    T_TOLD_COMBINE,
+    T_TOLD_DISPATCH,
     has_failed,
     is_live,
+    peer_window,
     rank_count,
     route_table,
     state_table,
+    sticky_code_once,
     stream_of,
     window_address,
 )
 from .ll_counts import take_counts
-from .ll_header import (
-    AT_CODING,
-    AT_NUMBER,
-    AT_PLAN,
-    AT_RETURN_OFFSET,
-    AT_ROWS,
-    AT_TAG,
-    COMBINE_TAG,
-    DISPATCH_TAG,
-    WEIGHTED,
-)
+from .publish import put_messages
 from .routing import HEADER
 from .wait import refuse, wait_messages
-from .words import clock_ns, int64s, peek
+from .words import clock_ns, int64s, peek, settle
+
+AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
+AT_ROWS, AT_CODING = tl.constexpr(8 * LowLatencyHeader.ROWS), tl.constexpr(8 * LowLatencyHeader.CODING)
+AT_PLAN = tl.constexpr(8 * LowLatencyHeader.PLAN)
+AT_RETURN_OFFSET = tl.constexpr(8 * LowLatencyHeader.RETURN_OFFSET)
+AT_CONSUMED_DISPATCH = tl.constexpr(8 * LowLatencyHeader.CONSUMED_DISPATCH)
+AT_CONSUMED_COMBINE = tl.constexpr(8 * LowLatencyHeader.CONSUMED_COMBINE)
+DISPATCH_TAG = tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
+COMBINE_TAG = tl.constexpr(LowLatencyHeader.COMBINE_TAG)
+WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
+
+
+@triton.jit
+def send_messages(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    phase: tl.tensor,
+    number: tl.tensor,
+    tag: tl.tensor,
+    rows: tl.tensor,
+    coding: tl.tensor,
+    return_offset: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Complete the packed messages of the ``peers`` that are there with their headers, and publish them.
+
+    ``rows``, ``coding`` and ``return_offset`` are tensors like ``peers``. Nothing is published once a proxy or the host
+    has set the sticky error.
+    """
+    zero = tl.zeros_like(peers)
+    # as a tensor: the interpreter has no mask of a tensor and a scalar
+    live = is_live(context, peers) & (zero + sticky_code_once(context) == 0)
+    message = tl.load(int64s(state_table(context, state, T_MESSAGE_AT, peers)), mask=live, other=0)
+    source = tl.load(int64s(state_table(context, state, T_MESSAGE_FROM, peers)), mask=live, other=0)
+    target = tl.load(int64s(state_table(context, state, T_MESSAGE_TO, peers)), mask=live, other=0)
+    nbytes = tl.load(int64s(state_table(context, state, T_MESSAGE_BYTES, peers)), mask=live, other=0)
+    mapped = peer_window(context, tl.where(live, peers, 0)) != 0
+    read, free = peek(state + S_DISPATCH_READ), peek(state + S_FREE)
+    tl.store(int64s(message + AT_TAG), zero + tag, mask=live)
+    tl.store(int64s(message + AT_NUMBER), zero + number, mask=live)
+    tl.store(int64s(message + AT_ROWS), zero + rows, mask=live)
+    tl.store(int64s(message + AT_CODING), zero + coding, mask=live)
+    tl.store(int64s(message + AT_PLAN), zero + peek(state + S_DIGEST), mask=live)
+    tl.store(int64s(message + AT_RETURN_OFFSET), zero + return_offset, mask=live)
+    tl.store(int64s(message + AT_CONSUMED_DISPATCH), zero + read, mask=live)
+    tl.store(int64s(message + AT_CONSUMED_COMBINE), zero + free, mask=live)
+    tl.store(int64s(state_table(context, state, T_TOLD_DISPATCH, peers)), zero + read, mask=live)
+    tl.store(int64s(state_table(context, state, T_TOLD_COMBINE, peers)), zero + free, mask=live)
+    settle(BACKEND)
+    parts = peek(state + S_PARTS)
+    put_messages(context, state, peers, live, mapped, phase, number, source, target, nbytes, parts, BACKEND)
+
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _EXPANDED, _REDUCED = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED)

@@ -1,19 +1,21 @@
-"""The turns of a row exchange between nodes: those of ``normal_advance``, and what passes through forwarders.
+"""The steps of a row exchange between nodes: those of ``normal_step``, and what passes through forwarders.
 
-Near ranks exchange rows as they always do, and so do rail peers, each row on behalf of a node. Besides, in turn k
+Near ranks exchange rows as they always do, and so do rail peers, each row on behalf of a node. Besides, in step k
 
-* of a dispatch, a rank says what it has taken in turn k - 1, shows its node the batches of rail peers that have
-  arrived, waits for what forwarders show, and lists its rows of it (``normal_forward``);
-* of a combine, it says what it has laid out and summed in turn k - 1, waits until every part of its next batch for a
-  rail peer is laid out, and for room to lay out more (``normal_gather``). A batch is laid out in one turn, summed in
+* of a dispatch, a rank says what it has taken in step k - 1, shows its node the batches of rail peers that have
+  arrived, waits for what forwarders show, and lists its rows of it (``normal_relay``);
+* of a combine, it says what it has laid out and summed in step k - 1, waits until every part of its next batch for a
+  rail peer is laid out, and for room to lay out more (``normal_relay``). A batch is laid out in one step, summed in
   the next and published in the one after.
 
-Batch k of a rail peer is shown in turn k + 1 and taken there, so a dispatch needs no more turns than without nodes, and
-the grant for batch k + 2 is given in turn k + 2: nobody waits for more than what others publish when they begin the
-same turn. Of the rows that a combine lays out and sums that cannot be said, since a rank does not know which batches
-its rows are in. So a turn waits for these no longer than PATIENCE once it has something to move; with nothing to move,
+Batch k of a rail peer is shown in step k + 1 and taken there, so a dispatch needs no more steps than without nodes, and
+the grant for batch k + 2 is given in step k + 2: nobody waits for more than what others publish when they begin the
+same step. Of the rows that a combine lays out and sums that cannot be said, since a rank does not know which batches
+its rows are in. So a step waits for these no longer than PATIENCE once it has something to move; with nothing to move,
 for anything, up to the time limit. No rank waits for them while it could do something else, which is why a combine
 ends.
+
+The last kernel takes what steps are left, waits until all writes are over, and moves the counters on.
 """
 
 from __future__ import annotations
@@ -21,19 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...protocol.message import NormalNotify
 from .context import has_failed, is_live, own_rank, peer_window, rank_count
-from .normal_advance import (
-    FAILED,
-    MISSING,
-    THERE,
-    batch_chunks,
-    blame_peer,
-    choose_rows,
-    is_late,
-    is_stuck,
-    note_arrivals,
-    publish_batch,
-)
 from .normal_blocks import (
     N_ARRIVED,
     N_CHUNK_ROWS,
@@ -61,11 +52,43 @@ from .normal_blocks import (
     get_each,
     set_each,
 )
-from .normal_forward import is_done, lagging, note_taken, say_taken, show, view
-from .normal_gather import batch_of, choose_laid_out, choose_sums, lacking, say_freed, say_offered
-from .normal_grants import give_grants, is_owed, take_grants
+from .normal_finish import close
 from .normal_nodes import blame_of, forwarder, is_far, is_rail
-from .normal_wait import released
+from .normal_relay import (
+    batch_of,
+    choose_laid_out,
+    choose_sums,
+    is_done,
+    lacking,
+    lagging,
+    lay_out,
+    list_far,
+    note_taken,
+    say_freed,
+    say_offered,
+    say_taken,
+    show,
+    sum_laid_out,
+    take_passed,
+    view,
+)
+from .normal_rows import UNALIGNED_NODES, NodeTables, RowShape, RowTensors, pack, unpack
+from .normal_step import (
+    FAILED,
+    MISSING,
+    THERE,
+    batch_chunks,
+    blame_peer,
+    choose_rows,
+    give_grants,
+    is_late,
+    is_owed,
+    is_stuck,
+    note_arrivals,
+    publish_batch,
+    released,
+    take_grants,
+)
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, turn_over
 from .words import any_of, clock_ns, peek, poke, settle, uniform
 
@@ -368,10 +391,199 @@ def advance_nodes(
     """Begin a turn; grid (1,), one warp. Does nothing once the exchange is over.
 
     Args:
-        counts: of :func:`.normal_gather.count_marks`, in a combine.
+        counts: of :func:`.normal_relay.count_marks`, in a combine.
         PATIENCE: nanoseconds that a turn of a combine waits for more once it has something to move.
     """
     if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
         if turn_nodes(context, state, counts, COMBINE, PATIENCE, LANES, BACKEND) == 0:
             # rows are exchanged: what is left is to see all writes over
             poke(state + W_OPEN, 2)
+
+
+_COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
+
+
+@triton.jit
+def move_nodes(
+    context: tl.tensor,
+    state: tl.tensor,
+    program: tl.tensor,
+    programs: tl.tensor,
+    tensors: RowTensors,
+    tables: NodeTables,
+    shape: RowShape,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Program ``program`` of ``programs``: its part of all rows of the turn."""
+    ranks, me = rank_count(context), own_rank(context)
+    for step in range(0, ranks):
+        # not all ranks write to the same peer first, nor all programs, when there are few rows for each
+        peer = (me + step) % ranks
+        part = (program + step * 7) % programs
+        summed = False
+        if shape.KIND == _COMBINE:
+            summed = is_far(context, state, peer)
+        if summed:
+            if shape.KIND == _COMBINE:
+                if is_rail(context, state, peer):
+                    counts = tables.counts
+                    sum_laid_out(context, state, peer, part, programs, tensors, counts, shape, HIDDEN, DTYPE, BACKEND)
+                else:
+                    lay_out(context, state, peer, part, programs, tensors, shape)
+        else:
+            pack(context, state, peer, part, programs, tensors, tables.in_rank, shape, True)
+    if (shape.KIND != _COMBINE) | (peek(state + W_IN_HEAP) == 0):
+        for step in range(1, ranks):
+            peer = (me + step) % ranks
+            part = (program + step * 7) % programs
+            passed = False
+            if shape.KIND != _COMBINE:
+                passed = is_far(context, state, peer)
+            if passed:
+                if shape.KIND != _COMBINE:
+                    take_passed(context, state, peer, part, programs, tensors, tables, shape)
+            else:
+                unpack(context, state, peer, part, programs, tensors, shape)
+
+
+# any number of tokens with the same compiled code
+@triton.jit(do_not_specialize=UNALIGNED_NODES)
+def move_node_rows(
+    context: tl.int64,
+    state: tl.int64,
+    x: tl.int64,
+    lists: tl.int64,
+    tokens: tl.int64,
+    topk_idx: tl.int64,
+    weights: tl.int64,
+    scales: tl.int64,
+    out: tl.int64,
+    out_idx: tl.int64,
+    out_weights: tl.int64,
+    out_scales: tl.int64,
+    capacity: tl.int64,
+    local_experts: tl.int64,
+    in_rank: tl.int64,
+    passes: tl.int64,
+    pass_rows: tl.int64,
+    counts: tl.int64,
+    KIND: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Move what :func:`advance_nodes` has chosen; any grid of one dimension. Compile without fused
+    multiply-add.
+
+    Args:
+        x ... local_experts: see :class:`.normal_rows.RowTensors`.
+        in_rank ... counts: see :class:`.normal_rows.NodeTables`.
+        KIND ... BLOCK: see :class:`.normal_rows.RowShape`.
+        HIDDEN, DTYPE: values of a row that is summed, and what they are (combine).
+    """
+    tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
+    tensors = RowTensors(
+        x, lists, tokens, topk_idx, weights, scales, out, out_idx, out_weights, out_scales, capacity, local_experts
+    )
+    tables = NodeTables(in_rank, passes, pass_rows.to(tl.int64), counts)
+    if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
+        program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+        move_nodes(
+            context,
+            state,
+            program,
+            programs,
+            tensors,
+            tables,
+            RowShape(KIND, WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
+            HIDDEN,
+            DTYPE,
+            BACKEND,
+        )
+
+
+@triton.jit(do_not_specialize=[*UNALIGNED_NODES, "marks", "room"])
+def finish_nodes(
+    context: tl.int64,
+    state: tl.int64,
+    x: tl.int64,
+    lists: tl.int64,
+    tokens: tl.int64,
+    topk_idx: tl.int64,
+    weights: tl.int64,
+    scales: tl.int64,
+    out: tl.int64,
+    out_idx: tl.int64,
+    out_weights: tl.int64,
+    out_scales: tl.int64,
+    capacity: tl.int64,
+    local_experts: tl.int64,
+    in_rank: tl.int64,
+    passes: tl.int64,
+    pass_rows: tl.int64,
+    counts: tl.int64,
+    marks: tl.int64,
+    room: tl.int64,
+    KIND: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """End the exchange; grid (1,), one warp. Compile without fused multiply-add.
+
+    Like :func:`.normal_finish.finish`: arguments of :func:`move_node_rows`, and ``marks`` and
+    ``room`` of :func:`.normal_relay.list_passed`.
+    """
+    tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
+    pass_rows, room = pass_rows.to(tl.int64), room.to(tl.int64)
+    tensors = RowTensors(
+        x, lists, tokens, topk_idx, weights, scales, out, out_idx, out_weights, out_scales, capacity, local_experts
+    )
+    tables = NodeTables(in_rank, passes, pass_rows, counts)
+    if (has_failed(context) == 0) & (peek(state + W_OPEN) != 0):
+        one = tl.full((), 1, tl.int64)
+        going = (peek(state + W_OPEN) == 1).to(tl.int32)
+        late = tl.full((), 0, tl.int64)
+        # rule: the last kernel takes the turns that the host has not launched
+        while going != 0:
+            going = turn_nodes(context, state, counts, KIND == _COMBINE, PATIENCE, LANES, BACKEND)
+            late += going
+            if going != 0:
+                if KIND != _COMBINE:
+                    for far in range(rank_count(context)):
+                        if is_live(context, far) & is_far(context, state, far):
+                            list_far(context, state, far, passes, pass_rows, marks, room, 2 * TOPK + SCALE_WORDS, LANES)
+                    settle(BACKEND)
+                move_nodes(
+                    context,
+                    state,
+                    one - 1,
+                    one,
+                    tensors,
+                    tables,
+                    RowShape(KIND, WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
+                    HIDDEN,
+                    DTYPE,
+                    BACKEND,
+                )
+                settle(BACKEND)
+        if has_failed(context) == 0:
+            close(context, state, late, KIND, LANES, BACKEND)

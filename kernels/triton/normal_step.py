@@ -1,16 +1,19 @@
-"""The turns of a row exchange: grants, publishing, and what is packed and unpacked next.
+"""The steps of a row exchange: grants, publishing, and what is packed and unpacked next.
 
-A turn is :func:`advance` in one program of one warp, then ``normal_rows.move_rows`` in many. In turn k every rank
+A step is :func:`advance` in one program of one warp, then ``normal_rows.move_rows`` in many. In step k every rank
 
-* publishes the batch that it packed in turn k - 1, and notes what it has unpacked since;
+* publishes the batch that it packed in step k - 1, and notes what it has unpacked since;
 * gives every grant for which there is room, and takes those of its peers;
 * waits until it has a grant for its next batch to each peer, and until batch k - 1 of each peer has arrived.
 
 A batch is the rest of a grant to a mapped peer, and half of the staging's chunks to a proxied one; mapped or not looks
 the same from both ends, so a receiver knows how long a batch is at least. Nobody waits for more than what peers publish
-when they *begin* the same turn, so that no two ranks wait for each other: the grant for batch k needs the rows of two
-grants before, whose batches are at most number k - 2, and these were unpacked in turn k - 1. Ranks that run
+when they *begin* the same step, so that no two ranks wait for each other: the grant for batch k needs the rows of two
+grants before, whose batches are at most number k - 2, and these were unpacked in step k - 1. Ranks that run
 ``kernels/cpu`` send and grant as soon as they can, which is never later.
+
+A receiver says in a grant where the next rows of a peer may land, and a sender takes that at its word, once the word is
+checked: what a grant names lies in the landing area, and in the order in which grants are given.
 """
 
 from __future__ import annotations
@@ -18,14 +21,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_GRANT
 from .context import (
+    S_SINK,
+    arrived_address,
     channel_count,
+    completed_address,
     has_failed,
     is_live,
     own_rank,
     peer_window,
     rank_count,
+    sticky_code,
+    window_address,
 )
 from .normal_blocks import (
     N_ARRIVED,
@@ -38,22 +47,32 @@ from .normal_blocks import (
     N_GRANT_LEFT,
     N_GRANT_META,
     N_GRANT_ROW,
+    N_GRANT_START,
     N_GRANTED,
+    N_GRANTS,
     N_GRANTS_SENT,
     N_GRANTS_TAKEN,
+    N_META_LANDING,
     N_PACK_ROWS,
     N_READY,
     N_RECV_ROWS,
+    N_ROW_LANDING,
     N_SEND_ROWS,
     N_SENT,
     N_SENT_CHUNKS,
     N_SLOT_ROWS,
+    N_SLOT_STRIDE,
     W_BAD_PEER,
     W_CHUNK_BYTES,
     W_DEPTH,
+    W_GRANT_RECV,
+    W_GRANT_SEND,
     W_IN_HEAP,
+    W_LANDING_END,
     W_META_BYTES,
+    W_NUMBER,
     W_OPEN,
+    W_ROUNDS,
     W_ROW_BYTES,
     W_STAGING,
     W_STREAM,
@@ -62,20 +81,311 @@ from .normal_blocks import (
     phase_of,
     set_each,
 )
-from .normal_grants import give_grants, is_owed, take_grants
-from .normal_wait import (
-    arrived_each,
-    chunks_arrived,
-    completed_each,
-    first_unfinished,
-    released,
-    share_of,
-)
 from .publish import put_writes, store_flags, wait_room
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, turn_over
-from .words import any_of, clock_ns, peek, poke, settle, uniform
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, refuse, turn_over
+from .words import acquire_each, any_of, clock_ns, int64s, peek, poke, settle, uniform
 
-_GRANT, _COMBINE = tl.constexpr(NORMAL_GRANT), tl.constexpr(NORMAL_COMBINE)
+_MANY = tl.constexpr(1 << 60)
+
+
+@triton.jit
+def released(context: tl.tensor, state: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """1 when a proxy or the host has set the sticky error: the verdict is then set, and nothing may be published."""
+    over = uniform((sticky_code(context, BACKEND) != 0).to(tl.int32), BACKEND)
+    if over != 0:
+        fail(context, state, 0, -1, -1, 0, 0, BACKEND)
+    return over
+
+
+@triton.jit
+def arrived_each(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, stream: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Messages of ``stream`` that have arrived from each of the ``live`` peers."""
+    address = arrived_address(context, tl.where(live, peers, 0), stream)
+    return tl.where(live, acquire_each(tl.where(live, address, state + S_SINK), BACKEND), _MANY)
+
+
+@triton.jit
+def completed_each(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, stream: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Own messages of ``stream`` that completed locally; mapped peers count as complete."""
+    inside = tl.where(live, peers, 0)
+    proxied = live & (peer_window(context, inside) == 0)
+    address = tl.where(proxied, completed_address(context, inside, stream), state + S_SINK)
+    return tl.where(proxied, acquire_each(address, BACKEND), _MANY)
+
+
+@triton.jit
+def share_of(chunks: tl.tensor, channel: tl.tensor, channels: tl.tensor) -> tl.tensor:
+    """How many of the first ``chunks`` chunks travel on ``channel``."""
+    return tl.where(chunks > channel, (chunks - channel + channels - 1) // channels, 0)
+
+
+@triton.jit
+def chunks_arrived(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, stream: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Chunks that have arrived in order over the Buffer's life: the first missing one of each channel, the least."""
+    channels = channel_count(context)
+    least = tl.full(peers.shape, _MANY, tl.int64)
+    for channel in range(channels):
+        count = arrived_each(context, state, peers, live, stream + channel, BACKEND)
+        least = tl.minimum(least, tl.where(live, count * channels + channel, _MANY))
+    return least
+
+
+@triton.jit
+def first_unfinished(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    stream: tl.tensor,
+    chunks: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Lowest channel on which one of the peer's first ``chunks`` chunks has not completed locally, -1 when all have."""
+    channels = channel_count(context)
+    found = tl.full(peers.shape, -1, tl.int64)
+    for channel in range(channels):
+        count = completed_each(context, state, peers, live, stream + channel, BACKEND)
+        open_here = live & (count < share_of(chunks, channel, channels))
+        found = tl.where(open_here & (found < 0), channel, found)
+    return found
+
+
+@triton.jit
+def wait_counts(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    stream: tl.tensor,
+    needed: tl.tensor,
+    start: tl.tensor,
+    ARRIVAL: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Wait until ``needed`` messages of ``stream`` of every ``live`` peer have arrived (``ARRIVAL``) or completed.
+
+    ``needed``: a tensor like ``peers``. Returns True; False after :func:`.wait.fail`.
+    """
+    ending, looked = tl.full((), 0, tl.int32), start
+    present = tl.full((), 0, tl.int32)
+    # only scalars live from turn to turn: the layout passes of Triton 3.6 and 3.8 fail on tensors
+    while (present == 0) & (ending == GO_ON):
+        if ARRIVAL:
+            count = arrived_each(context, state, peers, live, stream, BACKEND)
+        else:
+            count = completed_each(context, state, peers, live, stream, BACKEND)
+        # rule: normal mode: an operation opens only when every peer's notify has arrived
+        here = count >= needed
+        present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
+        if present == 0:
+            ending, looked = turn_over(context, start, looked, BACKEND)
+    # the lanes acquired for themselves: now for each other
+    settle(BACKEND)
+    if ending != GO_ON:
+        if ARRIVAL:
+            late = arrived_each(context, state, peers, live, stream, BACKEND)
+        else:
+            late = completed_each(context, state, peers, live, stream, BACKEND)
+        # whoever has come since the last look is not to blame, unless everybody has
+        missing = live & (late < needed)
+        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
+        if any_of(missing, BACKEND) == 0:
+            missing = live
+        fail_at(context, state, code, peers, missing, stream, late, needed, BACKEND)
+    return ending == GO_ON
+
+
+@triton.jit
+def message_at(
+    context: tl.tensor, peers: tl.tensor, chosen: tl.tensor, source: tl.tensor, target: tl.tensor
+) -> tl.tensor:
+    """Where the bytes of a control message are written: at ``target`` in a mapped peer's window, else at ``source``."""
+    mapped = peer_window(context, tl.where(chosen, peers, 0))
+    return tl.where(mapped != 0, mapped + target, window_address(context) + source)
+
+
+@triton.jit
+def send_message(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    chosen: tl.tensor,
+    stream: tl.tensor,
+    source: tl.tensor,
+    target: tl.tensor,
+    nbytes: tl.tensor,
+    count: tl.tensor,
+    start: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Publish a message of one write, whose bytes stand at :func:`message_at`, to the ``chosen`` peers.
+
+    ``source``, ``target``, ``nbytes`` and ``count`` (messages of the stream with this one) are tensors like ``peers``.
+    Returns True; False after a failure.
+    """
+    going = wait_room(context, state, stream, LANES, start, BACKEND)
+    settle(BACKEND)
+    if going:
+        mapped = chosen & (peer_window(context, tl.where(chosen, peers, 0)) != 0)
+        store_flags(context, state, peers, mapped, stream, count, BACKEND)
+        proxied = chosen & (mapped == 0)
+        last = tl.full((), 1, tl.int64)
+        put_writes(context, state, peers, proxied, stream, source, target, nbytes, last, BACKEND)
+    return going
+
+
+_GRANT = tl.constexpr(NORMAL_GRANT)
+_SLOTS, _HEADER = tl.constexpr(GRANT_SLOTS), tl.constexpr(HEADER_BYTES)
+_TAG_VALUE = tl.constexpr(NormalGrant.TAG_VALUE)
+_AT_NUMBER, _AT_ROUND = tl.constexpr(8 * NormalGrant.NUMBER), tl.constexpr(8 * NormalGrant.ROUND)
+_AT_ROWS, _AT_ROW_OFFSET = tl.constexpr(8 * NormalGrant.ROWS), tl.constexpr(8 * NormalGrant.ROW_OFFSET)
+_AT_META_OFFSET = tl.constexpr(8 * NormalGrant.META_OFFSET)
+_AT_CHUNK_ROWS, _AT_REST = tl.constexpr(8 * NormalGrant.CHUNK_ROWS), tl.constexpr(8 * 7)
+
+
+@triton.jit
+def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """(True for ``live`` peers for whose next grant there is room, its number, rows that are left, rows of a grant)."""
+    turn, slot_rows = (
+        get_each(context, state, N_GRANTED, peers, live),
+        get_each(context, state, N_SLOT_ROWS, peers, live),
+    )
+    first = turn * slot_rows
+    left = get_each(context, state, N_RECV_ROWS, peers, live) - first
+    consumed = get_each(context, state, N_CONSUMED, peers, live)
+    # rule: a landing slot is granted again only when its rows are consumed
+    due = live & (left > 0) & ((turn < 2) | (consumed >= first - slot_rows))
+    return due, turn, left, slot_rows
+
+
+@triton.jit
+def is_owed(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """True for ``live`` peers to whom a grant is owed because the last write of its slot has not completed."""
+    due, _, _, _ = _due(context, state, peers, live)
+    given = get_each(context, state, N_GRANTS_SENT, peers, due)
+    return due & (completed_each(context, state, peers, due, _GRANT, BACKEND) < given - _SLOTS + 1)
+
+
+@triton.jit
+def give_grants(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    start: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Give the ``live`` peers their next grant where there is room. True for those to whom one is still owed."""
+    due, turn, left, slot_rows = _due(context, state, peers, live)
+    given = get_each(context, state, N_GRANTS_SENT, peers, live)
+    # the peer has read the grant of four before, since rows of later ones have arrived; its write may still be repeated
+    chosen = due & (completed_each(context, state, peers, due, _GRANT, BACKEND) >= given - _SLOTS + 1)
+    if any_of(chosen, BACKEND) != 0:
+        zero = tl.zeros_like(peers)
+        slot = given % _SLOTS
+        source = peek(state + W_GRANT_SEND) + (peers * _SLOTS + slot) * _HEADER
+        target = peek(state + W_GRANT_RECV) + (own_rank(context) * _SLOTS + slot) * _HEADER
+        at = message_at(context, peers, chosen, source, target)
+        step = (turn & 1) * get_each(context, state, N_SLOT_STRIDE, peers, chosen)
+        tl.store(int64s(at), zero + _TAG_VALUE, mask=chosen)
+        tl.store(int64s(at + _AT_NUMBER), zero + peek(state + W_NUMBER), mask=chosen)
+        tl.store(int64s(at + _AT_ROUND), turn, mask=chosen)
+        tl.store(int64s(at + _AT_ROWS), tl.minimum(left, slot_rows), mask=chosen)
+        row_at = get_each(context, state, N_ROW_LANDING, peers, chosen)
+        tl.store(int64s(at + _AT_ROW_OFFSET), row_at + step, mask=chosen)
+        meta_at = get_each(context, state, N_META_LANDING, peers, chosen)
+        tl.store(int64s(at + _AT_META_OFFSET), meta_at + step, mask=chosen)
+        tl.store(int64s(at + _AT_CHUNK_ROWS), get_each(context, state, N_CHUNK_ROWS, peers, chosen), mask=chosen)
+        tl.store(int64s(at + _AT_REST), zero, mask=chosen)
+        nbytes = zero + _HEADER
+        if send_message(
+            context, state, peers, chosen, _GRANT, source, target, nbytes, given + 1, start, LANES, BACKEND
+        ):
+            set_each(context, state, N_GRANTS_SENT, peers, chosen, given + 1)
+            set_each(context, state, N_GRANTED, peers, chosen, turn + 1)
+    return due & (chosen == 0)
+
+
+@triton.jit
+def outside(state: tl.tensor, offset: tl.tensor, nbytes: tl.tensor) -> tl.tensor:
+    """True when a claimed range is not in the area that grants may name (offsets are claims: no overflow here)."""
+    begin, end = peek(state + W_ROUNDS), peek(state + W_LANDING_END)
+    return (offset % 16 != 0) | (offset < begin) | (offset > end) | (nbytes > end - offset)
+
+
+@triton.jit
+def or_else(
+    bad: tl.tensor, got: tl.tensor, want: tl.tensor, wrong: tl.tensor, claim: tl.tensor, expected: tl.tensor
+) -> tl.tensor:
+    """``bad`` claims with what was got and wanted, and where they are right those that are ``wrong``."""
+    return bad | wrong, tl.where(bad, got, claim), tl.where(bad, want, expected)
+
+
+@triton.jit
+def take_grants(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Take the next grant of the ``live`` peers that have given one; 1 when a claim was refused."""
+    row, meta, stream = peek(state + W_ROW_BYTES), peek(state + W_META_BYTES), peek(state + W_STREAM)
+    left = get_each(context, state, N_SEND_ROWS, peers, live) - get_each(context, state, N_SENT, peers, live)
+    wanted = live & (left > 0) & (get_each(context, state, N_GRANT_LEFT, peers, live) == 0)
+    taken = get_each(context, state, N_GRANTS_TAKEN, peers, wanted)
+    here = wanted & (arrived_each(context, state, peers, wanted, _GRANT, BACKEND) > taken)
+    broken = tl.full((), 0, tl.int32)
+    if any_of(here, BACKEND) != 0:
+        # It names the landing slot of the grant before the last one, whose rows the receiver has read: a NIC must not
+        # repeat their writes any more.
+        sent = get_each(context, state, N_SENT_CHUNKS, peers, here)
+        life = get_each(context, state, N_CHUNKS_SENT + phase_of(state), peers, here)
+        chunks = life - sent + get_each(context, state, N_GRANT_START, peers, here)
+        chunks = tl.where(get_each(context, state, N_GRANTS, peers, here) == 0, 0, chunks)
+        here = here & (first_unfinished(context, state, peers, here, stream, chunks, BACKEND) < 0)
+        settle(BACKEND)
+        slot = peek(state + W_GRANT_RECV) + (tl.where(here, peers * _SLOTS + taken % _SLOTS, 0)) * _HEADER
+        at = window_address(context) + slot
+        tag = tl.load(int64s(at), mask=here, other=0)
+        number = tl.load(int64s(at + _AT_NUMBER), mask=here, other=0)
+        turn = tl.load(int64s(at + _AT_ROUND), mask=here, other=0)
+        rows = tl.load(int64s(at + _AT_ROWS), mask=here, other=0)
+        row_at = tl.load(int64s(at + _AT_ROW_OFFSET), mask=here, other=0)
+        meta_at = tl.load(int64s(at + _AT_META_OFFSET), mask=here, other=0)
+        chunk = tl.load(int64s(at + _AT_CHUNK_ROWS), mask=here, other=0)
+        grants = get_each(context, state, N_GRANTS, peers, here)
+        most = peek(state + W_CHUNK_BYTES) // (row + meta)
+        begin = peek(state + W_ROUNDS)
+        expected = peek(state + W_NUMBER)
+        # the first claim that is wrong is refused, in one place: every copy of the code costs a second to compile
+        bad, got, want = tag != _TAG_VALUE, tag, tl.zeros_like(tag) + _TAG_VALUE
+        bad, got, want = or_else(bad, got, want, number != expected, number, expected)
+        bad, got, want = or_else(bad, got, want, turn != grants, turn, grants)
+        bad, got, want = or_else(bad, got, want, (rows < 1) | (rows > left), rows, left)
+        bad, got, want = or_else(bad, got, want, (chunk < 1) | (chunk > most), chunk, most)
+        bad, got, want = or_else(bad, got, want, outside(state, row_at, rows * row), row_at, begin)
+        elsewhere = (meta != 0) & outside(state, meta_at, rows * meta)
+        bad, got, want = or_else(bad, got, want, elsewhere, meta_at, begin)
+        broken = refuse(context, state, peers, here & bad, _GRANT, got, want, BACKEND)
+        if broken == 0:
+            set_each(context, state, N_GRANTS_TAKEN, peers, here, taken + 1)
+            set_each(context, state, N_GRANTS, peers, here, grants + 1)
+            set_each(context, state, N_GRANT_LEFT, peers, here, rows)
+            set_each(context, state, N_GRANT_ROW, peers, here, row_at)
+            set_each(context, state, N_GRANT_META, peers, here, meta_at)
+            set_each(context, state, N_GRANT_CHUNK, peers, here, chunk)
+            set_each(context, state, N_GRANT_START, peers, here, sent)
+    return broken
+
+
+_COMBINE = tl.constexpr(NORMAL_COMBINE)
 #: What a look at some peers finds: somebody is missing, all is there, the kernel has failed.
 MISSING, THERE, FAILED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
