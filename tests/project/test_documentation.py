@@ -178,6 +178,13 @@ def test_every_path_of_source_that_is_named_exists() -> None:
     assert not missing
 
 
+def test_the_hops_of_a_token_exist() -> None:
+    hops = re.findall(r"^\* `([\w/]+\.py)`: `(\w+)`", pages()["docs/architecture/overview.md"], re.MULTILINE)
+    assert len(hops) > 15
+    for path, name in hops:
+        assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}: {name}"
+
+
 def test_every_variable_in_the_code_is_documented() -> None:
     settings = pages()["docs/settings.md"]
     named = re.compile(r"\bUCCL_EP_[A-Z][A-Z_]*[A-Z]\b")
