@@ -99,7 +99,7 @@ def test_poisoned_group_publishes_nothing(kind: str) -> None:
         space = runtime.space
         before = sent_counts(space)
         # as when the error is set between the check and the kernel
-        runtime.space.check = lambda phase: None
+        runtime.check = lambda phase: None
         assert space.fail(FAILURE_PEER_LOST, 1 - runtime.rank)
         with pytest.raises(PeerLost, match=f"rank {1 - runtime.rank} is lost"):
             low_latency.dispatch(**arguments(rank=runtime.rank))
@@ -327,13 +327,13 @@ def interrupted(runtime: Any, action: Any) -> None:
 
     watch, runtime.space.watch = runtime.space.watch, interrupt
     # the check at the start of an operation watches too
-    runtime.space.check = lambda phase: None
+    runtime.check = lambda phase: None
     try:
         with pytest.raises(KeyboardInterrupt):
             action()
     finally:
         runtime.space.watch = watch
-        del runtime.space.check
+        del runtime.check
 
 
 def test_interrupted_receipt_can_be_repeated() -> None:

@@ -282,7 +282,7 @@ def test_an_error_is_named_although_it_was_only_claimed_so_far(bench: Bench) -> 
     thread = threading.Timer(0.05, describe)
     thread.start()
     with pytest.raises(PeerLost, match="rank 2 is lost"):
-        bench.space.check("a test")
+        raise bench.space.failure("a test")
     thread.join()
 
 

@@ -32,8 +32,14 @@ class DirectRuntime:
         self.node_ranks = group.node_ranks
 
     def __getattr__(self, name: str) -> Any:
-        # layout, window, context, mask, progress, heap, check and wait are the kernel space's own
+        # layout, window, context, mask, progress, heap and wait are the kernel space's own
         return getattr(self.space, name)
+
+    def check(self, phase: str) -> None:
+        self.space.phase = phase
+        self.space.watch()
+        if self.space.failed:
+            raise self.space.failure(phase)
 
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
         self.records.append((op, tokens, rows, nanoseconds))

@@ -106,7 +106,7 @@ def test_a_rank_that_grows_alone_is_told_and_leaves_nothing_behind(ranks: Ranks,
     assert one[0].startswith(("PeerTimeout: leaving the old window", "PeerLost: leaving the old window"))
     for text in (*zero[1:], *one[1:]):
         assert text.startswith("UcclEpError")
-        assert "could not lay its window out anew: Peer" in text
+        assert "could not rebuild its window: Peer" in text
         assert "build the group again" in text
     assert left0 == left1 == (0, 0)
 

@@ -155,6 +155,11 @@ class Liveness:
             self.masked |= {peer}
             self.reports.pop(self._rank, None)
 
+    @property
+    def present(self) -> frozenset[int]:
+        """Other ranks that are not masked."""
+        return self._others - self.masked
+
     # -- what is heard ------------------------------------------------------------------------------------------
 
     def note_lost(self, peer: int, ending: str) -> None:
@@ -281,7 +286,7 @@ class Liveness:
             patience: seconds for which an absence that is not known yet is waited for.
         """
         with self.changed:
-            candidates = (self._others if among is None else among) - self.masked
+            candidates = self.present if among is None else among - self.masked
             self.changed.wait_for(lambda: self.absent & candidates, patience)
             if not self.absent & candidates:
                 return

@@ -14,20 +14,14 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import (
-    PeerLost,
-    PeerTimeout,
-    ProtocolError,
-    ProxyDied,
-    TransportError,
-    UcclEpError,
-)
+from ..errors import UcclEpError
 from ..native.failure import failed, failure_code, set_failure
 from ..native.pages import own_pages
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
-from ..protocol.streams import CREDIT, STREAMS, channel_of, name_of
+from ..protocol.streams import CREDIT, STREAMS
 from .segments import HeapAllocator, Segment
+from .sticky_error import StickyError
 
 __all__ = ["KernelSpace"]
 
@@ -55,7 +49,7 @@ class KernelSpace:
         progress: address of int64[8]: peer, stream, arrived, expected of whatever a pending kernel waits for.
             Writer: kernels that return PENDING. Reader: the host, after they did.
         mask: int32[ranks], 1 = peer masked. Writer: host. Readers: kernels.
-        phase: words for what :meth:`wait` or :meth:`check` was called for last. Writer: those; reader: ``watch``.
+        phase: words for the operation that waits, or is about to begin. Writer: the host; reader: ``watch``.
         watch: called between slices of a wait; raises when the host knows more (a lost peer, a dead proxy).
     """
 
@@ -171,78 +165,8 @@ class KernelSpace:
         while (code := int(failure_code(self.error))) == ctx.FAILURE_CLAIMED and time.monotonic() < end:
             time.sleep(1e-4)
         # after the acquire load of the code; nobody writes them a second time
-        peer, stream, arrived, expected = (int(word) for word in self._error[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1])
-        where = f"{phase}, rank {self.rank} of {self.ranks}"
-        on = f" on {name_of(stream)}" if stream >= 0 else ""
-        channel = channel_of(stream) if stream >= 0 else -1
-        if code == ctx.FAILURE_PEER_LOST:
-            return PeerLost(
-                f"{where}: rank {peer} is lost (its process died, its connection closed, or another rank masked it). "
-                f"Next step: read rank {peer}'s log; then mask it on every rank that is left, or close this Buffer "
-                "on all of them and build the group again",
-                peer=peer,
-                phase=phase,
-                channel=channel,
-            )
-        if code == ctx.FAILURE_PEER_TIMEOUT:
-            return PeerTimeout(
-                f"{where}: rank {peer} is silent{on}: {arrived} messages arrived, {expected} expected within "
-                f"{self.timeout:g} s. Likely cause: rank {peer} has not made the same call, is stuck, or the network "
-                "drops its traffic. Next step: compare the ranks' last operations; raise UCCL_EP_TIMEOUT for slow "
-                "starts",
-                peer=peer,
-                phase=phase,
-                channel=channel,
-                arrived=arrived,
-                expected=expected,
-            )
-        if code == ctx.FAILURE_PROXY_DIED:
-            return ProxyDied(
-                f"{where}: proxy thread {arrived} of this rank died. Close this Buffer; the log has the cause"
-            )
-        if code == ctx.FAILURE_PROTOCOL:
-            return ProtocolError(
-                f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "
-                "Likely cause: ranks run different versions, or were given different shapes, dtypes or options",
-                peer=peer,
-                channel=channel,
-            )
-        if code == ctx.FAILURE_COMMAND:
-            return ProtocolError(
-                f"{where}: a kernel of this rank was about to write to rank {peer}{on} up to byte {arrived} of a "
-                f"window of {expected} bytes. Nothing of it was sent; rank {peer} loses the connection to this rank, "
-                "so that the operation ends there too. Likely cause: memory was overwritten. Next step: close this "
-                f"Buffer on both ranks, or mask rank {peer}",
-                peer=peer,
-                channel=channel,
-            )
-        if code == ctx.FAILURE_RING_FULL:
-            return TransportError(
-                f"{where}: the proxy of {name_of(stream)} has taken {arrived} commands, {expected} needed "
-                f"within {self.timeout:g} s. Likely cause: its thread gets no core, or the network takes nothing. Next "
-                "step: UCCL_EP_PROXY_CPUS, and the counters that Buffer.stats() returns"
-            )
-        if code == ctx.FAILURE_LAYOUT:
-            return PeerTimeout(
-                f"{where}: rank {peer} asked for other windows while kernels of this rank waited for it, and has given "
-                "up by now. Likely cause: the ranks made different calls, or the same with other sizes. Next step: "
-                "compare the ranks' last operations, close this Buffer on all of them and build the group again",
-                peer=peer,
-                phase=phase,
-                channel=channel,
-                arrived=arrived,
-                expected=expected,
-            )
-        if code == ctx.FAILURE_TRANSPORT:
-            return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)
-        return UcclEpError(f"{where}: this Buffer is closed")
-
-    def check(self, phase: str) -> None:
-        """Raise what the host or the sticky error knows, before an operation starts."""
-        self.phase = phase
-        self.watch()
-        if self.failed:
-            raise self.failure(phase)
+        rest = (int(word) for word in self._error[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1])
+        return StickyError(code, *rest).exception(phase, f"{phase}, rank {self.rank} of {self.ranks}", self.timeout)
 
     @property
     def awaited(self) -> int:
@@ -283,39 +207,36 @@ class KernelSpace:
             phase: words for messages, for example ``"low-latency dispatch recv"``.
             step: called with the CLOCK_MONOTONIC instant in ns at which it must return; returns a STATUS_* of
                 ``protocol.context``. On PENDING it has stored what it waits for in the progress block.
-            moved: a number that grows as long as ``step`` gets on; the deadline starts anew with it: it bounds silence,
-                not work.
+            moved: a number that grows as long as ``step`` makes progress, and each time the deadline starts again: it
+                bounds silence, not work.
 
         Raises:
             PeerTimeout: the deadline passed; the sticky error is set.
             PeerLost, ProxyDied, TransportError, ProtocolError: as the sticky error says.
         """
         self.phase, me = phase, threading.get_ident()
+        started = time.monotonic_ns()
+        end, seen, now = started + int(self.timeout * 1e9), moved() if moved else 0, started
         try:
             self._inside.add(me)
-            self._wait(phase, step, moved)
+            # _left may also have been set in this very thread, between two slices
+            while not self._left:
+                status = step(now + SLICE_NS)
+                if status == ctx.STATUS_OK:
+                    return
+                self.watch()
+                if status != ctx.STATUS_PENDING:
+                    break
+                now = time.monotonic_ns()
+                if moved and (so_far := moved()) != seen:
+                    end, seen = now + int(self.timeout * 1e9), so_far
+                if now >= end:
+                    self.fail(ctx.FAILURE_PEER_TIMEOUT, *self.pending)
+                    break
+            raise self.failure(phase)
         finally:
             self._progress[0] = -1
             self._inside.discard(me)
             if self._left:
                 with self._gate:
                     self._gate.notify_all()
-
-    def _wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None) -> None:
-        started = time.monotonic_ns()
-        end, seen, now = started + int(self.timeout * 1e9), moved() if moved else 0, started
-        # _left may also have been set in this very thread, between two slices
-        while not self._left:
-            status = step(now + SLICE_NS)
-            if status == ctx.STATUS_OK:
-                return
-            self.watch()
-            if status != ctx.STATUS_PENDING:
-                raise self.failure(phase)
-            now = time.monotonic_ns()
-            if moved and (so_far := moved()) != seen:
-                end, seen = now + int(self.timeout * 1e9), so_far
-            if now >= end:
-                self.fail(ctx.FAILURE_PEER_TIMEOUT, *self.pending)
-                raise self.failure(phase)
-        raise self.failure(phase)

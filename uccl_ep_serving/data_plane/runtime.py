@@ -1,8 +1,11 @@
 """The runtime of a Buffer: allocate -> register -> connect -> start, and the reverse on close.
 
 A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode first meets a
-shape that does not fit, all ranks agree on it and build another one with a larger window (:meth:`Runtime.rebuild`);
-the control connections stay. Everything above sees only the kernel space of the current epoch.
+shape that does not fit, or after a rank was masked, all ranks agree and build another one (:meth:`Runtime.rebuild`),
+which begins a new *epoch*; the control connections stay. Everything above sees only the kernel space of the present
+epoch.
+
+:class:`Runtime` is what ``modes/`` and ``gpu/`` know of all this: there is no other description of it.
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ class Runtime:
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._liveness = self._mesh.liveness
         self._plane: DataPlane | None = None
-        self._watch = PlaneWatch(self._mesh, lambda: None if self._closed else self._plane, lambda: self._begun)
+        self._watch = PlaneWatch(
+            self._mesh, lambda: None if self._closed else self._plane, lambda: self._begun, self._settle
+        )
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -112,21 +117,28 @@ class Runtime:
         if broken := self._broken or self._watch.evicted:
             raise UcclEpError(f"{broken}. Close this Buffer on all ranks and build the group again")
 
-    # -- what low_latency and normal use ------------------------------------------------------------------------
-
     @property
-    def space(self) -> KernelSpace:
-        """Kernel space of the current epoch. Raises UcclEpError when the Buffer is closed or broken, and when
-        there is none; that the process was forked, :meth:`check` says."""
+    def _present(self) -> DataPlane:
+        """The data plane of the present epoch. Raises UcclEpError as :attr:`space`."""
         plane = self._plane
         if self._closed or self._broken or self._watch.evicted or plane is None or plane.space is None:
             self._check_usable()
             raise UcclEpError(f"this rank has no window at present ({self._stale or 'it is being built'})")
-        return plane.space
+        return plane
+
+    # -- the present epoch --------------------------------------------------------------------------------------
+
+    @property
+    def space(self) -> KernelSpace:
+        """Kernel space of the present epoch. Raises UcclEpError when the Buffer is closed or broken, and when
+        there is none; that the process was forked, :meth:`check` says."""
+        space = self._present.space
+        assert space is not None
+        return space
 
     @property
     def layout(self) -> WindowLayout:
-        """Where everything lies in the windows of the current epoch."""
+        """Where everything lies in the windows of the present epoch."""
         return self.space.layout
 
     @property
@@ -176,6 +188,8 @@ class Runtime:
         """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
         return 0.0 if self._plane is None else self._plane.nic_bandwidth
 
+    # -- operations ---------------------------------------------------------------------------------------------
+
     def check(self, phase: str = "operation") -> None:
         """Raise what is known to be wrong before an operation starts.
 
@@ -187,18 +201,34 @@ class Runtime:
                 # the old data plane has failed, which is why it is left; what counts is who will be in the new one
                 self._liveness.check(phase)
                 return
-            self.space.check(phase)
+            space = self.space
+            space.phase = phase
+            self._watch.look()
+            if space.failed:
+                raise space.failure(phase)
         except (PeerError, TransportError, ProxyDied) as error:
             self._fail(error, phase)
         if self._plane is not None and self._plane.service is not None:
             self._plane.service.check_commands()
 
+    def begin_operation(self) -> None:
+        """Count a collective operation, before anything of it is sent."""
+        self._begun += 1
+
     def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = None) -> None:
-        """See :meth:`KernelSpace.wait`. Of the errors that blame a peer, only those that name the one at the root."""
+        """Run ``step`` until it is done, as :meth:`KernelSpace.wait` says. Of the errors that blame a peer, only those
+        that name the one at the root are raised."""
         try:
             self.space.wait(phase, step, moved)
         except (PeerError, TransportError, ProxyDied) as error:
             self._fail(error, phase)
+
+    def exchange(self, step: str, payload: bytes) -> list[bytes]:
+        """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
+        try:
+            return [payload for payload, _ in self._mesh.steps.gather(step, payload)]
+        except PeerError as error:
+            self._fail(error, step)
 
     def _fail(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
         """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
@@ -215,26 +245,24 @@ class Runtime:
             # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
             del named, error
 
+    # -- memory on devices --------------------------------------------------------------------------------------
+
     @property
     def all_on_this_host(self) -> bool:
         """True when every rank that is not masked shares its memory with this one."""
-        others = frozenset(range(self.ranks)) - {self.rank} - self._liveness.masked
-        return others <= self._mesh.local_peers
+        return self._liveness.present <= self._mesh.local_peers
 
     @property
     def nic_peers(self) -> frozenset[int]:
         """Ranks that are not masked and that this one reaches over NICs."""
-        self.space  # noqa: B018  raises when there is none
-        assert self._plane is not None
-        routes = self._plane.routes
-        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) - self._liveness.masked
+        routes = self._present.routes
+        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) & self._liveness.present
 
     @property
     def device_unreachable(self) -> frozenset[int]:
         """Ranks that are not masked whose device memory nothing of this rank reaches: neither on this host nor over
         NICs."""
-        others = frozenset(range(self.ranks)) - {self.rank} - self._liveness.masked
-        return others - self._mesh.local_peers - self.nic_peers
+        return self._liveness.present - self._mesh.local_peers - self.nic_peers
 
     def register_device_window(
         self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
@@ -250,33 +278,18 @@ class Runtime:
             TransportError: on every rank, when a NIC of one of them takes the memory in no way.
             PeerError: a rank did not take part.
         """
-        self.space  # noqa: B018  raises when there is none
-        assert self._plane is not None
-        self._plane.register_device_window(start, nbytes, export, objection, self.exchange)
-
-    def exchange(self, step: str, payload: bytes) -> list[bytes]:
-        """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
-        try:
-            return [payload for payload, _ in self._mesh.steps.gather(step, payload)]
-        except PeerError as error:
-            self._fail(error, step)
+        self._present.register_device_window(start, nbytes, export, objection, self.exchange)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has
         to end when the sticky error is set: that is how its time is limited."""
-        self.space  # noqa: B018  raises when there is none
-        assert self._plane is not None
-        self._plane.finishes.append(finish)
+        self._present.finishes.append(finish)
 
     def before_unmapping(self, release: Callable[[], object]) -> None:
         """Call ``release`` when the memory of the present epoch goes, once its proxies have stopped."""
-        self.space  # noqa: B018  raises when there is none
-        assert self._plane is not None
-        self._plane.releases.append(release)
+        self._present.releases.append(release)
 
-    def begin_operation(self) -> None:
-        """Count a collective operation, before anything of it is sent."""
-        self._begun += 1
+    # -- rebuilding ---------------------------------------------------------------------------------------------
 
     @property
     def stale(self) -> str:
@@ -289,7 +302,7 @@ class Runtime:
         return bool(self._mesh.steps.requested(SETUP))
 
     def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
-        """Lay the windows of all ranks that are not masked out anew, with room for ``plan``. Collective; none of this
+        """Rebuild the windows of all ranks that are not masked, with room for ``plan``. Collective; none of this
         rank's operations may be in flight that shall still end.
 
         Args:
@@ -311,13 +324,13 @@ class Runtime:
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
         """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
-        of them share. Masking a lost rank mends that, since those that are left begin anew then."""
+        of them share. Masking a lost rank mends that, since those that are left begin a new epoch then."""
         try:
             yield
         except BaseException as error:
             named = self._watch.resolve_cause(error) if isinstance(error, PeerError) else error
-            self._broken = (
-                f"rank {self.rank} could not lay its window out anew: {type(named).__name__}: {named}".rstrip(": ")
+            self._broken = f"rank {self.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(
+                ": "
             )
             try:
                 if named is error:
@@ -343,6 +356,13 @@ class Runtime:
             + (": what was sent before is void, go on with a dispatch on every rank" if self._stale else "")
         )
 
+    def _settle(self, plane: DataPlane) -> None:
+        """A peer waits for other windows, and this rank for an operation which that peer will never join: say so to
+        the others, and raise what all of them come to."""
+        with self._breaking():
+            outcome = self._agree(plane.layout.low_latency, "")
+        self._refuse(outcome)
+
     def _rebuild(self, plan: LowLatencyPlan | None, epoch: int) -> None:
         deadline = time.monotonic() + self.settings.connect_timeout
         old = self._plane
@@ -358,7 +378,7 @@ class Runtime:
         self._stale = ""
 
     def _install(self, plan: LowLatencyPlan | None) -> None:
-        plane = self._builder.build(plan, self.epoch, self._look)
+        plane = self._builder.build(plan, self.epoch, self._watch.look)
         with self._lock:
             taken = not self._closed
             if taken:
@@ -391,21 +411,7 @@ class Runtime:
         self._watch.part_from(peer)
         _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
 
-    def _look(self) -> None:
-        """Between slices of a wait: raise what the proxies, the control connections or other ranks' calls tell."""
-        plane = self._plane
-        if plane is None or plane.space is None or plane.service is None or self._closed:
-            return
-        if self._watch.evicted:
-            self._check_usable()
-        if not self._watch.look(plane):
-            return
-        if self._watch.asked_before() is not None:
-            with self._breaking():
-                outcome = self._agree(plane.layout.low_latency, "")
-            self._refuse(outcome)
-
-    # -- sight and end ------------------------------------------------------------------------------------------
+    # -- counters and end ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Plain counters of this rank; also what the live socket serves."""

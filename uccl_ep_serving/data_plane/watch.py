@@ -26,6 +26,7 @@ class PlaneWatch:
         mesh: its callbacks are taken over.
         plane: returns the present data plane, None when there is none or the Buffer is closed.
         begun: returns how many operations this rank has begun in it.
+        settle: called when a peer asks for other windows before an operation that this rank has begun.
 
     Attributes:
         evicted: in words, that another rank has masked this one; empty while none has.
@@ -37,6 +38,7 @@ class PlaneWatch:
         mesh: ControlMesh,
         plane: Callable[[], DataPlane | None],
         begun: Callable[[], int],
+        settle: Callable[[DataPlane], None],
     ) -> None:
         self.evicted = ""
         self._rank = mesh.rank
@@ -44,89 +46,24 @@ class PlaneWatch:
         self._liveness = mesh.liveness
         self._plane = plane
         self._begun = begun
+        self._settle = settle
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
         mesh.on_masked = self._on_masked
         mesh.root_cause.waits_for = self._waits_for
 
-    def _stop_kernels(self, code: int, peer: int) -> None:
-        """Set the sticky error of the present data plane, if there is one."""
+    # -- what the host asks -------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Before an operation and between slices of a wait: raise, or stop the kernels, for what the proxies, the
+        control connections or other ranks' calls tell."""
         plane = self._plane()
-        if plane is not None and plane.space is not None:
-            plane.space.fail(code, peer)
-
-    def part_from(self, peer: int) -> None:
-        """``peer`` was masked: nothing more is published in this epoch, whatever a kernel that is called again
-        may think, and nothing is sent to that rank."""
-        self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
-        plane = self._plane()
-        if plane is not None:
-            plane.forget(peer, ctx.FAILURE_PEER_LOST)
-
-    def drain(self, plane: DataPlane, deadline: float) -> bool:
-        """See :meth:`DataPlane.drain`. A device is waited for as long as its kernels wait for peers: at ``deadline``
-        they are released, and what they have not sent is lost."""
-
-        def release() -> None:
-            if plane.space is not None and plane.space.fail(ctx.FAILURE_CLOSED):
-                _log.warning("rank %d leaves windows in which its kernels still wait: they end here", self._rank)
-
-        with self._mesh.limit(deadline, release) if plane.finishes else contextlib.nullcontext():
-            return plane.drain(deadline, self._liveness)
-
-    def _on_lost(self, peer: int) -> None:
-        if not self._liveness.mask[peer]:
-            self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
-
-    def _on_goodbye(self, peer: int) -> None:
-        plane = self._plane()
-        if plane is not None:
-            plane.forget(peer, ctx.FAILURE_CLOSED)
-
-    def asked_before(self) -> int | None:
-        """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
-        for peer, payload in self._mesh.steps.requested(SETUP).items():
-            if read_proposal(peer, payload).begun < self._begun():
-                return peer
-        return None
-
-    def _on_part(self, peer: int) -> None:
-        """Release kernels on a device that wait for a peer which wants something else. The host of this rank waits for
-        none of them: it would hear of it only when they have reached their limit."""
-        plane = self._plane()
-        if plane is not None and plane.finishes and (other := self.asked_before()) is not None:
-            # rule: low latency: the host releases kernels that wait for a peer which wants other windows
-            self._stop_kernels(ctx.FAILURE_LAYOUT, other)
-
-    def _on_masked(self, by: int, peer: int) -> None:
-        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
-        if self._liveness.mask[by]:
+        if plane is None or plane.space is None or plane.service is None:
             return
-        if peer == self._rank:
-            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
-        if not self._liveness.mask[peer]:
-            self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
-
-    def _waits_for(self) -> FailureReport | None:
-        """For whom the pending kernel, or a step of agreement, waits; called from the reader thread."""
-        plane = self._plane()
-        if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
-            return self._mesh.steps.waits_for()
-        peer, stream, arrived, expected = plane.space.pending
-        channel = channel_of(stream) if stream >= 0 else -1
-        return FailureReport(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
-
-    def look(self, plane: DataPlane) -> bool:
-        """Between slices of a wait: stop it, or raise, for what the proxies or the control connections know.
-
-        Returns:
-            False when the sticky error is set: the kernel ends by itself. Not for FAILURE_LAYOUT, which the caller
-            settles.
-        """
+        if self.evicted:
+            raise UcclEpError(f"{self.evicted}. Close this Buffer on all ranks and build the group again")
         space, service, liveness = plane.space, plane.service, self._liveness
-        assert space is not None
-        assert service is not None
         if liveness.any_heard:
             for peer in liveness.lost_unmasked:
                 space.fail(ctx.FAILURE_PEER_LOST, peer)
@@ -141,15 +78,11 @@ class PlaneWatch:
             service.forget(peer, code)
         elif code == ctx.FAILURE_PEER_LOST:
             self._raise_lost(space.phase, peer, service.loss_of(peer))
-        elif code in (ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT):
+        elif code in (ctx.FAILURE_NONE, ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT):
             # of what a peer sent, or a device said, the proxies know more than the sticky error
             service.check()
-        if code == ctx.FAILURE_LAYOUT:
-            return True
-        if code != ctx.FAILURE_NONE:
-            return False
-        service.check()
-        return True
+        if code in (ctx.FAILURE_NONE, ctx.FAILURE_LAYOUT) and self._requested_before() is not None:
+            self._settle(plane)
 
     def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
         """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""
@@ -163,12 +96,6 @@ class PlaneWatch:
                 cause=cause,
             )
 
-    def report_local_failure(self, error: UcclEpError, phase: str) -> None:
-        """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
-        plane = self._plane()
-        if plane is not None and plane.space is not None and plane.space.failed:
-            self._mesh.root_cause.report_local_failure(error, phase)
-
     def resolve_cause(self, error: PeerError) -> PeerError:
         """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
 
@@ -181,3 +108,83 @@ class PlaneWatch:
         if named is not error:
             _log.error("rank %d blames rank %d, not rank %d: %s", self._rank, named.peer, error.peer, named)
         return named
+
+    def report_local_failure(self, error: UcclEpError, phase: str) -> None:
+        """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
+        plane = self._plane()
+        if plane is not None and plane.space is not None and plane.space.failed:
+            self._mesh.root_cause.report_local_failure(error, phase)
+
+    def part_from(self, peer: int) -> None:
+        """``peer`` was masked: nothing more is published in this epoch, whatever a kernel that is called again
+        may think, and nothing is sent to that rank."""
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
+        plane = self._plane()
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_PEER_LOST)
+
+    def drain(self, plane: DataPlane, deadline: float) -> bool:
+        """Wait until what this rank has sent is out; False when something is still under way at ``deadline``.
+
+        A device is waited for as long as its kernels wait for peers: at ``deadline`` they are released, and what they
+        have not sent is lost.
+        """
+
+        def release() -> None:
+            if plane.space is not None and plane.space.fail(ctx.FAILURE_CLOSED):
+                _log.warning("rank %d leaves windows in which its kernels still wait: they end here", self._rank)
+
+        with self._mesh.limit(deadline, release) if plane.finishes else contextlib.nullcontext():
+            return plane.drain(deadline, self._liveness)
+
+    # -- what the reader of the control connections hears -------------------------------------------------------
+
+    def _on_lost(self, peer: int) -> None:
+        if not self._liveness.mask[peer]:
+            self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
+
+    def _on_goodbye(self, peer: int) -> None:
+        plane = self._plane()
+        if plane is not None:
+            plane.forget(peer, ctx.FAILURE_CLOSED)
+
+    def _on_masked(self, by: int, peer: int) -> None:
+        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
+        if self._liveness.mask[by]:
+            return
+        if peer == self._rank:
+            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
+        if not self._liveness.mask[peer]:
+            self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
+
+    def _on_part(self, peer: int) -> None:
+        """Release kernels on a device that wait for a peer which wants something else. The host of this rank waits for
+        none of them: it would hear of it only when they have reached their limit."""
+        plane = self._plane()
+        if plane is not None and plane.finishes and (other := self._requested_before()) is not None:
+            # rule: low latency: the host releases kernels that wait for a peer which wants other windows
+            self._stop_kernels(ctx.FAILURE_LAYOUT, other)
+
+    def _waits_for(self) -> FailureReport | None:
+        """For whom the pending kernel, or a step of agreement, waits; called from the reader thread."""
+        plane = self._plane()
+        if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
+            return self._mesh.steps.waits_for()
+        peer, stream, arrived, expected = plane.space.pending
+        channel = channel_of(stream) if stream >= 0 else -1
+        return FailureReport(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _requested_before(self) -> int | None:
+        """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
+        for peer, payload in self._mesh.steps.requested(SETUP).items():
+            if read_proposal(peer, payload).begun < self._begun():
+                return peer
+        return None
+
+    def _stop_kernels(self, code: int, peer: int) -> None:
+        """Set the sticky error of the present data plane, if there is one."""
+        plane = self._plane()
+        if plane is not None and plane.space is not None:
+            plane.space.fail(code, peer)

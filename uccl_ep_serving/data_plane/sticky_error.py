@@ -1,0 +1,100 @@
+"""The sticky error of a rank in words: which exception says what stopped its kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import PeerLost, PeerTimeout, ProtocolError, ProxyDied, TransportError, UcclEpError
+from ..protocol import context as ctx
+from ..protocol.streams import channel_of, name_of
+
+__all__ = ["StickyError"]
+
+
+class StickyError(NamedTuple):
+    """The words of the sticky error.
+
+    Attributes:
+        code: FAILURE_* of ``protocol.context``.
+        peer, stream: whom and which stream it concerns, -1 for none.
+        arrived, expected: what else there is to say; the meaning depends on the code.
+    """
+
+    code: int
+    peer: int
+    stream: int
+    arrived: int
+    expected: int
+
+    def exception(self, phase: str, where: str, timeout: float) -> UcclEpError:
+        """What to raise.
+
+        Args:
+            phase: the operation, in words.
+            where: the same with the rank.
+            timeout: seconds that a wait may last.
+        """
+        code, peer, stream, arrived, expected = self
+        on = f" on {name_of(stream)}" if stream >= 0 else ""
+        channel = channel_of(stream) if stream >= 0 else -1
+        if code == ctx.FAILURE_PEER_LOST:
+            return PeerLost(
+                f"{where}: rank {peer} is lost (its process died, its connection closed, or another rank masked it). "
+                f"Next step: read rank {peer}'s log; then mask it on every rank that is left, or close this Buffer "
+                "on all of them and build the group again",
+                peer=peer,
+                phase=phase,
+                channel=channel,
+            )
+        if code == ctx.FAILURE_PEER_TIMEOUT:
+            return PeerTimeout(
+                f"{where}: rank {peer} is silent{on}: {arrived} messages arrived, {expected} expected within "
+                f"{timeout:g} s. Likely cause: rank {peer} has not made the same call, is stuck, or the network "
+                "drops its traffic. Next step: compare the ranks' last operations; raise UCCL_EP_TIMEOUT for slow "
+                "starts",
+                peer=peer,
+                phase=phase,
+                channel=channel,
+                arrived=arrived,
+                expected=expected,
+            )
+        if code == ctx.FAILURE_PROXY_DIED:
+            return ProxyDied(
+                f"{where}: proxy thread {arrived} of this rank died. Close this Buffer; the log has the cause"
+            )
+        if code == ctx.FAILURE_PROTOCOL:
+            return ProtocolError(
+                f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "
+                "Likely cause: ranks run different versions, or were given different shapes, dtypes or options",
+                peer=peer,
+                channel=channel,
+            )
+        if code == ctx.FAILURE_COMMAND:
+            return ProtocolError(
+                f"{where}: a kernel of this rank was about to write to rank {peer}{on} up to byte {arrived} of a "
+                f"window of {expected} bytes. Nothing of it was sent; rank {peer} loses the connection to this rank, "
+                "so that the operation ends there too. Likely cause: memory was overwritten. Next step: close this "
+                f"Buffer on both ranks, or mask rank {peer}",
+                peer=peer,
+                channel=channel,
+            )
+        if code == ctx.FAILURE_RING_FULL:
+            return TransportError(
+                f"{where}: the proxy of {name_of(stream)} has taken {arrived} commands, {expected} needed "
+                f"within {timeout:g} s. Likely cause: its thread gets no core, or the network takes nothing. Next "
+                "step: UCCL_EP_PROXY_CPUS, and the counters that Buffer.stats() returns"
+            )
+        if code == ctx.FAILURE_LAYOUT:
+            return PeerTimeout(
+                f"{where}: rank {peer} asked for other windows while kernels of this rank waited for it, and has given "
+                "up by now. Likely cause: the ranks made different calls, or the same with other sizes. Next step: "
+                "compare the ranks' last operations, close this Buffer on all of them and build the group again",
+                peer=peer,
+                phase=phase,
+                channel=channel,
+                arrived=arrived,
+                expected=expected,
+            )
+        if code == ctx.FAILURE_TRANSPORT:
+            return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)
+        return UcclEpError(f"{where}: this Buffer is closed")
