@@ -59,11 +59,11 @@ __all__ = [
     "LOOK_SECONDS",
     "SENT",
     "Capabilities",
+    "ConnectMonitor",
     "DataPath",
     "DeviceReach",
     "Diagnosed",
     "Endpoint",
-    "Lookout",
     "Watchful",
     "c_functions",
     "put_event",
@@ -159,7 +159,7 @@ class DataPath:
     drop: int
 
 
-class Lookout:
+class ConnectMonitor:
     """Looks after the peers while an endpoint that waits for none of them makes its connections.
 
     Each connection is a call into the kernel, which may take a second where a route is missing: with many peers that

@@ -20,7 +20,7 @@ from ...protocol.command import MAX_WRITE_BYTES, UNIT
 from ...protocol.imm import IMM
 from . import efa_state as words
 from . import verbs_codes as codes
-from .base import Capabilities, DataPath, Lookout
+from .base import Capabilities, ConnectMonitor, DataPath
 from .efa_address import EfaAddress, RailAddress
 from .efa_data import warm
 from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
@@ -95,7 +95,7 @@ class EfaEndpoint:
             raise ConfigError(f"rank {rank}: no EFA device to use; uccl-ep doctor says why")
         self._rank, self._ranks, self._proxy = rank, ranks, proxy
         self._window, self._window_bytes = window, window_bytes
-        self._lookout = Lookout(watch)
+        self._monitor = ConnectMonitor(watch)
         self._how = ["not connected"] * ranks
         self._handles: dict[tuple[int, bytes], AddressHandle] = {}
         self._rails: list[_Rail] = []
@@ -104,7 +104,7 @@ class EfaEndpoint:
         library = library or load_libefa()
         with contextlib.ExitStack() as opened:
             for device in devices:
-                self._lookout.look()
+                self._monitor.look()
                 context = opened.enter_context(open_device(library, device))
                 self._rails.append(_open_rail(context, ranks, window, window_bytes, kind, export))
             opened.pop_all()
@@ -193,7 +193,7 @@ class EfaEndpoint:
             for peer, text in enumerate(addresses):
                 if text is not None and peer != self._rank:
                     who = f"rank {self._rank} connects to rank {peer} over efa (proxy {self._proxy})"
-                    self._lookout.before(deadline, who)
+                    self._monitor.before(deadline, who)
                     self._connect(who, peer, text)
         except BaseException:
             self.close()

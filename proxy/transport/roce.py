@@ -20,7 +20,7 @@ from ...protocol.command import MAX_WRITE_BYTES, UNIT
 from ...protocol.imm import IMM
 from . import roce_state as words
 from . import verbs_codes as codes
-from .base import Capabilities, DataPath, Lookout
+from .base import Capabilities, ConnectMonitor, DataPath
 from .roce_address import RoceAddress
 from .roce_data import warm
 from .roce_rail import NicPort, RoceRail
@@ -75,7 +75,7 @@ class RoceEndpoint:
             raise ConfigError(f"rank {rank}: no RDMA device to use; uccl-ep doctor says why")
         self._rank, self._ranks, self._proxy, self._qps = rank, ranks, proxy, settings.nic_qps
         self._window, self._window_bytes = window, window_bytes
-        self._peers, self._lookout = sorted(peers), Lookout(watch)
+        self._peers, self._monitor = sorted(peers), ConnectMonitor(watch)
         self._how = ["not connected"] * ranks
         self._rails: list[RoceRail] = []
         self._state: words.State | None = None
@@ -83,7 +83,7 @@ class RoceEndpoint:
         library = library or load_libibverbs()
         try:
             for nic in nics:
-                self._lookout.look()
+                self._monitor.look()
                 self._rails.append(RoceRail(library, nic, settings))
             self._open(library, settings, kind, export, max_write)
         except BaseException:
@@ -103,7 +103,7 @@ class RoceEndpoint:
         depths = [rail.depths(links) for rail in self._rails]
         sends, receives = (min(depth) for depth in zip(*depths, strict=True))
         for rail in self._rails:
-            self._lookout.look()
+            self._monitor.look()
             rail.furnish(
                 links * (sends + receives),
                 window=self._window,
@@ -130,7 +130,7 @@ class RoceEndpoint:
         for peer in self._peers:
             for rail in self._rails:
                 for place in range(self._qps):
-                    self._lookout.look()
+                    self._monitor.look()
                     rail.add_link(peer, place, sends, receives)
         most = [max_write, *(rail.max_message for rail in self._rails)]
         if len(self._rails) > 1:
@@ -194,7 +194,7 @@ class RoceEndpoint:
                 if address is not None and peer != self._rank:
                     who = f"rank {self._rank} connects to rank {peer} over roce (proxy {self._proxy})"
                     there = self._parse(who, peer, address)
-                    self._lookout.before(deadline, who)
+                    self._monitor.before(deadline, who)
                     self._connect(peer, there)
         except BaseException:
             self.close()
@@ -229,7 +229,7 @@ class RoceEndpoint:
                 link = state.link_index(peer, index, place)
                 state.links[link, words.ALLOWED] = state.credits_in[link] = there.receives
             mine = there.credits + 8 * (self._rank * len(there.rails) + index) * self._qps
-            words_of.append(rail.connect(peer, self._rank, there.rails[index], mine, self._lookout.look))
+            words_of.append(rail.connect(peer, self._rank, there.rails[index], mine, self._monitor.look))
         record = state.peers[peer]
         record[words.TARGET], record[words.COMMON_RAILS] = there.window, common
         record[words.STATE] = words.UP

@@ -131,7 +131,7 @@ class TestConnecting:
         windows = [np.zeros(4096, np.uint8) for _ in range(3)]
         endpoints = open_endpoints(network, windows, watch=watch)
         for endpoint in endpoints:
-            endpoint._lookout._next = 0.0
+            endpoint._monitor._next = 0.0
         addresses = [one.address() for one in endpoints]
         real = AddressHandle.__init__
 
