@@ -18,7 +18,7 @@ from tests.support.ll_cases import Case, check_received, expected_combined, expe
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.control_plane import mesh as control
+from uccl_ep_serving.control_plane import steps
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.oracle import LowLatencyInput
@@ -191,8 +191,8 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
     buffer.low_latency_update_mask_buffer(LOST, True)
     if exchange.rank == 3:
         # rank 0 hears its part of the first step, rank 2 does not: they fail in steps of different numbers
-        send = control.send_frame
-        control.send_frame = lambda link, *rest, **options: None if link.peer == 2 else send(link, *rest, **options)
+        send = steps.send_frame
+        steps.send_frame = lambda link, *rest, **options: None if link.peer == 2 else send(link, *rest, **options)
         threading.Timer(1.0, die).start()
     lost = []
     for _ in range(3):
