@@ -1,81 +1,13 @@
 """The int64 blocks through which low-latency kernels work: counters that outlive a call, and one operation's routing.
 
 Both are plain memory, so that a GPU implementation keeps them in device memory and a captured graph replays without
-the host. A block is told to kernels by its address. Only the kernels of the rank that owns a block touch it; the last
-column says which of them writes a word.
-
-``STATE``, one per Buffer and window generation:
-
-    word  name                meaning                                                            writer
-    0     TOKENS              most tokens per rank, T                                            host, once
-    1     HIDDEN              values per token, H                                                host, once
-    2     EXPERTS             routed experts, E                                                  host, once
-    3     TOPK                experts per token, K                                               host, once
-    4     META                bytes of a token's meta                                            host, once
-    5     ROW                 most bytes of a row                                                host, once
-    6     DIGEST              digest of the plan                                                 host, once
-    7     DISPATCH_SLOT       bytes of a dispatch receive slot                                   host, once
-    8     DISPATCH_RECV       window offset of the region; likewise the next five                host, once
-    9     DISPATCH_SEND
-    10    COMBINE_RECV
-    11    COMBINE_SEND
-    12    NOTICE_RECV
-    13    NOTICE_SEND
-    14    DISPATCH_SEND_STEP  bytes from parity 0 to parity 1 of the region; likewise the next   host, once
-    15    COMBINE_RECV_STEP   two
-    16    COMBINE_SEND_STEP
-    17    SCRATCH             address of SCRATCH_BYTES bytes for sums                            host, once
-    18    DISPATCH_NUMBER     number of the next dispatch message                                dispatch_send
-    19    DISPATCH_READ       dispatch messages before this number are unpacked                  dispatch_recv
-    20    DISPATCH_AHEAD      1 = message DISPATCH_READ + 1 is unpacked although DISPATCH_READ   dispatch_recv
-                              is not (recv hooks called in the other order)
-    21    COMBINE_NUMBER      as for dispatch                                                    combine_send
-    22    COMBINE_READ                                                                           combine_recv
-    23    COMBINE_AHEAD                                                                          combine_recv
-    32    tables of int64[ranks], in the order of PEER_TABLES, see below
-
-    DISPATCH_PACKED   dispatch messages packed for the peer; with POSTED, where a resumed send goes on     dispatch_send
-    DISPATCH_POSTED   pieces (one per channel) of dispatch messages published to the peer                  dispatch_send
-    COMBINE_PACKED    as for dispatch                                                                      combine_send
-    COMBINE_POSTED                                                                                         combine_send
-    SEEN_DISPATCH     own dispatch messages that the peer says it has unpacked (headers, notices)          all
-    SEEN_COMBINE      own combine messages whose space the peer says is free again                         all
-    TOLD_DISPATCH     the peer's dispatch messages that this rank has told it are unpacked                 send kernels
-    TOLD_COMBINE      the peer's combine messages likewise                                                 send kernels
-    NOTICES_SENT      notices sent to the peer                                                             send kernels
-    NOTICES_READ      notices of the peer that have been looked at                                         send kernels
-    COMBINE_BASE0     where the peer puts combine messages of parity 0, from the start of that parity      combine_send
-    COMBINE_BASE1     the same for parity 1                                                                combine_send
-
-``ROUTE``, one per dispatch, part of the handle:
-
-    word  name          meaning                                                                       writer
-    0     NUMBER        message number of the dispatch                                                dispatch_send
-    1     SENT_TOKENS   tokens of this rank                                                           host
-    2     FORM          FORM_* in which rows come back to this rank                                   host
-    3     UNPACKED      sources unpacked so far; where a resumed dispatch_recv goes on                dispatch_recv
-    4     ORDER         address of int32[tokens x min(K, R)]: tokens by destination                   host
-    5     RETURNS       address of int64[tokens, K]: rank << 32 | row, or -1 (see cpu/routing.py)     host
-    6     PLACES        address of int32[R, T, K]: row of recv_x (expert-major) that slot k of a      host
-                        source's i-th token went to, -1 when not here
-    7     WEIGHTS       address of float32[R, T, K]: router weights that came with the tokens         host
-    16    tables of int64[ranks], in the order of ROUTE_TABLES:
-
-    STARTS        first entry of the destination's list in ORDER                                      route
-    COUNTS        tokens for the destination                                                          route
-    PAIRS         (token, slot) pairs for the destination                                             route
-    RETURN_BASE   where the destination puts its combine message, from the start of a parity          dispatch_send
-    SEND_BASE     where its dispatch message is packed, from the start of a parity of the staging     dispatch_send
-    RECEIVED      tokens received from the source                                                     dispatch_recv
-    RETURN_ROWS   rows to return to the source                                                        dispatch_recv
-    RETURN_TO     where the source wants them, from the start of a parity of its region               dispatch_recv
-    RETURN_FORM   FORM_* in which the source wants them                                               dispatch_recv
-    COMBINE_STAGE where they are packed, from the start of a parity of the staging                    combine_send
-
-``TICKET``, one int64 per combine: its message number, written by combine_send and read by combine_recv.
+the host. Only the kernels of the rank that owns a block touch it; in brackets stands which of them write a word. A
+ticket, one int64 per combine, is its message number: ``combine_send`` writes it and ``combine_recv`` reads it.
 """
 
 from __future__ import annotations
+
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -85,50 +17,82 @@ from ...protocol.message import round_up
 
 _I64 = npt.NDArray[np.int64]
 
-TOKENS, HIDDEN, EXPERTS, TOPK, META, ROW, DIGEST, DISPATCH_SLOT = range(8)
-DISPATCH_RECV, DISPATCH_SEND, COMBINE_RECV, COMBINE_SEND, NOTICE_RECV, NOTICE_SEND = range(8, 14)
-DISPATCH_SEND_STEP, COMBINE_RECV_STEP, COMBINE_SEND_STEP, SCRATCH = range(14, 18)
-DISPATCH_NUMBER, DISPATCH_READ, DISPATCH_AHEAD = range(18, 21)
-COMBINE_NUMBER, COMBINE_READ, COMBINE_AHEAD = range(21, 24)
+# ``STATE``, one per Buffer and epoch. Up to SCRATCH: [host, once]. Offsets are of regions in the window, steps are the
+# bytes from parity 0 to parity 1 of a region.
+_word = count()
+TOKENS = next(_word)  # most tokens per rank, T
+HIDDEN = next(_word)  # values per token, H
+EXPERTS = next(_word)  # routed experts, E
+TOPK = next(_word)  # experts per token, K
+META = next(_word)  # bytes of a token's meta
+ROW = next(_word)  # most bytes of a row
+DIGEST = next(_word)  # digest of the plan
+DISPATCH_SLOT = next(_word)  # bytes of a dispatch receive slot
+DISPATCH_RECV = next(_word)  # offset
+DISPATCH_SEND = next(_word)  # offset
+COMBINE_RECV = next(_word)  # offset
+COMBINE_SEND = next(_word)  # offset
+NOTICE_RECV = next(_word)  # offset
+NOTICE_SEND = next(_word)  # offset
+DISPATCH_SEND_STEP = next(_word)
+COMBINE_RECV_STEP = next(_word)
+COMBINE_SEND_STEP = next(_word)
+SCRATCH = next(_word)  # address of SCRATCH_BYTES bytes for sums; kernels on a device have none
+DISPATCH_NUMBER = next(_word)  # number of the next dispatch message [dispatch_send]
+DISPATCH_READ = next(_word)  # dispatch messages before this number are unpacked [dispatch_recv]
+# 1 = message DISPATCH_READ + 1 is unpacked although DISPATCH_READ is not: recv hooks called in the other order
+DISPATCH_AHEAD = next(_word)  # [dispatch_recv]
+COMBINE_NUMBER = next(_word)  # as for dispatch [combine_send]
+COMBINE_READ = next(_word)  # [combine_recv]
+COMBINE_AHEAD = next(_word)  # [combine_recv]
 
 #: Word at which the tables per peer start; table i of them starts at word PEER_TABLES + i * ranks.
 PEER_TABLES = 32
-(
-    DISPATCH_PACKED,
-    DISPATCH_POSTED,
-    COMBINE_PACKED,
-    COMBINE_POSTED,
-    SEEN_DISPATCH,
-    SEEN_COMBINE,
-    TOLD_DISPATCH,
-    TOLD_COMBINE,
-    NOTICES_SENT,
-    NOTICES_READ,
-    COMBINE_BASE0,
-    COMBINE_BASE1,
-) = range(12)
-_PEER_TABLE_COUNT = 12
+_table = count()
+# dispatch messages packed for the peer; with POSTED, where a resumed send goes on
+DISPATCH_PACKED = next(_table)  # [dispatch_send]
+DISPATCH_POSTED = next(_table)  # pieces (one per channel) of dispatch messages published to the peer [dispatch_send]
+COMBINE_PACKED = next(_table)  # as for dispatch [combine_send]
+COMBINE_POSTED = next(_table)  # [combine_send]
+RECV_ACK_DISPATCH = next(_table)  # own dispatch messages that the peer says it has unpacked [all]
+RECV_ACK_COMBINE = next(_table)  # own combine messages whose space the peer says is free again [all]
+SENT_ACK_DISPATCH = next(_table)  # the peer's dispatch messages that it was told are unpacked [sends]
+SENT_ACK_COMBINE = next(_table)  # the peer's combine messages likewise [sends]
+NOTICES_SENT = next(_table)  # notices sent to the peer [sends]
+NOTICES_READ = next(_table)  # notices of the peer that have been read [sends]
+# two, by parity: where the peer puts combine messages, from the start of that parity
+COMBINE_BASE, _ = next(_table), next(_table)  # [combine_send]
+_PEER_TABLE_COUNT = next(_table)
 
 #: One block of a row in float32; sums run over blocks so that they stay in the first-level cache.
 SCRATCH_BYTES = 4096
 
-NUMBER, SENT_TOKENS, FORM, UNPACKED, ORDER, RETURNS, PLACES, WEIGHTS = range(8)
+# ``ROUTE``, one per dispatch, part of the handle
+_word = count()
+NUMBER = next(_word)  # message number of the dispatch [dispatch_send]
+SENT_TOKENS = next(_word)  # tokens of this rank [host]
+FORM = next(_word)  # FORM_* in which rows come back to this rank [host]
+UNPACKED = next(_word)  # sources unpacked so far; where a resumed dispatch_recv goes on [dispatch_recv]
+ORDER = next(_word)  # address of int32[tokens x min(K, R)]: tokens by destination [host]
+RETURNS = next(_word)  # address of int64[tokens, K]: rank << 32 | row, or -1 (see cpu/routing.py) [host]
+# address of int32[R, T, K]: row of recv_x (expert-major) that slot k of a source's i-th token went to, -1 = not here
+PLACES = next(_word)  # [host]
+WEIGHTS = next(_word)  # address of float32[R, T, K]: router weights that came with the tokens [host]
 
 #: Word at which the tables per rank start; table i of them starts at word ROUTE_TABLES + i * ranks.
 ROUTE_TABLES = 16
-(
-    STARTS,
-    COUNTS,
-    PAIRS,
-    RETURN_BASE,
-    SEND_BASE,
-    RECEIVED,
-    RETURN_ROWS,
-    RETURN_TO,
-    RETURN_FORM,
-    COMBINE_STAGE,
-) = range(10)
-_ROUTE_TABLE_COUNT = 10
+_table = count()
+STARTS = next(_table)  # first entry of the destination's list in ORDER [route]
+COUNTS = next(_table)  # tokens for the destination [route]
+PAIRS = next(_table)  # (token, slot) pairs for the destination [route]
+RETURN_BASE = next(_table)  # where the destination puts its combine message, in a parity [dispatch_send]
+SEND_BASE = next(_table)  # where its dispatch message is packed, in a parity of the staging [dispatch_send]
+RECEIVED = next(_table)  # tokens received from the source [dispatch_recv]
+RETURN_ROWS = next(_table)  # rows to return to the source [dispatch_recv]
+RETURN_TO = next(_table)  # where the source wants them, in a parity of its region [dispatch_recv]
+RETURN_FORM = next(_table)  # FORM_* in which the source wants them [dispatch_recv]
+COMBINE_STAGE = next(_table)  # where they are packed, in a parity of the staging [combine_send]
+_ROUTE_TABLE_COUNT = next(_table)
 
 
 class StateBlock:

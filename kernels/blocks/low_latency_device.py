@@ -1,97 +1,66 @@
-"""The memory through which the Triton kernels work: a state block per window generation, a route block per dispatch.
+"""The memory through which low-latency kernels on a device work: a state block per epoch, a route block per dispatch.
 
-Both are int64 tensors on the device and are told to kernels by their address. The words of ``STATE`` below
-:data:`FIRST_OWN` are those of :mod:`.low_latency`. Only kernels of the rank that owns a block touch it after
-the host has made it; the last column says which of them writes.
-
-``STATE``:
-
-    word  name             meaning                                                              writer
-    24    ARRIVALS         programs of the running kernel that have arrived; 0 between kernels  all
-    25    SINK             takes stores that cannot be predicated                               all
-    26    FREE             own combine space: messages before this number may be sent again     combine kernels
-    27    PARTS            most commands that a channel of one message needs                    host, once
-    28    ROUTE_SENDS      where these arrays start in a route block, bytes; likewise the       host, once
-    29    ROUTE_RETURNS    next four
-    30    ROUTE_PLACES
-    31    ROUTE_WEIGHTS
-    32    ROUTE_BEFORE
-    33    ROUTE_COUNTS
-    48    tables of int64[ranks], in the order of STATE_TABLES:
-
-    SEEN_DISPATCH    own dispatch messages that the peer says it has unpacked             send kernels, arrival
-    SEEN_COMBINE     own combine messages whose space the peer says is free again         send kernels, arrival
-    TOLD_DISPATCH    the peer's dispatch messages that it was told are unpacked           send kernels
-    TOLD_COMBINE     the peer's combine messages likewise                                 send kernels
-    NOTICES_SENT     notices sent to the peer                                             send kernels
-    NOTICES_READ     notices of the peer that have been looked at                         send kernels
-    COMBINE_BASE0    where the peer puts combine messages of parity 0, in that parity     combine_send
-    COMBINE_BASE1    the same for parity 1                                                combine_send
-    COMBINE_COME0    combine messages of parity 0 that have arrived from the peer         combine kernels
-    COMBINE_COME1    the same for parity 1                                                combine kernels
-    MESSAGE_AT       address of the message being packed for the peer                     first of two send kernels
-    MESSAGE_FROM     its offset in this rank's window                                     first of two send kernels
-    MESSAGE_TO       its offset in the peer's window                                      first of two send kernels
-    MESSAGE_BYTES    its length                                                           first of two send kernels
-
-``ROUTE``:
-
-    word  name             meaning                                                              writer
-    0     NUMBER           message number of the dispatch                                       route
-    16    tables of int64[ranks], in the order of ROUTE_TABLES:
-
-    COUNTS           tokens for the destination                                           route
-    PAIRS            (token, slot) pairs for the destination                              route
-    RETURN_BASE      where it puts its combine message, from the start of a parity        route
-    RECEIVED         tokens received from the source                                      arrival of the dispatch
-    RETURN_ROWS      rows to return to the source                                         count
-    RETURN_TO        where the source wants them, from the start of a parity              arrival of the dispatch
-    RETURN_FORM      FORM_* in which the source wants them                                arrival of the dispatch
-
-and the arrays, with T = most tokens per rank, K = top-k, R = ranks, L = local experts:
-
-    sends            int64 [T, K]: rank << 32 | row of its message, at the first slot of a rank; else -1     route
-    returns          int64 [T, K]: as in :mod:`..cpu.routing`                                                route
-    places           int32 [R, T, K]: expert << 16 | position among the source's rows of it; -1 = not here   count
-    weights          float32 [R, T, K]: router weights that came with the tokens                             unpack
-    before           int32 [R, T]: (token, slot) pairs of the source before this token                       count
-    counts           int32 [R, L]: rows of the source for the expert                                         count
+Both are int64 tensors on the device. Only kernels of the rank that owns a block touch it after the host has made it; in
+brackets stands which of them write a word.
 """
 
 from __future__ import annotations
+
+from itertools import count
 
 import torch
 
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.layout import LowLatencyPlan, WindowLayout
 from ...protocol.message import round_up
-from .low_latency import StateBlock
+from . import low_latency as host
 
-#: Words of :mod:`.low_latency` that are taken over.
-FIRST_OWN = 24
+# ``STATE``: the words of the host's block, then these
+FIRST_OWN = host.COMBINE_AHEAD + 1
+_word = count(FIRST_OWN)
+ARRIVALS = next(_word)  # programs of the running kernel that have arrived; 0 between kernels [all]
+SINK = next(_word)  # takes stores that cannot be predicated [all]
+FREE = next(_word)  # own combine space: messages before this number may be sent again [combine kernels]
+PARTS = next(_word)  # most commands that a channel of one message needs [host, once]
+# where the arrays start in a route block, in bytes [host, once]
+ROUTE_SENDS = next(_word)  # int64 [T, K]: rank << 32 | row of its message, at the first slot of a rank; else -1 [route]
+ROUTE_RETURNS = next(_word)  # int64 [T, K]: as in cpu/routing.py [route]
+# int32 [R, T, K]: expert << 16 | position among the source's rows of it; -1 = not here [count]
+ROUTE_PLACES = next(_word)
+ROUTE_WEIGHTS = next(_word)  # float32 [R, T, K]: router weights that came with the tokens [unpack]
+ROUTE_BEFORE = next(_word)  # int32 [R, T]: (token, slot) pairs of the source before this token [count]
+ROUTE_COUNTS = next(_word)  # int32 [R, L]: rows of the source for the local expert [count]
+
+#: Word at which the tables of int64[ranks] start.
 STATE_WORDS = 48
-STATE_TABLE_NAMES = (
-    "SEEN_DISPATCH",
-    "SEEN_COMBINE",
-    "TOLD_DISPATCH",
-    "TOLD_COMBINE",
-    "NOTICES_SENT",
-    "NOTICES_READ",
-    "COMBINE_BASE0",
-    "COMBINE_BASE1",
-    "COMBINE_COME0",
-    "COMBINE_COME1",
-    "MESSAGE_AT",
-    "MESSAGE_FROM",
-    "MESSAGE_TO",
-    "MESSAGE_BYTES",
-)
-ARRIVALS, SINK, FREE, PARTS, ROUTE_SENDS, ROUTE_RETURNS, ROUTE_PLACES, ROUTE_WEIGHTS, ROUTE_BEFORE, ROUTE_COUNTS = (
-    range(FIRST_OWN, FIRST_OWN + 10)
+STATE_TABLES = (
+    "RECV_ACK_DISPATCH",  # own dispatch messages that the peer says it has unpacked [sends, arrival]
+    "RECV_ACK_COMBINE",  # own combine messages whose space the peer says is free again [sends, arrival]
+    "SENT_ACK_DISPATCH",  # the peer's dispatch messages that it was told are unpacked [sends]
+    "SENT_ACK_COMBINE",  # the peer's combine messages likewise [sends]
+    "NOTICES_SENT",  # notices sent to the peer [sends]
+    "NOTICES_READ",  # notices of the peer that have been read [sends]
+    "COMBINE_BASE",  # where the peer puts combine messages of parity 0, in that parity [combine_send]
+    "COMBINE_BASE_ODD",  # the same of parity 1
+    "COMBINE_COME",  # combine messages of parity 0 that have arrived from the peer [combine kernels]
+    "COMBINE_COME_ODD",  # the same of parity 1
+    "MESSAGE_AT",  # address of the message being packed for the peer [first of two send kernels, like the next three]
+    "MESSAGE_FROM",  # its offset in this rank's window
+    "MESSAGE_TO",  # its offset in the peer's window
+    "MESSAGE_BYTES",  # its length
 )
 
+# ``ROUTE``: the message number of the dispatch at word 0 [route], then tables of int64[ranks], then the arrays
 ROUTE_WORDS = 16
-ROUTE_TABLE_NAMES = ("COUNTS", "PAIRS", "RETURN_BASE", "RECEIVED", "RETURN_ROWS", "RETURN_TO", "RETURN_FORM")
+ROUTE_TABLES = (
+    "COUNTS",  # tokens for the destination [route]
+    "PAIRS",  # (token, slot) pairs for the destination [route]
+    "RETURN_BASE",  # where it puts its combine message, from the start of a parity [route]
+    "RECEIVED",  # tokens received from the source [arrival of the dispatch]
+    "RETURN_ROWS",  # rows to return to the source [count]
+    "RETURN_TO",  # where the source wants them, from the start of a parity [arrival of the dispatch]
+    "RETURN_FORM",  # FORM_* in which the source wants them [arrival of the dispatch]
+)
 
 
 class DeviceState:
@@ -107,11 +76,11 @@ class DeviceState:
     def __init__(self, plan: LowLatencyPlan, layout: WindowLayout, channels: int, device: torch.device) -> None:
         self.plan = plan
         ranks, tokens, topk = plan.ranks, plan.tokens, plan.topk
-        words = torch.zeros(STATE_WORDS + len(STATE_TABLE_NAMES) * ranks, dtype=torch.int64)
-        words[:FIRST_OWN] = torch.from_numpy(StateBlock(plan, layout).words[:FIRST_OWN])
+        words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * ranks, dtype=torch.int64)
+        words[:FIRST_OWN] = torch.from_numpy(host.StateBlock(plan, layout).words[:FIRST_OWN])
         longest = max(plan.dispatch_slot, plan.combine_recv)
         words[PARTS] = max(1, -(-longest // (channels * MAX_WRITE_BYTES)))
-        at = 8 * (ROUTE_WORDS + len(ROUTE_TABLE_NAMES) * ranks)
+        at = 8 * (ROUTE_WORDS + len(ROUTE_TABLES) * ranks)
         for word, nbytes in (
             (ROUTE_SENDS, 8 * tokens * topk),
             (ROUTE_RETURNS, 8 * tokens * topk),

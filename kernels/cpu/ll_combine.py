@@ -11,39 +11,7 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, NOTICE
-from ..blocks.low_latency import (
-    COMBINE_AHEAD,
-    COMBINE_BASE0,
-    COMBINE_NUMBER,
-    COMBINE_PACKED,
-    COMBINE_POSTED,
-    COMBINE_READ,
-    COMBINE_RECV,
-    COMBINE_RECV_STEP,
-    COMBINE_SEND,
-    COMBINE_SEND_STEP,
-    COMBINE_STAGE,
-    COUNTS,
-    DIGEST,
-    FORM,
-    HIDDEN,
-    PAIRS,
-    PLACES,
-    RECEIVED,
-    RETURN_BASE,
-    RETURN_FORM,
-    RETURN_ROWS,
-    RETURN_TO,
-    RETURNS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SEEN_COMBINE,
-    SENT_TOKENS,
-    TOKENS,
-    TOLD_COMBINE,
-    TOPK,
-    WEIGHTS,
-)
+from ..blocks import low_latency as block
 from .context import channel_count, is_masked, own_rank, peer_window, rank_count, window_address
 from .elements import float_view
 from .ll_message import (
@@ -73,9 +41,10 @@ from .ll_message import (
 )
 from .quant import accumulate, narrow
 from .wait import note_progress, turn_over
+from .words import get, put
 
 #: Values summed at a time.
-SUM_BLOCK = SCRATCH_BYTES // 4
+SUM_BLOCK = block.SCRATCH_BYTES // 4
 
 _COMBINE_TAG = LowLatencyHeader.COMBINE_TAG
 _NO_PLACE = 0xFFFFFFFF  # -1 as read by peek32
@@ -86,12 +55,12 @@ def _place_messages(context: int, state: int, route: int, number: int, row_bytes
     """Where messages to the sources are packed, and where those of this rank's tokens will land."""
     base = 0
     for rank in range(rank_count(context)):
-        poke(route_word(context, route, COMBINE_STAGE, rank), base)
-        nbytes = HEADER_BYTES + peek(route_word(context, route, RETURN_ROWS, rank)) * row_bytes
+        poke(route_word(context, route, block.COMBINE_STAGE, rank), base)
+        nbytes = HEADER_BYTES + peek(route_word(context, route, block.RETURN_ROWS, rank)) * row_bytes
         base += (nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT
         poke(
-            peer_word(context, state, COMBINE_BASE0 + (number & 1), rank),
-            peek(route_word(context, route, RETURN_BASE, rank)),
+            peer_word(context, state, block.COMBINE_BASE + (number & 1), rank),
+            peek(route_word(context, route, block.RETURN_BASE, rank)),
         )
 
 
@@ -125,20 +94,20 @@ def _pack(
     dtype: int,
 ) -> None:
     """Rows for ``source`` at address ``message``, and the header except for its number and counts."""
-    topk, most = peek(state + 8 * TOPK), peek(state + 8 * TOKENS)
-    form = peek(route_word(context, route, RETURN_FORM, source))
-    places = peek(route + 8 * PLACES) + 4 * source * most * topk
-    weights = peek(route + 8 * WEIGHTS) + 4 * source * most * topk
+    topk, most = get(state, block.TOPK), get(state, block.TOKENS)
+    form = peek(route_word(context, route, block.RETURN_FORM, source))
+    places = get(route, block.PLACES) + 4 * source * most * topk
+    weights = get(route, block.WEIGHTS) + 4 * source * most * topk
     poke(message + AT_TAG, _COMBINE_TAG)
-    poke(message + AT_ROWS, peek(route_word(context, route, RETURN_ROWS, source)))
+    poke(message + AT_ROWS, peek(route_word(context, route, block.RETURN_ROWS, source)))
     poke(message + AT_CODING, form << 8 | dtype)
-    poke(message + AT_PLAN, peek(state + 8 * DIGEST))
+    poke(message + AT_PLAN, get(state, block.DIGEST))
     poke(message + AT_RETURN_OFFSET, 0)
     row = message + HEADER_BYTES
-    for _ in range(peek(route_word(context, route, RECEIVED, source))):
+    for _ in range(peek(route_word(context, route, block.RECEIVED, source))):
         if form == FORM_REDUCED:
             _sum_token(
-                row, places, weights, topk, x, payload, dtype, peek(state + 8 * HIDDEN), peek(state + 8 * SCRATCH)
+                row, places, weights, topk, x, payload, dtype, get(state, block.HIDDEN), get(state, block.SCRATCH)
             )
             row += row_bytes
         else:
@@ -177,12 +146,12 @@ def combine_send(
         STATUS_PROTOCOL.
     """
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
-    number = peek(state + 8 * COMBINE_NUMBER)
+    number = get(state, block.COMBINE_NUMBER)
     parity = number & 1
     poke(ticket, number)
     _place_messages(context, state, route, number, row_bytes)
-    staging = peek(state + 8 * COMBINE_SEND) + parity * peek(state + 8 * COMBINE_SEND_STEP)
-    region = peek(state + 8 * COMBINE_RECV) + parity * peek(state + 8 * COMBINE_RECV_STEP)
+    staging = get(state, block.COMBINE_SEND) + parity * get(state, block.COMBINE_SEND_STEP)
+    region = get(state, block.COMBINE_RECV) + parity * get(state, block.COMBINE_RECV_STEP)
     turn = 0
     while True:
         missing = 0
@@ -191,14 +160,14 @@ def combine_send(
             peer = (me + step) % ranks
             if is_masked(context, peer):
                 continue
-            packed = peer_word(context, state, COMBINE_PACKED, peer)
-            posted = peer_word(context, state, COMBINE_POSTED, peer)
-            told = peer_word(context, state, TOLD_COMBINE, peer)
+            packed = peer_word(context, state, block.COMBINE_PACKED, peer)
+            posted = peer_word(context, state, block.COMBINE_POSTED, peer)
+            told = peer_word(context, state, block.SENT_ACK_COMBINE, peer)
             mapped = peer_window(context, peer)
-            source = staging + peek(route_word(context, route, COMBINE_STAGE, peer))
-            target = region + peek(route_word(context, route, RETURN_TO, peer))
+            source = staging + peek(route_word(context, route, block.COMBINE_STAGE, peer))
+            target = region + peek(route_word(context, route, block.RETURN_TO, peer))
             if peek(packed) != number + 1:
-                seen = peer_word(context, state, SEEN_COMBINE, peer)
+                seen = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
                 if peek(seen) < number - 1:
                     status = hear(context, state, progress, peer, number + 1)
                     if status != STATUS_OK:
@@ -220,7 +189,7 @@ def combine_send(
                     poke(packed, number + 1)
                     poke(posted, number * channels)
             if peek(packed) == number + 1 and peek(posted) != (number + 1) * channels:
-                nbytes = HEADER_BYTES + peek(route_word(context, route, RETURN_ROWS, peer)) * row_bytes
+                nbytes = HEADER_BYTES + peek(route_word(context, route, block.RETURN_ROWS, peer)) * row_bytes
                 status = post_message(context, peer, LL_COMBINE, number, posted, source, target, nbytes)
                 if status == STATUS_PENDING:
                     note_progress(progress, peer, streams_of(LL_COMBINE, number), number // 2, number // 2 + 1)
@@ -239,7 +208,7 @@ def combine_send(
                 if free < number - 1:
                     spaces_free(context, state, progress)
         if missing == 0:
-            poke(state + 8 * COMBINE_NUMBER, number + 1)
+            put(state, block.COMBINE_NUMBER, number + 1)
             return STATUS_OK
         status = turn_over(context, turn, slice_end_ns)
         if status != STATUS_OK:
@@ -257,7 +226,7 @@ def _check_header(context: int, state: int, route: int, peer: int, number: int, 
     word = peek(header + AT_CODING)
     if word != coding:
         return refuse(context, peer, stream, word, coding)
-    table = COUNTS if peek(route + 8 * FORM) == FORM_REDUCED else PAIRS
+    table = block.COUNTS if get(route, block.FORM) == FORM_REDUCED else block.PAIRS
     rows = peek(route_word(context, route, table, peer))
     word = peek(header + AT_ROWS)
     if word != rows:
@@ -274,7 +243,7 @@ def _row_address(context: int, route: int, region: int, entry: int, row_bytes: i
     rank = entry >> 32
     if is_masked(context, rank):
         return 0
-    base = region + peek(route_word(context, route, RETURN_BASE, rank)) + HEADER_BYTES
+    base = region + peek(route_word(context, route, block.RETURN_BASE, rank)) + HEADER_BYTES
     return base + (entry & 0xFFFFFFFF) * row_bytes
 
 
@@ -307,23 +276,23 @@ def combine_recv(
         STATUS_OK; STATUS_PENDING (progress block filled; call again); STATUS_POISONED; STATUS_PROTOCOL.
     """
     number = peek(ticket)
-    form = peek(route + 8 * FORM)
-    region = window_address(context) + peek(state + 8 * COMBINE_RECV)
-    region += (number & 1) * peek(state + 8 * COMBINE_RECV_STEP)
+    form = get(route, block.FORM)
+    region = window_address(context) + get(state, block.COMBINE_RECV)
+    region += (number & 1) * get(state, block.COMBINE_RECV_STEP)
     for peer in range(rank_count(context)):
         if is_masked(context, peer):
             continue
         status = wait_message(context, progress, peer, LL_COMBINE, number, waited, slice_end_ns)
         if status != STATUS_OK:
             return status
-        header = region + peek(route_word(context, route, RETURN_BASE, peer))
+        header = region + peek(route_word(context, route, block.RETURN_BASE, peer))
         status = _check_header(context, state, route, peer, number, header, form << 8 | dtype)
         if status != STATUS_OK:
             return status
-    topk, hidden, scratch = peek(state + 8 * TOPK), peek(state + 8 * HIDDEN), peek(state + 8 * SCRATCH)
+    topk, hidden, scratch = get(state, block.TOPK), get(state, block.HIDDEN), get(state, block.SCRATCH)
     width = payload // hidden
-    returns = peek(route + 8 * RETURNS)
-    for token in range(peek(route + 8 * SENT_TOKENS)):
+    returns = get(route, block.RETURNS)
+    for token in range(get(route, block.SENT_TOKENS)):
         entries = returns + 8 * token * topk
         row = out + token * payload
         if form == FORM_REDUCED and (topk == 1 or peek(entries + 8) < 0):
@@ -344,5 +313,5 @@ def combine_recv(
                     factor = np.float32(1.0) if form == FORM_REDUCED else factors[index]
                     accumulate(scratch, part + first * width, count, dtype, factor)
             narrow(row + first * width, scratch, count, dtype)
-    mark_read(state, COMBINE_READ, COMBINE_AHEAD, number)
+    mark_read(state, block.COMBINE_READ, block.COMBINE_AHEAD, number)
     return STATUS_OK

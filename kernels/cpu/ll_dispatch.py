@@ -20,43 +20,7 @@ from ...protocol.message import (
     LowLatencyHeader,
 )
 from ...protocol.streams import LL_DISPATCH, NOTICE
-from ..blocks.low_latency import (
-    COMBINE_NUMBER,
-    COMBINE_RECV_STEP,
-    COUNTS,
-    DIGEST,
-    DISPATCH_AHEAD,
-    DISPATCH_NUMBER,
-    DISPATCH_PACKED,
-    DISPATCH_POSTED,
-    DISPATCH_READ,
-    DISPATCH_RECV,
-    DISPATCH_SEND,
-    DISPATCH_SEND_STEP,
-    DISPATCH_SLOT,
-    EXPERTS,
-    FORM,
-    HIDDEN,
-    META,
-    NUMBER,
-    ORDER,
-    PAIRS,
-    PLACES,
-    RECEIVED,
-    RETURN_BASE,
-    RETURN_FORM,
-    RETURN_ROWS,
-    RETURN_TO,
-    ROW,
-    SEEN_DISPATCH,
-    SEND_BASE,
-    STARTS,
-    TOKENS,
-    TOLD_DISPATCH,
-    TOPK,
-    UNPACKED,
-    WEIGHTS,
-)
+from ..blocks import low_latency as block
 from .context import channel_count, is_masked, own_rank, peer_window, rank_count, window_address
 from .ll_message import (
     AT_CODING,
@@ -84,6 +48,7 @@ from .ll_message import (
     wait_message,
 )
 from .wait import note_progress, turn_over
+from .words import get, put
 
 _DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
 _WEIGHTED = LowLatencyHeader.WEIGHTED
@@ -93,13 +58,13 @@ _WEIGHTED = LowLatencyHeader.WEIGHTED
 def _place_messages(context: int, state: int, route: int, row_bytes: int) -> None:
     """Prefix sums over destinations: where messages are packed here, and where their answers will come back to."""
     send, back = 0, 0
-    per_token = peek(state + 8 * META) + row_bytes
-    widest = peek(state + 8 * ROW)
-    rows_table = COUNTS if peek(route + 8 * FORM) == FORM_REDUCED else PAIRS
+    per_token = get(state, block.META) + row_bytes
+    widest = get(state, block.ROW)
+    rows_table = block.COUNTS if get(route, block.FORM) == FORM_REDUCED else block.PAIRS
     for rank in range(rank_count(context)):
-        poke(route_word(context, route, SEND_BASE, rank), send)
-        poke(route_word(context, route, RETURN_BASE, rank), back)
-        nbytes = HEADER_BYTES + peek(route_word(context, route, COUNTS, rank)) * per_token
+        poke(route_word(context, route, block.SEND_BASE, rank), send)
+        poke(route_word(context, route, block.RETURN_BASE, rank), back)
+        nbytes = HEADER_BYTES + peek(route_word(context, route, block.COUNTS, rank)) * per_token
         send += (nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT
         # the experts' output may have another dtype than the tokens: space for the widest that was planned
         nbytes = HEADER_BYTES + peek(route_word(context, route, rows_table, rank)) * widest
@@ -122,16 +87,16 @@ def _pack(
     coding: int,
 ) -> None:
     """Metas and rows for ``peer`` at address ``message``, and the header except for its number and counts."""
-    topk, meta_size = peek(state + 8 * TOPK), peek(state + 8 * META)
-    local_experts = peek(state + 8 * EXPERTS) // rank_count(context)
+    topk, meta_size = get(state, block.TOPK), get(state, block.META)
+    local_experts = get(state, block.EXPERTS) // rank_count(context)
     lowest = peer * local_experts
-    tokens = peek(route_word(context, route, COUNTS, peer))
-    order = peek(route + 8 * ORDER) + 4 * peek(route_word(context, route, STARTS, peer))
+    tokens = peek(route_word(context, route, block.COUNTS, peer))
+    order = get(route, block.ORDER) + 4 * peek(route_word(context, route, block.STARTS, peer))
     poke(message + AT_TAG, _DISPATCH_TAG)
     poke(message + AT_ROWS, tokens)
-    poke(message + AT_CODING, coding | (_WEIGHTED if peek(route + 8 * FORM) == FORM_REDUCED else 0))
-    poke(message + AT_PLAN, peek(state + 8 * DIGEST))
-    poke(message + AT_RETURN_OFFSET, peek(route_word(context, route, RETURN_BASE, peer)))
+    poke(message + AT_CODING, coding | (_WEIGHTED if get(route, block.FORM) == FORM_REDUCED else 0))
+    poke(message + AT_PLAN, get(state, block.DIGEST))
+    poke(message + AT_RETURN_OFFSET, peek(route_word(context, route, block.RETURN_BASE, peer)))
     meta = message + HEADER_BYTES
     row = meta + tokens * meta_size
     for index in range(tokens):
@@ -185,13 +150,13 @@ def dispatch_send(
         STATUS_PROTOCOL.
     """
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
-    number = peek(state + 8 * DISPATCH_NUMBER)
+    number = get(state, block.DISPATCH_NUMBER)
     parity = number & 1
-    poke(route + 8 * NUMBER, number)
+    put(route, block.NUMBER, number)
     _place_messages(context, state, route, row_bytes)
-    staging = peek(state + 8 * DISPATCH_SEND) + parity * peek(state + 8 * DISPATCH_SEND_STEP)
-    target = peek(state + 8 * DISPATCH_RECV) + (parity * ranks + me) * peek(state + 8 * DISPATCH_SLOT)
-    per_token = peek(state + 8 * META) + row_bytes
+    staging = get(state, block.DISPATCH_SEND) + parity * get(state, block.DISPATCH_SEND_STEP)
+    target = get(state, block.DISPATCH_RECV) + (parity * ranks + me) * get(state, block.DISPATCH_SLOT)
+    per_token = get(state, block.META) + row_bytes
     free = spaces_free(context, state, progress)
     turn = 0
     while True:
@@ -203,20 +168,20 @@ def dispatch_send(
             peer = (me + step) % ranks
             if is_masked(context, peer):
                 continue
-            packed = peer_word(context, state, DISPATCH_PACKED, peer)
-            posted = peer_word(context, state, DISPATCH_POSTED, peer)
+            packed = peer_word(context, state, block.DISPATCH_PACKED, peer)
+            posted = peer_word(context, state, block.DISPATCH_POSTED, peer)
             mapped = peer_window(context, peer)
-            source = staging + peek(route_word(context, route, SEND_BASE, peer))
+            source = staging + peek(route_word(context, route, block.SEND_BASE, peer))
             if peek(packed) != number + 1:
-                seen = peer_word(context, state, SEEN_DISPATCH, peer)
+                seen = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
                 if peek(seen) < number - 1:
-                    status = hear(context, state, progress, peer, peek(state + 8 * COMBINE_NUMBER))
+                    status = hear(context, state, progress, peer, get(state, block.COMBINE_NUMBER))
                     if status != STATUS_OK:
                         return status
                 # rule: a dispatch slot is written again only when the peer has read it
                 if peek(seen) < number - 1 or (mapped == 0 and not staging_free):
                     missing += 1
-                    if peek(peer_word(context, state, TOLD_DISPATCH, peer)) < number - 1 and peer != me:
+                    if peek(peer_word(context, state, block.SENT_ACK_DISPATCH, peer)) < number - 1 and peer != me:
                         status = send_notice(context, state, progress, peer, free)
                         if status != STATUS_OK and status != STATUS_PENDING:
                             return status
@@ -247,7 +212,7 @@ def dispatch_send(
                 poke(posted, number * channels)
             elif peek(posted) == (number + 1) * channels:
                 continue
-            nbytes = HEADER_BYTES + peek(route_word(context, route, COUNTS, peer)) * per_token
+            nbytes = HEADER_BYTES + peek(route_word(context, route, block.COUNTS, peer)) * per_token
             status = post_message(context, peer, LL_DISPATCH, number, posted, source, target, nbytes)
             if status == STATUS_PENDING:
                 missing += 1
@@ -256,7 +221,7 @@ def dispatch_send(
                 return status
         if missing == 0:
             # rule: the send kernel counts its message
-            poke(state + 8 * DISPATCH_NUMBER, number + 1)
+            put(state, block.DISPATCH_NUMBER, number + 1)
             return STATUS_OK
         status = turn_over(context, turn, slice_end_ns)
         if status != STATUS_OK:
@@ -280,17 +245,17 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
     if word & ~_WEIGHTED != coding:
         return refuse(context, source, stream, word, coding)
     poke(
-        route_word(context, route, RETURN_FORM, source),
+        route_word(context, route, block.RETURN_FORM, source),
         FORM_REDUCED if word & _WEIGHTED else FORM_EXPANDED,
     )
     word = peek(header + AT_ROWS)
-    if word < 0 or word > peek(state + 8 * TOKENS):
-        return refuse(context, source, stream, word, peek(state + 8 * TOKENS))
-    poke(route_word(context, route, RECEIVED, source), word)
+    if word < 0 or word > get(state, block.TOKENS):
+        return refuse(context, source, stream, word, get(state, block.TOKENS))
+    poke(route_word(context, route, block.RECEIVED, source), word)
     word = peek(header + AT_RETURN_OFFSET)
-    if word < 0 or word & 15 or word > peek(state + 8 * COMBINE_RECV_STEP) - HEADER_BYTES:
+    if word < 0 or word & 15 or word > get(state, block.COMBINE_RECV_STEP) - HEADER_BYTES:
         return refuse(context, source, stream, word, 0)
-    poke(route_word(context, route, RETURN_TO, source), word)
+    poke(route_word(context, route, block.RETURN_TO, source), word)
     dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
     return take_counts(context, state, source, stream, dispatched, combined)
 
@@ -339,14 +304,14 @@ def _unpack(
     """Check the metas of a source's message and copy its rows to their experts."""
     stream = streams_of(LL_DISPATCH, number)
     ranks, me = rank_count(context), own_rank(context)
-    most, topk = peek(state + 8 * TOKENS), peek(state + 8 * TOPK)
-    hidden, meta_size = peek(state + 8 * HIDDEN), peek(state + 8 * META)
-    local_experts = peek(state + 8 * EXPERTS) // ranks
+    most, topk = get(state, block.TOKENS), get(state, block.TOPK)
+    hidden, meta_size = get(state, block.HIDDEN), get(state, block.META)
+    local_experts = get(state, block.EXPERTS) // ranks
     capacity = ranks * most
-    tokens = peek(route_word(context, route, RECEIVED, source))
-    weighted = peek(route_word(context, route, RETURN_FORM, source)) == FORM_REDUCED
-    places = peek(route + 8 * PLACES) + 4 * source * most * topk
-    weights = peek(route + 8 * WEIGHTS) + 4 * source * most * topk
+    tokens = peek(route_word(context, route, block.RECEIVED, source))
+    weighted = peek(route_word(context, route, block.RETURN_FORM, source)) == FORM_REDUCED
+    places = get(route, block.PLACES) + 4 * source * most * topk
+    weights = get(route, block.WEIGHTS) + 4 * source * most * topk
     for expert in range(local_experts):
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert))
     pairs = 0
@@ -389,10 +354,10 @@ def _unpack(
         begin = peek(entry)
         poke(entry, begin << 32 | (peek32(recv_count + 4 * expert) - begin))
     back = tokens if weighted else pairs
-    poke(route_word(context, route, RETURN_ROWS, source), back)
-    room = peek(state + 8 * COMBINE_RECV_STEP) - peek(route_word(context, route, RETURN_TO, source))
-    if HEADER_BYTES + back * peek(state + 8 * ROW) > room:
-        return refuse(context, source, stream, HEADER_BYTES + back * peek(state + 8 * ROW), room)
+    poke(route_word(context, route, block.RETURN_ROWS, source), back)
+    room = get(state, block.COMBINE_RECV_STEP) - peek(route_word(context, route, block.RETURN_TO, source))
+    if HEADER_BYTES + back * get(state, block.ROW) > room:
+        return refuse(context, source, stream, HEADER_BYTES + back * get(state, block.ROW), room)
     return STATUS_OK
 
 
@@ -400,9 +365,9 @@ def _unpack(
 def _skip_masked(context: int, state: int, route: int, source: int, recv_count: int, layout_range: int) -> None:
     """A lost source has sent nothing, and nothing returns to it: every word that combine reads says so."""
     ranks = rank_count(context)
-    for table in (RECEIVED, RETURN_ROWS, RETURN_TO, RETURN_FORM):
+    for table in (block.RECEIVED, block.RETURN_ROWS, block.RETURN_TO, block.RETURN_FORM):
         poke(route_word(context, route, table, source), 0)
-    for expert in range(peek(state + 8 * EXPERTS) // ranks):
+    for expert in range(get(state, block.EXPERTS) // ranks):
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert) << 32)
 
 
@@ -439,17 +404,17 @@ def dispatch_recv(
         STATUS_OK; STATUS_PENDING (progress block filled; call again); STATUS_POISONED; STATUS_PROTOCOL.
     """
     ranks = rank_count(context)
-    number = peek(route + 8 * NUMBER)
-    slots = window_address(context) + peek(state + 8 * DISPATCH_RECV)
-    while peek(route + 8 * UNPACKED) < ranks:
-        source = peek(route + 8 * UNPACKED)
+    number = get(route, block.NUMBER)
+    slots = window_address(context) + get(state, block.DISPATCH_RECV)
+    while get(route, block.UNPACKED) < ranks:
+        source = get(route, block.UNPACKED)
         if is_masked(context, source):
             _skip_masked(context, state, route, source, recv_count, layout_range)
         else:
             status = wait_message(context, progress, source, LL_DISPATCH, number, waited, slice_end_ns)
             if status != STATUS_OK:
                 return status
-            message = slots + ((number & 1) * ranks + source) * peek(state + 8 * DISPATCH_SLOT)
+            message = slots + ((number & 1) * ranks + source) * get(state, block.DISPATCH_SLOT)
             status = _take_header(context, state, route, source, number, message, coding)
             if status != STATUS_OK:
                 return status
@@ -471,9 +436,9 @@ def dispatch_recv(
             )
             if status != STATUS_OK:
                 return status
-        poke(route + 8 * UNPACKED, source + 1)
-    mark_read(state, DISPATCH_READ, DISPATCH_AHEAD, number)
+        put(route, block.UNPACKED, source + 1)
+    mark_read(state, block.DISPATCH_READ, block.DISPATCH_AHEAD, number)
     if stats != 0:
-        for expert in range(peek(state + 8 * EXPERTS) // ranks):
+        for expert in range(get(state, block.EXPERTS) // ranks):
             poke32(stats + 4 * expert, peek32(stats + 4 * expert) + peek32(recv_count + 4 * expert))
     return STATUS_OK

@@ -17,31 +17,7 @@ from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
 from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS, NOTICE
-from ..blocks.low_latency import (
-    COMBINE_AHEAD,
-    COMBINE_BASE0,
-    COMBINE_PACKED,
-    COMBINE_READ,
-    COMBINE_RECV,
-    COMBINE_RECV_STEP,
-    DIGEST,
-    DISPATCH_AHEAD,
-    DISPATCH_NUMBER,
-    DISPATCH_PACKED,
-    DISPATCH_READ,
-    DISPATCH_RECV,
-    DISPATCH_SLOT,
-    NOTICE_RECV,
-    NOTICE_SEND,
-    NOTICES_READ,
-    NOTICES_SENT,
-    PEER_TABLES,
-    ROUTE_TABLES,
-    SEEN_COMBINE,
-    SEEN_DISPATCH,
-    TOLD_COMBINE,
-    TOLD_DISPATCH,
-)
+from ..blocks import low_latency as block
 from .context import (
     arrived_count,
     channel_count,
@@ -55,6 +31,7 @@ from .context import (
 )
 from .publish import put_write, store_flag
 from .wait import note_progress, turn_over
+from .words import get
 
 #: Pieces start on cache lines, so that two channels never write to the same one.
 PIECE_ALIGNMENT = 64
@@ -76,13 +53,13 @@ AT_CONSUMED_COMBINE = LowLatencyHeader.CONSUMED_COMBINE * 8
 @compiled
 def peer_word(context: int, state: int, table: int, peer: int) -> int:
     """Address of a peer's entry in a table of the state block."""
-    return state + 8 * (PEER_TABLES + table * rank_count(context) + peer)
+    return state + 8 * (block.PEER_TABLES + table * rank_count(context) + peer)
 
 
 @compiled
 def route_word(context: int, route: int, table: int, rank: int) -> int:
     """Address of a rank's entry in a table of the route block."""
-    return route + 8 * (ROUTE_TABLES + table * rank_count(context) + rank)
+    return route + 8 * (block.ROUTE_TABLES + table * rank_count(context) + rank)
 
 
 @compiled
@@ -189,8 +166,8 @@ def check_origin(context: int, state: int, peer: int, stream: int, header: int, 
     if word != tag:
         return refuse(context, peer, stream, word, tag)
     word = peek(header + AT_PLAN)
-    if word != peek(state + 8 * DIGEST):
-        return refuse(context, peer, stream, word, peek(state + 8 * DIGEST))
+    if word != get(state, block.DIGEST):
+        return refuse(context, peer, stream, word, get(state, block.DIGEST))
     word = peek(header + AT_NUMBER)
     # rule: the number in a header is checked
     if word != number:
@@ -227,7 +204,7 @@ def spaces_free(context: int, state: int, progress: int) -> int:
     n - 1 can be repeated. So a message counts once it is read and every peer's next one has arrived.
     Fills the progress block with the peer that holds the count back.
     """
-    free = peek(state + 8 * COMBINE_READ)
+    free = get(state, block.COMBINE_READ)
     for peer in range(rank_count(context)):
         if is_masked(context, peer):
             continue
@@ -247,16 +224,16 @@ def spaces_free(context: int, state: int, progress: int) -> int:
 def take_counts(context: int, state: int, peer: int, stream: int, dispatched: int, combined: int) -> int:
     """Note the counts that ``peer`` claims in a message of ``stream``: STATUS_OK, or STATUS_PROTOCOL when they cannot
     be."""
-    sent = peek(peer_word(context, state, DISPATCH_PACKED, peer))
+    sent = peek(peer_word(context, state, block.DISPATCH_PACKED, peer))
     # rule: counts that a peer claims are checked
     if dispatched < 0 or dispatched > sent:
         return refuse(context, peer, stream, dispatched, sent)
-    sent = peek(peer_word(context, state, COMBINE_PACKED, peer))
+    sent = peek(peer_word(context, state, block.COMBINE_PACKED, peer))
     if combined < 0 or combined > sent:
         return refuse(context, peer, stream, combined, sent)
-    seen = peer_word(context, state, SEEN_DISPATCH, peer)
+    seen = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
     poke(seen, max(peek(seen), dispatched))
-    seen = peer_word(context, state, SEEN_COMBINE, peer)
+    seen = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
     poke(seen, max(peek(seen), combined))
     return STATUS_OK
 
@@ -278,16 +255,16 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
     STATUS_PROTOCOL.
     """
     if peer == own_rank(context):
-        poke(peer_word(context, state, SEEN_DISPATCH, peer), peek(state + 8 * DISPATCH_READ))
-        poke(peer_word(context, state, SEEN_COMBINE, peer), spaces_free(context, state, progress))
+        poke(peer_word(context, state, block.RECV_ACK_DISPATCH, peer), get(state, block.DISPATCH_READ))
+        poke(peer_word(context, state, block.RECV_ACK_COMBINE, peer), spaces_free(context, state, progress))
         return STATUS_OK
     window = window_address(context)
-    read = peer_word(context, state, NOTICES_READ, peer)
+    read = peer_word(context, state, block.NOTICES_READ, peer)
     notices = arrived_count(context, peer, NOTICE)
     if notices > peek(read):
         # The newest says all. A newer one may be landing on it: each word is whole, and counts only grow.
         slot = peer * NOTICE_SLOTS + (notices - 1) % NOTICE_SLOTS
-        notice = window + peek(state + 8 * NOTICE_RECV) + slot * HEADER_BYTES
+        notice = window + get(state, block.NOTICE_RECV) + slot * HEADER_BYTES
         tag = peek(notice + _NOTICE_TAG)
         if tag != _NOTICE_TAG_VALUE:
             return refuse(context, peer, NOTICE, tag, _NOTICE_TAG_VALUE)
@@ -297,24 +274,24 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
         if status != STATUS_OK:
             return status
         poke(read, notices)
-    first = peek(state + 8 * DISPATCH_READ)
-    for number in range(first, peek(state + 8 * DISPATCH_NUMBER) + 1):
-        if number == first + 1 and peek(state + 8 * DISPATCH_AHEAD):
+    first = get(state, block.DISPATCH_READ)
+    for number in range(first, get(state, block.DISPATCH_NUMBER) + 1):
+        if number == first + 1 and get(state, block.DISPATCH_AHEAD):
             continue
         if has_arrived(context, progress, peer, LL_DISPATCH, number):
             slot = (number & 1) * rank_count(context) + peer
-            header = window + peek(state + 8 * DISPATCH_RECV) + slot * peek(state + 8 * DISPATCH_SLOT)
+            header = window + get(state, block.DISPATCH_RECV) + slot * get(state, block.DISPATCH_SLOT)
             stream = streams_of(LL_DISPATCH, number)
             status = _listen(context, state, peer, stream, header, _DISPATCH_TAG, number)
             if status != STATUS_OK:
                 return status
-    first = peek(state + 8 * COMBINE_READ)
+    first = get(state, block.COMBINE_READ)
     for number in range(first, combines):
-        if number == first + 1 and peek(state + 8 * COMBINE_AHEAD):
+        if number == first + 1 and get(state, block.COMBINE_AHEAD):
             continue
         if has_arrived(context, progress, peer, LL_COMBINE, number):
-            header = window + peek(state + 8 * COMBINE_RECV) + (number & 1) * peek(state + 8 * COMBINE_RECV_STEP)
-            header += peek(peer_word(context, state, COMBINE_BASE0 + (number & 1), peer))
+            header = window + get(state, block.COMBINE_RECV) + (number & 1) * get(state, block.COMBINE_RECV_STEP)
+            header += peek(peer_word(context, state, block.COMBINE_BASE + (number & 1), peer))
             stream = streams_of(LL_COMBINE, number)
             status = _listen(context, state, peer, stream, header, _COMBINE_TAG, number)
             if status != STATUS_OK:
@@ -325,19 +302,19 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
 @compiled
 def tell(context: int, state: int, peer: int, header: int, free: int) -> None:
     """Write both counts into a header (or notice) for ``peer`` and remember having told them."""
-    read = peek(state + 8 * DISPATCH_READ)
+    read = get(state, block.DISPATCH_READ)
     # release: in a mapped window the peer may see a count before the flag, and write at once what was read here
     store64(header + AT_CONSUMED_DISPATCH, read)
     store64(header + AT_CONSUMED_COMBINE, free)
-    poke(peer_word(context, state, TOLD_DISPATCH, peer), read)
-    poke(peer_word(context, state, TOLD_COMBINE, peer), free)
+    poke(peer_word(context, state, block.SENT_ACK_DISPATCH, peer), read)
+    poke(peer_word(context, state, block.SENT_ACK_COMBINE, peer), free)
 
 
 @compiled
 def send_notice(context: int, state: int, progress: int, peer: int, free: int) -> int:
     """Tell ``peer`` both counts now: STATUS_OK, STATUS_PENDING (its notice slot or the ring is busy) or
     STATUS_POISONED."""
-    sent = peer_word(context, state, NOTICES_SENT, peer)
+    sent = peer_word(context, state, block.NOTICES_SENT, peer)
     number = peek(sent)
     done = completed_count(context, peer, NOTICE)
     # rule: a notice slot is written again only when its last write completed
@@ -345,8 +322,8 @@ def send_notice(context: int, state: int, progress: int, peer: int, free: int) -
         note_progress(progress, peer, NOTICE, done, number - NOTICE_SLOTS + 1)
         return STATUS_PENDING
     slot = number % NOTICE_SLOTS
-    source = peek(state + 8 * NOTICE_SEND) + (peer * NOTICE_SLOTS + slot) * HEADER_BYTES
-    target = peek(state + 8 * NOTICE_RECV) + (own_rank(context) * NOTICE_SLOTS + slot) * HEADER_BYTES
+    source = get(state, block.NOTICE_SEND) + (peer * NOTICE_SLOTS + slot) * HEADER_BYTES
+    target = get(state, block.NOTICE_RECV) + (own_rank(context) * NOTICE_SLOTS + slot) * HEADER_BYTES
     mapped = peer_window(context, peer)
     notice = mapped + target if mapped != 0 else window_address(context) + source
     poke(notice + _NOTICE_TAG, _NOTICE_TAG_VALUE)
@@ -360,6 +337,6 @@ def send_notice(context: int, state: int, progress: int, peer: int, free: int) -
         poke(sent, number + 1)
     else:
         # not told after all: the next attempt must come here again
-        poke(peer_word(context, state, TOLD_DISPATCH, peer), -1)
-        poke(peer_word(context, state, TOLD_COMBINE, peer), -1)
+        poke(peer_word(context, state, block.SENT_ACK_DISPATCH, peer), -1)
+        poke(peer_word(context, state, block.SENT_ACK_COMBINE, peer), -1)
     return status

@@ -6,26 +6,16 @@ from typing import Any
 
 from numba import types
 
-from ...native.atomics import peek
 from ...native.jit import compile_lock, compiled
 from ...protocol.message import FORM_REDUCED
-from ..blocks.low_latency import (
-    COUNTS,
-    EXPERTS,
-    FORM,
-    ORDER,
-    PAIRS,
-    RETURNS,
-    SENT_TOKENS,
-    STARTS,
-    TOPK,
-)
+from ..blocks import low_latency as block
 from .context import rank_count
 from .ll_combine import combine_recv, combine_send
 from .ll_dispatch import dispatch_recv, dispatch_send
 from .ll_message import route_word
 from .quant import quantise
 from .routing import first_bad_id, route
+from .words import get
 
 
 @compiled
@@ -33,15 +23,15 @@ def _route(context: int, state: int, route_block: int, topk_idx: int) -> None:
     route(
         context,
         topk_idx,
-        peek(route_block + 8 * SENT_TOKENS),
-        peek(state + 8 * TOPK),
-        peek(state + 8 * EXPERTS) // rank_count(context),
-        1 if peek(route_block + 8 * FORM) == FORM_REDUCED else 0,
-        route_word(context, route_block, STARTS, 0),
-        route_word(context, route_block, COUNTS, 0),
-        route_word(context, route_block, PAIRS, 0),
-        peek(route_block + 8 * ORDER),
-        peek(route_block + 8 * RETURNS),
+        get(route_block, block.SENT_TOKENS),
+        get(state, block.TOPK),
+        get(state, block.EXPERTS) // rank_count(context),
+        1 if get(route_block, block.FORM) == FORM_REDUCED else 0,
+        route_word(context, route_block, block.STARTS, 0),
+        route_word(context, route_block, block.COUNTS, 0),
+        route_word(context, route_block, block.PAIRS, 0),
+        get(route_block, block.ORDER),
+        get(route_block, block.RETURNS),
     )
 
 

@@ -13,7 +13,6 @@ from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PROTOCOL
 from ...protocol.relay import FREED, OFFERED
 from ..blocks import normal as block
-from ..blocks.normal import PACKED_NOTHING, PACKED_ROWS_AND_META
 from .context import error_address, own_rank, peer_window, window_address
 from .normal_nodes import forwarder, line_of, node_of, place_of, rows_at, stamp_rows
 from .normal_receive import add_weights, sum_rows
@@ -110,7 +109,7 @@ def lacks_rows(context: int, operation: int, peers: int, peer: int, progress: in
     """True when rows for rail peer ``peer`` are granted and a rank of this node keeps them waiting; progress then names
     that rank."""
     state = peers + 8 * block.PEER_WORDS * peer
-    if get(state, block.GRANT_LEFT) == 0 or get(state, block.PACKED) != PACKED_NOTHING:
+    if get(state, block.GRANT_LEFT) == 0 or get(state, block.PACKED) != block.PACKED_NOTHING:
         return False
     rank = _lacking(context, operation, state, peer)
     if rank < 0:
@@ -180,7 +179,7 @@ def send_sums(context: int, counts: int, operation: int, peers: int, peer: int) 
     left = get(state, block.GRANT_LEFT)
     if left == 0:
         return NOTHING
-    if get(state, block.PACKED) != PACKED_NOTHING:
+    if get(state, block.PACKED) != block.PACKED_NOTHING:
         return publish_chunk(context, counts, operation, peers, peer)
     at, at_meta = chunk_address(context, counts, operation, peers, peer)
     if at == 0:
@@ -190,6 +189,6 @@ def send_sums(context: int, counts: int, operation: int, peers: int, peer: int) 
     if step < 0 or get(state, block.FILLED) < rows:
         return step
     put(state, block.FILLED, 0)
-    put(state, block.PACKED, PACKED_ROWS_AND_META)
+    put(state, block.PACKED, block.PACKED_ROWS_AND_META)
     step = publish_chunk(context, counts, operation, peers, peer)
     return step if step < 0 else MOVED

@@ -23,7 +23,6 @@ from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STA
 from ...protocol.message import DTYPE_F32, GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_GRANT
 from ..blocks import normal as block
-from ..blocks.normal import TILE
 from .context import arrived_count, channel_count, completed_count, error_address, own_rank, rank_count, window_address
 from .elements import float_view
 from .normal_rows import unpack_meta
@@ -200,8 +199,8 @@ def sum_rows(operation: int, out: int, found: int, rows: int) -> None:
         narrow_sum_of_two(out, peek(rows), peek(rows + 8), hidden, dtype)
     else:
         total = get(operation, block.SCRATCH)
-        for start in range(0, hidden, TILE):
-            count, at = min(TILE, hidden - start), start * width
+        for start in range(0, hidden, block.TILE):
+            count, at = min(block.TILE, hidden - start), start * width
             add_two(total, peek(rows) + at, peek(rows + 8) + at, count, dtype)
             for index in range(2, found - 1):
                 accumulate(total, peek(rows + 8 * index) + at, count, dtype, _ONE)

@@ -14,7 +14,6 @@ from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STA
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_GRANT, NORMAL_NOTIFY
 from ..blocks import normal as block
-from ..blocks.normal import PACKED_META, PACKED_NOTHING, PACKED_ROWS_AND_META
 from .context import (
     arrived_count,
     channel_count,
@@ -139,7 +138,7 @@ def _chunk_sent(operation: int, state: int, life: int, phase: int, rows: int) ->
     add(state, block.GRANT_META, rows * get(operation, block.META_BYTES))
     add(state, block.SENT, rows)
     add(state, block.SENT_CHUNKS, 1)
-    put(state, block.PACKED, PACKED_NOTHING)
+    put(state, block.PACKED, block.PACKED_NOTHING)
     add(life, block.CHUNKS_SENT + phase, 1)
     return MOVED
 
@@ -189,12 +188,12 @@ def publish_chunk(context: int, counts: int, operation: int, peers: int, peer: i
         return _chunk_sent(operation, state, life, phase, rows)
     row_bytes, meta_bytes = rows * get(operation, block.ROW_BYTES), rows * get(operation, block.META_BYTES)
     slot = _stage(operation, peer, get(state, block.SENT_CHUNKS))
-    if get(state, block.PACKED) == PACKED_ROWS_AND_META:
+    if get(state, block.PACKED) == block.PACKED_ROWS_AND_META:
         target = get(state, block.GRANT_ROW)
         status = put_write(context, peer, stream, slot, target, row_bytes, 1 if meta_bytes == 0 else 0)
         if status != STATUS_OK:
             return NOTHING if status == STATUS_PENDING else -status
-        put(state, block.PACKED, PACKED_META)
+        put(state, block.PACKED, block.PACKED_META)
     if meta_bytes != 0:
         target = get(state, block.GRANT_META)
         status = put_write(context, peer, stream, slot + row_bytes, target, meta_bytes, 1)
@@ -210,7 +209,7 @@ def send_chunk(context: int, counts: int, operation: int, peers: int, peer: int)
     left = get(state, block.GRANT_LEFT)
     if left == 0:
         return NOTHING
-    if get(state, block.PACKED) == PACKED_NOTHING:
+    if get(state, block.PACKED) == block.PACKED_NOTHING:
         at, at_meta = chunk_address(context, counts, operation, peers, peer)
         if at == 0:
             return NOTHING
@@ -220,7 +219,7 @@ def send_chunk(context: int, counts: int, operation: int, peers: int, peer: int)
         pack_rows(operation, state, first, rows, at, streamed)
         if get(operation, block.META_BYTES) != 0:
             pack_meta(context, operation, state, peer, first, rows, at_meta)
-        put(state, block.PACKED, PACKED_ROWS_AND_META)
+        put(state, block.PACKED, block.PACKED_ROWS_AND_META)
     return publish_chunk(context, counts, operation, peers, peer)
 
 

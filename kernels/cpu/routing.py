@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...native.atomics import peek, peek8, peek32, poke, poke8, poke32, zero
 from ...native.jit import compiled
-from ..blocks.normal import LAYOUT_BAD_ID, LAYOUT_EXPERT_COUNTS, LAYOUT_MARKS, LAYOUT_RANK_COUNTS, LAYOUT_RIGHT
+from ..blocks import normal as block
 from .context import is_masked, rank_count
 
 
@@ -190,12 +190,12 @@ def route_rows(
         poke(rows + 8 * rank, count)
         poke(ends + 8 * rank, start)
         if count > tokens:
-            return LAYOUT_RANK_COUNTS
+            return block.LAYOUT_RANK_COUNTS
         start += count
     local = experts // ranks
     most = min(topk, ranks) if topk > 0 else ranks
     if start > tokens * most:
-        return LAYOUT_RANK_COUNTS
+        return block.LAYOUT_RANK_COUNTS
     for token in range(tokens):
         wanted = 0
         for slot in range(topk):
@@ -203,14 +203,14 @@ def route_rows(
             if expert == -1:
                 continue
             if expert < 0 or expert >= experts:
-                return LAYOUT_BAD_ID
+                return block.LAYOUT_BAD_ID
             poke(chosen + 8 * expert, peek(chosen + 8 * expert) + 1)
             rank = expert // local
             if peek(seen + 8 * rank) != token + 1:
                 poke(seen + 8 * rank, token + 1)
                 wanted += 1
                 if peek8(in_rank + token * ranks + rank) == 0:
-                    return LAYOUT_MARKS
+                    return block.LAYOUT_MARKS
         marked, before = 0, 0
         for rank in range(ranks):
             before += peek(rows + 8 * rank)
@@ -219,21 +219,21 @@ def route_rows(
             marked += 1
             at = peek(ends + 8 * rank)
             if at == before:
-                return LAYOUT_RANK_COUNTS
+                return block.LAYOUT_RANK_COUNTS
             poke32(lists + 4 * at, token)
             poke(ends + 8 * rank, at + 1)
         if topk > 0 and marked != wanted:
-            return LAYOUT_MARKS
+            return block.LAYOUT_MARKS
     start = 0
     for rank in range(ranks):
         start += peek(rows + 8 * rank)
         if peek(ends + 8 * rank) != start:
-            return LAYOUT_RANK_COUNTS
+            return block.LAYOUT_RANK_COUNTS
     if topk > 0:
         for expert in range(experts):
             if peek(chosen + 8 * expert) != peek32(expert_counts + 4 * expert):
-                return LAYOUT_EXPERT_COUNTS
-    return LAYOUT_RIGHT
+                return block.LAYOUT_EXPERT_COUNTS
+    return block.LAYOUT_RIGHT
 
 
 @compiled

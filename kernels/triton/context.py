@@ -1,8 +1,4 @@
-"""What stands where in the kernel context, the state block and the route block, for code inside kernels.
-
-Numbers of ``protocol`` and of :mod:`.blocks`, as Triton wants the globals of a kernel: ``tl.constexpr``. ``S_*`` are
-words of the state block, ``T_*`` its tables, ``R_*`` tables of the route block.
-"""
+"""What stands where in the kernel context, for code inside kernels: numbers of ``protocol`` as ``tl.constexpr``."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import triton.language as tl
 
 from ...protocol import context as ctx
 from ...protocol.streams import MAX_CHANNELS, STREAMS
-from ..blocks import low_latency as shared
-from ..blocks import low_latency_device as blocks
 from .words import acquire, int32s, peek
 
 _RANK, _RANKS = tl.constexpr(8 * ctx.RANK), tl.constexpr(8 * ctx.RANKS)
@@ -24,44 +18,6 @@ _MASK, _ERROR = tl.constexpr(8 * ctx.MASK), tl.constexpr(8 * ctx.ERROR)
 _VERDICT, _REPORT = tl.constexpr(8 * ctx.VERDICT), tl.constexpr(8 * ctx.REPORT)
 _LIMIT = tl.constexpr(8 * ctx.LIMIT)
 _STREAMS, _MAX_CHANNELS = tl.constexpr(STREAMS), tl.constexpr(MAX_CHANNELS)
-
-S_TOKENS, S_EXPERTS = tl.constexpr(8 * shared.TOKENS), tl.constexpr(8 * shared.EXPERTS)
-S_META, S_ROW, S_DIGEST = tl.constexpr(8 * shared.META), tl.constexpr(8 * shared.ROW), tl.constexpr(8 * shared.DIGEST)
-S_DISPATCH_SLOT = tl.constexpr(8 * shared.DISPATCH_SLOT)
-S_DISPATCH_RECV, S_DISPATCH_SEND = tl.constexpr(8 * shared.DISPATCH_RECV), tl.constexpr(8 * shared.DISPATCH_SEND)
-S_COMBINE_RECV, S_COMBINE_SEND = tl.constexpr(8 * shared.COMBINE_RECV), tl.constexpr(8 * shared.COMBINE_SEND)
-S_NOTICE_RECV, S_NOTICE_SEND = tl.constexpr(8 * shared.NOTICE_RECV), tl.constexpr(8 * shared.NOTICE_SEND)
-S_DISPATCH_SEND_STEP = tl.constexpr(8 * shared.DISPATCH_SEND_STEP)
-S_COMBINE_RECV_STEP = tl.constexpr(8 * shared.COMBINE_RECV_STEP)
-S_COMBINE_SEND_STEP = tl.constexpr(8 * shared.COMBINE_SEND_STEP)
-S_DISPATCH_NUMBER, S_DISPATCH_READ = tl.constexpr(8 * shared.DISPATCH_NUMBER), tl.constexpr(8 * shared.DISPATCH_READ)
-S_DISPATCH_AHEAD, S_COMBINE_NUMBER = tl.constexpr(8 * shared.DISPATCH_AHEAD), tl.constexpr(8 * shared.COMBINE_NUMBER)
-S_COMBINE_READ, S_COMBINE_AHEAD = tl.constexpr(8 * shared.COMBINE_READ), tl.constexpr(8 * shared.COMBINE_AHEAD)
-S_ARRIVALS, S_SINK = tl.constexpr(8 * blocks.ARRIVALS), tl.constexpr(8 * blocks.SINK)
-S_FREE, S_PARTS = tl.constexpr(8 * blocks.FREE), tl.constexpr(8 * blocks.PARTS)
-S_ROUTE_SENDS, S_ROUTE_RETURNS = tl.constexpr(8 * blocks.ROUTE_SENDS), tl.constexpr(8 * blocks.ROUTE_RETURNS)
-S_ROUTE_PLACES, S_ROUTE_WEIGHTS = tl.constexpr(8 * blocks.ROUTE_PLACES), tl.constexpr(8 * blocks.ROUTE_WEIGHTS)
-S_ROUTE_BEFORE, S_ROUTE_COUNTS = tl.constexpr(8 * blocks.ROUTE_BEFORE), tl.constexpr(8 * blocks.ROUTE_COUNTS)
-
-
-def _state_table(name: str) -> tl.constexpr:
-    return tl.constexpr(blocks.STATE_TABLE_NAMES.index(name))
-
-
-def _route_table(name: str) -> tl.constexpr:
-    return tl.constexpr(blocks.ROUTE_TABLE_NAMES.index(name))
-
-
-_STATE_WORDS, _ROUTE_WORDS = tl.constexpr(blocks.STATE_WORDS), tl.constexpr(blocks.ROUTE_WORDS)
-T_SEEN_DISPATCH, T_SEEN_COMBINE = _state_table("SEEN_DISPATCH"), _state_table("SEEN_COMBINE")
-T_TOLD_DISPATCH, T_TOLD_COMBINE = _state_table("TOLD_DISPATCH"), _state_table("TOLD_COMBINE")
-T_NOTICES_SENT, T_NOTICES_READ = _state_table("NOTICES_SENT"), _state_table("NOTICES_READ")
-T_COMBINE_BASE, T_COMBINE_COME = _state_table("COMBINE_BASE0"), _state_table("COMBINE_COME0")
-T_MESSAGE_AT, T_MESSAGE_BYTES = _state_table("MESSAGE_AT"), _state_table("MESSAGE_BYTES")
-T_MESSAGE_FROM, T_MESSAGE_TO = _state_table("MESSAGE_FROM"), _state_table("MESSAGE_TO")
-R_COUNTS, R_PAIRS, R_RETURN_BASE = _route_table("COUNTS"), _route_table("PAIRS"), _route_table("RETURN_BASE")
-R_RECEIVED, R_RETURN_ROWS = _route_table("RECEIVED"), _route_table("RETURN_ROWS")
-R_RETURN_TO, R_RETURN_FORM = _route_table("RETURN_TO"), _route_table("RETURN_FORM")
 
 
 @triton.jit
@@ -153,18 +109,6 @@ def ring_address(context: tl.tensor, stream: tl.tensor) -> tl.tensor:
 def head_address(context: tl.tensor, stream: tl.tensor) -> tl.tensor:
     """Address of that ring's head, last known tail and capacity, in device memory."""
     return peek(peek(context + _HEADS) + 8 * stream)
-
-
-@triton.jit
-def state_table(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """Addresses of the peers' entries in a table of the state block."""
-    return state + 8 * (_STATE_WORDS + table * rank_count(context) + peers)
-
-
-@triton.jit
-def route_table(context: tl.tensor, route: tl.tensor, table: tl.tensor, ranks: tl.tensor) -> tl.tensor:
-    """Addresses of the ranks' entries in a table of the route block."""
-    return route + 8 * (_ROUTE_WORDS + table * rank_count(context) + ranks)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, FORM_REDUCED
 from ...protocol.streams import LL_COMBINE
-from .context import (
+from .blocks import (
     R_RECEIVED,
     R_RETURN_BASE,
     R_RETURN_FORM,
@@ -31,13 +31,10 @@ from .context import (
     S_TOKENS,
     T_COMBINE_BASE,
     T_MESSAGE_AT,
-    has_failed,
-    is_live,
-    rank_count,
     route_table,
     state_table,
-    window_address,
 )
+from .context import has_failed, is_live, rank_count, window_address
 from .ll_counts import mark_read, tell_combines, wait_spaces
 from .ll_dispatch import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import COMBINE_TAG, send_messages

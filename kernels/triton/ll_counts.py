@@ -13,7 +13,7 @@ import triton.language as tl
 from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
 from ...protocol.streams import NOTICE as NOTICE_STREAM
-from .context import (
+from .blocks import (
     S_COMBINE_AHEAD,
     S_COMBINE_NUMBER,
     S_COMBINE_READ,
@@ -33,10 +33,13 @@ from .context import (
     T_COMBINE_COME,
     T_NOTICES_READ,
     T_NOTICES_SENT,
-    T_SEEN_COMBINE,
-    T_SEEN_DISPATCH,
-    T_TOLD_COMBINE,
-    T_TOLD_DISPATCH,
+    T_RECV_ACK_COMBINE,
+    T_RECV_ACK_DISPATCH,
+    T_SENT_ACK_COMBINE,
+    T_SENT_ACK_DISPATCH,
+    state_table,
+)
+from .context import (
     arrived_address,
     channel_count,
     completed_address,
@@ -44,7 +47,6 @@ from .context import (
     own_rank,
     peer_window,
     rank_count,
-    state_table,
     stream_of,
     window_address,
 )
@@ -176,8 +178,8 @@ def _listen(
     # a header that is not the expected one is refused when its message is received
     here = here & (tl.load(int64s(header + _TAG), mask=here, other=0) == tag)
     here = here & (tl.load(int64s(header + _NUMBER), mask=here, other=-1) == number)
-    dispatched_at = int64s(state_table(context, state, T_SEEN_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_SEEN_COMBINE, peers))
+    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
+    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
     settle(BACKEND)
     dispatched = tl.load(dispatched_at, mask=live, other=0)
     combined = tl.load(combined_at, mask=live, other=0)
@@ -203,8 +205,8 @@ def _hear(
 
     ``placed``: combine messages before this number have a known place (COMBINE_BASE*).
     """
-    dispatched_at = int64s(state_table(context, state, T_SEEN_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_SEEN_COMBINE, peers))
+    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
+    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
     read_at = int64s(state_table(context, state, T_NOTICES_READ, peers))
     dispatched = tl.load(dispatched_at, mask=live, other=0)
     combined = tl.load(combined_at, mask=live, other=0)
@@ -242,9 +244,9 @@ def _hear(
 def _seen(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, PHASE: tl.constexpr) -> tl.tensor:
     """Own messages of the phase that the peers say they have read."""
     if PHASE == _COMBINE:
-        table = T_SEEN_COMBINE
+        table = T_RECV_ACK_COMBINE
     else:
-        table = T_SEEN_DISPATCH
+        table = T_RECV_ACK_DISPATCH
     return tl.load(int64s(state_table(context, state, table, peers)), mask=live, other=1 << 60)
 
 
@@ -361,8 +363,8 @@ def _send_notices(
         store_flags(context, state, peers, chosen & (mapped != 0), _NOTICE, sent + 1, BACKEND)
         put_writes(context, state, peers, proxied, _NOTICE, source, target, zero + _HEADER, proxied, BACKEND)
         tl.store(sent_at, sent + 1, mask=chosen)
-        tl.store(int64s(state_table(context, state, T_TOLD_DISPATCH, peers)), zero + dispatched, mask=chosen)
-        tl.store(int64s(state_table(context, state, T_TOLD_COMBINE, peers)), zero + combined, mask=chosen)
+        tl.store(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), zero + dispatched, mask=chosen)
+        tl.store(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), zero + combined, mask=chosen)
 
 
 @triton.jit
@@ -377,7 +379,7 @@ def tell_dispatches(
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
-        told = tl.load(int64s(state_table(context, state, T_TOLD_DISPATCH, peers)), mask=live, other=1 << 60)
+        told = tl.load(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), mask=live, other=1 << 60)
         if any_of(told < needed, BACKEND) != 0:
             _send_notices(context, state, peers, told < needed, read, free, start, LANES, BACKEND)
 
@@ -406,7 +408,7 @@ def tell_combines(
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
-        told = tl.load(int64s(state_table(context, state, T_TOLD_COMBINE, peers)), mask=live, other=1 << 60)
+        told = tl.load(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), mask=live, other=1 << 60)
         if any_of(told < needed, BACKEND) != 0:
             read = peek(state + S_DISPATCH_READ)
             _send_notices(context, state, peers, told < needed, read, free, start, LANES, BACKEND)

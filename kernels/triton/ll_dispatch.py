@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, DTYPE_FP8, DTYPE_FP8_UE8M0, FORM_REDUCED, SCALE_BLOCK
 from ...protocol.streams import LL_DISPATCH
-from .context import (
+from .blocks import (
     R_COUNTS,
     R_RECEIVED,
     R_RETURN_BASE,
@@ -37,14 +37,10 @@ from .context import (
     S_ROW,
     S_TOKENS,
     T_MESSAGE_AT,
-    has_failed,
-    own_rank,
-    rank_count,
     route_table,
     state_table,
-    stream_of,
-    window_address,
 )
+from .context import has_failed, own_rank, rank_count, stream_of, window_address
 from .ll_counts import mark_read
 from .ll_message import DISPATCH_TAG, WEIGHTED, send_messages
 from .quant import load_floats, quantise_blocks

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...protocol.message import FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
-from .context import (
+from .blocks import (
     R_COUNTS,
     R_PAIRS,
     R_RECEIVED,
@@ -34,20 +34,14 @@ from .context import (
     T_MESSAGE_BYTES,
     T_MESSAGE_FROM,
     T_MESSAGE_TO,
-    T_SEEN_COMBINE,
-    T_SEEN_DISPATCH,
-    T_TOLD_COMBINE,
-    T_TOLD_DISPATCH,
-    has_failed,
-    is_live,
-    peer_window,
-    rank_count,
+    T_RECV_ACK_COMBINE,
+    T_RECV_ACK_DISPATCH,
+    T_SENT_ACK_COMBINE,
+    T_SENT_ACK_DISPATCH,
     route_table,
     state_table,
-    sticky_code_once,
-    stream_of,
-    window_address,
 )
+from .context import has_failed, is_live, peer_window, rank_count, sticky_code_once, stream_of, window_address
 from .ll_counts import take_counts
 from .publish import put_messages
 from .routing import HEADER
@@ -100,8 +94,8 @@ def send_messages(
     tl.store(int64s(message + AT_RETURN_OFFSET), zero + return_offset, mask=live)
     tl.store(int64s(message + AT_CONSUMED_DISPATCH), zero + read, mask=live)
     tl.store(int64s(message + AT_CONSUMED_COMBINE), zero + free, mask=live)
-    tl.store(int64s(state_table(context, state, T_TOLD_DISPATCH, peers)), zero + read, mask=live)
-    tl.store(int64s(state_table(context, state, T_TOLD_COMBINE, peers)), zero + free, mask=live)
+    tl.store(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), zero + read, mask=live)
+    tl.store(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), zero + free, mask=live)
     settle(BACKEND)
     parts = peek(state + S_PARTS)
     put_messages(context, state, peers, live, mapped, phase, number, source, target, nbytes, parts, BACKEND)
@@ -131,8 +125,8 @@ def _check_origin(
     refuse(context, state, peers, live & (got != digest), stream, got, digest, BACKEND)
     got = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
     refuse(context, state, peers, live & (got != number), stream, got, number, BACKEND)
-    dispatched_at = int64s(state_table(context, state, T_SEEN_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_SEEN_COMBINE, peers))
+    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
+    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
     dispatched = tl.load(dispatched_at, mask=live, other=0)
     combined = tl.load(combined_at, mask=live, other=0)
     dispatched, combined, _ = take_counts(context, state, peers, live, header, stream, dispatched, combined, BACKEND)

@@ -8,25 +8,11 @@ from ...config import Settings
 from ...errors import ConfigError
 from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES, META_LINE, NormalNotify, element_bytes
+from ..blocks import normal_device as block
+from ..blocks.normal_device import DeviceNormalState
 from ..interface import NodeTensors, NormalFormat, NormalTensors
 from .launch import Launch, Target, present_target
 from .low_latency import MAX_TOPK
-from .normal_blocks import (
-    I_AWAY,
-    I_BEYOND,
-    I_DIFFERENT,
-    I_IN_HEAP,
-    I_LATE0,
-    I_LATE1,
-    I_MOST,
-    I_PARTED,
-    I_RELAYED,
-    I_TICKET,
-    I_TOTAL,
-    INFO_WORDS,
-    TOLD_WORDS,
-    DeviceNormalState,
-)
 from .normal_finish import finish
 from .normal_node_step import advance_nodes, finish_nodes, move_node_rows
 from .normal_open import open_operation
@@ -59,20 +45,20 @@ class TritonNormalKernels:
     """
 
     name = "triton"
-    #: Words of what the opening tells the host, see ``normal_blocks``.
+    #: Words of what the opening tells the host, see ``blocks.normal_device``.
     ticket, different, total, most, away, in_heap, beyond, parted, relayed = (
-        I_TICKET,
-        I_DIFFERENT,
-        I_TOTAL,
-        I_MOST,
-        I_AWAY,
-        I_IN_HEAP,
-        I_BEYOND,
-        I_PARTED,
-        I_RELAYED,
+        block.INFO_TICKET,
+        block.INFO_DIFFERENT,
+        block.INFO_TOTAL,
+        block.INFO_MOST,
+        block.INFO_REMOTE_ROWS,
+        block.INFO_IN_HEAP,
+        block.INFO_OVERFLOW_ROWS,
+        block.INFO_SHAPE_MISMATCH,
+        block.INFO_RELAYED,
     )
-    late = (I_LATE0, I_LATE1)
-    told, told_words = INFO_WORDS, TOLD_WORDS
+    late = (block.INFO_MISSED_DISPATCH_STEPS, block.INFO_MISSED_COMBINE_STEPS)
+    told, told_words = block.INFO_WORDS, block.PEER_INFO_WORDS
 
     def __init__(self, ranks: int, target: Target | None = None) -> None:
         self.ranks = ranks
@@ -118,7 +104,7 @@ class TritonNormalKernels:
 
     def info_bytes(self, local_experts: int) -> int:
         """Bytes of what the opening tells the host."""
-        return 8 * (INFO_WORDS + TOLD_WORDS * self.ranks + local_experts)
+        return 8 * (block.INFO_WORDS + block.PEER_INFO_WORDS * self.ranks + local_experts)
 
     # -- routing ------------------------------------------------------------------------------------------------
 

@@ -7,14 +7,13 @@ import triton.language as tl
 
 from ...protocol.message import NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
-from .context import channel_count, has_failed, is_live, own_rank, rank_count
-from .normal_blocks import (
+from .blocks import (
     N_CHUNK_ROWS,
     N_CHUNKS_SENT,
     N_CHUNKS_TAKEN,
     N_RECV_ROWS,
-    W_LATE0,
-    W_LATE1,
+    W_MISSED_COMBINE_STEPS,
+    W_MISSED_DISPATCH_STEPS,
     W_NOTICES,
     W_NUMBER,
     W_OPEN,
@@ -23,6 +22,7 @@ from .normal_blocks import (
     get_each,
     set_each,
 )
+from .context import channel_count, has_failed, is_live, own_rank, rank_count
 from .normal_rows import UNALIGNED, RowShape, RowTensors, move
 from .normal_step import released, send_message, share_of, turn, wait_counts
 from .words import clock_ns, peek, poke, settle
@@ -48,10 +48,10 @@ def close(
     going = tl.full((), 1, tl.int32)
     if KIND == _COMBINE:
         phase, told = 1, 1
-        poke(state + W_LATE1, peek(state + W_LATE1) + late)
+        poke(state + W_MISSED_COMBINE_STEPS, peek(state + W_MISSED_COMBINE_STEPS) + late)
     else:
         phase, told = 0, 2
-        poke(state + W_LATE0, peek(state + W_LATE0) + late)
+        poke(state + W_MISSED_DISPATCH_STEPS, peek(state + W_MISSED_DISPATCH_STEPS) + late)
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         zero = tl.zeros_like(peers)

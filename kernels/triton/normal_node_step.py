@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import NormalNotify
-from .context import has_failed, is_live, own_rank, peer_window, rank_count
-from .normal_blocks import (
+from .blocks import (
     N_ARRIVED,
     N_CHUNK_ROWS,
     N_CONSUMED,
@@ -47,11 +46,12 @@ from .normal_blocks import (
     W_BAD_PEER,
     W_IN_HEAP,
     W_OPEN,
+    W_STEP,
     W_STREAM,
-    W_TURN,
     get_each,
     set_each,
 )
+from .context import has_failed, is_live, own_rank, peer_window, rank_count
 from .normal_finish import close
 from .normal_nodes import blame_of, forwarder, is_far, is_rail
 from .normal_relay import (
@@ -111,7 +111,7 @@ def _expect(context: tl.tensor, state: tl.tensor, peers: tl.tensor, linked: tl.t
     expected = tl.where(whole, end, tl.minimum(before + batch_chunks(state) * chunk, end))
     if COMBINE:
         # summed a turn later than laid out
-        early = is_rail(context, state, peers) & (peek(state + W_TURN) < 2)
+        early = is_rail(context, state, peers) & (peek(state + W_STEP) < 2)
         expected = tl.where(early, 0, expected)
     set_each(context, state, N_EXPECTED, peers, linked, expected)
 
@@ -131,7 +131,7 @@ def _begin(
     far = live & is_far(context, state, peers)
     rail = far & is_rail(context, state, peers)
     near = live & (far == 0)
-    if peek(state + W_TURN) > 0:
+    if peek(state + W_STEP) > 0:
         publish_batch(context, state, peers, near | rail, start, LANES, BACKEND)
         mine = peers == own_rank(context)
         set_each(context, state, N_PACK_ROWS, peers, mine, tl.zeros_like(peers))
@@ -201,7 +201,7 @@ def _look(
             others = far & (forwarder(context, state, tl.where(far, peers, 0)) != own_rank(context))
             passes = others & (get_each(context, state, N_PASS_READY, peers, far) > passed)
             # in the first turn nothing is laid out yet
-            stuck = stuck & ((rail == 0) | (peek(state + W_TURN) > 0))
+            stuck = stuck & ((rail == 0) | (peek(state + W_STEP) > 0))
         else:
             scanned = get_each(context, state, N_SCANNED, peers, far)
             passes = far & (get_each(context, state, N_SCAN_END, peers, far) > scanned)
@@ -290,7 +290,7 @@ def turn_nodes(
     """A turn as far as one program does it. 1 when rows are to be moved, 0 when the exchange is over or has failed."""
     ranks, me = rank_count(context), own_rank(context)
     start = clock_ns(BACKEND)
-    before = peek(state + W_TURN)
+    before = peek(state + W_STEP)
     going = tl.full((), 0, tl.int32)
     if released(context, state, BACKEND) == 0:
         bad = peek(state + W_BAD_PEER)
@@ -332,7 +332,7 @@ def turn_nodes(
         if ending != GO_ON:
             _give_up(context, state, counts, ending, COMBINE, LANES, BACKEND)
         elif found != FAILED:
-            poke(state + W_TURN, before + 1)
+            poke(state + W_STEP, before + 1)
             settle(BACKEND)
             for first in range(0, ranks, LANES):
                 peers = first + tl.arange(0, LANES).to(tl.int64)

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from ...protocol import relay
 from ...protocol.message import META_LINE
-from .context import S_SINK, own_rank, peer_window, rank_count
-from .normal_blocks import (
+from .blocks import (
     N_RELAY_FIRST,
+    S_SINK,
     W_BOARDS,
     W_CHUNK_BYTES,
     W_DEPTH,
@@ -28,6 +28,7 @@ from .normal_blocks import (
     W_STAGING,
     get_each,
 )
+from .context import own_rank, peer_window, rank_count
 from .wait import FAILURE_PROTOCOL, fail, first_of
 from .words import acquire_each, any_of, peek, release_each
 

@@ -15,20 +15,19 @@ import triton.language as tl
 
 from ...protocol.message import HEADER_BYTES, META_LINE, MOST_ROWS, NormalNotify
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH, NORMAL_NOTIFY
-from .context import S_SINK, channel_count, has_failed, is_live, own_rank, rank_count, window_address
-from .normal_blocks import (
-    I_AWAY,
-    I_BEYOND,
+from ..blocks import normal_device
+from .blocks import (
     I_DIFFERENT,
     I_IN_HEAP,
-    I_LATE0,
-    I_LATE1,
+    I_MISSED_COMBINE_STEPS,
+    I_MISSED_DISPATCH_STEPS,
     I_MOST,
-    I_PARTED,
+    I_OVERFLOW_ROWS,
     I_RELAYED,
+    I_REMOTE_ROWS,
+    I_SHAPE_MISMATCH,
     I_TICKET,
     I_TOTAL,
-    INFO_WORDS,
     N_ARRIVED,
     N_CHUNK_ROWS,
     N_CONSUMED,
@@ -57,16 +56,16 @@ from .normal_blocks import (
     N_SLOT_ROWS,
     N_SLOT_STRIDE,
     N_VIEW_SLOT_ROWS,
-    TOLD_WORDS,
+    S_SINK,
     W_BAD_PEER,
     W_CHUNK_BYTES,
     W_HEAP,
     W_HEAP_BYTES,
     W_IN_HEAP,
-    W_LATE0,
-    W_LATE1,
     W_LEAST_CHUNK,
     W_META_BYTES,
+    W_MISSED_COMBINE_STEPS,
+    W_MISSED_DISPATCH_STEPS,
     W_NODE_RANKS,
     W_NOTICES,
     W_NOTIFY_RECV,
@@ -78,11 +77,12 @@ from .normal_blocks import (
     W_ROUND_SLOT,
     W_ROUNDS,
     W_ROW_BYTES,
+    W_STEP,
     W_STREAM,
-    W_TURN,
     get_each,
     set_each,
 )
+from .context import channel_count, has_failed, is_live, own_rank, rank_count, window_address
 from .normal_nodes import is_far, is_rail, slot_bytes
 from .normal_step import message_at, released, send_message, wait_counts
 from .wait import refuse
@@ -92,9 +92,6 @@ _DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 _META_LINE = tl.constexpr(META_LINE)
-_AT_TOTAL, _AT_MOST, _AT_AWAY = tl.constexpr(8 * I_TOTAL), tl.constexpr(8 * I_MOST), tl.constexpr(8 * I_AWAY)
-_AT_IN_HEAP, _AT_BEYOND = tl.constexpr(8 * I_IN_HEAP), tl.constexpr(8 * I_BEYOND)
-_AT_RELAYED = tl.constexpr(8 * I_RELAYED)
 
 
 @triton.jit
@@ -150,7 +147,7 @@ def begin(
     if KIND != _COMBINE:
         # own rows are packed in the first turn, straight to the outputs; in a combine they are summed where they are
         set_each(context, state, N_PACK_ROWS, peers, inside & (peers == me), send)
-    poke(state + W_TURN, 0)
+    poke(state + W_STEP, 0)
     poke(state + W_RAN, 0)
     poke(state + W_BAD_PEER, 0)
     poke(state + W_ROW_BYTES, row_bytes)
@@ -248,7 +245,7 @@ def _land(
     meta_at = heap + rows_room + tl.cumsum(room, axis=0) - room
     set_each(context, state, N_META_LANDING, peers, inside, tl.where(whole, meta_at, landing + slot_rows * row))
     poke(state + W_IN_HEAP, fits.to(tl.int64))
-    poke(info + _AT_IN_HEAP, fits.to(tl.int64))
+    poke(info + I_IN_HEAP, fits.to(tl.int64))
     return before
 
 
@@ -257,13 +254,13 @@ def _tell_host(
     total: tl.tensor, most: tl.tensor, away: tl.tensor, capacity: tl.tensor, info: tl.tensor, KIND: tl.constexpr
 ) -> None:
     """Tell the host how many rows the outputs hold, the most of one other rank, and how many leave this one."""
-    poke(info + _AT_TOTAL, total)
-    poke(info + _AT_MOST, most)
-    poke(info + _AT_AWAY, tl.sum(away, axis=0))
+    poke(info + I_TOTAL, total)
+    poke(info + I_MOST, most)
+    poke(info + I_REMOTE_ROWS, tl.sum(away, axis=0))
     # rule: normal mode: the host is told that more rows came than num_worst_tokens promised
     if (KIND == _DISPATCH) & (capacity > 0):
         if total > capacity:
-            poke(info + _AT_BEYOND, total)
+            poke(info + I_OVERFLOW_ROWS, total)
 
 
 @triton.jit
@@ -333,7 +330,7 @@ def place_nodes(
     away = tl.where(peers == me, 0, sends)
     taken = tl.maximum(tl.max(remote, axis=0), tl.max(tl.where(far, every, 0), axis=0))
     _tell_host(tl.sum(every, axis=0), tl.maximum(taken, tl.max(away, axis=0)), away, capacity, info, KIND)
-    poke(info + _AT_RELAYED, tl.sum(relayed, axis=0))
+    poke(info + I_RELAYED, tl.sum(relayed, axis=0))
 
 
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
@@ -348,10 +345,8 @@ _AT_ROW_BYTES, _AT_META_BYTES = tl.constexpr(8 * NormalNotify.ROW_BYTES), tl.con
 _AT_RAIL_ROWS = tl.constexpr(8 * NormalNotify.RAIL_ROWS)
 #: More rows than any operation can have: indices are int32.
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
-_INFO_DIFFERENT = tl.constexpr(8 * I_DIFFERENT)
-_INFO_TICKET, _INFO_PARTED = tl.constexpr(8 * I_TICKET), tl.constexpr(8 * I_PARTED)
-_INFO_LATE0, _INFO_LATE1 = tl.constexpr(8 * I_LATE0), tl.constexpr(8 * I_LATE1)
-_INFO_TOLD, _TOLD = tl.constexpr(8 * INFO_WORDS), tl.constexpr(8 * TOLD_WORDS)
+_PEER_INFO = tl.constexpr(8 * normal_device.INFO_WORDS)
+_PEER_INFO_BYTES = tl.constexpr(8 * normal_device.PEER_INFO_WORDS)
 
 
 @triton.jit
@@ -439,7 +434,7 @@ def _hear(
         # rule: normal mode: ranks that were given other operations part before anything is sent
         other = live & (told_shape != shape)
         # for the error that the host raises
-        told = info + _INFO_TOLD + peers * _TOLD
+        told = info + _PEER_INFO + peers * _PEER_INFO_BYTES
         tl.store(int64s(told), told_shape, mask=other)
         tl.store(int64s(told + 8), tl.load(int64s(at + _AT_CODING), mask=other, other=0), mask=other)
         tl.store(int64s(told + 16), tl.load(int64s(at + _AT_ROW_BYTES), mask=other, other=0), mask=other)
@@ -582,7 +577,7 @@ def open_operation(
         expert_counts: int32[experts] to tell and to add up, in a first dispatch.
         origin: int64[1], number of the dispatch whose handle is used; 0 in a first dispatch.
         number_out, rows_out: int64[1] and int64[ranks], written in a first dispatch: its number, rows from each rank.
-        info: what the host is told (:mod:`.normal_blocks`), in its memory. ticket: of this call, stored there last.
+        info: what the host is told (``blocks.normal_device``), in its memory. ticket: of this call, stored there last.
         capacity: rows that were promised to be enough, 0 = no promise.
         shape, shape_step: the digest that all ranks must share, and what it grows by with the number of ``origin``.
         most_each: most experts of a rank that a token can choose.
@@ -644,10 +639,10 @@ def open_operation(
         # nobody gets as far as saying that writes are over
         poke(state + W_NUMBER, peek(state + W_NUMBER) + 1)
         poke(state + W_NOTICES, peek(state + W_NOTICES) + 1)
-        poke(info + _INFO_PARTED, different.to(tl.int64))
+        poke(info + I_SHAPE_MISMATCH, different.to(tl.int64))
     if different == 0:
         if KIND == _DISPATCH:
-            told = info + _INFO_TOLD + ranks * _TOLD
+            told = info + _PEER_INFO + ranks * _PEER_INFO_BYTES
             _count_experts(context, state, expert_counts, local_experts, most_each, told, NODES, LANES, BACKEND)
             number = peek(state + W_NUMBER)
             poke(number_out, number)
@@ -665,11 +660,11 @@ def open_operation(
             place_nodes(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
         else:
             place(context, state, row_bytes, meta_bytes, capacity, info, KIND, RANKS)
-        poke(info + _INFO_LATE0, peek(state + W_LATE0))
-        poke(info + _INFO_LATE1, peek(state + W_LATE1))
+        poke(info + I_MISSED_DISPATCH_STEPS, peek(state + W_MISSED_DISPATCH_STEPS))
+        poke(info + I_MISSED_COMBINE_STEPS, peek(state + W_MISSED_COMBINE_STEPS))
         poke(state + W_OPEN, 1)
-    poke(info + _INFO_DIFFERENT, different.to(tl.int64))
+    poke(info + I_DIFFERENT, different.to(tl.int64))
     settle(BACKEND)
     lane = tl.arange(0, 2)
     words = tl.zeros([2], tl.int64)
-    release_each(words + info + _INFO_TICKET, words + ticket, lane == 0, state + S_SINK, BACKEND)
+    release_each(words + info + I_TICKET, words + ticket, lane == 0, state + S_SINK, BACKEND)

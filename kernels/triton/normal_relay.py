@@ -18,8 +18,7 @@ import triton.language as tl
 
 from ...protocol import relay
 from ...protocol.message import DTYPE_F32
-from .context import S_SINK, channel_count, has_failed, is_live, own_rank, peer_window, window_address
-from .normal_blocks import (
+from .blocks import (
     N_ARRIVED,
     N_CHUNKS_SENT,
     N_CONSUMED,
@@ -53,6 +52,7 @@ from .normal_blocks import (
     N_VIEW_ROWS,
     N_VIEW_SLOT_ROWS,
     N_VIEW_STRIDE,
+    S_SINK,
     W_BAD_PEER,
     W_CHUNK_BYTES,
     W_DEPTH,
@@ -66,13 +66,14 @@ from .normal_blocks import (
     W_ROUNDS,
     W_ROW_BYTES,
     W_STAGING,
+    W_STEP,
     W_STREAM,
-    W_TURN,
     entry,
     get_each,
     phase_of,
     set_each,
 )
+from .context import channel_count, has_failed, is_live, own_rank, peer_window, window_address
 from .normal_nodes import (
     EVERYTHING,
     board_of,
@@ -209,7 +210,7 @@ def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, viewed: tl.tens
     mapped = peer_window(context, tl.where(viewed, peers, 0)) != 0
     batch = tl.where(mapped, slot_rows, tl.minimum(batch_chunks(state) * chunk, slot_rows))
     in_slot = (slot_rows + batch - 1) // batch
-    turns = peek(state + W_TURN)
+    turns = peek(state + W_STEP)
     shown = turns // in_slot * slot_rows + tl.minimum(turns % in_slot * batch, slot_rows)
     return tl.minimum(shown, rows)
 
@@ -279,7 +280,7 @@ def view(
             set_each(context, state, N_SCAN_END, peers, current, tl.maximum(arrived, scanned))
     settle(BACKEND)
     end, due = get_each(context, state, N_SCAN_END, peers, current), _due(context, state, peers, current)
-    begun = peek(state + W_TURN) > 0
+    begun = peek(state + W_STEP) > 0
     return broken, going & begun & ((current == 0) | (end < due))
 
 

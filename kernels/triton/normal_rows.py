@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, NormalNotify
-from .context import has_failed, mask_address, own_rank, peer_window, rank_count, window_address
-from .normal_blocks import (
+from .blocks import (
     N_CONSUMED,
     N_GRANT_CHUNK,
     N_GRANT_META,
@@ -51,6 +50,7 @@ from .normal_blocks import (
     entry,
     entry_among,
 )
+from .context import has_failed, mask_address, own_rank, peer_window, rank_count, window_address
 from .normal_nodes import is_far, mark_bytes
 from .quant import load_floats, load_together, store_floats
 from .words import aligned, floats, int32s, int64s, peek, uint8s

@@ -23,20 +23,7 @@ import triton.language as tl
 
 from ...protocol.message import GRANT_SLOTS, HEADER_BYTES, NormalGrant
 from ...protocol.streams import NORMAL_COMBINE, NORMAL_GRANT
-from .context import (
-    S_SINK,
-    arrived_address,
-    channel_count,
-    completed_address,
-    has_failed,
-    is_live,
-    own_rank,
-    peer_window,
-    rank_count,
-    sticky_code,
-    window_address,
-)
-from .normal_blocks import (
+from .blocks import (
     N_ARRIVED,
     N_CHUNK_ROWS,
     N_CHUNKS_SENT,
@@ -62,6 +49,7 @@ from .normal_blocks import (
     N_SENT_CHUNKS,
     N_SLOT_ROWS,
     N_SLOT_STRIDE,
+    S_SINK,
     W_BAD_PEER,
     W_CHUNK_BYTES,
     W_DEPTH,
@@ -75,11 +63,23 @@ from .normal_blocks import (
     W_ROUNDS,
     W_ROW_BYTES,
     W_STAGING,
+    W_STEP,
     W_STREAM,
-    W_TURN,
     get_each,
     phase_of,
     set_each,
+)
+from .context import (
+    arrived_address,
+    channel_count,
+    completed_address,
+    has_failed,
+    is_live,
+    own_rank,
+    peer_window,
+    rank_count,
+    sticky_code,
+    window_address,
 )
 from .publish import put_writes, store_flags, wait_room
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, refuse, turn_over
@@ -597,7 +597,7 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
     """A turn as far as one program does it. 1 when rows are to be moved, 0 when the exchange is over or has failed."""
     ranks, me = rank_count(context), own_rank(context)
     start = clock_ns(BACKEND)
-    before = peek(state + W_TURN)
+    before = peek(state + W_STEP)
     going = tl.full((), 0, tl.int32)
     if released(context, state, BACKEND) == 0:
         bad = peek(state + W_BAD_PEER)
@@ -639,7 +639,7 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 if (any_of(live & late, BACKEND) != 0) | (first == 0):
                     blame_peer(context, state, peers, live, code, BACKEND)
         if found == THERE:
-            poke(state + W_TURN, before + 1)
+            poke(state + W_STEP, before + 1)
             for first in range(0, ranks, LANES):
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES, UNIT
 from ...protocol.ring import HEAD, SLOTS, TAIL
-from .context import S_SINK, channel_count, flag_address, head_address, ring_address, stream_of
+from .blocks import S_SINK
+from .context import channel_count, flag_address, head_address, ring_address, stream_of
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, fail, turn_over
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...protocol.message import HEADER_BYTES
 from ...protocol.streams import LL_DISPATCH
-from .context import (
+from .blocks import (
     R_COUNTS,
     R_PAIRS,
     R_RETURN_BASE,
@@ -35,15 +35,10 @@ from .context import (
     T_MESSAGE_BYTES,
     T_MESSAGE_FROM,
     T_MESSAGE_TO,
-    has_failed,
-    is_live,
-    own_rank,
-    peer_window,
-    rank_count,
     route_table,
     state_table,
-    window_address,
 )
+from .context import has_failed, is_live, own_rank, peer_window, rank_count, window_address
 from .ll_counts import tell_dispatches, wait_spaces
 from .wait import report_id
 from .words import arrives_last, clock_ns, int32s, int64s, peek, poke, uint8s, uniform

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ...protocol import context as ctx
 from ...protocol.streams import MAX_CHANNELS
+from .blocks import S_SINK
 from .context import (
-    S_SINK,
     arrived_address,
     channel_count,
     completed_address,

@@ -17,7 +17,7 @@ import torch
 from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.gpu.memory import InterpretedMemory
 from uccl_ep_serving.gpu.window import DeviceSpace
-from uccl_ep_serving.kernels.triton import normal_blocks as block
+from uccl_ep_serving.kernels.blocks import normal_device as block
 from uccl_ep_serving.kernels.triton.launch import Launch
 from uccl_ep_serving.native.pages import own_pages
 from uccl_ep_serving.protocol import context as ctx
@@ -62,7 +62,7 @@ class Stand:
             (block.META_BYTES, meta),
             (block.STREAM, NORMAL_COMBINE if combine else NORMAL_DISPATCH),
             (block.OPEN, 1),
-            (block.TURN, 3),
+            (block.STEP, 3),
             (block.KEPT, 1 << 20),
         ):
             self.words[word] = value

@@ -189,7 +189,7 @@ def passed_rows(exchange: StoreExchange, wrong: int) -> tuple[list[list[int]], i
     """Rank 3 of nodes with two local experts a rank takes two rows of rank 0, one of which names expert ``wrong`` of
     the node. Ids that it returns, and the rank that it holds to blame; -1: nobody."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import BAD_PEER
+    from uccl_ep_serving.kernels.blocks.normal_device import BAD_PEER
 
     with node_stand.standing(3, row=32, meta=32) as stand:
         rounds = stand.layout.normal_rounds
@@ -214,13 +214,13 @@ def owed(exchange: StoreExchange, nodes: bool, lanes: int) -> tuple[int, int]:
     """Rank 1 owes its rail peer, rank 3, a grant and waits for the completion of the one in whose slot it is written;
     nothing else is missing. Whom it names when the time is over: (code, peer)."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import TURN
+    from uccl_ep_serving.kernels.blocks.normal_device import STEP
     from uccl_ep_serving.kernels.triton.normal_node_step import advance_nodes
     from uccl_ep_serving.kernels.triton.normal_step import advance
 
     with node_stand.standing(1) as stand:
         stand.hold(3)
-        stand.words[TURN] = 0
+        stand.words[STEP] = 0
         stand.set(3, RECV_ROWS=20, SLOT_ROWS=4, SLOT_STRIDE=4096, CHUNK_ROWS=4, GRANTED=2, GRANTS_SENT=GRANT_SLOTS)
         # this rank misses no row itself, and has kept all marks
         stand.set(3, CONSUMED=4, SHOWN=1, SCAN_END=20)
@@ -329,7 +329,7 @@ def summed(exchange: StoreExchange, told: int = 3, kept: int = 3) -> tuple[list[
     was ``told`` of that many, and the marks of the first ``kept`` were kept. The sums' first values, and the rank held
     to blame or -1."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import BAD_PEER, KEPT
+    from uccl_ep_serving.kernels.blocks.normal_device import BAD_PEER, KEPT
 
     with node_stand.standing(3, ranks=6, node_ranks=3, row=32, meta=16, combine=True) as stand:
         stand.words[KEPT] = kept
@@ -380,7 +380,7 @@ def opened(exchange: StoreExchange) -> None:
     """Rank 2 opens a dispatch of which every peer has told. What a handle keeps of it says who sent how many rows,
     near ranks too, whoever carried them."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import INFO_WORDS, NOTIFY_RECV, NOTIFY_STRIDE, TOLD_WORDS
+    from uccl_ep_serving.kernels.blocks.normal_device import INFO_WORDS, NOTIFY_RECV, NOTIFY_STRIDE, PEER_INFO_WORDS
     from uccl_ep_serving.kernels.triton.normal_open import open_operation
 
     with node_stand.standing(2) as stand:
@@ -396,7 +396,7 @@ def opened(exchange: StoreExchange) -> None:
         passing = torch.tensor([[2, 3, 2, 1], [-1] * 4])
         counts = torch.zeros(stand.ranks, dtype=torch.int32)
         number, rows_out = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-        info = torch.zeros(INFO_WORDS + TOLD_WORDS * stand.ranks + 1, dtype=torch.int64)
+        info = torch.zeros(INFO_WORDS + PEER_INFO_WORDS * stand.ranks + 1, dtype=torch.int64)
         handle = (number.data_ptr(), rows_out.data_ptr(), info.data_ptr())
         form = (1, 0, 0, 0, 0, 64, 16, 1, 1, stand.node_ranks, passing.data_ptr())
         stand.run(
@@ -415,11 +415,11 @@ def opened(exchange: StoreExchange) -> None:
 def finished(exchange: StoreExchange) -> None:
     """The host of rank 2 has launched no turn of a dispatch in which nobody has rows but for itself."""
     node_stand, _ = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import NUMBER, OPEN, RAN, TURN
+    from uccl_ep_serving.kernels.blocks.normal_device import NUMBER, OPEN, RAN, STEP
     from uccl_ep_serving.kernels.triton.normal_node_step import finish_nodes
 
     with node_stand.standing(2, row=32, meta=0) as stand:
-        stand.words[TURN] = 0
+        stand.words[STEP] = 0
         stand.set(2, PACK_ROWS=3)
         for peer in (0, 1, 3):
             stand.set(peer, SHOWN=peer == 0, CHUNK_ROWS=1, SLOT_ROWS=1)
@@ -463,7 +463,7 @@ def lists(exchange: StoreExchange) -> None:
 def placed(exchange: StoreExchange, ranks: int, node_ranks: int, combine: bool, heap: bool) -> None:
     """Of each source the rows and meta that may land before any is consumed lie apart, inside the landing area."""
     node_stand, kernels = _modules()
-    from uccl_ep_serving.kernels.triton.normal_blocks import HEAP_BYTES, INFO_WORDS
+    from uccl_ep_serving.kernels.blocks.normal_device import HEAP_BYTES, INFO_WORDS
 
     row, meta = 96, 16
     with node_stand.standing(1, ranks, node_ranks, row=row, meta=meta, combine=combine) as stand:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
-from uccl_ep_serving.kernels.triton import normal_blocks
+from uccl_ep_serving.kernels.blocks import normal_device
 from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
@@ -65,7 +65,7 @@ class _Bench:
     """A context whose rings and flags the test reads, and a state block of which only the sink may change."""
 
     def __init__(self) -> None:
-        self.state = np.full(normal_blocks.STATE_WORDS + blocks.STATE_WORDS, UNTOUCHED, dtype=np.int64)
+        self.state = np.full(normal_device.STATE_WORDS + blocks.STATE_WORDS, UNTOUCHED, dtype=np.int64)
         self.ring = np.zeros(ring_bytes(SLOTS_OF_RING) // 8, dtype=np.int64)
         self.head = np.array([0, 0, SLOTS_OF_RING], dtype=np.int64)
         self.flags = np.zeros(RANKS, dtype=np.int64)

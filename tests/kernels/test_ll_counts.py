@@ -9,31 +9,8 @@ import pytest
 
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
-from uccl_ep_serving.kernels.blocks.low_latency import (
-    COMBINE_AHEAD,
-    COMBINE_NUMBER,
-    COMBINE_PACKED,
-    COMBINE_READ,
-    COUNTS,
-    DISPATCH_NUMBER,
-    DISPATCH_PACKED,
-    DISPATCH_READ,
-    NOTICES_SENT,
-    PAIRS,
-    PEER_TABLES,
-    RECEIVED,
-    RETURN_BASE,
-    RETURN_FORM,
-    RETURN_ROWS,
-    RETURN_TO,
-    SEEN_COMBINE,
-    SEEN_DISPATCH,
-    STARTS,
-    TOLD_COMBINE,
-    TOLD_DISPATCH,
-    RouteBlock,
-    StateBlock,
-)
+from uccl_ep_serving.kernels.blocks import low_latency as block
+from uccl_ep_serving.kernels.blocks.low_latency import RouteBlock, StateBlock
 from uccl_ep_serving.kernels.cpu.ll_combine import combine_send
 from uccl_ep_serving.kernels.cpu.ll_dispatch import dispatch_send
 from uccl_ep_serving.kernels.cpu.ll_message import mark_read, send_notice, spaces_free
@@ -68,14 +45,14 @@ class Bench:
             self.space.set_ring(stream, self.ring.ctypes.data)
         self.state = StateBlock(plan, layout)
         self.route = RouteBlock(plan, 0, FORM_REDUCED)
-        for table in (RECEIVED, RETURN_ROWS, RETURN_TO, RETURN_BASE):
+        for table in (block.RECEIVED, block.RETURN_ROWS, block.RETURN_TO, block.RETURN_BASE):
             self.route.table(table)[:] = 0
-        self.route.table(RETURN_FORM)[:] = FORM_REDUCED
+        self.route.table(block.RETURN_FORM)[:] = FORM_REDUCED
         self.ticket = np.zeros(1, dtype=np.int64)
         self.rows = np.zeros(64, dtype=np.int16)
 
     def peer_table(self, table: int) -> np.ndarray:
-        start = PEER_TABLES + table * 2
+        start = block.PEER_TABLES + table * 2
         return self.state.words[start : start + 2]
 
     def own_flags(self) -> np.ndarray:
@@ -122,10 +99,10 @@ class Bench:
 
     def at_combine_2(self) -> None:
         """Combines 0 and 1 are sent, 0 is read; rank 1 has said that its space of combine 0 is free."""
-        self.state.words[COMBINE_NUMBER] = 2
-        self.state.words[COMBINE_READ] = 1
-        self.peer_table(COMBINE_PACKED)[:] = 2
-        self.peer_table(SEEN_COMBINE)[PEER] = 1
+        self.state.words[block.COMBINE_NUMBER] = 2
+        self.state.words[block.COMBINE_READ] = 1
+        self.peer_table(block.COMBINE_PACKED)[:] = 2
+        self.peer_table(block.RECV_ACK_COMBINE)[PEER] = 1
         self.own_flags()[[LL_COMBINE, LL_COMBINE + MAX_CHANNELS]] = 1
         self.completed[[LL_COMBINE, LL_COMBINE + MAX_CHANNELS]] = 1
         self.arrived[LL_COMBINE] = 1
@@ -149,8 +126,8 @@ def test_combine_send_stays_until_it_has_told_the_peer() -> None:
     notice = bench.segment.bytes[source : source + 64].view(np.int64)
     assert notice[Notice.TAG] == Notice.TAG_VALUE
     assert notice[Notice.CONSUMED_COMBINE] == 1
-    assert bench.peer_table(TOLD_COMBINE)[PEER] == 1
-    assert bench.state.words[COMBINE_NUMBER] == 3
+    assert bench.peer_table(block.SENT_ACK_COMBINE)[PEER] == 1
+    assert bench.state.words[block.COMBINE_NUMBER] == 3
 
 
 def test_combine_send_stays_while_the_word_waits_for_a_slot() -> None:
@@ -160,10 +137,10 @@ def test_combine_send_stays_while_the_word_waits_for_a_slot() -> None:
     bench.at_combine_2()
     assert bench.combine() == STATUS_PENDING
     bench.arrived[LL_COMBINE + MAX_CHANNELS] = 1
-    bench.peer_table(NOTICES_SENT)[PEER] = NOTICE_SLOTS
+    bench.peer_table(block.NOTICES_SENT)[PEER] = NOTICE_SLOTS
     assert bench.combine() == STATUS_PENDING
     assert [stream for stream, _ in bench.commands()] == [LL_COMBINE]
-    assert bench.state.words[COMBINE_NUMBER] == 2
+    assert bench.state.words[block.COMBINE_NUMBER] == 2
     bench.completed[NOTICE] = 1
     assert bench.combine() == STATUS_OK
     assert [stream for stream, _ in bench.commands()] == [LL_COMBINE, NOTICE]
@@ -172,12 +149,12 @@ def test_combine_send_stays_while_the_word_waits_for_a_slot() -> None:
 def test_dispatch_send_waits_for_its_staging() -> None:
     """Dispatch 2 is packed where dispatch 0 was: a NIC may still read, and repeat, what lies there."""
     bench = Bench()
-    bench.state.words[DISPATCH_NUMBER] = 2
-    bench.state.words[DISPATCH_READ] = 2
-    bench.peer_table(DISPATCH_PACKED)[:] = 2
-    bench.peer_table(SEEN_DISPATCH)[:] = 2
-    bench.peer_table(TOLD_DISPATCH)[:] = 2
-    for table in (COUNTS, PAIRS, STARTS):
+    bench.state.words[block.DISPATCH_NUMBER] = 2
+    bench.state.words[block.DISPATCH_READ] = 2
+    bench.peer_table(block.DISPATCH_PACKED)[:] = 2
+    bench.peer_table(block.RECV_ACK_DISPATCH)[:] = 2
+    bench.peer_table(block.SENT_ACK_DISPATCH)[:] = 2
+    for table in (block.COUNTS, block.PAIRS, block.STARTS):
         bench.route.table(table)[:] = 0
     assert bench.dispatch() == STATUS_PENDING
     assert bench.commands() == []
@@ -185,7 +162,7 @@ def test_dispatch_send_waits_for_its_staging() -> None:
     bench.completed[LL_DISPATCH] = 1
     assert bench.dispatch() == STATUS_OK
     assert [stream for stream, _ in bench.commands()] == [LL_DISPATCH]
-    assert bench.state.words[DISPATCH_NUMBER] == 3
+    assert bench.state.words[block.DISPATCH_NUMBER] == 3
 
 
 def test_combine_send_waits_for_its_previous_message_to_complete() -> None:
@@ -205,7 +182,7 @@ def test_combine_send_waits_for_the_peers_space() -> None:
     bench = Bench()
     bench.at_combine_2()
     bench.arrived[LL_COMBINE + MAX_CHANNELS] = 1
-    bench.peer_table(SEEN_COMBINE)[PEER] = 0
+    bench.peer_table(block.RECV_ACK_COMBINE)[PEER] = 0
     assert bench.combine() == STATUS_PENDING
     assert [stream for stream, _ in bench.commands()] == [NOTICE]
     assert bench.space._progress[:4].tolist() == [PEER, NOTICE, 0, 1]
@@ -220,7 +197,7 @@ def test_spaces_free(read: int, even: int, odd: int, free: int) -> None:
     bench = Bench()
     bench.own_flags()[[LL_COMBINE, LL_COMBINE + MAX_CHANNELS]] = 9
     bench.arrived[LL_COMBINE], bench.arrived[LL_COMBINE + MAX_CHANNELS] = even, odd
-    bench.state.words[COMBINE_READ] = read
+    bench.state.words[block.COMBINE_READ] = read
     assert spaces_free(bench.space.context, bench.state.address, bench.space.progress) == free
 
 
@@ -229,7 +206,7 @@ def test_notice_slot_is_used_again_only_when_complete() -> None:
     address = bench.state.address, bench.space.progress
     for number in range(NOTICE_SLOTS):
         assert send_notice(bench.space.context, *address, PEER, 0) == STATUS_OK
-        assert bench.peer_table(NOTICES_SENT)[PEER] == number + 1
+        assert bench.peer_table(block.NOTICES_SENT)[PEER] == number + 1
     assert send_notice(bench.space.context, *address, PEER, 0) == STATUS_PENDING
     assert len(bench.commands()) == NOTICE_SLOTS
     bench.completed[NOTICE] = 1
@@ -246,6 +223,6 @@ def test_read_counts_are_prefixes(order: list[int], counts: list[int]) -> None:
     bench = Bench()
     seen = []
     for number in order:
-        mark_read(bench.state.address, COMBINE_READ, COMBINE_AHEAD, number)
-        seen.append(int(bench.state.words[COMBINE_READ]))
+        mark_read(bench.state.address, block.COMBINE_READ, block.COMBINE_AHEAD, number)
+        seen.append(int(bench.state.words[block.COMBINE_READ]))
     assert seen == counts

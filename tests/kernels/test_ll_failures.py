@@ -16,14 +16,8 @@ from tests.support.fake_ranks import FakeGroup
 from tests.support.ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
-from uccl_ep_serving.kernels.blocks.low_latency import (
-    RECEIVED,
-    RETURN_FORM,
-    RETURN_ROWS,
-    RETURN_TO,
-    ROUTE_TABLES,
-    RouteBlock,
-)
+from uccl_ep_serving.kernels.blocks import low_latency as block
+from uccl_ep_serving.kernels.blocks.low_latency import RouteBlock
 from uccl_ep_serving.modes import low_latency_cpu as module
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
@@ -290,7 +284,7 @@ def test_masked_rank_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __init__(self, *sizes: Any) -> None:
             super().__init__(*sizes)
-            self.words[ROUTE_TABLES : ROUTE_TABLES + 10 * self._ranks] = -1
+            self.words[block.ROUTE_TABLES : block.ROUTE_TABLES + 10 * self._ranks] = -1
 
     monkeypatch.setattr(module, "RouteBlock", UsedMemory)
     case = replace(CASE, ranks=3, experts=12, reduced=False)
@@ -310,7 +304,10 @@ def test_masked_rank_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             assert not (handle.layout_range[:, 2] & 0xFFFFFFFF).any()
             y = expert_output(received_values(case, rows, count), runtime.rank)
-            assert not any(handle.route.table(table)[2] for table in (RECEIVED, RETURN_ROWS, RETURN_TO, RETURN_FORM))
+            assert not any(
+                handle.route.table(table)[2]
+                for table in (block.RECEIVED, block.RETURN_ROWS, block.RETURN_TO, block.RETURN_FORM)
+            )
             combined, _, _ = low_latency.combine(y, given.topk_idx, given.topk_weights, handle)
             kept = (given.topk_idx // 4 != 2) * given.topk_weights.double()
             want = given.x.double() * ((1 + 0.25 * given.topk_idx.double()) * kept).sum(dim=1, keepdim=True)

@@ -21,10 +21,10 @@ from uccl_ep_serving.protocol import relay
 
 def turn_of(buffer: Buffer) -> int:
     """Turns that the last operation has begun."""
-    from uccl_ep_serving.kernels.triton.normal_blocks import TURN
+    from uccl_ep_serving.kernels.blocks.normal_device import STEP
 
     normal: Any = buffer._normal
-    return int(normal._session._present.state.words[TURN])
+    return int(normal._session._present.state.words[STEP])
 
 
 def count_turns(buffer: Buffer) -> list[int]:

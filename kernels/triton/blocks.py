@@ -1,0 +1,87 @@
+"""Words of the blocks, for code inside kernels: ``from .blocks import S_META`` is a ``tl.constexpr``.
+
+    S_*  byte offset of a word of the low-latency state     T_*  index of one of its tables
+    R_*  index of a table of a route
+    W_*  byte offset of a word of the normal-mode state     N_*  index of one of its tables
+    I_*  byte offset of a word of what an opening tells the host
+
+They are made from their declarations in ``kernels.blocks``. A kernel reads them as bare global names. ``block.META``
+works as well, but not safely: Triton keeps what it compiled under a key of the source and of the values of the bare
+``tl.constexpr`` names in it (3.6, 3.8 and 3.9). The value of an attribute is not in that key. After a word has moved,
+kernels compiled before would be taken from the cache, and read the wrong word.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.streams import NORMAL_COMBINE
+from ..blocks import low_latency, low_latency_device, normal_device
+from .context import rank_count
+from .words import int64s, peek
+
+
+def __getattr__(name: str) -> tl.constexpr:
+    prefix, _, word = name.partition("_")
+    if prefix == "S":
+        block = low_latency_device if hasattr(low_latency_device, word) else low_latency
+        return tl.constexpr(8 * getattr(block, word))
+    if prefix == "W":
+        return tl.constexpr(8 * getattr(normal_device, word))
+    if prefix == "I":
+        return tl.constexpr(8 * getattr(normal_device, f"INFO_{word}"))
+    tables = {"T": low_latency_device.STATE_TABLES, "R": low_latency_device.ROUTE_TABLES, "N": normal_device.TABLES}
+    if word not in tables.get(prefix, ()):
+        raise AttributeError(f"{__name__} has no {name}")
+    return tl.constexpr(tables[prefix].index(word))
+
+
+_STATE_WORDS = tl.constexpr(low_latency_device.STATE_WORDS)
+_ROUTE_WORDS = tl.constexpr(low_latency_device.ROUTE_WORDS)
+_NORMAL_WORDS = tl.constexpr(normal_device.STATE_WORDS)
+_STREAM, _COMBINE_STREAM = tl.constexpr(8 * normal_device.STREAM), tl.constexpr(NORMAL_COMBINE)
+
+
+@triton.jit
+def state_table(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses of the peers' entries in a table of the state block."""
+    return state + 8 * (_STATE_WORDS + table * rank_count(context) + peers)
+
+
+@triton.jit
+def route_table(context: tl.tensor, route: tl.tensor, table: tl.tensor, ranks: tl.tensor) -> tl.tensor:
+    """Addresses of the ranks' entries in a table of the route block."""
+    return route + 8 * (_ROUTE_WORDS + table * rank_count(context) + ranks)
+
+
+@triton.jit
+def entry(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses of the peers' entries in a table."""
+    return entry_among(rank_count(context), state, table, peers)
+
+
+@triton.jit
+def entry_among(ranks: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """The same, for a loop that knows how many ranks there are."""
+    return state + 8 * (_NORMAL_WORDS + table * ranks + peers)
+
+
+@triton.jit
+def get_each(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """Entries of the ``chosen`` peers, 0 for the others."""
+    return tl.load(int64s(entry(context, state, table, peers)), mask=chosen, other=0)
+
+
+@triton.jit
+def set_each(
+    context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor, chosen: tl.tensor, value: tl.tensor
+) -> None:
+    """Set the entries of the ``chosen`` peers."""
+    tl.store(int64s(entry(context, state, table, peers)), tl.zeros_like(peers) + value, mask=chosen)
+
+
+@triton.jit
+def phase_of(state: tl.tensor) -> tl.tensor:
+    """0 in a dispatch, 1 in a combine."""
+    return (peek(state + _STREAM) == _COMBINE_STREAM).to(tl.int64)
