@@ -24,6 +24,8 @@ __all__ = [
     "ProxyDied",
     "TransportError",
     "UcclEpError",
+    "after_loss",
+    "after_silence",
 ]
 
 
@@ -123,3 +125,16 @@ class PeerLost(PeerError, ConnectionError):
     def __init__(self, message: str, *, peer: int, phase: str = "", channel: int = -1, cause: str = "") -> None:
         super().__init__(message, peer=peer, phase=phase, channel=channel)
         self.cause = cause
+
+
+def after_loss(peer: int) -> str:
+    """What to do when rank ``peer`` is gone, in the same words wherever that is noticed."""
+    return f"Next step: read rank {peer}'s log; then {_WITHOUT_IT}"
+
+
+def after_silence(peer: int) -> str:
+    """What to do when rank ``peer`` is silent, likewise."""
+    return f"Next step: compare what rank {peer} called last with the other ranks' calls; then {_WITHOUT_IT}"
+
+
+_WITHOUT_IT = "mask it on every rank that is left, or close this Buffer on all of them and build the group again"

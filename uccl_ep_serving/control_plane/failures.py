@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError
+from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss, after_silence
 from .frames import ANSWER, FAILED, QUESTION, Frame, send_frame
 from .links import Link
 
@@ -94,9 +94,7 @@ class FailureReport(NamedTuple):
             if self.by == self.peer:
                 how = f"it failed{phase}{cause} and has stopped"
             return PeerLost(
-                f"{where}: rank {self.peer} is gone: {how}. "
-                f"Next step: read rank {self.peer}'s log; then mask it on every rank that is left, or close this "
-                "Buffer on all of them and build the group again",
+                f"{where}: rank {self.peer} is gone: {how}. {after_loss(self.peer)}",
                 peer=self.peer,
                 phase=error.phase,
                 channel=self.channel,
@@ -105,9 +103,8 @@ class FailureReport(NamedTuple):
         counts = f": {self.arrived} messages arrived, {self.expected} expected" if self.arrived >= 0 else ""
         return PeerTimeout(
             f"{where}: rank {self.peer} is silent: rank {self.by} waits for it or has given up{phase}{counts}. Likely "
-            f"cause: rank {self.peer} has not made the same call, is stuck, or the network drops its traffic. Next "
-            f"step: look at what rank {self.peer} does; then mask it on every rank that is left, or close this Buffer "
-            "on all of them and build the group again",
+            f"cause: rank {self.peer} has not made the same call, is stuck, or the network drops its traffic. "
+            f"{after_silence(self.peer)}",
             peer=self.peer,
             phase=error.phase,
             channel=self.channel,
@@ -294,8 +291,7 @@ class Liveness:
             peer = self.culprit(candidates)
             how = self.how_gone(peer)
         raise PeerLost(
-            f"{phase}, rank {self._rank}: rank {peer} is gone ({how}). Next step: read its log; then mask it on every "
-            "rank that is left, or close this Buffer on all of them and build the group again",
+            f"{phase}, rank {self._rank}: rank {peer} is gone ({how}). {after_loss(peer)}",
             peer=peer,
             phase=phase,
         )

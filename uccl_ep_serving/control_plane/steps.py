@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
+from ..errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError, after_silence
 from .failures import FailureReport, Liveness
 from .frames import GATHER, MOST_PAYLOAD, Frame, close_all, send_frame
 from .links import Link
@@ -125,7 +125,8 @@ class Steps:
         liveness.raise_if_absent(name, among=blocking)
         raise PeerTimeout(
             f"{name}, rank {self._rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
-            f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck",
+            f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck. "
+            f"{after_silence(missing[0])}",
             peer=missing[0],
             phase=name,
             arrived=len(received),

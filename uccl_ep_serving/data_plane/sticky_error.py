@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import PeerLost, PeerTimeout, ProtocolError, ProxyDied, TransportError, UcclEpError
+from ..errors import (
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    ProxyDied,
+    TransportError,
+    UcclEpError,
+    after_loss,
+    after_silence,
+)
 from ..protocol import context as ctx
 from ..protocol.streams import channel_of, name_of
 
@@ -40,8 +49,7 @@ class StickyError(NamedTuple):
         if code == ctx.FAILURE_PEER_LOST:
             return PeerLost(
                 f"{where}: rank {peer} is lost (its process died, its connection closed, or another rank masked it). "
-                f"Next step: read rank {peer}'s log; then mask it on every rank that is left, or close this Buffer "
-                "on all of them and build the group again",
+                f"{after_loss(peer)}",
                 peer=peer,
                 phase=phase,
                 channel=channel,
@@ -49,9 +57,8 @@ class StickyError(NamedTuple):
         if code == ctx.FAILURE_PEER_TIMEOUT:
             return PeerTimeout(
                 f"{where}: rank {peer} is silent{on}: {arrived} messages arrived, {expected} expected within "
-                f"{timeout:g} s. Likely cause: rank {peer} has not made the same call, is stuck, or the network "
-                "drops its traffic. Next step: compare the ranks' last operations; raise UCCL_EP_TIMEOUT for slow "
-                "starts",
+                f"{timeout:g} s (UCCL_EP_TIMEOUT). Likely cause: rank {peer} has not made the same call, is slow to "
+                f"start, is stuck, or the network drops its traffic. {after_silence(peer)}",
                 peer=peer,
                 phase=phase,
                 channel=channel,
@@ -87,8 +94,8 @@ class StickyError(NamedTuple):
         if code == ctx.FAILURE_LAYOUT:
             return PeerTimeout(
                 f"{where}: rank {peer} asked for other windows while kernels of this rank waited for it, and has given "
-                "up by now. Likely cause: the ranks made different calls, or the same with other sizes. Next step: "
-                "compare the ranks' last operations, close this Buffer on all of them and build the group again",
+                "up by now. Likely cause: the ranks made different calls, or the same with other sizes. "
+                f"{after_silence(peer)}",
                 peer=peer,
                 phase=phase,
                 channel=channel,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..control_plane.failures import FailureReport
 from ..control_plane.mesh import ControlMesh
-from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError
+from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss
 from ..protocol import context as ctx
 from ..protocol.streams import channel_of
 from .agreement import SETUP, read_proposal
@@ -89,8 +89,7 @@ class PlaneWatch:
         known = [words for words in (self._liveness.how_gone(peer), cause) if words]
         if known:
             raise PeerLost(
-                f"{phase}, rank {self._rank}: rank {peer} is gone ({'; '.join(known)}). Next step: read its log; then "
-                "mask it on every rank that is left, or close this Buffer on all of them and build the group again",
+                f"{phase}, rank {self._rank}: rank {peer} is gone ({'; '.join(known)}). {after_loss(peer)}",
                 peer=peer,
                 phase=phase,
                 cause=cause,
