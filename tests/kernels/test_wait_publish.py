@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from uccl_ep_serving.data_plane import kernel_space
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import PeerLost, ProtocolError
@@ -284,6 +285,15 @@ def test_an_error_is_named_although_it_was_only_claimed_so_far(bench: Bench) -> 
     with pytest.raises(PeerLost, match="rank 2 is lost"):
         raise bench.space.failure("a test")
     thread.join()
+
+
+def test_an_error_that_stays_claimed_has_a_cause_and_a_next_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_space, "CLAIM_TIMEOUT", 0.05)
+    error = np.ctypeslib.as_array(ctypes.cast(bench.space.error, ctypes.POINTER(ctypes.c_int64)), (8,))
+    error[ERROR_CODE] = FAILURE_CLAIMED
+    text = str(bench.space.failure("a test"))
+    assert "has not said why. Likely cause: it gets no core" in text
+    assert text.endswith("build the group again")
 
 
 def test_mapped_peers_writes_are_complete(bench: Bench) -> None:

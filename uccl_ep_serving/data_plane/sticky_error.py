@@ -104,4 +104,10 @@ class StickyError(NamedTuple):
             )
         if code == ctx.FAILURE_TRANSPORT:
             return TransportError(f"{where}: the transport to rank {peer} failed{on}, status {arrived}", status=arrived)
+        if code == ctx.FAILURE_CLAIMED:
+            return UcclEpError(
+                f"{where}: a thread of this rank set the sticky error and has not said why. Likely cause: it gets no "
+                "core, or died in between. Next step: look for it in this rank's log; then close this Buffer on all "
+                "ranks and build the group again"
+            )
         return UcclEpError(f"{where}: this Buffer is closed")
