@@ -15,6 +15,7 @@ Exception
 from __future__ import annotations
 
 __all__ = [
+    "REBUILD_GROUP",
     "BootstrapError",
     "ConfigError",
     "PeerError",
@@ -127,6 +128,12 @@ class PeerLost(PeerError, ConnectionError):
         self.cause = cause
 
 
+#: What to do when the ranks cannot go on together, and masking none of them would mend that.
+REBUILD_GROUP = "Next step: close this Buffer on all ranks and build the group again"
+
+_WITHOUT_IT = "mask it on every rank that is left, or close this Buffer on all of them and build the group again"
+
+
 def after_loss(peer: int) -> str:
     """What to do when rank ``peer`` is gone, in the same words wherever that is noticed."""
     return f"Next step: read rank {peer}'s log; then {_WITHOUT_IT}"
@@ -135,6 +142,3 @@ def after_loss(peer: int) -> str:
 def after_silence(peer: int) -> str:
     """What to do when rank ``peer`` is silent, likewise."""
     return f"Next step: compare what rank {peer} called last with the other ranks' calls; then {_WITHOUT_IT}"
-
-
-_WITHOUT_IT = "mask it on every rank that is left, or close this Buffer on all of them and build the group again"

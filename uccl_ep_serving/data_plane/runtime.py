@@ -25,7 +25,7 @@ from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
-from ..errors import ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
+from ..errors import REBUILD_GROUP, ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import warm
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
@@ -115,7 +115,7 @@ class Runtime:
         if os.getpid() != self._pid:
             raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
         if broken := self._broken or self._watch.evicted:
-            raise UcclEpError(f"{broken}. Close this Buffer on all ranks and build the group again")
+            raise UcclEpError(broken)
 
     @property
     def _present(self) -> DataPlane:
@@ -329,9 +329,9 @@ class Runtime:
             yield
         except BaseException as error:
             named = self._watch.resolve_cause(error) if isinstance(error, PeerError) else error
-            self._broken = f"rank {self.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(
-                ": "
-            )
+            what = f"rank {self.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(": ")
+            # an error that blames a peer says what to do: mask it
+            self._broken = what if isinstance(named, PeerError) else f"{what}. {REBUILD_GROUP}"
             try:
                 if named is error:
                     raise

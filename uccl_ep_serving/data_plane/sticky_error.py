@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import (
+    REBUILD_GROUP,
     PeerLost,
     PeerTimeout,
     ProtocolError,
@@ -107,7 +108,6 @@ class StickyError(NamedTuple):
         if code == ctx.FAILURE_CLAIMED:
             return UcclEpError(
                 f"{where}: a thread of this rank set the sticky error and has not said why. Likely cause: it gets no "
-                "core, or died in between. Next step: look for it in this rank's log; then close this Buffer on all "
-                "ranks and build the group again"
+                f"core, or died in between. {REBUILD_GROUP}"
             )
         return UcclEpError(f"{where}: this Buffer is closed")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..control_plane.failures import FailureReport
 from ..control_plane.mesh import ControlMesh
-from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss
+from ..errors import REBUILD_GROUP, PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss
 from ..protocol import context as ctx
 from ..protocol.streams import channel_of
 from .agreement import SETUP, read_proposal
@@ -62,7 +62,7 @@ class PlaneWatch:
         if plane is None or plane.space is None or plane.service is None:
             return
         if self.evicted:
-            raise UcclEpError(f"{self.evicted}. Close this Buffer on all ranks and build the group again")
+            raise UcclEpError(self.evicted)
         space, service, liveness = plane.space, plane.service, self._liveness
         if liveness.any_heard:
             for peer in liveness.lost_unmasked:
@@ -152,7 +152,7 @@ class PlaneWatch:
         if self._liveness.mask[by]:
             return
         if peer == self._rank:
-            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent"
+            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent. {REBUILD_GROUP}"
         if not self._liveness.mask[peer]:
             self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
 
