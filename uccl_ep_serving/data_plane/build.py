@@ -62,6 +62,7 @@ class PlaneBuilder:
         normal: NormalPlan,
     ) -> None:
         self._mesh = mesh
+        self._gather = mesh.steps.gather
         self._cards = introduction.cards
         self._secret = introduction.secret
         self._settings = settings
@@ -82,65 +83,63 @@ class PlaneBuilder:
             ConfigError: the window would exceed what the formats hold.
             BootstrapError, TransportError, PeerError: a rank could not be reached; nothing is left open.
         """
-        settings, rank = self._settings, self._rank
-        deadline = time.monotonic() + settings.connect_timeout
+        deadline = time.monotonic() + self._settings.connect_timeout
         try:
             layout = WindowLayout(self._ranks, plan, self._normal)
         except ValueError as error:
             raise ConfigError(f"{error}") from error
         plane = DataPlane(layout)
         try:
-            window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
-            plane.segments.append(window)
-            mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, settings.proxies))
-            plane.segments.append(mailbox)
-            own_digest = layout.digest.to_bytes(8, "little")
-            answers = self._mesh.steps.gather(
-                "sharing windows",
-                own_digest,
-                descriptors=[window.fd, mailbox.fd],
-            )
-            strange = [peer for peer, (digest, _) in enumerate(answers) if digest not in (b"", own_digest)]
-            windows, mailboxes = plane.map_peers(
-                rank, self._mesh.local_peers - self._liveness.masked, [taken for _, taken in answers]
-            )
-            if strange:
-                raise BootstrapError(
-                    f"rank {rank}: rank {strange[0]} lays its window out differently. Likely cause: the ranks run "
-                    "different builds of the same version"
-                )
-            window.close_descriptor()
-            mailbox.close_descriptor()
+            windows, mailboxes = self._share_windows(plane)
             self._exchange_offers()
-            for peer in range(self._ranks):
-                if peer != rank and not self._liveness.mask[peer]:
-                    same_host = self._cards[peer].host == self._cards[rank].host
-                    plane.choices[peer] = choose(
-                        settings,
-                        mapped=bool(windows[peer]),
-                        same_node=on_one_node(rank, peer, settings.node_ranks),
-                        same_host=same_host,
-                        mine=self._offers[rank],
-                        theirs=self._offers[peer],
-                    )
-            plane.node_ranks = self._agree_on_nodes(plane)
-            if set(plane.kinds) & set(NIC_TRANSPORTS):
-                local_offers = [self._offers[local] for local in self._local_ranks()]
-                plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
+            self._choose_routes(plane, windows)
+            self._agree_on_nodes(plane)
             self._offer_endpoints(plane, epoch, windows, mailboxes)
             self._connect_endpoints(plane, deadline)
             self._give_to_kernels(plane, windows, watch)
-            assert plane.service is not None
-            plane.service.start()
-            self._mesh.steps.gather("starting")
-            for endpoint in (one for row in plane.endpoints for one in row):
-                if isinstance(endpoint, Watchful):
-                    endpoint.established()
+            self._start(plane)
         except BaseException:
             plane.close(time.monotonic() + 1.0)
             raise
         self._log_choices(plane)
         return plane
+
+    def _share_windows(self, plane: DataPlane) -> tuple[list[int], list[int]]:
+        """Allocate this rank's window and mailbox, and map those of the peers on this host: their addresses by rank."""
+        rank, layout = self._rank, plane.layout
+        window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
+        plane.segments.append(window)
+        mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, self._settings.proxies))
+        plane.segments.append(mailbox)
+        own_digest = layout.digest.to_bytes(8, "little")
+        answers = self._gather("sharing windows", own_digest, descriptors=[window.fd, mailbox.fd])
+        strange = [peer for peer, (digest, _) in enumerate(answers) if digest not in (b"", own_digest)]
+        local = self._mesh.local_peers & self._liveness.present
+        addresses = plane.map_peers(rank, local, [taken for _, taken in answers])
+        if strange:
+            raise BootstrapError(
+                f"rank {rank}: rank {strange[0]} lays its window out differently. Likely cause: the ranks run "
+                "different builds of the same version"
+            )
+        window.close_descriptor()
+        mailbox.close_descriptor()
+        return addresses
+
+    def _choose_routes(self, plane: DataPlane, windows: list[int]) -> None:
+        """The way to each peer, and what the NICs in use can carry."""
+        settings, rank, cards = self._settings, self._rank, self._cards
+        for peer in sorted(self._liveness.present):
+            plane.choices[peer] = choose(
+                settings,
+                mapped=bool(windows[peer]),
+                same_node=on_one_node(rank, peer, settings.node_ranks),
+                same_host=cards[peer].host == cards[rank].host,
+                mine=self._offers[rank],
+                theirs=self._offers[peer],
+            )
+        if set(plane.kinds) & set(NIC_TRANSPORTS):
+            local_offers = [self._offers[local] for local in self._local_ranks()]
+            plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
 
     def _log_choices(self, plane: DataPlane) -> None:
         """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
@@ -176,23 +175,24 @@ class PlaneBuilder:
         if self._settings.transport not in ("auto", *NIC_TRANSPORTS):
             self._offers = [{} for _ in range(self._ranks)]
             return
-        answers = self._mesh.steps.gather("exchanging NICs", msgspec.msgpack.encode(self._nics.offers))
+        answers = self._gather("exchanging NICs", msgspec.msgpack.encode(self._nics.offers))
         self._offers = [
             msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
         ]
         self._offers[self._rank] = dict(self._nics.offers)
 
-    def _agree_on_nodes(self, plane: DataPlane) -> int:
-        """See ``equal_nodes``; 1 when a rank is masked, since rows of its peers on other nodes passed through it."""
+    def _agree_on_nodes(self, plane: DataPlane) -> None:
+        """Set ``plane.node_ranks``; 1 when a rank is masked, since rows of its peers on other nodes passed through
+        it."""
         direct = [peer for peer, way in plane.routes.items() if way == DIRECT]
-        answers = self._mesh.steps.gather("agreeing on nodes", msgspec.msgpack.encode(direct))
+        answers = self._gather("agreeing on nodes", msgspec.msgpack.encode(direct))
         if self._liveness.masked:
-            return 1
+            return
         try:
             mapped = [msgspec.msgpack.decode(payload, type=list[int]) for payload, _ in answers]
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a rank sent something that is no list of ranks: {error}") from error
-        return equal_nodes(mapped)
+        plane.node_ranks = equal_nodes(mapped)
 
     def _offer_endpoints(self, plane: DataPlane, epoch: int, windows: list[int], mailboxes: list[int]) -> None:
         """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""
@@ -247,7 +247,7 @@ class PlaneBuilder:
         """Exchange the endpoints' addresses and connect each to its peers."""
         rank = self._rank
         offered = (plane.kinds, [[endpoint.address() for endpoint in row] for row in plane.endpoints])
-        answers = self._mesh.steps.gather("exchanging addresses", msgspec.msgpack.encode(offered))
+        answers = self._gather("exchanging addresses", msgspec.msgpack.encode(offered))
         theirs: dict[int, dict[str, list[bytes]]] = {}
         for peer, (payload, _) in enumerate(answers):
             if payload and peer != rank:
@@ -302,6 +302,15 @@ class PlaneBuilder:
             else:
                 space.connect_proxied(peer, service.arrived, service.completed)
         space.watch = watch
+
+    def _start(self, plane: DataPlane) -> None:
+        """Start the proxies, and return when those of all ranks run."""
+        assert plane.service is not None
+        plane.service.start()
+        self._gather("starting")
+        for endpoint in (one for row in plane.endpoints for one in row):
+            if isinstance(endpoint, Watchful):
+                endpoint.established()
 
     def _local_ranks(self) -> list[int]:
         """Ranks on this host."""
