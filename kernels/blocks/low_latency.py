@@ -95,6 +95,29 @@ COMBINE_STAGE = next(_table)  # where they are packed, in a parity of the stagin
 _ROUTE_TABLE_COUNT = next(_table)
 
 
+def fixed_words(plan: LowLatencyPlan, layout: WindowLayout) -> dict[int, int]:
+    """The words of a ``STATE`` block that the plan and the window's layout decide, with their values."""
+    return {
+        TOKENS: plan.tokens,
+        HIDDEN: plan.hidden,
+        EXPERTS: plan.experts,
+        TOPK: plan.topk,
+        META: plan.meta,
+        ROW: plan.row,
+        DIGEST: plan.digest,
+        DISPATCH_SLOT: plan.dispatch_slot,
+        DISPATCH_RECV: layout.ll_dispatch_recv,
+        DISPATCH_SEND: layout.ll_dispatch_send,
+        COMBINE_RECV: layout.ll_combine_recv,
+        COMBINE_SEND: layout.ll_combine_send,
+        NOTICE_RECV: layout.notice_recv,
+        NOTICE_SEND: layout.notice_send,
+        DISPATCH_SEND_STEP: round_up(plan.dispatch_send, 128),
+        COMBINE_RECV_STEP: round_up(plan.combine_recv, 128),
+        COMBINE_SEND_STEP: round_up(plan.combine_send, 128),
+    }
+
+
 class StateBlock:
     """Owner of a ``STATE`` block in host memory.
 
@@ -108,27 +131,9 @@ class StateBlock:
         self.words: _I64 = np.zeros(PEER_TABLES + _PEER_TABLE_COUNT * plan.ranks, dtype=np.int64)
         self._scratch: npt.NDArray[np.uint8] = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self.address: int = self.words.ctypes.data
-        for word, value in {
-            TOKENS: plan.tokens,
-            HIDDEN: plan.hidden,
-            EXPERTS: plan.experts,
-            TOPK: plan.topk,
-            META: plan.meta,
-            ROW: plan.row,
-            DIGEST: plan.digest,
-            DISPATCH_SLOT: plan.dispatch_slot,
-            DISPATCH_RECV: layout.ll_dispatch_recv,
-            DISPATCH_SEND: layout.ll_dispatch_send,
-            COMBINE_RECV: layout.ll_combine_recv,
-            COMBINE_SEND: layout.ll_combine_send,
-            NOTICE_RECV: layout.notice_recv,
-            NOTICE_SEND: layout.notice_send,
-            DISPATCH_SEND_STEP: round_up(plan.dispatch_send, 128),
-            COMBINE_RECV_STEP: round_up(plan.combine_recv, 128),
-            COMBINE_SEND_STEP: round_up(plan.combine_send, 128),
-            SCRATCH: self._scratch.ctypes.data,
-        }.items():
+        for word, value in fixed_words(plan, layout).items():
             self.words[word] = value
+        self.words[SCRATCH] = self._scratch.ctypes.data
 
     @property
     def dispatches_in_flight(self) -> int:

@@ -16,8 +16,7 @@ from ...protocol.message import round_up
 from . import low_latency as host
 
 # ``STATE``: the words of the host's block, then these
-FIRST_OWN = host.COMBINE_AHEAD + 1
-_word = count(FIRST_OWN)
+_word = count(host.COMBINE_AHEAD + 1)
 ARRIVALS = next(_word)  # programs of the running kernel that have arrived; 0 between kernels [all]
 SINK = next(_word)  # takes stores that cannot be predicated [all]
 FREE = next(_word)  # own combine space: messages before this number may be sent again [combine kernels]
@@ -77,7 +76,8 @@ class DeviceState:
         self.plan = plan
         ranks, tokens, topk = plan.ranks, plan.tokens, plan.topk
         words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * ranks, dtype=torch.int64)
-        words[:FIRST_OWN] = torch.from_numpy(host.StateBlock(plan, layout).words[:FIRST_OWN])
+        for word, value in host.fixed_words(plan, layout).items():
+            words[word] = value
         longest = max(plan.dispatch_slot, plan.combine_recv)
         words[PARTS] = max(1, -(-longest // (channels * MAX_WRITE_BYTES)))
         at = 8 * (ROUTE_WORDS + len(ROUTE_TABLES) * ranks)

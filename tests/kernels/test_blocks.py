@@ -1,0 +1,63 @@
+"""Blocks of words: what the host puts into them, and how code inside Triton's kernels names them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from uccl_ep_serving.kernels.blocks import low_latency, low_latency_device, normal, normal_device
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+
+TRITON = Path(__file__).parents[2] / "kernels" / "triton"
+
+
+def test_tables_start_after_the_words() -> None:
+    assert low_latency.COMBINE_AHEAD < low_latency.PEER_TABLES
+    assert low_latency.WEIGHTS < low_latency.ROUTE_TABLES
+    assert low_latency_device.ROUTE_COUNTS < low_latency_device.STATE_WORDS
+    assert normal.ROUTE < normal.OPERATION_WORDS
+    assert normal.FILLED < normal.PEER_WORDS
+    assert normal_device.KEPT < normal_device.STATE_WORDS
+
+
+def test_a_device_block_holds_no_address_of_the_host() -> None:
+    plan = LowLatencyPlan(2, 4, 64, 4, 2, 2)
+    layout = WindowLayout(2, plan, NormalPlan(2))
+    on_host = low_latency.StateBlock(plan, layout)
+    on_device = low_latency_device.DeviceState(plan, layout, 2, torch.device("cpu"))
+    assert on_host.words[low_latency.SCRATCH] != 0
+    assert on_device.words[low_latency.SCRATCH] == 0
+    fixed = low_latency.fixed_words(plan, layout)
+    assert {word: int(on_device.words[word]) for word in fixed} == fixed
+
+
+def kernels(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """What Triton compiles."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list):
+            yield node
+
+
+@pytest.mark.parametrize("path", sorted(TRITON.glob("*.py")), ids=lambda path: path.stem)
+def test_kernels_read_constants_by_bare_names(path: Path) -> None:
+    """The values of attributes are not in the key of Triton's cache: a stale kernel would be run."""
+    tree = ast.parse(path.read_text())
+    modules = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    } - {"tl"}
+    for kernel in kernels(tree):
+        own = {argument.arg for argument in kernel.args.args}
+        read = [
+            f"line {node.lineno}: {ast.unparse(node)}"
+            for statement in kernel.body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules - own
+        ]
+        assert read == []
