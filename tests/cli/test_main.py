@@ -15,7 +15,7 @@ try:
     app({arguments!r})
 except SystemExit as ended:
     status = ended.code
-heavy = sorted({{"torch", "numba", "numpy", "sglang", "vllm"}} & set(sys.modules))
+heavy = sorted({{"torch", "numba", "sglang", "vllm"}} & set(sys.modules))
 print(status, heavy, file=sys.stderr)
 """
 

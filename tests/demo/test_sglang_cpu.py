@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -123,35 +122,3 @@ def test_startup_directory_announces_the_hooks_and_imports_nothing_heavy(tmp_pat
         [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "['uccl_ep', 'uccl_ep_cpu'] False _Finder"
-
-
-def engine_native_with_foreign_ids() -> tuple[Any, Any]:
-    """The reference's experts on ids of which some are -1, and the same computed one slot at a time."""
-    from types import SimpleNamespace
-
-    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-    from uccl_ep_serving.demo.sglang_cpu.hooks import _moe_forward_native
-
-    generator = torch.Generator().manual_seed(5)
-    w13 = torch.randn(LOCAL, 2 * INNER, HIDDEN, generator=generator) / 16
-    w2 = torch.randn(LOCAL, HIDDEN, INNER, generator=generator) / 8
-    x = torch.randn(4, HIDDEN, generator=generator)
-    ids = torch.tensor([[0, 2], [-1, 0], [-1, -1], [1, -1]], dtype=torch.int32)
-    scores = torch.rand(4, 2, generator=generator)
-    layer = SimpleNamespace(num_experts=2 * LOCAL, w13_weight=w13, w2_weight=w2)
-    config = SimpleNamespace(
-        activation="silu", apply_router_weight_on_input=False, gemm1_alpha=None, gemm1_clamp_limit=None
-    )
-    got = _moe_forward_native(moe_forward_native, layer, x, StandardTopKOutput(scores, ids, None), config)
-    expected = experts.normal_experts(x, None, ids, scores, w13, w2)
-    empty = _moe_forward_native(moe_forward_native, layer, x[:0], StandardTopKOutput(scores[:0], ids[:0], None), config)
-    assert empty.shape == (0, HIDDEN)
-    return got.tolist(), expected.tolist()
-
-
-@pytest.mark.engine
-def test_reference_experts_skip_foreign_slots(in_engine: Any) -> None:
-    got, expected = in_engine(engine_native_with_foreign_ids)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-5, rtol=1e-5)
