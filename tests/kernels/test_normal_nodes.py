@@ -368,7 +368,7 @@ def test_nobody_overtakes_a_slow_rank(slow: int) -> None:
     def body(runtime: Any) -> list[Outcome]:
         normal = Normal(runtime)
         if runtime.rank == slow:
-            normal._exchange.kernels = SlowExchange(normal._exchange.kernels, 0.001)
+            normal._exchange.kernels = SlowExchange(normal._exchange.kernels, 0.005)
         return [round_trip(normal, one, runtime.rank) for one in inputs]
 
     with nodes(4, 2, normal=small(4)) as group:
