@@ -328,7 +328,7 @@ class NodeTensors(NamedTuple):
     Attributes:
         in_rank: uint8[tokens, ranks], which ranks a dispatched token goes to.
         passes, pass_rows: int32[ranks, pass_rows], scratch of a dispatch: rows of two landing slots for each rank.
-        marks, room: uint8[room, mark bytes], for which ranks of its node each row was that this rank hands on.
+        marks, room: uint8[room, mark bytes], for which ranks of its node each row was that this rank forwards.
         counts: int32[room + nodes, ranks of a node], scratch of a combine.
     """
 
@@ -358,8 +358,8 @@ class DeviceNormalKernels(Protocol):
             caller's ticket (stored last), how many peers were given another shape (-1: failed), rows of the received
             tensor, the most to or from one other rank, those for other ranks, whether all stay where they land; and
             until the host clears them, how many came where fewer were promised, and ``different`` where it was not 0.
-        relayed: word in which it tells how many rows of a dispatch this rank hands on.
-        late: words in which it tells how many turns were not launched, of all dispatches and of all combines.
+        relayed: word in which it tells how many rows of a dispatch this rank forwards.
+        late: words in which it tells how many steps were not launched, of all dispatches and of all combines.
         told, told_words: where, by rank, stands what a peer of another shape told; after it the rows per local expert.
     """
 
@@ -464,4 +464,4 @@ class DeviceNormalKernels(Protocol):
         """Turns after which an exchange of ``rows`` rows between each two ranks is over."""
 
     def slot_rows(self, layout: WindowLayout, form: NormalFormat) -> int:
-        """Rows of one of the two slots in which rows to be handed on land."""
+        """Rows of one of the two slots in which rows to be forwarded land."""

@@ -67,7 +67,7 @@ LEAST_CHUNK_BYTES = next(_word)  # H: a chunk below it is not worth a channel of
 ROUND_SLOT = next(_word)  # H: bytes of a landing slot when rows are received in rounds
 MASKED = next(_word)  # K: ranks that are left out (set by ``prepare``, like SENT_AWAY)
 SENT_AWAY = next(_word)  # K: rows for other ranks
-DIFFERENT = next(_word)  # K: peers that were given another SHAPE (set when all have spoken, like the next three)
+DIFFERENT = next(_word)  # K: peers that were given another SHAPE (set when all notifies are here, like the next three)
 RECV_TOTAL = next(_word)  # K: rows of the received tensor that some rank fills
 RECV_REMOTE = next(_word)  # K: rows that come from other ranks
 META_ROOM = next(_word)  # K: bytes for the meta of all of these, each rank's on a line of its own
@@ -80,7 +80,7 @@ NODE_RANKS = next(_word)
 RANKS = next(_word)  # H: EP ranks
 MARKS = next(_word)  # H: address of bool [TOKENS, RANKS]: the token has an expert on the rank
 MARK_BYTES = next(_word)  # H: bytes, after a dispatched row's scales, with a bit for each rank of its node
-# P: address of [rows handed on, MARK_BYTES]: the ranks of this node that each went to (a first dispatch writes them),
+# P: address of [rows forwarded, MARK_BYTES]: the ranks of this node that each went to (a first dispatch writes them),
 # by node of the source; or 0
 RELAY_MARKS = next(_word)
 CURSORS = next(_word)  # H: address of int64 [RANKS], K: combine, rows summed of a rank of this node for a node
@@ -130,15 +130,17 @@ CONSUMED = next(_word)  # K: rows unpacked or summed
 # K: address of int32 [RAIL_SEND], or [RAIL_RECV] of a combine: tokens with a place on the node of the peer, a rank of
 # another node with this rank's place in its own
 RAIL_LIST = next(_word)
-RAIL_SEND = next(_word)  # K: rows for the peer to hand on, or to its tokens from all of this node (a combine)
+RAIL_SEND = next(_word)  # K: rows for the peer to forward, or to its tokens from all of this node (a combine)
 RAIL_RECV = next(_word)  # K: rows that the peer has for this rank likewise (a first dispatch learns it)
 PASS_ROWS = next(_word)  # K: rows between this rank and a rank of another node, whoever carries them
 PASSED = next(_word)  # K: dispatch: of these, unpacked. Combine: laid out for the forwarder
 PASS_OVER = next(_word)  # K: 1 = the forwarder was told that this rank needs nothing more of it
 RELAY_FIRST = next(_word)  # K: index in RELAY_MARKS of the peer's first row
-SHOWN = next(_word)  # K: rows of the peer that its board shows, + 1; 0 = the board is of an earlier operation
-SCANNED = next(_word)  # K: rows on the forwarder's board that this rank has looked at
-VIEW_ROWS = next(_word)  # K: what the forwarder's board says, checked; VIEW_SLOT_ROWS = 0: not yet read
+SHOWN = next(
+    _word
+)  # K: rows of the peer that its progress board shows, + 1; 0 = the progress board is of an earlier operation
+SCANNED = next(_word)  # K: rows on the forwarder's progress board that this rank has read
+VIEW_ROWS = next(_word)  # K: what the forwarder's progress board says, checked; VIEW_SLOT_ROWS = 0: not yet read
 VIEW_ROW_OFFSET = next(_word)  # K
 VIEW_META_OFFSET = next(_word)  # K
 VIEW_SLOT_ROWS = next(_word)  # K

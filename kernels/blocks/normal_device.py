@@ -95,7 +95,7 @@ TABLES = (
     "SHOWN",  # rail peer: 1 + rows on its progress board
     "SCANNED",  # rows of its forwarder's progress board that were read
     "SCAN_END",  # those of this step end here
-    "VIEW_ROWS",  # what that board says, checked, like the next four
+    "VIEW_ROWS",  # what that progress board says, checked, like the next four
     "VIEW_ROW",
     "VIEW_META",
     "VIEW_SLOT_ROWS",  # 0 = not yet read

@@ -26,21 +26,21 @@ from .ll_message import (
     MESSAGE_ALIGNMENT,
     check_origin,
     has_completed,
-    hear,
     mark_read,
     peer_word,
     post_message,
+    read_acks,
     refuse,
     route_word,
     send_notice,
     spaces_free,
     streams_of,
-    take_counts,
-    tell,
+    take_acks,
     wait_message,
+    write_acks,
 )
 from .quant import accumulate, narrow
-from .wait import note_progress, turn_over
+from .wait import end_spin, note_progress
 from .words import get, put
 
 #: Values summed at a time.
@@ -152,7 +152,7 @@ def combine_send(
     _place_messages(context, state, route, number, row_bytes)
     staging = get(state, block.COMBINE_SEND) + parity * get(state, block.COMBINE_SEND_STEP)
     region = get(state, block.COMBINE_RECV) + parity * get(state, block.COMBINE_RECV_STEP)
-    turn = 0
+    spin = 0
     while True:
         missing = 0
         free = spaces_free(context, state, progress)
@@ -162,30 +162,30 @@ def combine_send(
                 continue
             packed = peer_word(context, state, block.COMBINE_PACKED, peer)
             posted = peer_word(context, state, block.COMBINE_POSTED, peer)
-            told = peer_word(context, state, block.SENT_ACK_COMBINE, peer)
+            sent_ack = peer_word(context, state, block.SENT_ACK_COMBINE, peer)
             mapped = peer_window(context, peer)
             source = staging + peek(route_word(context, route, block.COMBINE_STAGE, peer))
             target = region + peek(route_word(context, route, block.RETURN_TO, peer))
             if peek(packed) != number + 1:
-                seen = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
-                if peek(seen) < number - 1:
-                    status = hear(context, state, progress, peer, number + 1)
+                recv_ack = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
+                if peek(recv_ack) < number - 1:
+                    status = read_acks(context, state, progress, peer, number + 1)
                     if status != STATUS_OK:
                         return status
                 # Completed here: the peer may take this message as the proof that nothing of the one before is
                 # repeated. It also frees this parity's staging, since the previous call waited likewise for the one
                 # before that.
                 # rule: combine space is written again only when the peer has freed it
-                if peek(seen) < number - 1:
-                    # for this rank itself, hear() has noted the peer that holds back its space
+                if peek(recv_ack) < number - 1:
+                    # for this rank itself, read_acks() has noted the peer that holds back its space
                     if peer != me:
-                        note_progress(progress, peer, NOTICE, peek(seen), number - 1)
+                        note_progress(progress, peer, NOTICE, peek(recv_ack), number - 1)
                 # rule: a combine waits for the completion of the one before
                 elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
                     message = mapped + target if mapped != 0 else window_address(context) + source
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
                     poke(message + AT_NUMBER, number)
-                    tell(context, state, peer, message, free)
+                    write_acks(context, state, peer, message, free)
                     poke(packed, number + 1)
                     poke(posted, number * channels)
             if peek(packed) == number + 1 and peek(posted) != (number + 1) * channels:
@@ -196,24 +196,24 @@ def combine_send(
                 elif status != STATUS_OK:
                     return status
             # Leaving without having told the peer would let it wait for this rank's next call.
-            if peek(told) < number - 1 and peer != me and free >= number - 1:
+            if peek(sent_ack) < number - 1 and peer != me and free >= number - 1:
                 status = send_notice(context, state, progress, peer, free)
                 if status != STATUS_OK and status != STATUS_PENDING:
                     return status
             if peek(packed) != number + 1 or peek(posted) != (number + 1) * channels:
                 missing += 1
             # rule: a combine send leaves only when it has told its peers what is free
-            elif peek(told) < number - 1 and peer != me:
+            elif peek(sent_ack) < number - 1 and peer != me:
                 missing += 1
                 if free < number - 1:
                     spaces_free(context, state, progress)
         if missing == 0:
             put(state, block.COMBINE_NUMBER, number + 1)
             return STATUS_OK
-        status = turn_over(context, turn, slice_end_ns)
+        status = end_spin(context, spin, slice_end_ns)
         if status != STATUS_OK:
             return status
-        turn += 1
+        spin += 1
 
 
 @compiled
@@ -232,12 +232,12 @@ def _check_header(context: int, state: int, route: int, peer: int, number: int, 
     if word != rows:
         return refuse(context, peer, stream, word, rows)
     dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
-    return take_counts(context, state, peer, stream, dispatched, combined)
+    return take_acks(context, state, peer, stream, dispatched, combined)
 
 
 @compiled
 def _row_address(context: int, route: int, region: int, entry: int, row_bytes: int) -> int:
-    """Address of the row that an entry of RETURNS names, 0 when there is none (no expert, or its rank is lost)."""
+    """Address of the row that an entry of REturns names, 0 when there is none (no expert, or its rank is lost)."""
     if entry < 0:
         return 0
     rank = entry >> 32

@@ -34,20 +34,20 @@ from .ll_message import (
     MESSAGE_ALIGNMENT,
     check_origin,
     has_completed,
-    hear,
     mark_read,
     peer_word,
     post_message,
+    read_acks,
     refuse,
     route_word,
     send_notice,
     spaces_free,
     streams_of,
-    take_counts,
-    tell,
+    take_acks,
     wait_message,
+    write_acks,
 )
-from .wait import note_progress, turn_over
+from .wait import end_spin, note_progress
 from .words import get, put
 
 _DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
@@ -158,7 +158,7 @@ def dispatch_send(
     target = get(state, block.DISPATCH_RECV) + (parity * ranks + me) * get(state, block.DISPATCH_SLOT)
     per_token = get(state, block.META) + row_bytes
     free = spaces_free(context, state, progress)
-    turn = 0
+    spin = 0
     while True:
         missing = 0
         # rule: dispatch staging is packed again only when its last writes completed
@@ -173,20 +173,20 @@ def dispatch_send(
             mapped = peer_window(context, peer)
             source = staging + peek(route_word(context, route, block.SEND_BASE, peer))
             if peek(packed) != number + 1:
-                seen = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
-                if peek(seen) < number - 1:
-                    status = hear(context, state, progress, peer, get(state, block.COMBINE_NUMBER))
+                recv_ack = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
+                if peek(recv_ack) < number - 1:
+                    status = read_acks(context, state, progress, peer, get(state, block.COMBINE_NUMBER))
                     if status != STATUS_OK:
                         return status
                 # rule: a dispatch slot is written again only when the peer has read it
-                if peek(seen) < number - 1 or (mapped == 0 and not staging_free):
+                if peek(recv_ack) < number - 1 or (mapped == 0 and not staging_free):
                     missing += 1
                     if peek(peer_word(context, state, block.SENT_ACK_DISPATCH, peer)) < number - 1 and peer != me:
                         status = send_notice(context, state, progress, peer, free)
                         if status != STATUS_OK and status != STATUS_PENDING:
                             return status
-                    if peek(seen) < number - 1:
-                        note_progress(progress, peer, NOTICE, peek(seen), number - 1)
+                    if peek(recv_ack) < number - 1:
+                        note_progress(progress, peer, NOTICE, peek(recv_ack), number - 1)
                     else:
                         # again, for the progress block
                         staging_free = _staging_is_free(context, progress, number)
@@ -207,7 +207,7 @@ def dispatch_send(
                     coding,
                 )
                 poke(message + AT_NUMBER, number)
-                tell(context, state, peer, message, free)
+                write_acks(context, state, peer, message, free)
                 poke(packed, number + 1)
                 poke(posted, number * channels)
             elif peek(posted) == (number + 1) * channels:
@@ -223,10 +223,10 @@ def dispatch_send(
             # rule: the send kernel counts its message
             put(state, block.DISPATCH_NUMBER, number + 1)
             return STATUS_OK
-        status = turn_over(context, turn, slice_end_ns)
+        status = end_spin(context, spin, slice_end_ns)
         if status != STATUS_OK:
             return status
-        turn += 1
+        spin += 1
 
 
 _NO_EXPERT = 0xFFFFFFFF  # -1 as read by peek32
@@ -257,7 +257,7 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
         return refuse(context, source, stream, word, 0)
     poke(route_word(context, route, block.RETURN_TO, source), word)
     dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
-    return take_counts(context, state, source, stream, dispatched, combined)
+    return take_acks(context, state, source, stream, dispatched, combined)
 
 
 @compiled

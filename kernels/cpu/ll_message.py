@@ -30,7 +30,7 @@ from .context import (
     window_address,
 )
 from .publish import put_write, store_flag
-from .wait import note_progress, turn_over
+from .wait import end_spin, note_progress
 from .words import get
 
 #: Pieces start on cache lines, so that two channels never write to the same one.
@@ -104,11 +104,11 @@ def wait_message(
 
     ``waited``: address of int64[ranks] to which the nanoseconds are added at the peer's place, or 0.
     """
-    turn, status = 0, STATUS_OK
+    spin, status = 0, STATUS_OK
     start = monotonic_ns() if waited != 0 else 0
     while status == STATUS_OK and not has_arrived(context, progress, peer, phase, number):
-        status = turn_over(context, turn, slice_end_ns)
-        turn += 1
+        status = end_spin(context, spin, slice_end_ns)
+        spin += 1
     if waited != 0:
         poke(waited + 8 * peer, peek(waited + 8 * peer) + monotonic_ns() - start)
     return status
@@ -221,7 +221,7 @@ def spaces_free(context: int, state: int, progress: int) -> int:
 
 
 @compiled
-def take_counts(context: int, state: int, peer: int, stream: int, dispatched: int, combined: int) -> int:
+def take_acks(context: int, state: int, peer: int, stream: int, dispatched: int, combined: int) -> int:
     """Note the counts that ``peer`` claims in a message of ``stream``: STATUS_OK, or STATUS_PROTOCOL when they cannot
     be."""
     sent = peek(peer_word(context, state, block.DISPATCH_PACKED, peer))
@@ -231,10 +231,10 @@ def take_counts(context: int, state: int, peer: int, stream: int, dispatched: in
     sent = peek(peer_word(context, state, block.COMBINE_PACKED, peer))
     if combined < 0 or combined > sent:
         return refuse(context, peer, stream, combined, sent)
-    seen = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
-    poke(seen, max(peek(seen), dispatched))
-    seen = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
-    poke(seen, max(peek(seen), combined))
+    recv_ack = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
+    poke(recv_ack, max(peek(recv_ack), dispatched))
+    recv_ack = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
+    poke(recv_ack, max(peek(recv_ack), combined))
     return STATUS_OK
 
 
@@ -244,11 +244,11 @@ def _listen(context: int, state: int, peer: int, stream: int, header: int, tag: 
     if peek(header + AT_TAG) != tag or peek(header + AT_NUMBER) != number:
         return STATUS_OK
     dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
-    return take_counts(context, state, peer, stream, dispatched, combined)
+    return take_acks(context, state, peer, stream, dispatched, combined)
 
 
 @compiled
-def hear(context: int, state: int, progress: int, peer: int, combines: int) -> int:
+def read_acks(context: int, state: int, progress: int, peer: int, combines: int) -> int:
     """Take in everything that ``peer`` has told: notices, and headers of messages that have arrived and are not read.
 
     ``combines``: combine messages before this number have a known place (COMBINE_BASE*). Returns STATUS_OK or
@@ -268,9 +268,9 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
         tag = peek(notice + _NOTICE_TAG)
         if tag != _NOTICE_TAG_VALUE:
             return refuse(context, peer, NOTICE, tag, _NOTICE_TAG_VALUE)
-        # acquire: a count of a newer notice, whose arrival was not looked at, allows its space to be written as well
+        # acquire: a count of a newer notice, whose arrival was not read, allows its space to be written as well
         dispatched, combined = load64(notice + AT_CONSUMED_DISPATCH), load64(notice + AT_CONSUMED_COMBINE)
-        status = take_counts(context, state, peer, NOTICE, dispatched, combined)
+        status = take_acks(context, state, peer, NOTICE, dispatched, combined)
         if status != STATUS_OK:
             return status
         poke(read, notices)
@@ -300,7 +300,7 @@ def hear(context: int, state: int, progress: int, peer: int, combines: int) -> i
 
 
 @compiled
-def tell(context: int, state: int, peer: int, header: int, free: int) -> None:
+def write_acks(context: int, state: int, peer: int, header: int, free: int) -> None:
     """Write both counts into a header (or notice) for ``peer`` and remember having told them."""
     read = get(state, block.DISPATCH_READ)
     # release: in a mapped window the peer may see a count before the flag, and write at once what was read here
@@ -328,7 +328,7 @@ def send_notice(context: int, state: int, progress: int, peer: int, free: int) -
     notice = mapped + target if mapped != 0 else window_address(context) + source
     poke(notice + _NOTICE_TAG, _NOTICE_TAG_VALUE)
     poke(notice + _NOTICE_NUMBER, number)
-    tell(context, state, peer, notice, free)
+    write_acks(context, state, peer, notice, free)
     if mapped != 0:
         status = store_flag(context, peer, NOTICE, number + 1)
     else:

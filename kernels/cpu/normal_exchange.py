@@ -5,8 +5,8 @@ peer does only in a later operation. The loop ends when every row is sent and it
 and consumed, and (dispatch in place) every peer has said that its writes are over.
 
 Between nodes a row crosses once to each node, and comes back once, summed. Near peers write each other as they always
-do. Rows of far ranks travel between rail peers under the same grants and chunks, and inside the node through boards and
-lines, each chunk as soon as it is there: a rank never waits for one thing while it could do another.
+do. Rows of far ranks travel between rail peers under the same grants and chunks, and inside the node through progress
+boards and lines, each chunk as soon as it is there: a rank never waits for one thing while it could do another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .normal_nodes import is_far, is_rail
 from .normal_receive import give_grant, next_message, note_arrivals, reduce_ready, unpack
 from .normal_rows import copy_own
 from .normal_send import chunks_over, say_over, send_chunk, sent_on, take_grant
-from .wait import note_progress, turn_over
+from .wait import end_spin, note_progress
 from .words import MOVED, NOTHING, add, get, put
 
 _COMBINE = NormalNotify.OPERATION_COMBINE
@@ -33,7 +33,7 @@ _OWN_ROWS = 64
 
 @compiled
 def _serve(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
-    """One turn of a peer, both directions. Returns MOVED, NOTHING or minus a status."""
+    """One step of a peer, both directions. Returns MOVED, NOTHING or minus a status."""
     moved = give_grant(context, counts, operation, peers, peer)
     if moved < 0:
         return moved
@@ -130,7 +130,7 @@ def exchange(context: int, counts: int, operation: int, peers: int, progress: in
     """
     ranks, me = rank_count(context), own_rank(context)
     combine = get(operation, block.KIND) == _COMBINE
-    turn = 0
+    spin = 0
     while True:
         moved = NOTHING
         for step in range(1, ranks):
@@ -154,18 +154,18 @@ def exchange(context: int, counts: int, operation: int, peers: int, progress: in
                     break
             if not missing:
                 return STATUS_OK
-            turn += 1
+            spin += 1
         else:
             add(operation, block.STEPS, 1)
-            turn = 0
-        status = turn_over(context, turn, slice_end)
+            spin = 0
+        status = end_spin(context, spin, slice_end)
         if status != STATUS_OK:
             return status
 
 
 @compiled
 def _serve_rail(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
-    """One turn of a rail peer, both directions. Returns MOVED, NOTHING or minus a status."""
+    """One step of a rail peer, both directions. Returns MOVED, NOTHING or minus a status."""
     moved = give_grant(context, counts, operation, peers, peer)
     if moved < 0:
         return moved
@@ -191,7 +191,7 @@ def _serve_rail(context: int, counts: int, operation: int, peers: int, peer: int
 
 @compiled
 def _serve_far(context: int, counts: int, operation: int, peers: int, peer: int, combine: bool) -> int:
-    """One turn of a far rank. Returns MOVED, NOTHING or minus a status."""
+    """One step of a far rank. Returns MOVED, NOTHING or minus a status."""
     moved = NOTHING
     if is_rail(operation, own_rank(context), peer):
         moved = _serve_rail(context, counts, operation, peers, peer, combine)
@@ -235,7 +235,7 @@ def exchange_nodes(context: int, counts: int, operation: int, peers: int, progre
     """``normal_exchange.exchange`` for an operation with NODE_RANKS: same arguments, same statuses."""
     ranks, me = rank_count(context), own_rank(context)
     combine = get(operation, block.KIND) == _COMBINE
-    turn = 0
+    spin = 0
     while True:
         moved = NOTHING
         for step in range(1, ranks):
@@ -250,7 +250,7 @@ def exchange_nodes(context: int, counts: int, operation: int, peers: int, progre
         moved |= reduce_ready(context, operation, peers) if combine else _own_step(context, operation, peers)
         if moved == MOVED:
             add(operation, block.STEPS, 1)
-            turn = 0
+            spin = 0
         else:
             missing = False
             for step in range(1, ranks):
@@ -259,7 +259,7 @@ def exchange_nodes(context: int, counts: int, operation: int, peers: int, progre
                     break
             if not missing:
                 return STATUS_OK
-            turn += 1
-        status = turn_over(context, turn, slice_end)
+            spin += 1
+        status = end_spin(context, spin, slice_end)
         if status != STATUS_OK:
             return status

@@ -1,8 +1,8 @@
 """A dispatch inside a node: the forwarder shows what has arrived from another node, every rank takes its own rows.
 
-Rows are not sent a second time. They land in the forwarder's rounds, its board says so, and each rank of the node that
-an arrived row is marked for copies it from there to its final place: one copy, by the rank that wants it, wherever its
-tensor is. A landing slot is granted again when every rank of the node is done with its rows.
+Rows are not sent a second time. They land in the forwarder's rounds, its progress board says so, and each rank of the
+node that an arrived row is marked for copies it from there to its final place: one copy, by the rank that wants it,
+wherever its tensor is. A landing slot is granted again when every rank of the node is done with its rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .normal_rows import is_marked, unpack_passed_meta
 from .wait import note_progress
 from .words import MOVED, NOTHING, get, put
 
-#: Rows looked at in one step, so that sending goes on in between.
+#: Rows read in one step, so that sending goes on in between.
 _STEP_ROWS = 64
 
 
@@ -83,7 +83,7 @@ def show_arrivals(context: int, operation: int, peers: int, peer: int) -> int:
         least = get(state, block.SHOWN) - 1
         first = me - place_of(operation, me)
         for rank in range(first, first + get(operation, block.NODE_RANKS)):
-            # rule: rows to be handed on are overwritten only when their node is done with them
+            # rule: rows to be forwarded are overwritten only when their node is done with them
             least = min(least, rows_at(operation, line_of(context, operation, me, node, rank) + 8 * TAKEN))
         if least > done:
             put(state, block.CONSUMED, least)
@@ -134,7 +134,7 @@ def _read_board(context: int, operation: int, state: int, via: int, board: int) 
         return _refuse(context, operation, via, slot_rows, most)
     row_end = row + stride + slot_rows * get(operation, block.ROW_BYTES)
     meta_end = meta + stride + slot_rows * get(operation, block.META_BYTES)
-    # rule: where a board says that rows lie is checked
+    # rule: where a progress board says that rows lie is checked
     if row < start or row > end or row_end > end:
         return _refuse(context, operation, via, row, start)
     if meta < start or meta > end or meta_end > end:
@@ -159,7 +159,7 @@ def take_passed(context: int, operation: int, peers: int, source: int) -> int:
     rows, taken = get(state, block.PASS_ROWS), get(state, block.PASSED)
     line = line_of(context, operation, via, node, me) + 8 * TAKEN
     if taken == rows:
-        # Rows behind these are not looked at. Marks beyond what the source told of are found in the combine: by the
+        # Rows behind these are not read. Marks beyond what the source told of are found in the combine: by the
         # forwarder where they are its own; of another rank it waits for the row, and names that one when time is over.
         status = stamp_rows(context, operation, line, EVERYTHING)
         if status != STATUS_OK:
@@ -168,7 +168,7 @@ def take_passed(context: int, operation: int, peers: int, source: int) -> int:
         return MOVED
     board = board_of(context, operation, via, node)
     word = load64(board + 8 * ARRIVED)
-    # rule: what a forwarder's board said in an earlier operation means nothing
+    # rule: what a forwarder's progress board said in an earlier operation means nothing
     if not is_current(operation, word):
         return NOTHING
     if get(state, block.VIEW_SLOT_ROWS) == 0:
@@ -191,8 +191,8 @@ def take_passed(context: int, operation: int, peers: int, source: int) -> int:
     marks, streamed = _mark_offset(operation), get(operation, block.STREAMED) != 0
     stop = min(arrived, scanned + _STEP_ROWS)
     while scanned < stop and taken < rows:
-        turn = scanned // slot_rows
-        within, slot = scanned - turn * slot_rows, window + (turn & 1) * stride
+        grant = scanned // slot_rows
+        within, slot = scanned - grant * slot_rows, window + (grant & 1) * stride
         meta = slot + get(state, block.VIEW_META_OFFSET) + within * meta_bytes
         if is_marked(meta + marks, place):
             row = slot + get(state, block.VIEW_ROW_OFFSET) + within * row_bytes

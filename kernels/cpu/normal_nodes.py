@@ -3,7 +3,7 @@
 Ranks are counted node by node. A rank is *near* when it is on this rank's node, *far* when not. The *rail* peers of a
 rank are the far ranks with its own place in their nodes: only they exchange rows with it, each row on behalf of a
 whole node. All of this is so only where NODE_RANKS is not 0; else every rank is near. The shared words are those of
-``protocol.relay``, in windows that this rank maps: stamps, boards and lines.
+``protocol.relay``, in windows that this rank maps: stamps, progress boards and lines.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def lane_of(operation: int, me: int, rank: int) -> int:
 
 @compiled
 def board_of(context: int, operation: int, rank: int, node: int) -> int:
-    """Address of the board for ``node`` in the window of ``rank``, which is near."""
+    """Address of the progress board for ``node`` in the window of ``rank``, which is near."""
     return peer_window(context, rank) + get(operation, block.BOARDS) + node * BOARD_BYTES
 
 
@@ -103,10 +103,10 @@ def is_current(operation: int, word: int) -> bool:
 def rows_at(operation: int, address: int) -> int:
     """Rows of the stamp at ``address``, acquire: 0 when it is of an earlier operation, all when of a later one."""
     word = load64(address)
-    turn = word >> STAMP_SHIFT
-    if turn == get(operation, block.NUMBER) + 1:
+    stamped = word >> STAMP_SHIFT
+    if stamped == get(operation, block.NUMBER) + 1:
         return word & EVERYTHING
-    return 0 if turn <= get(operation, block.NUMBER) else EVERYTHING
+    return 0 if stamped <= get(operation, block.NUMBER) else EVERYTHING
 
 
 @compiled

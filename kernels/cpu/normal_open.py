@@ -31,7 +31,7 @@ from .context import (
 )
 from .normal_nodes import is_far, is_rail, lane_of, meta_room, node_of, slot_bytes
 from .publish import message_address, publish
-from .wait import note_progress, turn_over
+from .wait import end_spin, note_progress
 from .words import add, get, put
 
 _DISPATCH = NormalNotify.OPERATION_DISPATCH
@@ -106,7 +106,7 @@ def prepare_nodes(context: int, operation: int, peers: int, given: int, taken: i
         context: address of the kernel context block.
         operation, peers: addresses of the blocks of ``blocks.normal``.
         given: address of int64 [nodes], rows that the dispatch sends to each node.
-        taken: address of int64 [nodes], rows that this rank hands on from each node; 0 when that is not known yet.
+        taken: address of int64 [nodes], rows that this rank forwards from each node; 0 when that is not known yet.
         lists: address of int32 [nodes, TOKENS], tokens for each node.
     """
     me, combine = own_rank(context), get(operation, block.KIND) == _COMBINE
@@ -124,7 +124,7 @@ def prepare_nodes(context: int, operation: int, peers: int, given: int, taken: i
 
 @compiled
 def take_rails(context: int, operation: int, peers: int) -> None:
-    """When all ranks have spoken: from here on the rows of far ranks are those on the rails."""
+    """When all notifies are here: from here on the rows of far ranks are those on the rails."""
     me, combine = own_rank(context), get(operation, block.KIND) == _COMBINE
     meta = get(operation, block.META_BYTES)
     remote = room = relayed = 0
@@ -151,7 +151,7 @@ def take_rails(context: int, operation: int, peers: int) -> None:
 
 @compiled
 def measure(context: int, operation: int, peers: int) -> None:
-    """After all ranks have spoken: whether they agree, and how much room their rows need."""
+    """After all notifies are here: whether they agree, and how much room their rows need."""
     ranks, me = rank_count(context), own_rank(context)
     dispatch, meta = get(operation, block.KIND) == _DISPATCH, get(operation, block.META_BYTES)
     total = remote = room = different = 0
@@ -216,7 +216,7 @@ def place(context: int, operation: int, peers: int) -> None:
         if rows == 0:
             continue
         chunk = min(max((rows + channels - 1) // channels, least), most)
-        # rows to be handed on pass through the rounds: a bounded area that stays in the caches
+        # rows to be forwarded pass through the rounds: a bounded area that stays in the caches
         handed_on = kind != _COMBINE and is_far(operation, me, rank)
         if row_range >= 0 and not handed_on:
             at = first if kind == _COMBINE else get(state, block.RECV_FIRST)
@@ -302,7 +302,7 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
         set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, number, get(operation, block.NUMBER))
         return STATUS_PROTOCOL
     if shape != get(operation, block.SHAPE):
-        return STATUS_OK  # the host refuses the operation when all have spoken
+        return STATUS_OK  # the host refuses the operation when all notifies are here
     if get(operation, block.KIND) != _DISPATCH:
         if rows != get(state, block.RECV_ROWS):
             set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, get(state, block.RECV_ROWS))
@@ -347,7 +347,7 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
     """
     ranks, me = rank_count(context), own_rank(context)
     expected = get(operation, block.NOTICES) + 1
-    turn = 0
+    spin = 0
     while True:
         unsent = missing = -1
         moved = False
@@ -376,14 +376,14 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
                 moved = True
         if moved:
             add(operation, block.STEPS, 1)
-            turn = 0
+            spin = 0
         if unsent < 0 and missing < 0:
             measure(context, operation, peers)
             return STATUS_OK
-        status = turn_over(context, turn, slice_end)
+        status = end_spin(context, spin, slice_end)
         if status != STATUS_OK:
             # this rank's own proxy must move on before anything can be expected of the peer
             peer = unsent if unsent >= 0 else missing
             note_progress(progress, peer, NORMAL_NOTIFY, arrived_count(context, peer, NORMAL_NOTIFY), expected)
             return status
-        turn += 1
+        spin += 1

@@ -48,8 +48,8 @@ _AT_ROW_OFFSET, _AT_META_OFFSET, _AT_CHUNK_ROWS = (
 def _landing(state: int, row: int, start: int, nbytes: int) -> int:
     """Offset where ``nbytes`` bytes of row ``row`` of a peer land, in slots that begin at ``start``."""
     slot_rows = get(state, block.SLOT_ROWS)
-    turn = row // slot_rows
-    return start + (turn & 1) * get(state, block.SLOT_STRIDE) + (row - turn * slot_rows) * nbytes
+    grant = row // slot_rows
+    return start + (grant & 1) * get(state, block.SLOT_STRIDE) + (row - grant * slot_rows) * nbytes
 
 
 @compiled
@@ -70,13 +70,13 @@ def landed_meta(context: int, operation: int, state: int, row: int) -> int:
 def give_grant(context: int, counts: int, operation: int, peers: int, peer: int) -> int:
     """Give ``peer`` its next grant when there is room. Returns MOVED, NOTHING or minus a status."""
     state = peers + 8 * block.PEER_WORDS * peer
-    turn, slot_rows = get(state, block.GRANTED), get(state, block.SLOT_ROWS)
-    first = turn * slot_rows
+    grant, slot_rows = get(state, block.GRANTED), get(state, block.SLOT_ROWS)
+    first = grant * slot_rows
     left = get(state, block.RECV_ROWS) - first
     if left <= 0:
         return NOTHING
     # rule: landing space is granted again only when its rows are consumed
-    if turn >= 2 and get(state, block.CONSUMED) < first - slot_rows:
+    if grant >= 2 and get(state, block.CONSUMED) < first - slot_rows:
         return NOTHING
     life = counts + 8 * block.COUNT_WORDS * peer
     given = get(life, block.GRANTS_SENT)
@@ -91,7 +91,7 @@ def give_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     at = message_address(context, peer, source, target)
     put(at, _AT_TAG, _TAG)
     put(at, _AT_NUMBER, get(operation, block.NUMBER))
-    put(at, _AT_ROUND, turn)
+    put(at, _AT_ROUND, grant)
     put(at, _AT_ROWS, min(left, slot_rows))
     put(at, _AT_ROW_OFFSET, _landing(state, first, get(state, block.ROW_LANDING), 0))
     put(at, _AT_META_OFFSET, _landing(state, first, get(state, block.META_LANDING), 0))
@@ -101,7 +101,7 @@ def give_grant(context: int, counts: int, operation: int, peers: int, peer: int)
     if status != STATUS_OK:
         return NOTHING if status == STATUS_PENDING else -status
     put(life, block.GRANTS_SENT, given + 1)
-    put(state, block.GRANTED, turn + 1)
+    put(state, block.GRANTED, grant + 1)
     return MOVED
 
 

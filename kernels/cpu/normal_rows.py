@@ -1,7 +1,7 @@
 """Rows and their meta: gathered into a message by the sender, unpacked by the receiver.
 
 Meta of a dispatched row: int32 [topk] local expert at the destination or -1, float32 [topk] router weights (0 where the
-id is -1), the row's scales, and MARK_BYTES. A row to be handed on has the ids that the *node* of its destination counts
+id is -1), the row's scales, and MARK_BYTES. A row to be forwarded has the ids that the *node* of its destination counts
 for its experts, and in the mark bytes bit i % 8 of byte i // 8 for rank i of the node. Meta of a combined row: float32
 [topk] weights. Both are padded with zeros to META_BYTES. A row's bytes are copied once, never interpreted.
 """

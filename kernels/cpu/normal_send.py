@@ -101,15 +101,15 @@ def take_grant(context: int, counts: int, operation: int, peers: int, peer: int)
         return NOTHING
     slot = get(operation, block.GRANT_RECV) + (peer * GRANT_SLOTS + taken % GRANT_SLOTS) * HEADER_BYTES
     at = window_address(context) + slot
-    tag, number, turn, rows = get(at, _AT_TAG), get(at, _AT_NUMBER), get(at, _AT_ROUND), get(at, _AT_ROWS)
+    tag, number, grant, rows = get(at, _AT_TAG), get(at, _AT_NUMBER), get(at, _AT_ROUND), get(at, _AT_ROWS)
     row, meta, chunk = get(at, _AT_ROW_OFFSET), get(at, _AT_META_OFFSET), get(at, _AT_CHUNK_ROWS)
     row_bytes, meta_bytes = get(operation, block.ROW_BYTES), get(operation, block.META_BYTES)
     if tag != _TAG:
         return _refuse(context, peer, tag, _TAG)
     if number != get(operation, block.NUMBER):
         return _refuse(context, peer, number, get(operation, block.NUMBER))
-    if turn != get(state, block.GRANTS):
-        return _refuse(context, peer, turn, get(state, block.GRANTS))
+    if grant != get(state, block.GRANTS):
+        return _refuse(context, peer, grant, get(state, block.GRANTS))
     if rows < 1 or rows > left:
         return _refuse(context, peer, rows, left)
     most = get(operation, block.CHUNK_BYTES) // (row_bytes + meta_bytes)

@@ -182,7 +182,7 @@ def route_rows(
     Returns:
         One of ``blocks.normal.LAYOUT_*``. ``rows`` and ``lists`` are complete only when it is LAYOUT_RIGHT.
     """
-    ends, seen, chosen = tally, tally + 8 * ranks, tally + 16 * ranks
+    ends, counted, chosen = tally, tally + 8 * ranks, tally + 16 * ranks
     zero(tally, 8 * (2 * ranks + experts))
     start = 0
     for rank in range(ranks):
@@ -206,8 +206,8 @@ def route_rows(
                 return block.LAYOUT_BAD_ID
             poke(chosen + 8 * expert, peek(chosen + 8 * expert) + 1)
             rank = expert // local
-            if peek(seen + 8 * rank) != token + 1:
-                poke(seen + 8 * rank, token + 1)
+            if peek(counted + 8 * rank) != token + 1:
+                poke(counted + 8 * rank, token + 1)
                 wanted += 1
                 if peek8(in_rank + token * ranks + rank) == 0:
                     return block.LAYOUT_MARKS

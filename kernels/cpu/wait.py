@@ -1,8 +1,8 @@
 """Bounded waits of CPU kernels.
 
 A kernel never waits longer than the slice it was given: it returns ``STATUS_PENDING`` with the progress block filled,
-the host looks at signals and watchers, and calls it again (``KernelSpace.wait``). A kernel that waits for several
-things loops over them itself with :func:`turn_over`; one that waits for one count uses :func:`wait_arrived` or
+the host checks signals and watchers, and calls it again (``KernelSpace.wait``). A kernel that waits for several
+things loops over them itself with :func:`end_spin`; one that waits for one count uses :func:`wait_arrived` or
 :func:`wait_completed`.
 """
 
@@ -33,11 +33,11 @@ def note_progress(progress: int, peer: int, stream: int, arrived: int, expected:
 
 
 @compiled
-def turn_over(context: int, turn: int, slice_end_ns: int) -> int:
-    """End turn ``turn`` (0, 1, 2, …) of a waiting loop: relax the core, more so the longer the wait.
+def end_spin(context: int, spin: int, slice_end_ns: int) -> int:
+    """End spin ``spin`` (0, 1, 2, …) of a waiting loop: relax the core, more so the longer the wait.
 
     Returns:
-        STATUS_OK to look again, STATUS_PENDING when CLOCK_MONOTONIC has reached ``slice_end_ns``, STATUS_POISONED when
+        STATUS_OK to read again, STATUS_PENDING when CLOCK_MONOTONIC has reached ``slice_end_ns``, STATUS_POISONED when
         the sticky error is set.
     """
     # rule: a wait ends when the sticky error is set
@@ -45,9 +45,9 @@ def turn_over(context: int, turn: int, slice_end_ns: int) -> int:
         return STATUS_POISONED
     if monotonic_ns() >= slice_end_ns:
         return STATUS_PENDING
-    if turn < SPINS:
+    if spin < SPINS:
         pause()
-    elif turn < YIELDS:
+    elif spin < YIELDS:
         sched_yield()
     else:
         nanosleep_ns(NAP_NS)
@@ -60,28 +60,28 @@ def wait_arrived(context: int, progress: int, peer: int, stream: int, expected: 
 
     Returns STATUS_OK (their bytes are visible), STATUS_PENDING with the progress block filled, or STATUS_POISONED.
     """
-    turn = 0
+    spin = 0
     while True:
         count = arrived_count(context, peer, stream)
         if count >= expected:
             return STATUS_OK
-        status = turn_over(context, turn, slice_end_ns)
+        status = end_spin(context, spin, slice_end_ns)
         if status != STATUS_OK:
             note_progress(progress, peer, stream, count, expected)
             return status
-        turn += 1
+        spin += 1
 
 
 @compiled
 def wait_completed(context: int, progress: int, peer: int, stream: int, expected: int, slice_end_ns: int) -> int:
     """Wait until ``expected`` own messages of ``stream`` to ``peer`` completed locally; statuses as wait_arrived."""
-    turn = 0
+    spin = 0
     while True:
         count = completed_count(context, peer, stream)
         if count >= expected:
             return STATUS_OK
-        status = turn_over(context, turn, slice_end_ns)
+        status = end_spin(context, spin, slice_end_ns)
         if status != STATUS_OK:
             note_progress(progress, peer, stream, count, expected)
             return status
-        turn += 1
+        spin += 1

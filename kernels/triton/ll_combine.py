@@ -35,7 +35,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, is_live, rank_count, window_address
-from .ll_counts import mark_read, tell_combines, wait_spaces
+from .ll_counts import ack_combines, mark_read, wait_spaces
 from .ll_dispatch import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import COMBINE_TAG, send_messages
 from .quant import load_together, store_floats
@@ -77,7 +77,7 @@ def prepare_combine(
         place_messages(context, state, ranks, inside, rows * row_bytes + HEADER, staging, region + back)
         # the places are read again while waiting
         settle(BACKEND)
-        tell_combines(context, state, start, LANES, BACKEND)
+        ack_combines(context, state, start, LANES, BACKEND)
         wait_spaces(context, state, _COMBINE, start, LANES, BACKEND)
 
 
@@ -115,7 +115,7 @@ def pack_combine(
     Args:
         x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes.
         layout_range: int64[L, R] of the dispatch.
-        TOGETHER: slots whose rows are asked for together.
+        TOGETHER: slots whose rows are loaded together.
     """
     if has_failed(context) == 0:
         source = tl.program_id(1).to(tl.int64)
@@ -208,7 +208,7 @@ def sum_rows(
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.
         out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes.
-        TOGETHER: slots whose rows are asked for together: a program waits once for their places and once for them.
+        TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
     """
     tokens = tokens.to(tl.int64)
     width: tl.constexpr = 4 if DTYPE == _F32 else 2

@@ -1,4 +1,4 @@
-"""Which messages have been read: what this rank tells its peers, and what it hears from them.
+"""Which messages have been read: the acknowledgements that this rank sends and receives.
 
 The same rules as :mod:`..cpu.ll_counts`; all of this runs in one program of one warp, LANES peers at a time. A rank
 first tells every peer what that peer may be waiting for, then waits itself: two ranks that wait for each other's word
@@ -56,10 +56,10 @@ from .wait import (
     FAILURE_PROTOCOL,
     GO_ON,
     TOO_LATE,
+    end_spin,
     fail_at,
     messages_arrived,
     refuse,
-    turn_over,
     wait_messages,
 )
 from .words import acquire_each, any_of, int64s, peek, poke, settle, uniform
@@ -107,7 +107,7 @@ def free_spaces(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr) -> tl
 
 
 @triton.jit
-def take_counts(
+def take_acks(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -184,16 +184,14 @@ def _listen(
     dispatched = tl.load(dispatched_at, mask=live, other=0)
     combined = tl.load(combined_at, mask=live, other=0)
     stream = stream_of(PHASE, number)
-    dispatched, combined, broken = take_counts(
-        context, state, peers, here, header, stream, dispatched, combined, BACKEND
-    )
+    dispatched, combined, broken = take_acks(context, state, peers, here, header, stream, dispatched, combined, BACKEND)
     tl.store(dispatched_at, dispatched, mask=live)
     tl.store(combined_at, combined, mask=live)
     return broken
 
 
 @triton.jit
-def _hear(
+def _read_acks(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -221,7 +219,7 @@ def _hear(
     notice = window_address(context) + peek(state + S_NOTICE_RECV) + slot * _HEADER
     tag = tl.load(int64s(notice), mask=fresh, other=_NOTICE_TAG)
     strange = refuse(context, state, peers, tag != _NOTICE_TAG, _NOTICE, tag, _NOTICE_TAG, BACKEND)
-    dispatched, combined, broken = take_counts(
+    dispatched, combined, broken = take_acks(
         context, state, peers, fresh & (tag == _NOTICE_TAG), notice, _NOTICE, dispatched, combined, BACKEND
     )
     broken = broken | strange
@@ -241,7 +239,9 @@ def _hear(
 
 
 @triton.jit
-def _seen(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, PHASE: tl.constexpr) -> tl.tensor:
+def _recv_acks(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, PHASE: tl.constexpr
+) -> tl.tensor:
     """Own messages of the phase that the peers say they have read."""
     if PHASE == _COMBINE:
         table = T_RECV_ACK_COMBINE
@@ -251,7 +251,7 @@ def _seen(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tenso
 
 
 @triton.jit
-def _wait_seen(
+def _wait_acks(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -266,20 +266,20 @@ def _wait_seen(
     if PHASE == _COMBINE:
         # the message being sent has its place in the peers' route already
         placed += 1
-    ending, looked = tl.full((), 0, tl.int32), start
-    seen = _seen(context, state, peers, live, PHASE)
-    present = uniform(tl.min((seen >= needed).to(tl.int32), axis=0), BACKEND)
+    ending, checked = tl.full((), 0, tl.int32), start
+    acked = _recv_acks(context, state, peers, live, PHASE)
+    present = uniform(tl.min((acked >= needed).to(tl.int32), axis=0), BACKEND)
     while (present == 0) & (ending == GO_ON):
-        broken = _hear(context, state, peers, live, placed, BACKEND)
+        broken = _read_acks(context, state, peers, live, placed, BACKEND)
         settle(BACKEND)
-        now = _seen(context, state, peers, live, PHASE)
+        now = _recv_acks(context, state, peers, live, PHASE)
         present = uniform(tl.min((now >= needed).to(tl.int32), axis=0), BACKEND)
         if broken != 0:
             ending = tl.full((), _REFUSED, tl.int32)
         elif present == 0:
-            ending, looked = turn_over(context, start, looked, BACKEND)
+            ending, checked = end_spin(context, start, checked, BACKEND)
     if (ending != GO_ON) & (ending != _REFUSED):
-        last = _seen(context, state, peers, live, PHASE)
+        last = _recv_acks(context, state, peers, live, PHASE)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
         fail_at(context, state, code, peers, live & (last < needed), _NOTICE, last, needed, BACKEND)
 
@@ -307,7 +307,7 @@ def wait_spaces(
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
-        _wait_seen(context, state, peers, live, number - 1, PHASE, start, BACKEND)
+        _wait_acks(context, state, peers, live, number - 1, PHASE, start, BACKEND)
         if over >= 0:
             wait_messages(context, state, peers, live, PHASE, over, 0, start, False, BACKEND)
     channels = channel_count(context)
@@ -338,11 +338,11 @@ def _send_notices(
     # the slot's previous notice has left this rank for good
     address = tl.where(proxied, completed_address(context, inside, _NOTICE), state + S_SINK)
     needed = tl.where(proxied, sent - _NOTICE_SLOTS + 1, -(1 << 60))
-    ending, looked = tl.full((), 0, tl.int32), start
+    ending, checked = tl.full((), 0, tl.int32), start
     done = acquire_each(address, BACKEND)
     present = uniform(tl.min((done >= needed).to(tl.int32), axis=0), BACKEND)
     while (present == 0) & (ending == GO_ON):
-        ending, looked = turn_over(context, start, looked, BACKEND)
+        ending, checked = end_spin(context, start, checked, BACKEND)
         now = acquire_each(address, BACKEND)
         present = uniform(tl.min((now >= needed).to(tl.int32), axis=0), BACKEND)
     if present == 0:
@@ -368,7 +368,7 @@ def _send_notices(
 
 
 @triton.jit
-def tell_dispatches(
+def ack_dispatches(
     context: tl.tensor, state: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
 ) -> None:
     """Before a dispatch: notices to the peers that were not told that their dispatch before last is read."""
@@ -379,13 +379,13 @@ def tell_dispatches(
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
-        told = tl.load(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), mask=live, other=1 << 60)
-        if any_of(told < needed, BACKEND) != 0:
-            _send_notices(context, state, peers, told < needed, read, free, start, LANES, BACKEND)
+        sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), mask=live, other=1 << 60)
+        if any_of(sent_ack < needed, BACKEND) != 0:
+            _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)
 
 
 @triton.jit
-def tell_combines(
+def ack_combines(
     context: tl.tensor, state: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
 ) -> None:
     """Before a combine: wait until the space of the one before last is free, and tell the peers that were not told."""
@@ -408,7 +408,7 @@ def tell_combines(
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
-        told = tl.load(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), mask=live, other=1 << 60)
-        if any_of(told < needed, BACKEND) != 0:
+        sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), mask=live, other=1 << 60)
+        if any_of(sent_ack < needed, BACKEND) != 0:
             read = peek(state + S_DISPATCH_READ)
-            _send_notices(context, state, peers, told < needed, read, free, start, LANES, BACKEND)
+            _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)

@@ -251,7 +251,7 @@ def count_rows(
 
     Args:
         recv_count: int32[L], zero at first; layout_range: int64[L, R]; stats: int32[L] to which counts are added, or 0.
-        BLOCK: tokens looked at together. EXPERTS: experts laid out together, a power of two.
+        BLOCK: tokens read together. EXPERTS: experts laid out together, a power of two.
     """
     if has_failed(context) == 0:
         expert, source = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

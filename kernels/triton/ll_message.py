@@ -42,7 +42,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, is_live, peer_window, rank_count, sticky_code_once, stream_of, window_address
-from .ll_counts import take_counts
+from .ll_counts import take_acks
 from .publish import put_messages
 from .routing import HEADER
 from .wait import refuse, wait_messages
@@ -129,7 +129,7 @@ def _check_origin(
     combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
     dispatched = tl.load(dispatched_at, mask=live, other=0)
     combined = tl.load(combined_at, mask=live, other=0)
-    dispatched, combined, _ = take_counts(context, state, peers, live, header, stream, dispatched, combined, BACKEND)
+    dispatched, combined, _ = take_acks(context, state, peers, live, header, stream, dispatched, combined, BACKEND)
     tl.store(dispatched_at, dispatched, mask=live)
     tl.store(combined_at, combined, mask=live)
 

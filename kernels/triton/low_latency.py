@@ -30,7 +30,7 @@ _COMPARED = 2048
 _BLOCK, _THREADS = 1024, 128
 #: A multiple of 16 like the real ones, for compiling ahead.
 _ANY_ADDRESS = 1 << 40
-#: Slots of a token whose rows are asked for together, by the expert's rank and by the token's: with more, ptxas spills.
+#: Slots of a token whose rows are loaded together, by the expert's rank and by the token's: with more, ptxas spills.
 _WEIGHED_TOGETHER, _SUMMED_TOGETHER = 4, 8
 #: Programs of one kernel, some for each multiprocessor of any device. Few tokens have several each; the rows of many
 #: sources share them, since few come from each.

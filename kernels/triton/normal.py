@@ -205,7 +205,7 @@ class TritonNormalKernels:
         turns: int,
         programs: int,
     ) -> tuple[Launch, ...]:
-        """Move the rows of an opened operation in ``turns`` turns of ``programs`` programs, then what is left."""
+        """Move the rows of an opened operation in ``turns`` steps of ``programs`` programs, then what is left."""
         programs = max(min(programs, self._most_programs), 1)
         arguments = (context, state, *tensors, form.local_experts)
         words = form.row_bytes // 4
@@ -349,7 +349,7 @@ class TritonNormalKernels:
             chunk = min(chunk, in_slot)
             found = max(found, batches(chunk, in_slot // chunk * chunk))
         if form.node_ranks and form.kind == NormalNotify.OPERATION_COMBINE:
-            # a batch is summed a turn later than laid out, and may miss parts: a turn with nothing to do costs little
+            # a batch is summed a step later than laid out, and may miss parts: a step with nothing to do costs little
             found = 2 * found + 2
         # one to pack, one more to unpack
         return found + 1
@@ -361,8 +361,8 @@ class TritonNormalKernels:
         return max(slot // (form.row_bytes + form.meta_bytes), 1)
 
 
-#: Nanoseconds that a turn of a combine waits for more once it has something to move: about what a turn costs. In the
-#: interpreter a turn takes far longer than that.
+#: Nanoseconds that a step of a combine waits for more once it has something to move: about what a step costs. In the
+#: interpreter a step takes far longer than that.
 _PATIENCE, _PATIENCE_INTERPRETED = 20_000, 200_000_000
 #: Rows whose marks a program looks at together.
 _LISTED = 256
@@ -382,7 +382,7 @@ def exchange_nodes(
     rows: int,
     warps: int,
 ) -> tuple[Launch, ...]:
-    """Move the rows of an opened operation in ``turns`` turns of ``programs`` programs, then what is left.
+    """Move the rows of an opened operation in ``turns`` steps of ``programs`` programs, then what is left.
 
     Args:
         constants: of ``normal_rows.move_rows``, without ROWS.

@@ -1,4 +1,4 @@
-"""The end of a row exchange: what turns are left, then all writes over, then the counters move on."""
+"""The end of a row exchange: what steps are left, then all writes over, then the counters move on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .blocks import (
 )
 from .context import channel_count, has_failed, is_live, own_rank, rank_count
 from .normal_rows import UNALIGNED, RowShape, RowTensors, move
-from .normal_step import released, send_message, share_of, turn, wait_counts
+from .normal_step import released, run_step, send_message, share_of, wait_counts
 from .words import clock_ns, peek, poke, settle
 
 _COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
@@ -40,7 +40,7 @@ def close(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """See all own writes over and, after a dispatch, tell the peers so; then the counters move on. ``late`` turns were
+    """See all own writes over and, after a dispatch, tell the peers so; then the counters move on. ``late`` steps were
     taken by the last kernel."""
     start = clock_ns(BACKEND)
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
@@ -117,8 +117,8 @@ def finish(
 ) -> None:
     """End the exchange; grid (1,), one warp. Arguments as for :func:`move_rows`.
 
-    The turns that the host has launched are normally enough. Where they are not (the host does not know how much room
-    the peers have), this one program takes the rest of the turns, slowly.
+    The steps that the host has launched are normally enough. Where they are not (the host does not know how much room
+    the peers have), this one program takes the rest of the steps, slowly.
     """
     tokens, capacity, local_experts = tokens.to(tl.int64), capacity.to(tl.int64), local_experts.to(tl.int64)
     tensors = RowTensors(
@@ -128,9 +128,9 @@ def finish(
         one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
         late = tl.full((), 0, tl.int64)
-        # rule: normal mode: the last kernel takes the turns that the host has not launched
+        # rule: normal mode: the last kernel takes the steps that the host has not launched
         while going != 0:
-            going = turn(context, state, LANES, BACKEND)
+            going = run_step(context, state, LANES, BACKEND)
             late += going
             if going != 0:
                 move(

@@ -89,7 +89,7 @@ from .normal_step import (
     released,
     take_grants,
 )
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, turn_over
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, end_spin, fail
 from .words import any_of, clock_ns, peek, poke, settle, uniform
 
 
@@ -99,7 +99,7 @@ def _expect(context: tl.tensor, state: tl.tensor, peers: tl.tensor, linked: tl.t
     total = get_each(context, state, N_RECV_ROWS, peers, linked)
     before = get_each(context, state, N_EXPECTED, peers, linked)
     if COMBINE:
-        # a turn that went on without a rail peer does not ask it for two batches in the next one
+        # a step that went on without a rail peer does not ask it for two batches in the next one
         rail = is_rail(context, state, peers)
         before = tl.where(rail, tl.minimum(before, get_each(context, state, N_ARRIVED, peers, linked)), before)
     slot_rows = tl.maximum(get_each(context, state, N_SLOT_ROWS, peers, linked), 1)
@@ -110,7 +110,7 @@ def _expect(context: tl.tensor, state: tl.tensor, peers: tl.tensor, linked: tl.t
         whole = whole & (is_rail(context, state, peers) == 0)
     expected = tl.where(whole, end, tl.minimum(before + batch_chunks(state) * chunk, end))
     if COMBINE:
-        # summed a turn later than laid out
+        # summed a step later than laid out
         early = is_rail(context, state, peers) & (peek(state + W_STEP) < 2)
         expected = tl.where(early, 0, expected)
     set_each(context, state, N_EXPECTED, peers, linked, expected)
@@ -127,7 +127,7 @@ def _begin(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Publish what the turn before has packed, laid out and taken, and move every position past it."""
+    """Publish what the step before has packed, laid out and taken, and move every position past it."""
     far = live & is_far(context, state, peers)
     rail = far & is_rail(context, state, peers)
     near = live & (far == 0)
@@ -149,7 +149,7 @@ def _begin(
 
 
 @triton.jit
-def _look(
+def _check_peers(
     context: tl.tensor,
     state: tl.tensor,
     counts: tl.tensor,
@@ -200,7 +200,7 @@ def _look(
             passed = get_each(context, state, N_PASSED, peers, far)
             others = far & (forwarder(context, state, tl.where(far, peers, 0)) != own_rank(context))
             passes = others & (get_each(context, state, N_PASS_READY, peers, far) > passed)
-            # in the first turn nothing is laid out yet
+            # in the first step nothing is laid out yet
             stuck = stuck & ((rail == 0) | (peek(state + W_STEP) > 0))
         else:
             scanned = get_each(context, state, N_SCANNED, peers, far)
@@ -248,7 +248,7 @@ def _blame_node(
         total = get_each(context, state, N_PASS_RECV, peers, far)
         ended = get_each(context, state, N_SCAN_END, peers, far) == get_each(context, state, N_SCANNED, peers, far)
         others = far & (via != me) & (passed < total) & ended
-        # a forwarder whose board speaks of this operation has nothing more either
+        # a forwarder whose progress board speaks of this operation has nothing more either
         named = tl.where(get_each(context, state, N_VIEW_SLOT_ROWS, peers, far) > 0, peers, via)
     if any_of(who >= 0, BACKEND) == 0:
         who, got, need = tl.where(others, named, -1), passed, total
@@ -278,7 +278,7 @@ def _is_over(
 
 
 @triton.jit
-def turn_nodes(
+def run_node_step(
     context: tl.tensor,
     state: tl.tensor,
     counts: tl.tensor,
@@ -287,7 +287,7 @@ def turn_nodes(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """A turn as far as one program does it. 1 when rows are to be moved, 0 when the exchange is over or has failed."""
+    """A step as far as one program does it. 1 when rows are to be moved, 0 when the exchange is over or has failed."""
     ranks, me = rank_count(context), own_rank(context)
     start = clock_ns(BACKEND)
     before = peek(state + W_STEP)
@@ -308,7 +308,7 @@ def turn_nodes(
                 say_freed(context, state, counts, peers, far, BACKEND)
         settle(BACKEND)
         found = tl.full((), MISSING, tl.int32)
-        ending, looked = tl.full((), 0, tl.int32), start
+        ending, checked = tl.full((), 0, tl.int32), start
         waits = tl.full((), 1, tl.int32)
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
             found = tl.full((), FAILED, tl.int32)
@@ -319,7 +319,9 @@ def turn_nodes(
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 if found != FAILED:
-                    one, hopes, moves = _look(context, state, counts, peers, live, start, COMBINE, LANES, BACKEND)
+                    one, hopes, moves = _check_peers(
+                        context, state, counts, peers, live, start, COMBINE, LANES, BACKEND
+                    )
                     ready, hopeful = ready | moves, hopeful | hopes
                     found = tl.where(one == FAILED, one, tl.minimum(found, one))
             waits = (found == MISSING).to(tl.int32)
@@ -328,7 +330,7 @@ def turn_nodes(
                     tired = (ready != 0) & (clock_ns(BACKEND) - start > PATIENCE)
                     waits = 1 - uniform(tired.to(tl.int32), BACKEND)
             if waits != 0:
-                ending, looked = turn_over(context, start, looked, BACKEND)
+                ending, checked = end_spin(context, start, checked, BACKEND)
         if ending != GO_ON:
             _give_up(context, state, counts, ending, COMBINE, LANES, BACKEND)
         elif found != FAILED:
@@ -371,9 +373,9 @@ def _give_up(
         linked = live & ((is_far(context, state, peers) == 0) | is_rail(context, state, peers))
         _blame_node(context, state, counts, peers, live, code, COMBINE, BACKEND)
         late = linked & (is_late(context, state, peers, linked) | is_stuck(context, state, peers, linked))
-        # rule: who keeps a grant waiting is looked for among all ranks
+        # rule: who keeps a grant waiting is searched for among all ranks
         late = late | is_owed(context, state, peers, linked, BACKEND)
-        # the last look fails when no other has: what was missing has come meanwhile
+        # the last check fails when no other has: what was missing has come meanwhile
         if (any_of(late, BACKEND) != 0) | (first == 0):
             blame_peer(context, state, peers, linked, code, BACKEND)
 
@@ -388,14 +390,14 @@ def advance_nodes(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Begin a turn; grid (1,), one warp. Does nothing once the exchange is over.
+    """Begin a step; grid (1,), one warp. Does nothing once the exchange is over.
 
     Args:
         counts: of :func:`.normal_relay.count_marks`, in a combine.
-        PATIENCE: nanoseconds that a turn of a combine waits for more once it has something to move.
+        PATIENCE: nanoseconds that a step of a combine waits for more once it has something to move.
     """
     if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
-        if turn_nodes(context, state, counts, COMBINE, PATIENCE, LANES, BACKEND) == 0:
+        if run_node_step(context, state, counts, COMBINE, PATIENCE, LANES, BACKEND) == 0:
             # rows are exchanged: what is left is to see all writes over
             poke(state + W_OPEN, 2)
 
@@ -416,7 +418,7 @@ def move_nodes(
     DTYPE: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Program ``program`` of ``programs``: its part of all rows of the turn."""
+    """Program ``program`` of ``programs``: its part of all rows of the step."""
     ranks, me = rank_count(context), own_rank(context)
     for step in range(0, ranks):
         # not all ranks write to the same peer first, nor all programs, when there are few rows for each
@@ -562,9 +564,9 @@ def finish_nodes(
         one = tl.full((), 1, tl.int64)
         going = (peek(state + W_OPEN) == 1).to(tl.int32)
         late = tl.full((), 0, tl.int64)
-        # rule: the last kernel takes the turns that the host has not launched
+        # rule: the last kernel takes the steps that the host has not launched
         while going != 0:
-            going = turn_nodes(context, state, counts, KIND == _COMBINE, PATIENCE, LANES, BACKEND)
+            going = run_node_step(context, state, counts, KIND == _COMBINE, PATIENCE, LANES, BACKEND)
             late += going
             if going != 0:
                 if KIND != _COMBINE:

@@ -2,7 +2,8 @@
 
 As in :mod:`..cpu.normal_nodes`: ranks are counted node by node; a rank is *far* when it is on another node, and the
 *rail* peers of a rank are the far ranks with its own place in their nodes. Rows of far ranks travel between rail peers,
-and inside a node through the boards and lines of ``protocol.relay``. For kernels of an operation with NODE_RANKS.
+and inside a node through the progress boards and lines of ``protocol.relay``. For kernels of an operation with
+NODE_RANKS.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def mark_bytes(state: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def board_of(context: tl.tensor, state: tl.tensor, ranks: tl.tensor, nodes: tl.tensor) -> tl.tensor:
-    """Addresses of the boards for ``nodes`` in the windows of near ``ranks``."""
+    """Addresses of the progress boards for ``nodes`` in the windows of near ``ranks``."""
     return peer_window(context, ranks) + peek(state + W_BOARDS) + nodes * _BOARD
 
 
@@ -90,11 +91,11 @@ def line_of(context: tl.tensor, state: tl.tensor, ranks: tl.tensor, nodes: tl.te
 def rows_at(state: tl.tensor, addresses: tl.tensor, chosen: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """Rows of the stamps at the ``chosen`` addresses, acquire: 0 of an earlier operation, all of a later one."""
     word = acquire_each(tl.where(chosen, addresses, state + S_SINK), BACKEND)
-    turn, number = word >> _SHIFT, peek(state + W_NUMBER) + 1
+    stamped, number = word >> _SHIFT, peek(state + W_NUMBER) + 1
     # rule: what a line said in an earlier operation is nothing
-    other = tl.where(turn < number, 0, EVERYTHING)
+    other = tl.where(stamped < number, 0, EVERYTHING)
     # rule: what a line says in a later operation is everything
-    rows = tl.where(turn == number, word & EVERYTHING, other)
+    rows = tl.where(stamped == number, word & EVERYTHING, other)
     return tl.where(chosen, rows, EVERYTHING)
 
 

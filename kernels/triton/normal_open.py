@@ -145,7 +145,7 @@ def begin(
     set_each(context, state, N_CONSUMED, peers, inside, zero)
     set_each(context, state, N_READY, peers, inside, zero)
     if KIND != _COMBINE:
-        # own rows are packed in the first turn, straight to the outputs; in a combine they are summed where they are
+        # own rows are packed in the first step, straight to the outputs; in a combine they are summed where they are
         set_each(context, state, N_PACK_ROWS, peers, inside & (peers == me), send)
     poke(state + W_STEP, 0)
     poke(state + W_RAN, 0)
@@ -250,7 +250,7 @@ def _land(
 
 
 @triton.jit
-def _tell_host(
+def _write_info(
     total: tl.tensor, most: tl.tensor, away: tl.tensor, capacity: tl.tensor, info: tl.tensor, KIND: tl.constexpr
 ) -> None:
     """Tell the host how many rows the outputs hold, the most of one other rank, and how many leave this one."""
@@ -288,7 +288,7 @@ def place(
     elif KIND == _COMBINE:
         set_each(context, state, N_RECV_FIRST, peers, inside, before)
     most = tl.maximum(tl.max(remote, axis=0), tl.max(away, axis=0))
-    _tell_host(tl.sum(rows, axis=0), most, away, capacity, info, KIND)
+    _write_info(tl.sum(rows, axis=0), most, away, capacity, info, KIND)
 
 
 @triton.jit
@@ -302,7 +302,7 @@ def place_nodes(
     KIND: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> None:
-    """Say where the rows of every near rank and rail peer land, when all have spoken."""
+    """Say where the rows of every near rank and rail peer land, when all notifies are here."""
     me, ranks = own_rank(context), rank_count(context)
     size = peek(state + W_NODE_RANKS)
     peers = tl.arange(0, RANKS).to(tl.int64)
@@ -326,10 +326,10 @@ def place_nodes(
         set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(every, axis=0) - every)
     elif KIND == _COMBINE:
         set_each(context, state, N_RECV_FIRST, peers, inside, before)
-    # a rank whose rails are idle takes part in the turns of its forwarders all the same
+    # a rank whose rails are idle takes part in the steps of its forwarders all the same
     away = tl.where(peers == me, 0, sends)
     taken = tl.maximum(tl.max(remote, axis=0), tl.max(tl.where(far, every, 0), axis=0))
-    _tell_host(tl.sum(every, axis=0), tl.maximum(taken, tl.max(away, axis=0)), away, capacity, info, KIND)
+    _write_info(tl.sum(every, axis=0), tl.maximum(taken, tl.max(away, axis=0)), away, capacity, info, KIND)
     poke(info + I_RELAYED, tl.sum(relayed, axis=0))
 
 
@@ -404,7 +404,7 @@ def _notify(
 
 
 @triton.jit
-def _hear(
+def _take_notifies(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -468,7 +468,7 @@ def _take_rows(
         bad = same & ((rows < 0) | (rows > _MOST_ROWS))
         broken = refuse(context, state, peers, bad, _NOTIFY, rows, _MOST_ROWS, BACKEND)
         most = tl.where(rail, _MOST_ROWS, 0)
-        # rule: only rail peers tell of rows to be handed on
+        # rule: only rail peers tell of rows to be forwarded
         bad = same & ((rail_rows < 0) | (rail_rows > most))
         broken |= refuse(context, state, peers, bad, _NOTIFY, rail_rows, most, BACKEND)
         set_each(context, state, N_RECV_ROWS, peers, same, tl.where(far, rail_rows, rows))
@@ -632,7 +632,7 @@ def open_operation(
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 if different >= 0:
-                    found = _hear(context, state, peers, live, shape, info, start, KIND, NODES, BACKEND)
+                    found = _take_notifies(context, state, peers, live, shape, info, start, KIND, NODES, BACKEND)
                     different = tl.where(found < 0, -1, different + found)
             settle(BACKEND)
     if different > 0:

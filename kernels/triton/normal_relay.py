@@ -115,7 +115,7 @@ def is_done(context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.tens
 
 @triton.jit
 def say_taken(context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.tensor, BACKEND: tl.constexpr) -> None:
-    """Move past what the turn before has taken and tell the forwarders how far this rank is."""
+    """Move past what the step before has taken and tell the forwarders how far this rank is."""
     set_each(context, state, N_PASSED, peers, far, get_each(context, state, N_PASS_READY, peers, far))
     set_each(context, state, N_SCANNED, peers, far, get_each(context, state, N_SCAN_END, peers, far))
     settle(BACKEND)
@@ -138,7 +138,7 @@ def say_taken(context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.te
 
 @triton.jit
 def show(context: tl.tensor, state: tl.tensor, peers: tl.tensor, rail: tl.tensor, BACKEND: tl.constexpr) -> None:
-    """As the forwarder: show on the boards what has arrived from the ``rail`` peers, a whole batch at a time."""
+    """As the forwarder: show on the progress boards what has arrived from the ``rail`` peers, in whole batches."""
     arrived, shown = get_each(context, state, N_ARRIVED, peers, rail), get_each(context, state, N_SHOWN, peers, rail)
     batch = arrived >= get_each(context, state, N_EXPECTED, peers, rail)
     chosen = rail & ((shown == 0) | (batch & (shown != arrived + 1)))
@@ -166,7 +166,7 @@ def note_taken(context: tl.tensor, state: tl.tensor, peers: tl.tensor, rail: tl.
     own = me + tl.zeros_like(peers)
     for place in range(size):
         at = line_of(context, state, own, peers // size, place) + _TAKEN
-        # rule: rows to be handed on are overwritten only when their node is done with them
+        # rule: rows to be forwarded are overwritten only when their node is done with them
         least = tl.minimum(least, rows_at(state, at, rail, BACKEND))
     consumed = get_each(context, state, N_CONSUMED, peers, rail)
     set_each(context, state, N_CONSUMED, peers, rail, tl.maximum(consumed, least))
@@ -197,7 +197,7 @@ def lagging(
 
 @triton.jit
 def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, viewed: tl.tensor) -> tl.tensor:
-    """Rows of the ``viewed`` far ranks that must have been shown for this turn: the batches of all turns before it,
+    """Rows of the ``viewed`` far ranks that must have been shown for this step: the batches of all steps before it,
     counted as the forwarder expects them."""
     rows, slot_rows = (
         get_each(context, state, N_VIEW_ROWS, peers, viewed),
@@ -210,8 +210,8 @@ def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, viewed: tl.tens
     mapped = peer_window(context, tl.where(viewed, peers, 0)) != 0
     batch = tl.where(mapped, slot_rows, tl.minimum(batch_chunks(state) * chunk, slot_rows))
     in_slot = (slot_rows + batch - 1) // batch
-    turns = peek(state + W_STEP)
-    shown = turns // in_slot * slot_rows + tl.minimum(turns % in_slot * batch, slot_rows)
+    steps = peek(state + W_STEP)
+    shown = steps // in_slot * slot_rows + tl.minimum(steps % in_slot * batch, slot_rows)
     return tl.minimum(shown, rows)
 
 
@@ -223,17 +223,17 @@ def view(
     far: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Look at the boards for the ``far`` ranks and decide what to look at in this turn: (1 when a claim was refused,
+    """Read the progress boards for the ``far`` ranks and decide what to read in this step: (1 when a claim was refused,
     True for ranks of which more must be shown first).
 
-    Where rows lie is read once, when the board first speaks of this operation, and checked.
+    Where rows lie is read once, when the progress board first speaks of this operation, and checked.
     """
     stream = peek(state + W_STREAM)
     going = far & (is_done(context, state, peers, far) == 0)
     via = forwarder(context, state, tl.where(going, peers, 0))
     board = board_of(context, state, via, peers // peek(state + W_NODE_RANKS))
     word = acquire_each(tl.where(going, board + _ARRIVED, state + S_SINK), BACKEND)
-    # rule: what a board said in an earlier operation is not looked at
+    # rule: what a progress board said in an earlier operation is not read
     current = going & ((word >> _SHIFT) == peek(state + W_NUMBER) + 1)
     # the lanes acquired for themselves: now for each other
     settle(BACKEND)
@@ -257,7 +257,7 @@ def view(
         bad, got, want = or_else(bad, got, want, outside(state, row, held), row, begin)
         held = tl.where(wrong, 0, stride + slot_rows * peek(state + W_META_BYTES))
         bad, got, want = or_else(bad, got, want, outside(state, meta, held), meta, begin)
-        # rule: where a board says that rows lie is checked
+        # rule: where a progress board says that rows lie is checked
         bad = fresh & bad
         broken = refuse_of(context, state, peers, bad, via, stream, got, want, BACKEND)
         if broken == 0:
@@ -271,9 +271,9 @@ def view(
         rows = get_each(context, state, N_VIEW_ROWS, peers, current)
         scanned = get_each(context, state, N_SCANNED, peers, current)
         # no more than its two slots hold: neither is granted again before this rank is done with it
-        # rule: a board shows no more rows than its two slots hold
+        # rule: a progress board shows no more rows than its two slots hold
         rows = tl.minimum(rows, scanned + 2 * get_each(context, state, N_VIEW_SLOT_ROWS, peers, current))
-        # rule: a board shows no more rows than it tells of
+        # rule: a progress board shows no more rows than it tells of
         too_many = current & (arrived > rows)
         broken = refuse_of(context, state, peers, too_many, via, stream, arrived, rows, BACKEND)
         if broken == 0:
@@ -315,8 +315,8 @@ def list_far(
         for first in range(scanned, end, BLOCK):
             index = first + tl.arange(0, BLOCK).to(tl.int64)
             inside = index < end
-            turn_of = index // slot_rows
-            at = landed + (turn_of & 1) * stride + (index - turn_of * slot_rows) * meta
+            grant = index // slot_rows
+            at = landed + (grant & 1) * stride + (index - grant * slot_rows) * meta
             mark = tl.load(uint8s(at + place // 8), mask=inside, other=0).to(tl.int64)
             one = (mark >> (place % 8)) & 1
             where = count + tl.cumsum(one, axis=0) - one
@@ -345,11 +345,11 @@ def list_passed(
     USED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Find this rank's rows among those of each far rank's node that this turn looks at; grid (ranks,).
+    """Find this rank's rows among those of each far rank's node that this step reads; grid (ranks,).
 
     Args:
-        lists: int32[ranks, list_rows], written: indices of the rows, in the order of the board. Two landing slots of a
-            forwarder hold no more than ``list_rows`` rows.
+        lists: int32[ranks, list_rows], written: indices of the rows, in the order of the progress board.
+            Two landing slots of a forwarder hold no more than ``list_rows`` rows.
         marks: uint8[room, mark bytes], written by the forwarder in a first dispatch: for its combine; or 0.
         USED: words of a row's meta before the marks.
     """
@@ -389,10 +389,10 @@ def take_passed(
             index = tl.load(int32s(tables.passes + 4 * (far * tables.pass_rows + number)), mask=inside, other=0).to(
                 tl.int64
             )
-            turn_of = index // slot_rows
-            within = index - turn_of * slot_rows
-            landed = row_at + (turn_of & 1) * stride + within * (4 * shape.WORDS)
-            landed_meta = meta_at + (turn_of & 1) * stride + within * meta
+            grant = index // slot_rows
+            within = index - grant * slot_rows
+            landed = row_at + (grant & 1) * stride + within * (4 * shape.WORDS)
+            landed_meta = meta_at + (grant & 1) * stride + within * meta
             given = inside[:, None] & (slot < shape.TOPK)
             # before the rows, so that all of it is waited for once
             if shape.TOPK > 0:
@@ -402,9 +402,9 @@ def take_passed(
                 scales = load_scales(landed_meta + 8 * shape.TOPK, inside, shape)
             copy_rows(landed, tensors.out + row * (4 * shape.WORDS), inside, word, shape)
             if shape.TOPK > 0:
-                # rule: expert ids of a row that is handed on are its node's
+                # rule: expert ids of a row that is forwarded are its node's
                 wrong = (expert < -1) | (expert >= size * tensors.local_experts)
-                # the program that fails must be of one warp: the next turn does
+                # the program that fails must be of one warp: the next step does
                 blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
                 tl.store(blame, far + 1 + tl.zeros_like(expert), mask=wrong)
                 expert -= place * tensors.local_experts
@@ -417,7 +417,7 @@ def take_passed(
 
 
 _F32 = tl.constexpr(DTYPE_F32)
-#: Ranks of the node whose rows are asked for together.
+#: Ranks of the node whose rows are loaded together.
 _TOGETHER = tl.constexpr(2)
 #: More rows than there are.
 _EVERY = tl.constexpr(1 << 62)
@@ -433,7 +433,7 @@ def count_marks(
     counts: tl.int64,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Count, for each rank of this node and the rows handed on from each other node, which of them it got; grid
+    """Count, for each rank of this node and the rows forwarded from each other node, which of them it got; grid
     (ranks,): program r for the rows from the node of rank r, and the rank of this node with its place.
 
     Args:
@@ -466,7 +466,7 @@ def count_marks(
 
 @triton.jit
 def say_offered(context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.tensor, BACKEND: tl.constexpr) -> None:
-    """Tell the forwarders of the ``far`` ranks what the turn before has laid out for them."""
+    """Tell the forwarders of the ``far`` ranks what the step before has laid out for them."""
     laid = get_each(context, state, N_PASS_READY, peers, far)
     set_each(context, state, N_PASSED, peers, far, laid)
     via, me = forwarder(context, state, tl.where(far, peers, 0)), own_rank(context)
@@ -502,7 +502,7 @@ def say_freed(
 def choose_laid_out(
     context: tl.tensor, state: tl.tensor, peers: tl.tensor, far: tl.tensor, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """Decide what to lay out for the ``far`` ranks in this turn. True for those whose forwarder should free more room
+    """Decide what to lay out for the ``far`` ranks in this step. True for those whose forwarder should free more room
     first: half of the ring keeps it busy."""
     own = own_rank(context)
     via = forwarder(context, state, tl.where(far, peers, 0))

@@ -7,7 +7,7 @@ as in :mod:`..cpu.normal_rows`: int32 local experts, float32 weights, scales (di
 zeros.
 
 A token of a combine is the sum of the rows that its ranks have sent back, in ascending order of ranks, in float32,
-rounded once: the same sum as in :mod:`..cpu.normal_receive`, bit by bit. Rows of several ranks are asked for before the
+rounded once: the same sum as in :mod:`..cpu.normal_receive`, bit by bit. Rows of several ranks are loaded before the
 first is added: a program waits twice for all of them, for their places and for themselves, where one rank after the
 other would be two waits each. So nothing in that part of the loop is a branch.
 
@@ -246,7 +246,7 @@ def pack(
             if own:
                 inside = inside & (base + index < tensors.capacity)
                 target = tensors.out + (base + index) * (4 * shape.WORDS)
-            # what goes with the rows is asked for before them: a program waits once for all of it
+            # what goes with the rows is loaded before them: a program waits once for all of it
             if shape.KIND == _COMBINE:
                 if shape.TOPK > 0:
                     bits = tl.load(
@@ -364,10 +364,10 @@ def unpack(
         word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(begin + program * shape.ROWS, end, programs * shape.ROWS):
             index = first + tl.arange(0, shape.ROWS).to(tl.int64)
-            turn_of = index // slot_rows
-            within = index - turn_of * slot_rows
-            landed = row_at + (turn_of & 1) * stride + within * (4 * shape.WORDS)
-            landed_meta = meta_at + (turn_of & 1) * stride + within * meta
+            grant = index // slot_rows
+            within = index - grant * slot_rows
+            landed = row_at + (grant & 1) * stride + within * (4 * shape.WORDS)
+            landed_meta = meta_at + (grant & 1) * stride + within * meta
             row = base + index
             inside = (index < end) & (row < tensors.capacity)
             given = inside[:, None] & (slot < shape.TOPK)
@@ -385,7 +385,7 @@ def unpack(
                 place = row[:, None] * shape.TOPK + slot
                 if shape.KIND != _COMBINE:
                     wrong = (expert < -1) | (expert >= tensors.local_experts)
-                    # the program that fails must be of one warp: the next turn does
+                    # the program that fails must be of one warp: the next step does
                     blame = int64s(state + W_BAD_PEER + tl.zeros_like(expert))
                     tl.store(blame, peer + 1 + tl.zeros_like(expert), mask=wrong)
                     tl.store(int64s(tensors.out_idx + 8 * place), tl.where(wrong, -1, expert), mask=given)
@@ -398,7 +398,7 @@ def unpack(
 def move(
     context: tl.tensor, state: tl.tensor, program: tl.tensor, programs: tl.tensor, tensors: RowTensors, shape: RowShape
 ) -> None:
-    """Program ``program`` of ``programs``: its part of all rows of the turn."""
+    """Program ``program`` of ``programs``: its part of all rows of the step."""
     ranks, me = rank_count(context), own_rank(context)
     for step in range(0, ranks):
         # not all ranks write to the same peer first, nor all programs, when there are few rows for each
@@ -499,33 +499,33 @@ class _Combined(NamedTuple):
 
 
 @triton.jit
-def _combined(state: tl.tensor, seen: _Combined, table: tl.constexpr, rank: tl.tensor) -> tl.tensor:
+def _combined(state: tl.tensor, combined: _Combined, table: tl.constexpr, rank: tl.tensor) -> tl.tensor:
     """One rank's entry of a table."""
-    return peek(entry_among(seen.ranks, state, table, rank))
+    return peek(entry_among(combined.ranks, state, table, rank))
 
 
 @triton.jit
 def _row_of(
-    state: tl.tensor, seen: _Combined, index: tl.tensor, token: tl.tensor, inside: tl.tensor
+    state: tl.tensor, combined: _Combined, index: tl.tensor, token: tl.tensor, inside: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(rank, row of each ``token`` [rows] among those of that rank, True where there is one). Nothing is there beyond
     the last rank."""
-    rank = tl.minimum(seen.ranks - 1, index)
+    rank = tl.minimum(combined.ranks - 1, index)
     # of a rank that was lost since the dispatch nothing has come
-    live = (seen.ranks > index) & (tl.load(int32s(seen.masked + 4 * rank)) == 0)
-    place = tl.load(int32s(seen.places + 4 * (token * seen.ranks + rank))).to(tl.int64)
+    live = (combined.ranks > index) & (tl.load(int32s(combined.masked + 4 * rank)) == 0)
+    place = tl.load(int32s(combined.places + 4 * (token * combined.ranks + rank))).to(tl.int64)
     place = tl.where(live, place, -1)
     # of a dispatch that received more than was promised, the rest is not there
-    own = rank == seen.me
-    row = place + tl.where(own, _combined(state, seen, N_SEND_FIRST, rank), 0)
-    here = inside & (place >= 0) & (row < tl.where(own, seen.received, _EVERY))
+    own = rank == combined.me
+    row = place + tl.where(own, _combined(state, combined, N_SEND_FIRST, rank), 0)
+    here = inside & (place >= 0) & (row < tl.where(own, combined.received, _EVERY))
     return rank, tl.where(here, row, 0), here
 
 
 @triton.jit
 def _sum_values(
     state: tl.tensor,
-    seen: _Combined,
+    combined: _Combined,
     x: tl.tensor,
     gathered: tl.tensor,
     token: tl.tensor,
@@ -540,13 +540,13 @@ def _sum_values(
     row_bytes: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2)
     total = tl.zeros(wanted.shape, tl.float32)
     found = tl.zeros(token.shape, tl.int32)
-    for begin in range(0, seen.ranks, TOGETHER):
+    for begin in range(0, combined.ranks, TOGETHER):
         sources, there = (), ()
         for step in tl.static_range(TOGETHER):
-            rank, row, here = _row_of(state, seen, begin + step, token, inside)
-            landed = seen.window + _combined(state, seen, N_ROW_LANDING, rank)
-            kept = gathered + _combined(state, seen, N_RECV_FIRST, rank) * row_bytes
-            source = tl.where(rank == seen.me, x, tl.where(seen.in_heap, landed, kept))
+            rank, row, here = _row_of(state, combined, begin + step, token, inside)
+            landed = combined.window + _combined(state, combined, N_ROW_LANDING, rank)
+            kept = gathered + _combined(state, combined, N_RECV_FIRST, rank) * row_bytes
+            source = tl.where(rank == combined.me, x, tl.where(combined.in_heap, landed, kept))
             sources += (source + row * row_bytes,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
         parts = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
@@ -558,7 +558,7 @@ def _sum_values(
 @triton.jit
 def _sum_weights(
     state: tl.tensor,
-    seen: _Combined,
+    combined: _Combined,
     weights: tl.tensor,
     gathered_weights: tl.tensor,
     token: tl.tensor,
@@ -569,14 +569,14 @@ def _sum_weights(
 ) -> tl.tensor:
     """Sums [rows, slots] of the weights that came with the rows of each ``token``."""
     total = tl.zeros([token.shape[0], slot.shape[1]], tl.float32)
-    for begin in range(0, seen.ranks, TOGETHER):
+    for begin in range(0, combined.ranks, TOGETHER):
         for step in tl.static_range(TOGETHER):
-            rank, row, here = _row_of(state, seen, begin + step, token, inside)
-            landed = seen.window + _combined(state, seen, N_META_LANDING, rank)
-            kept = gathered_weights + _combined(state, seen, N_RECV_FIRST, rank) * (4 * TOPK)
-            own = rank == seen.me
-            source = tl.where(own, weights, tl.where(seen.in_heap, landed, kept))
-            source += row * tl.where(seen.in_heap & (own == 0), seen.meta, 4 * TOPK)
+            rank, row, here = _row_of(state, combined, begin + step, token, inside)
+            landed = combined.window + _combined(state, combined, N_META_LANDING, rank)
+            kept = gathered_weights + _combined(state, combined, N_RECV_FIRST, rank) * (4 * TOPK)
+            own = rank == combined.me
+            source = tl.where(own, weights, tl.where(combined.in_heap, landed, kept))
+            source += row * tl.where(combined.in_heap & (own == 0), combined.meta, 4 * TOPK)
             total += tl.load(floats(source[:, None] + 4 * slot), mask=here[:, None] & (slot < TOPK), other=0.0)
     return total
 
@@ -629,14 +629,14 @@ def reduce_rows(
         gathered, gathered_weights: rows of the other ranks, where they did not stay in the heap.
         bias_0, bias_1: [tokens, HIDDEN], BIASES of them are added.
         out: [tokens, HIDDEN] of DTYPE. out_weights: float32[tokens, TOPK].
-        TOGETHER: ranks whose rows are asked for together. ROWS: tokens likewise; BLOCK: values of a row.
+        TOGETHER: ranks whose rows are loaded together. ROWS: tokens likewise; BLOCK: values of a row.
     """
     tokens, ranks = tokens.to(tl.int64), rank_count(context)
     row_bytes: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2)
     ran = (has_failed(context) == 0) & (peek(state + W_RAN) != 0)
     in_heap, meta, window = peek(state + W_IN_HEAP) != 0, peek(state + W_META_BYTES), window_address(context)
     me, masked = own_rank(context), mask_address(context)
-    seen = _Combined(ranks, me, received.to(tl.int64), places, masked, in_heap, window, meta)
+    combined = _Combined(ranks, me, received.to(tl.int64), places, masked, in_heap, window, meta)
     column = tl.program_id(1)
     value, slot = column * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, tokens, tl.num_programs(0).to(tl.int64) * ROWS):
@@ -647,7 +647,7 @@ def reduce_rows(
             total = tl.zeros([ROWS, BLOCK], tl.float32)
             if ran:
                 total, found = _sum_values(
-                    state, seen, x, gathered, token, inside, value, wanted, HIDDEN, DTYPE, TOGETHER
+                    state, combined, x, gathered, token, inside, value, wanted, HIDDEN, DTYPE, TOGETHER
                 )
                 if BIASES > 0:
                     part = load_floats(bias_0 + token * row_bytes, value, wanted, DTYPE)
@@ -658,6 +658,6 @@ def reduce_rows(
         elif TOPK > 0:
             factors = tl.zeros([ROWS, SLOTS], tl.float32)
             if ran:
-                factors = _sum_weights(state, seen, weights, gathered_weights, token, inside, slot, TOPK, TOGETHER)
+                factors = _sum_weights(state, combined, weights, gathered_weights, token, inside, slot, TOPK, TOGETHER)
             given = inside[:, None] & (slot < TOPK)
             tl.store(floats(out_weights + 4 * (token[:, None] * TOPK + slot)), factors, mask=given)

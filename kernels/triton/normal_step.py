@@ -82,7 +82,7 @@ from .context import (
     window_address,
 )
 from .publish import put_writes, store_flags, wait_room
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, fail, fail_at, refuse, turn_over
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, end_spin, fail, fail_at, refuse
 from .words import acquire_each, any_of, clock_ns, int64s, peek, poke, settle, uniform
 
 _MANY = tl.constexpr(1 << 60)
@@ -172,9 +172,9 @@ def wait_counts(
 
     ``needed``: a tensor like ``peers``. Returns True; False after :func:`.wait.fail`.
     """
-    ending, looked = tl.full((), 0, tl.int32), start
+    ending, checked = tl.full((), 0, tl.int32), start
     present = tl.full((), 0, tl.int32)
-    # only scalars live from turn to turn: the layout passes of Triton 3.6 and 3.8 fail on tensors
+    # only scalars live from spin to spin: the layout passes of Triton 3.6 and 3.8 fail on tensors
     while (present == 0) & (ending == GO_ON):
         if ARRIVAL:
             count = arrived_each(context, state, peers, live, stream, BACKEND)
@@ -184,7 +184,7 @@ def wait_counts(
         here = count >= needed
         present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
         if present == 0:
-            ending, looked = turn_over(context, start, looked, BACKEND)
+            ending, checked = end_spin(context, start, checked, BACKEND)
     # the lanes acquired for themselves: now for each other
     settle(BACKEND)
     if ending != GO_ON:
@@ -192,7 +192,7 @@ def wait_counts(
             late = arrived_each(context, state, peers, live, stream, BACKEND)
         else:
             late = completed_each(context, state, peers, live, stream, BACKEND)
-        # whoever has come since the last look is not to blame, unless everybody has
+        # whoever has come since the last check is not to blame, unless everybody has
         missing = live & (late < needed)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
         if any_of(missing, BACKEND) == 0:
@@ -253,16 +253,16 @@ _AT_CHUNK_ROWS, _AT_REST = tl.constexpr(8 * NormalGrant.CHUNK_ROWS), tl.constexp
 @triton.jit
 def _due(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor) -> tl.tensor:
     """(True for ``live`` peers for whose next grant there is room, its number, rows that are left, rows of a grant)."""
-    turn, slot_rows = (
+    grant, slot_rows = (
         get_each(context, state, N_GRANTED, peers, live),
         get_each(context, state, N_SLOT_ROWS, peers, live),
     )
-    first = turn * slot_rows
+    first = grant * slot_rows
     left = get_each(context, state, N_RECV_ROWS, peers, live) - first
     consumed = get_each(context, state, N_CONSUMED, peers, live)
     # rule: a landing slot is granted again only when its rows are consumed
-    due = live & (left > 0) & ((turn < 2) | (consumed >= first - slot_rows))
-    return due, turn, left, slot_rows
+    due = live & (left > 0) & ((grant < 2) | (consumed >= first - slot_rows))
+    return due, grant, left, slot_rows
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def give_grants(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Give the ``live`` peers their next grant where there is room. True for those to whom one is still owed."""
-    due, turn, left, slot_rows = _due(context, state, peers, live)
+    due, grant, left, slot_rows = _due(context, state, peers, live)
     given = get_each(context, state, N_GRANTS_SENT, peers, live)
     # the peer has read the grant of four before, since rows of later ones have arrived; its write may still be repeated
     chosen = due & (completed_each(context, state, peers, due, _GRANT, BACKEND) >= given - _SLOTS + 1)
@@ -296,10 +296,10 @@ def give_grants(
         source = peek(state + W_GRANT_SEND) + (peers * _SLOTS + slot) * _HEADER
         target = peek(state + W_GRANT_RECV) + (own_rank(context) * _SLOTS + slot) * _HEADER
         at = message_at(context, peers, chosen, source, target)
-        step = (turn & 1) * get_each(context, state, N_SLOT_STRIDE, peers, chosen)
+        step = (grant & 1) * get_each(context, state, N_SLOT_STRIDE, peers, chosen)
         tl.store(int64s(at), zero + _TAG_VALUE, mask=chosen)
         tl.store(int64s(at + _AT_NUMBER), zero + peek(state + W_NUMBER), mask=chosen)
-        tl.store(int64s(at + _AT_ROUND), turn, mask=chosen)
+        tl.store(int64s(at + _AT_ROUND), grant, mask=chosen)
         tl.store(int64s(at + _AT_ROWS), tl.minimum(left, slot_rows), mask=chosen)
         row_at = get_each(context, state, N_ROW_LANDING, peers, chosen)
         tl.store(int64s(at + _AT_ROW_OFFSET), row_at + step, mask=chosen)
@@ -312,7 +312,7 @@ def give_grants(
             context, state, peers, chosen, _GRANT, source, target, nbytes, given + 1, start, LANES, BACKEND
         ):
             set_each(context, state, N_GRANTS_SENT, peers, chosen, given + 1)
-            set_each(context, state, N_GRANTED, peers, chosen, turn + 1)
+            set_each(context, state, N_GRANTED, peers, chosen, grant + 1)
     return due & (chosen == 0)
 
 
@@ -355,7 +355,7 @@ def take_grants(
         at = window_address(context) + slot
         tag = tl.load(int64s(at), mask=here, other=0)
         number = tl.load(int64s(at + _AT_NUMBER), mask=here, other=0)
-        turn = tl.load(int64s(at + _AT_ROUND), mask=here, other=0)
+        round_number = tl.load(int64s(at + _AT_ROUND), mask=here, other=0)
         rows = tl.load(int64s(at + _AT_ROWS), mask=here, other=0)
         row_at = tl.load(int64s(at + _AT_ROW_OFFSET), mask=here, other=0)
         meta_at = tl.load(int64s(at + _AT_META_OFFSET), mask=here, other=0)
@@ -367,7 +367,7 @@ def take_grants(
         # the first claim that is wrong is refused, in one place: every copy of the code costs a second to compile
         bad, got, want = tag != _TAG_VALUE, tag, tl.zeros_like(tag) + _TAG_VALUE
         bad, got, want = or_else(bad, got, want, number != expected, number, expected)
-        bad, got, want = or_else(bad, got, want, turn != grants, turn, grants)
+        bad, got, want = or_else(bad, got, want, round_number != grants, round_number, grants)
         bad, got, want = or_else(bad, got, want, (rows < 1) | (rows > left), rows, left)
         bad, got, want = or_else(bad, got, want, (chunk < 1) | (chunk > most), chunk, most)
         bad, got, want = or_else(bad, got, want, outside(state, row_at, rows * row), row_at, begin)
@@ -386,7 +386,7 @@ def take_grants(
 
 
 _COMBINE = tl.constexpr(NORMAL_COMBINE)
-#: What a look at some peers finds: somebody is missing, all is there, the kernel has failed.
+#: What a check of some peers finds: somebody is missing, all is there, the kernel has failed.
 MISSING, THERE, FAILED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -406,7 +406,7 @@ def publish_batch(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Publish what the turn before has packed for the ``live`` peers, and move every position past it."""
+    """Publish what the step before has packed for the ``live`` peers, and move every position past it."""
     row, meta, stream = peek(state + W_ROW_BYTES), peek(state + W_META_BYTES), peek(state + W_STREAM)
     channels, phase, depth = channel_count(context), phase_of(state), peek(state + W_DEPTH)
     rows = get_each(context, state, N_PACK_ROWS, peers, live)
@@ -507,7 +507,7 @@ def note_arrivals(
 
 
 @triton.jit
-def _look(
+def _check_peers(
     context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
@@ -593,8 +593,8 @@ def blame_peer(
 
 
 @triton.jit
-def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
-    """A turn as far as one program does it. 1 when rows are to be moved, 0 when the exchange is over or has failed."""
+def run_step(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+    """A step as far as one program does it. 1 when rows are to be moved, 0 when the exchange is over or has failed."""
     ranks, me = rank_count(context), own_rank(context)
     start = clock_ns(BACKEND)
     before = peek(state + W_STEP)
@@ -614,7 +614,7 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 _expect(context, state, peers, live)
         settle(BACKEND)
         found = tl.full((), MISSING, tl.int32)
-        ending, looked = tl.full((), 0, tl.int32), start
+        ending, checked = tl.full((), 0, tl.int32), start
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
             found = tl.full((), FAILED, tl.int32)
         while (found == MISSING) & (ending == GO_ON):
@@ -623,10 +623,10 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 live = is_live(context, peers) & (peers != me)
                 if found != FAILED:
-                    one = _look(context, state, peers, live, start, LANES, BACKEND)
+                    one = _check_peers(context, state, peers, live, start, LANES, BACKEND)
                     found = tl.where(one == FAILED, one, tl.minimum(found, one))
             if found == MISSING:
-                ending, looked = turn_over(context, start, looked, BACKEND)
+                ending, checked = end_spin(context, start, checked, BACKEND)
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
             for step in range(0, ranks, LANES):
@@ -635,7 +635,7 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
                 live = is_live(context, peers) & (peers != me)
                 late = is_late(context, state, peers, live) | is_stuck(context, state, peers, live)
                 late = late | is_owed(context, state, peers, live, BACKEND)
-                # the last look fails when no other has: what was missing has come meanwhile
+                # the last check fails when no other has: what was missing has come meanwhile
                 if (any_of(live & late, BACKEND) != 0) | (first == 0):
                     blame_peer(context, state, peers, live, code, BACKEND)
         if found == THERE:
@@ -661,8 +661,8 @@ def turn(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND: tl.
 
 @triton.jit
 def advance(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """Begin a turn; grid (1,), one warp. Does nothing once the exchange is over."""
+    """Begin a step; grid (1,), one warp. Does nothing once the exchange is over."""
     if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):
-        if turn(context, state, LANES, BACKEND) == 0:
+        if run_step(context, state, LANES, BACKEND) == 0:
             # rows are exchanged: what is left is to see all writes over
             poke(state + W_OPEN, 2)

@@ -17,7 +17,7 @@ from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_
 from ...protocol.ring import HEAD, SLOTS, TAIL
 from .blocks import S_SINK
 from .context import channel_count, flag_address, head_address, ring_address, stream_of
-from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, fail, turn_over
+from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
 
 _SOURCE, _LENGTH = tl.constexpr(LOW["source"].shift), tl.constexpr(LOW["length"].shift)
@@ -187,11 +187,11 @@ def wait_room(
     failure."""
     ring, head_at = ring_address(context, stream), head_address(context, stream)
     head, tail, capacity = peek(head_at), peek(head_at + 8), peek(head_at + 16)
-    ending, looked = tl.full((), 0, tl.int32), start
+    ending, checked = tl.full((), 0, tl.int32), start
     if head + commands - tail > capacity:
         tail = acquire(ring + _TAIL, BACKEND)
         while (head + commands - tail > capacity) & (ending == GO_ON):
-            ending, looked = turn_over(context, start, looked, BACKEND)
+            ending, checked = end_spin(context, start, checked, BACKEND)
             tail = acquire(ring + _TAIL, BACKEND)
         poke(head_at + 8, tail)
         if ending != GO_ON:

@@ -93,7 +93,7 @@ def load_together(
     DTYPE: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """:func:`load_floats` of TOGETHER rows, of ``there`` [rows] alone, all asked for before the first is waited for.
+    """:func:`load_floats` of TOGETHER rows, of ``there`` [rows] alone, all loaded before the first is waited for.
 
     Without the barriers the compiler asks for an address when the row before is there, and adds that before it asks for
     the next.

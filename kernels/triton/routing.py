@@ -5,7 +5,7 @@ and the own staging may be written again; programs 1 .. R count one rank each, b
 the same input always gives the same messages; the last to arrive places the messages. Packing starts when all of this
 is over.
 
-Normal mode needs no look by the host: counts are sums of integers and lists are made by one program per rank, so that
+Normal mode needs no step of the host: counts are sums of integers and lists are made by one program per rank, so that
 nothing depends on the order in which programs run. Expert ``e`` lives on rank ``e // (E / R)``; -1 means "no expert".
 """
 
@@ -39,7 +39,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, is_live, own_rank, peer_window, rank_count, window_address
-from .ll_counts import tell_dispatches, wait_spaces
+from .ll_counts import ack_dispatches, wait_spaces
 from .wait import report_id
 from .words import arrives_last, clock_ns, int32s, int64s, peek, poke, uint8s, uniform
 
@@ -241,7 +241,7 @@ def route(
     Args:
         topk_idx: int64[tokens, TOPK]. row_bytes: of a row on the wire.
         REDUCED: destinations return one row per token. SLOTS, RANKS: TOPK and R rounded up to powers of two.
-        BLOCK: tokens looked at together. LANES: peers waited for together.
+        BLOCK: tokens read together. LANES: peers waited for together.
     """
     tokens = tokens.to(tl.int64)
     program = tl.program_id(0).to(tl.int64)
@@ -249,7 +249,7 @@ def route(
         if program == 0:
             start = clock_ns(BACKEND)
             _fill_absent(context, state, route, topk_idx, tokens, REDUCED, TOPK, SLOTS, BLOCK, BACKEND)
-            tell_dispatches(context, state, start, LANES, BACKEND)
+            ack_dispatches(context, state, start, LANES, BACKEND)
             wait_spaces(context, state, _DISPATCH, start, LANES, BACKEND)
         else:
             _list_tokens(context, state, route, topk_idx, tokens, program - 1, REDUCED, TOPK, SLOTS, BLOCK)

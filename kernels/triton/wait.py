@@ -33,12 +33,12 @@ ERROR_CODE, ERROR_PEER = tl.constexpr(8 * ctx.ERROR_CODE), tl.constexpr(8 * ctx.
 ERROR_STREAM = tl.constexpr(8 * ctx.ERROR_STREAM)
 ERROR_ARRIVED, ERROR_EXPECTED = tl.constexpr(8 * ctx.ERROR_ARRIVED), tl.constexpr(8 * ctx.ERROR_EXPECTED)
 ERROR_IDS, ERROR_IDS_SHIFT = tl.constexpr(8 * ctx.ERROR_IDS), tl.constexpr(ctx.ERROR_IDS_SHIFT)
-#: How a turn of a waiting loop ends: go on; the time is over; released by the sticky error.
+#: How a spin of a waiting loop ends: go on; the time is over; released by the sticky error.
 GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-#: Nanoseconds after which a waiting program looks at the sticky error again. That lies in host memory, where proxies
-#: set it, and a read over PCIe takes longer than a look at counts in device memory: it would hold up every turn.
-LOOK_NS = tl.constexpr(20_000)
+#: Nanoseconds after which a waiting program reads the sticky error again. That lies in host memory, where proxies
+#: set it, and a read over PCIe takes longer than a read of counts in device memory: it would hold up every spin.
+CHECK_NS = tl.constexpr(20_000)
 
 _CHANNELS = tl.constexpr(MAX_CHANNELS)
 _NOBODY = tl.constexpr(1 << 30)
@@ -135,30 +135,30 @@ def refuse(
 
 
 @triton.jit
-def turn_over(context: tl.tensor, start: tl.tensor, looked: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """End a turn of a waiting loop that began at ``start``.
+def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """End a spin of a waiting loop that began at ``start``.
 
-    The sticky error ends a wait at most LOOK_NS and a turn after it is set.
+    The sticky error ends a wait at most CHECK_NS and a spin after it is set.
 
     Args:
-        looked: clock at the last look at the sticky error; ``start`` at first.
+        checked: clock at the last read of the sticky error; ``start`` at first.
 
     Returns:
-        (GO_ON, TOO_LATE or RELEASED, int32, the same everywhere; ``looked`` for the next turn).
+        (GO_ON, TOO_LATE or RELEASED, int32, the same everywhere; ``checked`` for the next spin).
     """
     now = clock_ns(BACKEND)
     late = now - start > wait_limit(context)
     ending = uniform(tl.where(late, TOO_LATE, GO_ON).to(tl.int32), BACKEND)
     # also at the end of the time: what the host knows names whom this program would only guess
     # rule: a waiting kernel leaves memory of the host alone most of the time
-    due = late | (now - looked > LOOK_NS)
+    due = late | (now - checked > CHECK_NS)
     due = uniform(due.to(tl.int32), BACKEND)
     # rule: a wait ends when the sticky error is set
     if due != 0:
-        looked = now
+        checked = now
         released = uniform((sticky_code(context, BACKEND) != 0).to(tl.int32), BACKEND)
         ending = tl.where(released != 0, RELEASED, ending)
-    return ending, looked
+    return ending, checked
 
 
 @triton.jit
@@ -232,12 +232,12 @@ def wait_messages(
         True; False after :func:`fail`.
     """
     expected = number // 2 + 1
-    ending, looked = tl.full((), 0, tl.int32), start
+    ending, checked = tl.full((), 0, tl.int32), start
     present = tl.full((), 0, tl.int32)
-    seen = start
+    since = start
     if waited != 0:
-        seen = clock_ns(BACKEND)
-    # only scalars live from turn to turn: the layout passes of Triton 3.6 and 3.8 fail on tensors
+        since = clock_ns(BACKEND)
+    # only scalars live from spin to spin: the layout passes of Triton 3.6 and 3.8 fail on tensors
     while (present == 0) & (ending == GO_ON):
         if ARRIVAL:
             count, _ = messages_arrived(context, state, peers, live, phase, number, BACKEND)
@@ -247,12 +247,12 @@ def wait_messages(
         here = (count >= expected) | (live == 0)
         present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
         if present == 0:
-            ending, looked = turn_over(context, start, looked, BACKEND)
+            ending, checked = end_spin(context, start, checked, BACKEND)
         if waited != 0:
             now = clock_ns(BACKEND)
             slot = int64s(waited + 8 * tl.where(live, peers, 0))
-            tl.store(slot, tl.load(slot, mask=live, other=0) + (now - seen), mask=here == 0)
-            seen = now
+            tl.store(slot, tl.load(slot, mask=live, other=0) + (now - since), mask=here == 0)
+            since = now
     # the lanes acquired for themselves: now for each other
     settle(BACKEND)
     if ending != GO_ON:
@@ -260,7 +260,7 @@ def wait_messages(
             late, stream = messages_arrived(context, state, peers, live, phase, number, BACKEND)
         else:
             late, stream = messages_completed(context, state, peers, live, phase, number, BACKEND)
-        # whoever has come since the last look is not to blame, unless everybody has
+        # whoever has come since the last check is not to blame, unless everybody has
         missing = live & (late < expected)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
         if any_of(missing, BACKEND) == 0:

@@ -130,7 +130,7 @@ def _poll_faults(loops: list[_Wait], load: str, clock: str) -> list[str]:
         faults.append("no loop polls past the caches and then looks at the clock: the poll was hoisted")
     # host memory, over PCIe
     if any(re.search(rf"{clock}[\s\S]*?{load}", block) for one in polls for block in one.blocks):
-        faults.append("every turn of a wait looks at the sticky error, not only when the clock says so")
+        faults.append("every spin of a wait reads the sticky error, not only when the clock says so")
     return faults
 
 

@@ -19,14 +19,14 @@ pytestmark = [
 
 TOO_LATE, RELEASED = 1, 2
 NEVER = 1 << 60
-#: ``wait.LOOK_NS``, the promise of docs/architecture/gpu.md.
+#: ``wait.CHECK_NS``, the promise of docs/architecture/gpu.md.
 LOOK = 20_000
-#: (limit, length of a turn, when the sticky error is set) in nanoseconds of a clock that moves by turns only.
+#: (limit, length of a spin, when the sticky error is set) in nanoseconds of a clock that moves by spins only.
 SILENCE = (600_000, 1_000, NEVER)
-SHORT_TURNS = (1_000_000, 1_000, 333_000)
-LONG_TURNS = (1_000_000, 50_000, 333_000)
+SHORT_SPINS = (1_000_000, 1_000, 333_000)
+LONG_SPINS = (1_000_000, 50_000, 333_000)
 JUST_BEFORE_THE_END = (300_000, 1_000, 300_500)
-WAITS = (SILENCE, SHORT_TURNS, LONG_TURNS, JUST_BEFORE_THE_END)
+WAITS = (SILENCE, SHORT_SPINS, LONG_SPINS, JUST_BEFORE_THE_END)
 
 
 def _run_all() -> list[Ended]:
@@ -43,16 +43,16 @@ def ended() -> dict[tuple[int, int, int], Ended]:
 
 def test_memory_of_the_host_is_read_now_and_then(ended: dict[tuple[int, int, int], Ended]) -> None:
     silence = ended[SILENCE]
-    assert (silence.ending, silence.turns, silence.nanoseconds) == (TOO_LATE, 601, 601_000)
-    # one look for each LOOK_NS and a turn, and one at the end
-    assert silence.looks == 600_000 // (LOOK + 1_000) + 1
+    assert (silence.ending, silence.spins, silence.nanoseconds) == (TOO_LATE, 601, 601_000)
+    # one read for each CHECK_NS and a spin, and one at the end
+    assert silence.reads == 600_000 // (LOOK + 1_000) + 1
 
 
-@pytest.mark.parametrize("wait", [SHORT_TURNS, LONG_TURNS], ids=["short turns", "long turns"])
+@pytest.mark.parametrize("wait", [SHORT_SPINS, LONG_SPINS], ids=["short spins", "long spins"])
 def test_the_sticky_error_ends_a_wait_soon(
     ended: dict[tuple[int, int, int], Ended], wait: tuple[int, int, int]
 ) -> None:
-    """At most LOOK_NS and a turn later, however long turns are."""
+    """At most CHECK_NS and a spin later, however long spins are."""
     _, step, fails_at = wait
     assert ended[wait].ending == RELEASED
     assert fails_at <= ended[wait].nanoseconds + step

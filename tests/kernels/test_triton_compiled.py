@@ -180,7 +180,7 @@ CUDA_TRAPS = [
     ("pack_combine", "acq_rel.add", "relaxed.add", "no arrival is counted"),
     ("route", "ld.acquire.sys.global.b64 %rd10, [%rd11];\n", "", "hoisted"),
     ("route", "%rd12, %globaltimer", "%rd12, 0", "hoisted"),
-    ("route", "@%p1 bra $L__BB0_2;\n", "", "every turn"),
+    ("route", "@%p1 bra $L__BB0_2;\n", "", "every spin"),
     ("route", "$L__BB0_1:", "atom.global.acquire.gpu.add.u64 _, [%rd4], 0;\n$L__BB0_1:", "not used"),
     (
         "pack_combine",
@@ -195,7 +195,7 @@ HIP_TRAPS = [
     ("pack_combine", "s_waitcnt vmcnt(0)\ns_barrier", "s_barrier", "does not wait for stores"),
     ("pack_combine", "v[10:11], off sc0 sc1", "v[10:11], off offset:8 sc0 sc1", "beyond the word"),
     ("route", "off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv", "off\ns_waitcnt vmcnt(0)\nbuffer_inv", "hoisted"),
-    ("route", "s_cbranch_scc0 .LBB0_2\n", "", "every turn"),
+    ("route", "s_cbranch_scc0 .LBB0_2\n", "", "every spin"),
     ("route", "buffer_inv sc0 sc1\n", "", "no acquire"),
     ("route", "s_barrier", "s_barrier\nglobal_atomic_cmpswap v0, v[1:2], v[3:4], off", "compare-and-exchange"),
     ("pack_combine", "global_store_dwordx4", "global_store_dword", "stores are"),

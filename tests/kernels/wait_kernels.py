@@ -10,22 +10,22 @@ import triton
 import triton.language as tl
 
 from uccl_ep_serving.kernels.triton import wait, words
-from uccl_ep_serving.kernels.triton.wait import GO_ON, turn_over
+from uccl_ep_serving.kernels.triton.wait import GO_ON, end_spin
 from uccl_ep_serving.kernels.triton.words import clock_ns, poke
 from uccl_ep_serving.protocol import context as ctx
 
 
 @triton.jit
-def take_turns(context: tl.int64, out: tl.int64, BACKEND: tl.constexpr) -> None:
+def take_spins(context: tl.int64, out: tl.int64, BACKEND: tl.constexpr) -> None:
     """As every loop that waits, for something that never comes."""
     start = clock_ns(BACKEND)
-    ending, looked = tl.full((), 0, tl.int32), start
-    turns = tl.full((), 0, tl.int64)
+    ending, checked = tl.full((), 0, tl.int32), start
+    spins = tl.full((), 0, tl.int64)
     while ending == GO_ON:
-        ending, looked = turn_over(context, start, looked, BACKEND)
-        turns += 1
+        ending, checked = end_spin(context, start, checked, BACKEND)
+        spins += 1
     poke(out, ending)
-    poke(out + 8, turns)
+    poke(out + 8, spins)
 
 
 class Ended(NamedTuple):
@@ -33,24 +33,24 @@ class Ended(NamedTuple):
 
     Attributes:
         ending: GO_ON, TOO_LATE or RELEASED.
-        turns: of the loop.
-        looks: at the sticky error.
+        spins: of the loop.
+        reads: at the sticky error.
         nanoseconds: on the test's clock.
     """
 
     ending: int
-    turns: int
-    looks: int
+    spins: int
+    reads: int
     nanoseconds: int
 
 
 def run(limit: int, step: int, fails_at: int) -> Ended:
-    """A wait of at most ``limit`` ns in turns of ``step`` ns each; the sticky error is set at ``fails_at``."""
+    """A wait of at most ``limit`` ns in spins of ``step`` ns each; the sticky error is set at ``fails_at``."""
     error = np.zeros(ctx.ERROR_WORDS, dtype=np.int64)
     context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
     context[ctx.ERROR], context[ctx.LIMIT] = error.ctypes.data, limit
     out = np.zeros(2, dtype=np.int64)
-    now, looks = 0, 0
+    now, reads = 0, 0
     look = wait.sticky_code
 
     def clock() -> int:
@@ -61,8 +61,8 @@ def run(limit: int, step: int, fails_at: int) -> Ended:
         return now
 
     def counted(context: tl.tensor, BACKEND: int) -> tl.tensor:
-        nonlocal looks
-        looks += 1
+        nonlocal reads
+        reads += 1
         return look(context, BACKEND)
 
     for function in (clock, counted):
@@ -70,6 +70,6 @@ def run(limit: int, step: int, fails_at: int) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "_interpreter_clock", clock)
         patch.setattr(wait, "sticky_code", counted)
-        take_turns[(1,)](context.ctypes.data, out.ctypes.data, BACKEND=0)
-    ending, turns = out.tolist()
-    return Ended(ending, turns, looks, now - step)
+        take_spins[(1,)](context.ctypes.data, out.ctypes.data, BACKEND=0)
+    ending, spins = out.tolist()
+    return Ended(ending, spins, reads, now - step)

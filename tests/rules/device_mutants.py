@@ -46,7 +46,7 @@ DEVICE_MUTANTS = Rules(
             NEVER,
             _NORMAL + "test_ranks_that_differ_go_on",
         ),
-        "normal mode: the last kernel takes the turns that the host has not launched": Mutant(
+        "normal mode: the last kernel takes the steps that the host has not launched": Mutant(
             NEVER,
             _NORMAL + "test_turns_that_the_host_did_not_launch",
         ),

@@ -97,11 +97,11 @@ MUTANTS = Rules(
             NEVER,
             _NORMAL_PROXIED + "test_what_was_received_in_place_is_never_written_again",
         ),
-        "rows to be handed on are overwritten only when their node is done with them": Mutant(
+        "rows to be forwarded are overwritten only when their node is done with them": Mutant(
             INSTEAD("least"),
             _NORMAL_NODES + "test_nobody_overtakes_a_slow_rank[1]",
         ),
-        "what a forwarder's board said in an earlier operation means nothing": Mutant(
+        "what a forwarder's progress board said in an earlier operation means nothing": Mutant(
             NEVER,
             _NORMAL_NODES + "test_nobody_overtakes_a_slow_rank[0]",
         ),
@@ -129,7 +129,7 @@ MUTANTS = Rules(
             NEVER,
             _NORMAL_ERRORS + "test_a_grant_outside_the_landing_area_is_refused",
         ),
-        "where a board says that rows lie is checked": Mutant(
+        "where a progress board says that rows lie is checked": Mutant(
             NEVER,
             _NORMAL_NODES_ERRORS + "test_a_board_that_breaks_the_format_is_refused[2-4096]",
         ),

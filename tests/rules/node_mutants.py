@@ -11,7 +11,7 @@ _BOARD = _STEPS + "test_a_board_that_breaks_the_format_names_its_forwarder"
 NODE_MUTANTS = Rules(
     ("kernels/triton", "uccl_ep_serving"),
     {
-        "rows to be handed on are overwritten only when their node is done with them": Mutant(
+        "rows to be forwarded are overwritten only when their node is done with them": Mutant(
             INSTEAD("least"),
             _STEPS + "test_a_slot_is_granted_again_when_the_node_is_done_with_it",
         ),
@@ -24,7 +24,7 @@ NODE_MUTANTS = Rules(
             _STEPS + "test_a_slot_is_granted_again_when_the_node_is_done_with_it",
         ),
         "what a line says in a later operation is everything": Mutant(
-            INSTEAD("tl.where(turn >= number, word & EVERYTHING, 0)"),
+            INSTEAD("tl.where(stamped >= number, word & EVERYTHING, 0)"),
             _STEPS + "test_a_slot_is_granted_again_when_the_node_is_done_with_it",
         ),
         "a forwarder shows only what has arrived": Mutant(
@@ -39,19 +39,19 @@ NODE_MUTANTS = Rules(
             ALWAYS,
             _STEPS + "test_an_exchange_is_over_when_everything_is_shown_and_taken",
         ),
-        "what a board said in an earlier operation is not looked at": Mutant(
+        "what a progress board said in an earlier operation is not read": Mutant(
             ALWAYS.of(1),
             _STEPS + "test_a_board_of_another_operation_says_nothing",
         ),
-        "where a board says that rows lie is checked": Mutant(
+        "where a progress board says that rows lie is checked": Mutant(
             NEVER,
             _BOARD,
         ),
-        "a board shows no more rows than it tells of": Mutant(
+        "a progress board shows no more rows than it tells of": Mutant(
             NEVER,
             _BOARD,
         ),
-        "a board shows no more rows than its two slots hold": Mutant(
+        "a progress board shows no more rows than its two slots hold": Mutant(
             INSTEAD("rows"),
             _BOARD,
         ),
@@ -71,7 +71,7 @@ NODE_MUTANTS = Rules(
             NEVER,
             _STEPS + "test_a_forwarder_is_done_with_a_row_when_it_has_kept_its_marks",
         ),
-        "expert ids of a row that is handed on are its node's": Mutant(
+        "expert ids of a row that is forwarded are its node's": Mutant(
             NEVER,
             _STEPS + "test_ids_that_the_node_has_not_name_their_source",
         ),
@@ -115,11 +115,11 @@ NODE_MUTANTS = Rules(
             INSTEAD("live"),
             _STEPS + "test_who_keeps_a_grant_waiting_is_named[True-4]",
         ),
-        "who keeps a grant waiting is looked for among all ranks": Mutant(
+        "who keeps a grant waiting is searched for among all ranks": Mutant(
             SKIP,
             _STEPS + "test_who_keeps_a_grant_waiting_is_named[True-2]",
         ),
-        "only rail peers tell of rows to be handed on": Mutant(
+        "only rail peers tell of rows to be forwarded": Mutant(
             NEVER,
             _STEPS + "test_rows_over_the_rails_are_told_by_rail_peers[first]",
         ),
@@ -139,7 +139,7 @@ NODE_MUTANTS = Rules(
             BEFORE("came = 0"),
             _STEPS + "test_a_handle_keeps_what_came_from_each_rank",
         ),
-        "the last kernel takes the turns that the host has not launched": Mutant(
+        "the last kernel takes the steps that the host has not launched": Mutant(
             NEVER,
             _STEPS + "test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched",
         ),
