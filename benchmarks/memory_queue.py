@@ -11,7 +11,7 @@ import numpy as np
 from uccl_ep_serving.native.atomics import peek, poke, poke32, store64
 from uccl_ep_serving.native.jit import c_function
 from uccl_ep_serving.proxy.state import aligned_zeros
-from uccl_ep_serving.proxy.transport.verbs_abi import QP_EX, WC
+from uccl_ep_serving.proxy.transport.verbs.abi import QP_EX, WC
 
 __all__ = ["DEPTH", "MemoryQueue"]
 

@@ -25,8 +25,8 @@ from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek
 from uccl_ep_serving.native.calls import call1, call3, call8
 from uccl_ep_serving.native.jit import compiled
-from uccl_ep_serving.proxy.transport import efa_state as words
-from uccl_ep_serving.proxy.transport.efa_data import warm
+from uccl_ep_serving.proxy.transport.nic import efa_words as words
+from uccl_ep_serving.proxy.transport.nic.efa_data import warm
 
 __all__ = ["measure"]
 

@@ -26,8 +26,8 @@ from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek, poke
 from uccl_ep_serving.native.calls import call1, call8
 from uccl_ep_serving.native.jit import c_function, compiled
-from uccl_ep_serving.proxy.transport import roce_state as words
-from uccl_ep_serving.proxy.transport.verbs_abi import SEND_WR
+from uccl_ep_serving.proxy.transport.nic import roce_words as words
+from uccl_ep_serving.proxy.transport.verbs.abi import SEND_WR
 
 WRITES = 1 << 16
 NBYTES = 7168

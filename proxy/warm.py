@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from . import loop
-from .transport.select import SHM, TCP
+from ..proxy import loop
+from .transport.select import NIC_TRANSPORTS, SHM, TCP
 
 __all__ = ["warm"]
 
@@ -26,4 +26,5 @@ def warm(transport: str, nics: Iterable[str] = ()) -> None:
     loop.warm()
     for name in (*_AUTO, *nics) if transport == "auto" else (transport,):
         # only the module of a transport that is used is imported
-        importlib.import_module(f".transport.{name}_data", __package__).warm()
+        folder = ".transport.nic" if name in NIC_TRANSPORTS else ".transport"
+        importlib.import_module(f"{folder}.{name}_data", __package__).warm()

@@ -10,7 +10,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics, nic_transports
 from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.proxy.transport import roce
+from uccl_ep_serving.proxy.transport.nic import roce
 from uccl_ep_serving.proxy.transport.select import Offer
 
 

@@ -17,7 +17,8 @@ from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
 from uccl_ep_serving.native import failure, jit
 from uccl_ep_serving.proxy import loop
-from uccl_ep_serving.proxy.transport import efa_data, roce_data, shm_data, tcp_data
+from uccl_ep_serving.proxy.transport import shm_data, tcp_data
+from uccl_ep_serving.proxy.transport.nic import efa_data, roce_data
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from uccl_ep_serving.errors import BootstrapError, TransportError
 from uccl_ep_serving.gpu.memory import InterpretedMemory
 from uccl_ep_serving.gpu.window import DeviceSpace, DeviceWindow
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
-from uccl_ep_serving.proxy.transport import verbs_memory
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT, DeviceReach
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.nic import window as verbs_memory
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 
 HOST_BYTES, SPLIT = 1 << 17, 1 << 16
 

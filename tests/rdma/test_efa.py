@@ -15,8 +15,8 @@ from tests.support.efa_endpoints import open_endpoints, open_network, some_write
 from tests.support.provider import provider_srd as nic
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.errors import TransportError
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, SENT
+from uccl_ep_serving.proxy.transport.verbs import codes
 
 
 class TestEfaContract(TransportContract):

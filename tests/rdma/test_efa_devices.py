@@ -15,12 +15,12 @@ from tests.support.efa_endpoints import connect, open_endpoints, open_network, s
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, TransportError
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import LOOK_SECONDS
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint, usable
-from uccl_ep_serving.proxy.transport.striping import rail_of, stripe_table
-from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
-from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint, usable
+from uccl_ep_serving.proxy.transport.nic.striping import rail_of, stripe_table
+from uccl_ep_serving.proxy.transport.nic.window import DmaBuf
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.objects import AddressHandle
 
 
 class TestDevices:

@@ -16,7 +16,7 @@ from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
+from uccl_ep_serving.proxy.transport.verbs import codes
 
 FORCED = Settings(transport="efa", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
 

@@ -16,7 +16,7 @@ from tests.support.world import SLOT, Link, all_to_all, attach, drive
 from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.protocol.context import ERROR_CODE, ERROR_PEER, FAILURE_PEER_LOST
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
+from uccl_ep_serving.proxy.transport.verbs import codes
 
 
 @st.composite

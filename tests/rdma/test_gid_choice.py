@@ -7,7 +7,9 @@ import ipaddress
 import pytest
 
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.proxy.transport.verbs_codes import (
+from uccl_ep_serving.proxy.transport.nic.families import FAMILIES, family_of
+from uccl_ep_serving.proxy.transport.nic.gid import Gid, choose_gid
+from uccl_ep_serving.proxy.transport.verbs.codes import (
     GID_TYPE_IB,
     GID_TYPE_ROCE_V1,
     GID_TYPE_ROCE_V2,
@@ -15,8 +17,6 @@ from uccl_ep_serving.proxy.transport.verbs_codes import (
     LINK_INFINIBAND,
     LINK_UNSPECIFIED,
 )
-from uccl_ep_serving.proxy.transport.verbs_families import FAMILIES, family_of
-from uccl_ep_serving.proxy.transport.verbs_gid import Gid, choose_gid
 
 V1, V2 = GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2
 

@@ -18,9 +18,9 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.topology import Gpu, Nic, Topology
 from uccl_ep_serving.errors import TransportError
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.select import Offer
-from uccl_ep_serving.proxy.transport.verbs_library import VerbsLibrary
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
 
 def no_library() -> VerbsLibrary:

@@ -20,8 +20,6 @@ from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
-from uccl_ep_serving.proxy.transport import roce_state, verbs_memory
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import (
     ACCEPTED,
     ARRIVED,
@@ -32,8 +30,11 @@ from uccl_ep_serving.proxy.transport.base import (
     FAULT_WRONG_SOURCE,
     SENT,
 )
-from uccl_ep_serving.proxy.transport.roce_rail import NicPort, RoceRail
-from uccl_ep_serving.proxy.transport.verbs_memory import DmaBuf
+from uccl_ep_serving.proxy.transport.nic import roce_words as roce_state
+from uccl_ep_serving.proxy.transport.nic import window as verbs_memory
+from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort, RoceRail
+from uccl_ep_serving.proxy.transport.nic.window import DmaBuf
+from uccl_ep_serving.proxy.transport.verbs import codes
 
 
 class TestRoceContract(TransportContract):
@@ -284,7 +285,7 @@ class TestDeviceMemory:
     def open_chunked(self, monkeypatch: pytest.MonkeyPatch) -> OpenGroup:
         # monkeypatched: a chunk is 1 GiB, and a test must not need that much
         monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 16)
-        monkeypatch.setattr("uccl_ep_serving.proxy.transport.roce_rail.MAX_WRITE_BYTES", 1 << 16)
+        monkeypatch.setattr("uccl_ep_serving.proxy.transport.nic.roce_rail.MAX_WRITE_BYTES", 1 << 16)
 
         @contextlib.contextmanager
         def open_group(ranks: int, window_bytes: int) -> Iterator[tuple[MemoryNetwork, Group]]:

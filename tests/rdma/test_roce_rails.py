@@ -13,10 +13,10 @@ from tests.support.memory_endpoints import connect, endpoint, open_endpoints
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, PeerLost
-from uccl_ep_serving.proxy.transport import roce_state
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, BUSY, DOWN, LOOK_SECONDS, SENT
-from uccl_ep_serving.proxy.transport.verbs_qp import QueuePair
+from uccl_ep_serving.proxy.transport.nic import roce_words as roce_state
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.objects import QueuePair
 
 #: Streams of channels 0 and 1: between ranks 0 and 1 they take rail 1 and rail 0 of two.
 FIRST, SECOND = 8, 9

@@ -21,11 +21,12 @@ from uccl_ep_serving.errors import PeerLost, TransportError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native.jit import c_function
-from uccl_ep_serving.proxy.transport import efa_state, roce_state
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
-from uccl_ep_serving.proxy.transport.roce import RoceEndpoint
-from uccl_ep_serving.proxy.transport.verbs_qp import AddressHandle, QueuePair
+from uccl_ep_serving.proxy.transport.nic import efa_words as efa_state
+from uccl_ep_serving.proxy.transport.nic import roce_words as roce_state
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.nic.roce import RoceEndpoint
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.objects import AddressHandle, QueuePair
 
 FORCED = Settings(transport="roce", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
 

@@ -18,7 +18,7 @@ from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.context import ERROR_WORDS
 from uccl_ep_serving.proxy import state as proxy_state
 from uccl_ep_serving.proxy.service import ProxyService
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
+from uccl_ep_serving.proxy.transport.verbs import codes
 
 WINDOW = 4 << 20
 

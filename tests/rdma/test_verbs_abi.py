@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from uccl_ep_serving.config import cache_base
-from uccl_ep_serving.proxy.transport.verbs_abi import QP_ATTR, SEND_WR, STRUCTS, Block, Struct
+from uccl_ep_serving.proxy.transport.verbs.abi import QP_ATTR, SEND_WR, STRUCTS, Block, Struct
 
 
 def _include_directories() -> list[Path]:

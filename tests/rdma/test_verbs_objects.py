@@ -11,17 +11,17 @@ import pytest
 
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.verbs import (
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.abi import CONTEXT, QP
+from uccl_ep_serving.proxy.transport.verbs.device import (
     CompletionQueue,
     Context,
     MemoryRegion,
     ProtectionDomain,
     open_device,
 )
-from uccl_ep_serving.proxy.transport.verbs_abi import CONTEXT, QP
-from uccl_ep_serving.proxy.transport.verbs_library import bind
-from uccl_ep_serving.proxy.transport.verbs_qp import Path, QueuePair
+from uccl_ep_serving.proxy.transport.verbs.library import bind
+from uccl_ep_serving.proxy.transport.verbs.objects import Path, QueuePair
 
 ACCESS = codes.ACCESS_LOCAL_WRITE | codes.ACCESS_REMOTE_WRITE
 

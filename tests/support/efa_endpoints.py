@@ -12,7 +12,7 @@ import numpy as np
 from tests.support.contract import Group, Traffic
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 
 __all__ = ["connect", "open_endpoints", "open_network", "some_writes"]
 

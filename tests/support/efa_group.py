@@ -9,7 +9,7 @@ from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 
 __all__ = ["EfaGroup"]
 

@@ -14,7 +14,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.protocol.context import ERROR_WORDS
 from uccl_ep_serving.proxy import loop
 from uccl_ep_serving.proxy.service import ProxyService
-from uccl_ep_serving.proxy.transport.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 
 __all__ = ["SrdWorld"]
 

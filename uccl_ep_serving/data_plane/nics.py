@@ -11,10 +11,10 @@ import torch
 
 from ..config import Settings
 from ..errors import ConfigError, TransportError
-from ..proxy.transport import efa, roce
 from ..proxy.transport.base import Endpoint
+from ..proxy.transport.nic import efa, roce
 from ..proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
-from ..proxy.transport.verbs_library import VerbsLibrary
+from ..proxy.transport.verbs.library import VerbsLibrary
 from .rails import HcaFilter, Rails, choose_rails, deal
 from .topology import Nic, Topology
 

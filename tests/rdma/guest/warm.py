@@ -22,7 +22,7 @@ def serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> None
 
 def main() -> None:
     from uccl_ep_serving.proxy import loop
-    from uccl_ep_serving.proxy.transport import roce
+    from uccl_ep_serving.proxy.transport.nic import roce
 
     loop.warm()
     roce.warm()

@@ -22,8 +22,9 @@ import numpy as np
 
 from tests.support.provider import provider_network as net
 from uccl_ep_serving.proxy.state import aligned_zeros
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.verbs_abi import (
+from uccl_ep_serving.proxy.transport.nic.gid import Gid
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.abi import (
     ASYNC_EVENT,
     CONTEXT,
     CQ,
@@ -38,8 +39,7 @@ from uccl_ep_serving.proxy.transport.verbs_abi import (
     WC,
     Struct,
 )
-from uccl_ep_serving.proxy.transport.verbs_gid import Gid
-from uccl_ep_serving.proxy.transport.verbs_library import VerbsLibrary
+from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
 __all__ = ["DataFunctions", "DeviceTraits", "MemoryNetwork", "reliable_connection"]
 

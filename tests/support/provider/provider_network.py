@@ -25,8 +25,8 @@ import numpy as np
 from uccl_ep_serving.native import jit
 from uccl_ep_serving.native.atomics import compare_exchange, copy, load64, pause, peek, peek32, poke, poke32, store64
 from uccl_ep_serving.native.calls import monotonic_ns
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.verbs_abi import CQ, QP, WC
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.abi import CQ, QP, WC
 
 
 def _cache() -> Path:

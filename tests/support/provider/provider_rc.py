@@ -43,8 +43,8 @@ from tests.support.provider.provider_network import (
     unlock,
 )
 from uccl_ep_serving.native.atomics import peek, peek32, poke, poke32
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.verbs_abi import QP, QP_ATTR, SEND_WR, SGE
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.abi import QP, QP_ATTR, SEND_WR, SGE
 
 __all__ = ["modify_qp", "poll_cq", "post_recv", "post_send"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from uccl_ep_serving.native.atomics import compare_exchange, copy, pause, peek, peek32, poke, poke32, store64
 from uccl_ep_serving.native.jit import c_function, compiled
-from uccl_ep_serving.proxy.transport.verbs_abi import CQ, QP_EX, RECV_WR, WC
-from uccl_ep_serving.proxy.transport.verbs_codes import (
+from uccl_ep_serving.proxy.transport.verbs.abi import CQ, QP_EX, RECV_WR, WC
+from uccl_ep_serving.proxy.transport.verbs.codes import (
     GENERAL_ERR,
     LOC_LEN_ERR,
     LOC_PROT_ERR,

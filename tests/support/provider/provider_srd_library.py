@@ -17,8 +17,9 @@ import numpy as np
 
 from tests.support.provider import provider_srd as nic
 from tests.support.provider.provider_library import DataFunctions, DeviceTraits, MemoryNetwork
-from uccl_ep_serving.proxy.transport import verbs_codes as codes
-from uccl_ep_serving.proxy.transport.verbs_abi import (
+from uccl_ep_serving.proxy.transport.nic.gid import Gid
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.abi import (
     AH,
     AH_ATTR,
     CQ,
@@ -33,8 +34,7 @@ from uccl_ep_serving.proxy.transport.verbs_abi import (
     QP_EX,
     QP_INIT_ATTR_EX,
 )
-from uccl_ep_serving.proxy.transport.verbs_gid import Gid
-from uccl_ep_serving.proxy.transport.verbs_library import VerbsLibrary
+from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
 __all__ = ["EfaTraits", "SrdNetwork"]
 

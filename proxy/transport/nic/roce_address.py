@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .verbs_memory import KeyTable
+from .window import KeyTable
 
 __all__ = ["RailAddress", "RoceAddress"]
 

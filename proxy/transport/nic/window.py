@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...errors import TransportError
-from . import verbs_codes as codes
-from .verbs import MemoryRegion, ProtectionDomain
+from ....errors import TransportError
+from ..verbs import codes
+from ..verbs.device import MemoryRegion, ProtectionDomain
 
 __all__ = ["CHUNK_SHIFT", "WHOLE_SHIFT", "DeviceOffer", "DmaBuf", "KeyTable", "WindowRegion", "register_window"]
 

@@ -6,18 +6,18 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...config import Settings
-from ...errors import ConfigError, TransportError
-from ...protocol.command import MAX_WRITE_BYTES
-from . import roce_state as words
-from . import verbs_codes as codes
+from ....config import Settings
+from ....errors import ConfigError, TransportError
+from ....protocol.command import MAX_WRITE_BYTES
+from ..verbs import codes
+from ..verbs.device import CompletionQueue, Context, MemoryRegion, Port, ProtectionDomain, open_device
+from ..verbs.library import VerbsLibrary
+from ..verbs.objects import Path, QueuePair
+from . import roce_words as words
+from .families import Family, family_of
+from .gid import Gid, choose_gid
 from .roce_address import RailAddress
-from .verbs import CompletionQueue, Context, MemoryRegion, Port, ProtectionDomain, open_device
-from .verbs_families import Family, family_of
-from .verbs_gid import Gid, choose_gid
-from .verbs_library import VerbsLibrary
-from .verbs_memory import DmaBuf, KeyTable, WindowRegion, register_window
-from .verbs_qp import Path, QueuePair
+from .window import DmaBuf, KeyTable, WindowRegion, register_window
 
 __all__ = ["NicPort", "RoceRail"]
 

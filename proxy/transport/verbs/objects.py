@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from . import verbs_codes as codes
-from .verbs import CompletionQueue, ProtectionDomain, VerbsObject
-from .verbs_abi import AH, AH_ATTR, QP, QP_ATTR, QP_INIT_ATTR, Block, Struct
+from . import codes
+from .abi import AH, AH_ATTR, QP, QP_ATTR, QP_INIT_ATTR, Block, Struct
+from .device import CompletionQueue, ProtectionDomain, VerbsObject
 
 __all__ = ["AddressHandle", "Path", "QueuePair"]
 

@@ -14,10 +14,10 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from ..state import aligned_zeros
+from ...state import aligned_zeros
+from ..verbs.abi import QP_ATTR, RECV_WR, SEND_WR, SGE, WC, Block
+from ..verbs.codes import QPS_ERR, STATUS_ERRNO
 from .striping import stripe_table
-from .verbs_abi import QP_ATTR, RECV_WR, SEND_WR, SGE, WC, Block
-from .verbs_codes import QPS_ERR, STATUS_ERRNO
 
 __all__ = ["State"]
 

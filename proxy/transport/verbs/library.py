@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Mapping
 
-from ...errors import TransportError
+from ....errors import TransportError
 
 __all__ = ["PACKAGES", "VerbsLibrary", "bind", "load_libibverbs"]
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import errno
 import functools
 
-from ...native.atomics import load64, peek, peek32, poke
-from ...native.calls import call3_int, monotonic_ns
-from ...native.jit import compiled, inlined
-from ...protocol.command import MAX_WRITE_BYTES
-from ...protocol.imm import IMM
-from . import verbs_codes as codes
-from .base import (
+from ....native.atomics import load64, peek, peek32, poke
+from ....native.calls import call3_int, monotonic_ns
+from ....native.jit import compiled, inlined
+from ....protocol.command import MAX_WRITE_BYTES
+from ....protocol.imm import IMM
+from ..base import (
     ACCEPTED,
     ARRIVED,
     BUSY,
@@ -30,6 +29,8 @@ from .base import (
     c_functions,
     put_event,
 )
+from ..verbs import codes
+from ..verbs.abi import WC
 from .roce_link import (
     add_request,
     fail_peer,
@@ -44,7 +45,7 @@ from .roce_link import (
     stop_links,
     take_credit,
 )
-from .roce_state import (
+from .roce_words import (
     ABSENT,
     ALLOWED,
     BROKEN_RAIL,
@@ -120,7 +121,6 @@ from .roce_state import (
     WINDOW_BYTES,
 )
 from .striping import rail_of
-from .verbs_abi import WC
 
 __all__ = ["warm"]
 

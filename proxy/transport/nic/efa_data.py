@@ -18,12 +18,15 @@ from __future__ import annotations
 import errno
 import functools
 
-from ...native.atomics import peek, peek32, poke, poke32
-from ...native.calls import call1, call1_int, call3_int, call4
-from ...native.jit import compiled, inlined
-from ...protocol.imm import IMM
-from .base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, c_functions, put_event
-from .efa_state import (
+from ....native.atomics import peek, peek32, poke, poke32
+from ....native.calls import call1, call1_int, call3_int, call4
+from ....native.jit import compiled, inlined
+from ....protocol.imm import IMM
+from ..base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, c_functions, put_event
+from ..verbs.abi import QP_EX as QP_EX_STRUCT
+from ..verbs.abi import RECV_WR, WC
+from ..verbs.codes import SEND_SIGNALED, SUCCESS, WC_WITH_IMM, WR_FLUSH_ERR
+from .efa_words import (
     AH,
     AH_NUMBER,
     BROKEN_RAIL,
@@ -92,9 +95,6 @@ from .efa_state import (
     WR_WRITE_IMM,
 )
 from .striping import rail_of
-from .verbs_abi import QP_EX as QP_EX_STRUCT
-from .verbs_abi import RECV_WR, WC
-from .verbs_codes import SEND_SIGNALED, SUCCESS, WC_WITH_IMM, WR_FLUSH_ERR
 
 __all__ = ["warm"]
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..verbs.abi import RECV_WR, SGE, WC
+from ..verbs.codes import STATUS_ERRNO
 from .striping import stripe_table
-from .verbs_abi import RECV_WR, SGE, WC
-from .verbs_codes import STATUS_ERRNO
 
 __all__ = ["State"]
 
@@ -118,7 +118,7 @@ class State:
         rank, ranks, proxies: of the group.
         window, window_bytes: this rank's window.
         max_write: most bytes of one write.
-        shift, chunks: how the windows are registered, see :func:`.verbs_memory.register_window`.
+        shift, chunks: how the windows are registered, see :func:`.window.register_window`.
         depths: by rail, work requests its send queue holds.
         receives: by rail, receives kept posted, 0 = none are needed.
     """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-from . import verbs_codes as codes
+from ..verbs import codes
+from ..verbs.abi import EFA_AH_ATTR, EFA_QP_INIT_ATTR, QP, QP_ATTR, QP_EX, QP_INIT_ATTR_EX, Block
+from ..verbs.device import CompletionQueue, ProtectionDomain, VerbsObject
+from ..verbs.objects import AddressHandle
 from .efa_device import EfaLimits
-from .verbs import CompletionQueue, ProtectionDomain, VerbsObject
-from .verbs_abi import EFA_AH_ATTR, EFA_QP_INIT_ATTR, QP, QP_ATTR, QP_EX, QP_INIT_ATTR_EX, Block
-from .verbs_qp import AddressHandle
 
 __all__ = ["SrdQueuePair", "address_number"]
 

@@ -12,8 +12,8 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import ConfigError, TransportError
-from .verbs_codes import GID_TYPE_IB, GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2, LINK_ETHERNET
+from ....errors import ConfigError, TransportError
+from ..verbs.codes import GID_TYPE_IB, GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2, LINK_ETHERNET
 
 __all__ = ["Gid", "choose_gid"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...protocol.streams import STREAMS, channel_of
+from ....protocol.streams import STREAMS, channel_of
 
 __all__ = ["rail_of", "stripe_table"]
 

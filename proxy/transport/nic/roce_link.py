@@ -6,12 +6,13 @@ every chain, and one in SIGNAL_EVERY, asks for one.
 
 from __future__ import annotations
 
-from ...native.atomics import load64, peek, peek32, poke, poke32
-from ...native.calls import call3, call3_int, monotonic_ns
-from ...native.jit import compiled, inlined
-from . import verbs_codes as codes
-from .base import FAULT_BAD_FRAME
-from .roce_state import (
+from ....native.atomics import load64, peek, peek32, poke, poke32
+from ....native.calls import call3, call3_int, monotonic_ns
+from ....native.jit import compiled, inlined
+from ..base import FAULT_BAD_FRAME
+from ..verbs import codes
+from ..verbs.abi import SEND_WR, SGE
+from .roce_words import (
     ALLOWED,
     BAD,
     CHAIN_HEAD,
@@ -75,7 +76,6 @@ from .roce_state import (
     UP,
     VENDOR,
 )
-from .verbs_abi import SEND_WR, SGE
 
 __all__ = [
     "add_request",

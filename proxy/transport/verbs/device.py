@@ -1,9 +1,9 @@
 """Control path of verbs through ctypes: devices, PD, MR, CQ as objects that end in the right order.
 
-Every object checks at birth that the fields this package reads of it lie where :mod:`.verbs_abi` says, against values
+Every object checks at birth that the fields this package reads of it lie where :mod:`.abi` says, against values
 that it knows otherwise; nothing compiled sees a raw pointer before that. Closing an object closes what was made from
 it first, so nothing leaks however a caller fails; all of them are context managers. Queue pairs and address handles are
-in :mod:`.verbs_qp`.
+in :mod:`.objects`.
 
 pyverbs is not used here: it exposes no raw pointer, which the compiled data path needs, and has to match the installed
 rdma-core. Where it is installed, ``uccl-ep doctor`` adds what it reports of the devices.
@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from ...errors import ConfigError, TransportError
-from . import verbs_codes as codes
-from .verbs_abi import (
+from ....errors import ConfigError, TransportError
+from ..nic.gid import Gid
+from . import codes
+from .abi import (
     ASYNC_EVENT,
     CONTEXT,
     CQ,
@@ -39,8 +40,7 @@ from .verbs_abi import (
     Block,
     Struct,
 )
-from .verbs_gid import Gid
-from .verbs_library import VerbsLibrary
+from .library import VerbsLibrary
 
 __all__ = [
     "CompletionQueue",

@@ -1,9 +1,9 @@
 """``roce``: one-sided writes over reliable connections of any RDMA NIC that has them. Control path of the endpoint.
 
 One or more NICs (*rails*), and on each, per peer, one queue pair (or UCCL_EP_NIC_QPS of them) for each proxy thread.
-The pieces: :mod:`.roce_rail` is a NIC, on the C objects of :mod:`.verbs` and :mod:`.verbs_qp`; :mod:`.verbs_gid`
-chooses the address, :mod:`.verbs_families` has the defaults, :mod:`.striping` spreads streams over rails,
-:mod:`.roce_data` moves the bytes on the memory of :mod:`.roce_state`. What a NIC is called plays no part: it needs
+The pieces: :mod:`.roce_rail` is a NIC, on the C objects of :mod:`..verbs.objects`; :mod:`.gid`
+chooses the address, :mod:`.families` has the defaults, :mod:`.striping` spreads streams over rails,
+:mod:`.roce_data` moves the bytes on the memory of :mod:`.roce_words`. What a NIC is called plays no part: it needs
 reliable connections and RDMA writes with immediates, as Broadcom, Mellanox, Pensando, Intel and soft-RoCE devices have.
 
 A peer can write the window and one credit word per queue pair, nothing else; once it is lost or dropped, not even
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from ...config import Settings
-from ...errors import BootstrapError, ConfigError
-from ...protocol.command import MAX_WRITE_BYTES, UNIT
-from ...protocol.imm import IMM
-from . import roce_state as words
-from . import verbs_codes as codes
-from .base import Capabilities, ConnectMonitor, DataPath
+from ....config import Settings
+from ....errors import BootstrapError, ConfigError
+from ....protocol.command import MAX_WRITE_BYTES, UNIT
+from ....protocol.imm import IMM
+from ..base import Capabilities, ConnectMonitor, DataPath
+from ..verbs import codes
+from ..verbs.library import VerbsLibrary, load_libibverbs
+from . import roce_words as words
 from .roce_address import RoceAddress
 from .roce_data import warm
 from .roce_rail import NicPort, RoceRail
-from .verbs_library import VerbsLibrary, load_libibverbs
-from .verbs_memory import DeviceOffer, DmaBuf
+from .window import DeviceOffer, DmaBuf
 
 __all__ = ["NicPort", "RoceEndpoint", "usable", "warm"]
 
@@ -41,7 +41,7 @@ class RoceEndpoint:
         settings: the ``nic_*`` settings and ``proxies`` are used.
         nics: in rail order; rail i talks to rail i of the peer, and the rails that only one of them has are idle.
         kind: kind of the window: "shared", "host" or "device".
-        export: makes a dma-buf of a range of device memory, see :func:`.verbs_memory.register_window`.
+        export: makes a dma-buf of a range of device memory, see :func:`.window.register_window`.
         max_write: longest write, bytes, where it should be less than the NICs can do.
         library: where the C functions come from; default: libibverbs.
         watch: called a few times a second while queue pairs are made and connected; raises when a peer will never come.
@@ -242,14 +242,14 @@ class RoceEndpoint:
     # --- windows in device memory -----------------------------------------------------------------------------------
 
     def offer_device(self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]]) -> bytes:
-        """See :class:`.base.DeviceReach`."""
+        """See :class:`..base.DeviceReach`."""
         regions = [rail.register_device(start, nbytes, export) for rail in self._rails]
         self._device_bytes = nbytes
         self.state.context[words.DEVICE_WINDOW] = start
         return DeviceOffer(start, nbytes, tuple(region.remote for region in regions)).encode()
 
     def accept_device(self, offers: Sequence[bytes | None]) -> None:
-        """See :class:`.base.DeviceReach`."""
+        """See :class:`..base.DeviceReach`."""
         state = self.state
         for peer, text in enumerate(offers):
             if text is None or state.peers[peer, words.STATE] != words.UP:
@@ -267,7 +267,7 @@ class RoceEndpoint:
         state.context[words.SPLIT] = self._device_bytes
 
     def release_device(self) -> None:
-        """See :class:`.base.DeviceReach`."""
+        """See :class:`..base.DeviceReach`."""
         if self._state is not None:
             self._state.context[words.SPLIT] = 0
         for rail in self._rails:
@@ -292,7 +292,7 @@ class RoceEndpoint:
         return f"{self._how[peer]}; {on}{what}" + (f"; the device has reported: {reports}" if reports else "")
 
     def diagnosis(self) -> str:
-        """See :class:`.base.Diagnosed`."""
+        """See :class:`..base.Diagnosed`."""
         broken = int(self.state.context[words.BROKEN_RAIL])
         if not broken:
             return ""

@@ -34,7 +34,7 @@ class EfaAddress:
 
     Attributes:
         rank, ranks, proxy: whose it is.
-        shift: of its windows' chunks, see :func:`.verbs_memory.register_window`.
+        shift: of its windows' chunks, see :func:`.window.register_window`.
         window, window_bytes: where its window lies in its process.
         rails: its NICs, in rail order.
         keys: of the window, by rail and chunk.

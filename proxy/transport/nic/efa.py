@@ -3,7 +3,7 @@
 SRD is reliable, unordered and connectionless: each rail is one queue pair that reaches every peer, and a peer is an
 address handle, a queue pair number and a QKEY. Both ends need the handle: a NIC refuses writes of an address that it
 does not know. The pieces: :mod:`.efa_device` asks what the device can do, :mod:`.efa_qp` makes queue pairs,
-:mod:`.efa_address` is what peers must know, :mod:`.efa_data` moves writes on the memory of :mod:`.efa_state`, and
+:mod:`.efa_address` is what peers must know, :mod:`.efa_data` moves writes on the memory of :mod:`.efa_words`, and
 :mod:`.striping` spreads streams over rails.
 """
 
@@ -14,23 +14,23 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...config import Settings
-from ...errors import BootstrapError, ConfigError, TransportError
-from ...protocol.command import MAX_WRITE_BYTES, UNIT
-from ...protocol.imm import IMM
-from . import efa_state as words
-from . import verbs_codes as codes
-from .base import Capabilities, ConnectMonitor, DataPath
+from ....config import Settings
+from ....errors import BootstrapError, ConfigError, TransportError
+from ....protocol.command import MAX_WRITE_BYTES, UNIT
+from ....protocol.imm import IMM
+from ..base import Capabilities, ConnectMonitor, DataPath
+from ..verbs import codes
+from ..verbs.device import CompletionQueue, Context, MemoryRegion, ProtectionDomain, open_device
+from ..verbs.library import VerbsLibrary
+from ..verbs.objects import AddressHandle, Path
+from . import efa_words as words
 from .efa_address import EfaAddress, RailAddress
 from .efa_data import warm
 from .efa_device import EfaLimits, explain_completion, load_libefa, query_limits
 from .efa_qp import SrdQueuePair, address_number
-from .efa_state import State
-from .verbs import CompletionQueue, Context, MemoryRegion, ProtectionDomain, open_device
-from .verbs_gid import Gid, choose_gid
-from .verbs_library import VerbsLibrary
-from .verbs_memory import DeviceOffer, DmaBuf, WindowRegion, register_window
-from .verbs_qp import AddressHandle, Path
+from .efa_words import State
+from .gid import Gid, choose_gid
+from .window import DeviceOffer, DmaBuf, WindowRegion, register_window
 
 __all__ = ["EfaEndpoint", "usable", "warm"]
 
@@ -66,7 +66,7 @@ class EfaEndpoint:
         devices: EFA devices, in rail order.
         settings: ``proxies`` is used.
         kind: kind of the window: "shared", "host" or "device".
-        export: makes a dma-buf of a range of device memory, see :func:`.verbs_memory.register_window`.
+        export: makes a dma-buf of a range of device memory, see :func:`.window.register_window`.
         library: libibverbs with libefa; for tests.
         watch: called a few times a second while rails are opened and peers connected; raises when one will never come.
 
@@ -239,7 +239,7 @@ class EfaEndpoint:
     # --- windows in device memory -----------------------------------------------------------------------------------
 
     def offer_device(self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]]) -> bytes:
-        """See :class:`.base.DeviceReach`."""
+        """See :class:`..base.DeviceReach`."""
         state, tables = self._state, []
         for index, rail in enumerate(self._rails):
             region = register_window(
@@ -254,7 +254,7 @@ class EfaEndpoint:
         return DeviceOffer(start, nbytes, tuple(tables)).encode()
 
     def accept_device(self, offers: Sequence[bytes | None]) -> None:
-        """See :class:`.base.DeviceReach`."""
+        """See :class:`..base.DeviceReach`."""
         state = self._state
         for peer, text in enumerate(offers):
             if text is None or state.peers[peer, words.STATE] != words.UP:
@@ -274,7 +274,7 @@ class EfaEndpoint:
         state.context[words.SPLIT] = self._device_bytes
 
     def release_device(self) -> None:
-        """See :class:`.base.DeviceReach`."""
+        """See :class:`..base.DeviceReach`."""
         self._state.context[words.SPLIT] = 0
         while self._device_regions:
             self._device_regions.pop().close()
@@ -293,7 +293,7 @@ class EfaEndpoint:
         return f"{self._how[peer]}: {explain_completion(status, vendor)}{also}"
 
     def diagnosis(self) -> str:
-        """See :class:`.base.Diagnosed`."""
+        """See :class:`..base.Diagnosed`."""
         broken, status, vendor = (
             int(self._state.context[word]) for word in (words.BROKEN_RAIL, words.BROKEN_STATUS, words.BROKEN_VENDOR)
         )

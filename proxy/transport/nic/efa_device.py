@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ...errors import TransportError
-from .verbs import Context
-from .verbs_abi import EFA_DEVICE_ATTR, Block
-from .verbs_codes import (
+from ....errors import TransportError
+from ..verbs.abi import EFA_DEVICE_ATTR, Block
+from ..verbs.codes import (
     EFA_CAP_RDMA_WRITE,
     EFA_CAP_RNR_RETRY,
     EFA_CAP_UNSOLICITED_WRITE_RECV,
     completion_words,
 )
-from .verbs_library import VerbsLibrary, bind, load_libibverbs
+from ..verbs.device import Context
+from ..verbs.library import VerbsLibrary, bind, load_libibverbs
 
 __all__ = ["EfaLimits", "explain_completion", "load_libefa", "query_limits"]
 

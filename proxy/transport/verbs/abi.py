@@ -1,10 +1,10 @@
 """Where the fields of libibverbs' and libefa's structs lie: the one table of offsets that this package relies on.
 
-The control path (:mod:`.verbs`) fills and reads these structs through ctypes, and the compiled data path reads and
+The control path (:mod:`.device`) fills and reads these structs through ctypes, and the compiled data path reads and
 writes some of them directly, so that neither needs a compiler or headers. The offsets are those of the 64-bit System V
 ABI (x86-64 and aarch64 agree). rdma-core appends to these structs and never moves a field: sizes here are the *least* a
 library may use. They are held in two ways: a test compiles an ``offsetof`` program against the installed headers, and
-:meth:`.verbs.VerbsObject.check` compares them with live objects before a raw pointer is used.
+:meth:`.device.VerbsObject.check` compares them with live objects before a raw pointer is used.
 
 Field names are the C paths (``wr.rdma.rkey``), so that the test can be generated from this table. ``since`` is the
 first rdma-core, of those compared, whose header names a field; older libraries refuse or ignore it, never misread it.
