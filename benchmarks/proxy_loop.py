@@ -26,9 +26,9 @@ from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import load64, peek, poke, store64
 from uccl_ep_serving.native.jit import compiled
 from uccl_ep_serving.protocol import command, context, imm, ring, streams
-from uccl_ep_serving.proxy import codec, sequence, state
 from uccl_ep_serving.proxy import loop as numba_loop
 from uccl_ep_serving.proxy import ring as proxy_ring
+from uccl_ep_serving.proxy import sequence, words
 from uccl_ep_serving.proxy.transport import base
 
 PEERS = 8
@@ -73,15 +73,14 @@ assert (ring.SLOTS, ring.TAIL, COUNT, TAKEN, FEED, FEED_END) == (256, 64, 0, 8, 
 def _definitions() -> dict[str, int]:
     """Every number of the Python sources that the twin names."""
     found: dict[str, int] = {}
-    for module in (state, codec, sequence, base):
+    for module in (words, sequence, proxy_ring, base):
         found |= {name: value for name, value in vars(module).items() if name.isupper() and isinstance(value, int)}
     found |= {
         # two modules have an ARRIVED and a SLOTS of their own
-        "ARRIVED": state.ARRIVED,
+        "ARRIVED": words.ARRIVED,
         "ARRIVED_EVENT": base.ARRIVED,
         "RING_SLOTS": ring.SLOTS,
         "RING_TAIL": ring.TAIL,
-        "BATCH": proxy_ring.BATCH,
         "KIND_WRITE": command.KIND_WRITE,
         "MAX_WRITE_BYTES": command.MAX_WRITE_BYTES,
         "SEQUENCE_WINDOW": imm.SEQUENCE_WINDOW,
@@ -97,8 +96,8 @@ def _definitions() -> dict[str, int]:
         found[f"IMM_{name.upper()}"] = imm.IMM[name].shift
         found[f"IMM_{name.upper()}_MASK"] = imm.IMM[name].mask
     for name in ("last", "stream", "peer", "length"):
-        found[f"TICKET_{name.upper()}"] = codec.TICKET[name].shift
-        found[f"TICKET_{name.upper()}_MASK"] = codec.TICKET[name].mask
+        found[f"TICKET_{name.upper()}"] = sequence.TICKET[name].shift
+        found[f"TICKET_{name.upper()}_MASK"] = sequence.TICKET[name].mask
     return found
 
 
@@ -138,13 +137,13 @@ class Sender:
         assert status == 0, f"the twin departed from its path: {status}"
         # the peers' credits, outside the measured time
         sent = self.head // PEERS
-        words = [
+        immediates = [
             peer << 20 | (streams.CREDIT | streams.LL_DISPATCH) << 12 | 1 << 11 | k % imm.SEQUENCE_SPACE
             for peer in range(1, 1 + PEERS)
             for k in range(self._covered // streams.CREDIT_WRITES, sent // streams.CREDIT_WRITES)
         ]
         self._covered = sent
-        feed = np.array(words, np.int64)
+        feed = np.array(immediates, np.int64)
         self.stub.feed(feed)
         assert fed(self.state.address, self.stub.address) == 0
         self.check()
@@ -155,7 +154,7 @@ class Sender:
         assert self.error[0] == 0
         assert self.stub.posted == self.head
         assert (self.state.completed[1:, streams.LL_DISPATCH] == self.head // PEERS).all()
-        assert not self.state.counters[state.C_QUEUED // 8], "commands were queued: the fast path was not measured"
+        assert not self.state.counters[words.C_QUEUED // 8], "commands were queued: the fast path was not measured"
 
 
 class Receiver:

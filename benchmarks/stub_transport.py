@@ -71,7 +71,7 @@ class Stub:
     def __init__(self) -> None:
         self.memory = aligned_zeros(QUEUE + SLOTS * 8)
         self.address = int(self.memory.ctypes.data)
-        self.capabilities = Capabilities("stub", True, True, ("shared",), 32, 256 << 20)
+        self.capabilities = Capabilities("stub", proves_source=True, max_write=256 << 20)
 
     def data_path(self) -> DataPath:
         """Addresses of the functions above."""

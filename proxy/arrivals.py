@@ -5,43 +5,11 @@ from __future__ import annotations
 from ..native.atomics import peek, poke
 from ..native.jit import compiled, inlined
 from ..protocol.streams import CREDIT, CREDIT_WRITES, STREAMS
-from .codec import SEQUENCE_MASK, imm_last, imm_source, imm_stream
+from . import words
 from .faults import FAULT_CREDIT, FAULT_IMMEDIATE, FAULT_SEQUENCE, FAULT_SOURCE, FAULT_STREAM_OWNER, blame_source
 from .flow import credit_open, post_apart
-from .sequence import IN_ORDER, PREFIX, REPEATED, note
-from .state import (
-    ARRIVED,
-    C_BYTES_RECEIVED,
-    C_DUPLICATES,
-    C_HELD_BACK,
-    COUNTERS,
-    CREDITED,
-    DUE,
-    DUE_HEAD,
-    DUE_NEXT,
-    DUE_TAIL,
-    GRANTED,
-    NEXT,
-    OWNED,
-    PEER_BUSY,
-    PEER_ENTRY,
-    PEER_EXACT,
-    PEER_STATE,
-    PEERS,
-    RANK,
-    RANKS,
-    RECEIVE,
-    RECEIVE_ENTRY,
-    SEEN,
-    SEND,
-    SEND_ENTRY,
-    STAMP,
-    UP,
-    WINDOW,
-)
+from .sequence import IN_ORDER, PREFIX, REPEATED, SEQUENCE_MASK, imm_last, imm_source, imm_stream, note
 from .transport.base import ACCEPTED
-
-__all__ = ["arrive", "grant_credits"]
 
 
 @inlined
@@ -57,21 +25,23 @@ def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
     if imm >> 32:
         fault = FAULT_IMMEDIATE
     # rule: the source must be proven
-    elif source >= peek(state + RANKS) or source == peek(state + RANK) or (proven >= 0 and proven != source):
+    elif (
+        source >= peek(state + words.RANKS) or source == peek(state + words.RANK) or (proven >= 0 and proven != source)
+    ):
         fault = FAULT_SOURCE
     # rule: nothing is believed from a peer that was parted from
-    elif peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_STATE) != UP:
+    elif words.peer_state(state, source) != words.UP:
         # Lost, forgotten or never connected: nothing of it counts.
         return
     # rule: a stream has one owner
-    elif peek(peek(state + OWNED) + stream * 8) == 0:
+    elif peek(peek(state + words.OWNED) + stream * 8) == 0:
         fault = FAULT_STREAM_OWNER
     else:
         fault = _note_arrival(state, source, stream, imm, nbytes)
     if fault:
         # a write that is out of its place is compared with the place that comes next
-        record = peek(state + RECEIVE) + (source * STREAMS + stream) * RECEIVE_ENTRY
-        expected = peek(record + SEEN + PREFIX) & SEQUENCE_MASK if fault == FAULT_SEQUENCE else source
+        record = words.receive_record(state, source * STREAMS + stream)
+        expected = peek(record + words.SEEN + PREFIX) & SEQUENCE_MASK if fault == FAULT_SEQUENCE else source
         blame_source(state, proven, source, fault, stream, imm, expected)
 
 
@@ -79,30 +49,29 @@ def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
 def _note_arrival(state: int, source: int, stream: int, imm: int, nbytes: int) -> int:
     """Enter a checked immediate in the window of its stream; a fault code when it cannot be right."""
     index = source * STREAMS + stream
-    record = peek(state + RECEIVE) + index * RECEIVE_ENTRY
-    outcome = note(record + SEEN, peek(state + ARRIVED) + index * 8, imm, imm_last(imm))
-    counters = peek(state + COUNTERS)
+    record = words.receive_record(state, index)
+    outcome = note(record + words.SEEN, peek(state + words.ARRIVED) + index * 8, imm, imm_last(imm))
     if outcome != IN_ORDER:
         # rule: a number out of sequence is a fault where order is kept
-        if peek(peek(state + PEERS) + source * PEER_ENTRY + PEER_EXACT):
+        if peek(words.peer_entry(state, source) + words.PEER_EXACT):
             # One connection carries the stream: a number that is not the next one is forged, or writes were lost.
             return FAULT_SEQUENCE
         if outcome == REPEATED:
-            poke(counters + C_DUPLICATES, peek(counters + C_DUPLICATES) + 1)
+            words.count(state, words.C_DUPLICATES)
             return 0
-        poke(counters + C_HELD_BACK, peek(counters + C_HELD_BACK) + 1)
-    prefix = peek(record + SEEN + PREFIX)
+        words.count(state, words.C_HELD_BACK)
+    prefix = peek(record + words.SEEN + PREFIX)
     if stream >= CREDIT:
-        send = peek(state + SEND) + (index ^ CREDIT) * SEND_ENTRY
+        send = words.send_record(state, index ^ CREDIT)
         covered = prefix * CREDIT_WRITES
         # rule: credits are bounded by what was sent
-        if covered > peek(send + NEXT):
+        if covered > peek(send + words.NEXT):
             # Believing it would let this rank run past the receiver's window.
             return FAULT_CREDIT
-        poke(send + CREDITED, covered)
+        poke(send + words.CREDITED, covered)
         return 0
-    poke(counters + C_BYTES_RECEIVED, peek(counters + C_BYTES_RECEIVED) + nbytes)
-    if prefix - peek(record + GRANTED) >= CREDIT_WRITES and peek(record + DUE) == 0:
+    words.add(state, words.C_BYTES_RECEIVED, nbytes)
+    if prefix - peek(record + words.GRANTED) >= CREDIT_WRITES and peek(record + words.DUE) == 0:
         _owe(state, record, index)
     return 0
 
@@ -110,14 +79,14 @@ def _note_arrival(state: int, source: int, stream: int, imm: int, nbytes: int) -
 @compiled
 def _owe(state: int, record: int, index: int) -> None:
     """Append stream ``index`` to the list of those that owe their sender a credit."""
-    poke(record + DUE, 1)
-    poke(record + DUE_NEXT, 0)
-    tail = peek(state + DUE_TAIL)
+    poke(record + words.DUE, 1)
+    poke(record + words.DUE_NEXT, 0)
+    tail = peek(state + words.DUE_TAIL)
     if tail:
-        poke(peek(state + RECEIVE) + (tail - 1) * RECEIVE_ENTRY + DUE_NEXT, index + 1)
+        poke(words.receive_record(state, tail - 1) + words.DUE_NEXT, index + 1)
     else:
-        poke(state + DUE_HEAD, index + 1)
-    poke(state + DUE_TAIL, index + 1)
+        poke(state + words.DUE_HEAD, index + 1)
+    poke(state + words.DUE_TAIL, index + 1)
 
 
 @compiled
@@ -127,31 +96,34 @@ def grant_credits(state: int) -> int:
     A sender can be stopped by missing credits while the ring and the caps of its receiver are full of data that waits
     for credits of the other direction: were credits to queue behind data, both could stop for ever.
     """
-    index = peek(state + DUE_HEAD) - 1
+    index = peek(state + words.DUE_HEAD) - 1
     posted = 0
     # Those that cannot be posted now are appended again, behind the last one of this round.
-    end = peek(state + DUE_TAIL) - 1
+    end = peek(state + words.DUE_TAIL) - 1
     while index >= 0:
-        record = peek(state + RECEIVE) + index * RECEIVE_ENTRY
-        following = peek(record + DUE_NEXT) - 1
-        poke(state + DUE_HEAD, following + 1)
+        record = words.receive_record(state, index)
+        following = peek(record + words.DUE_NEXT) - 1
+        poke(state + words.DUE_HEAD, following + 1)
         if following < 0:
-            poke(state + DUE_TAIL, 0)
-        poke(record + DUE, 0)
+            poke(state + words.DUE_TAIL, 0)
+        poke(record + words.DUE, 0)
         peer = index // STREAMS
-        entry = peek(state + PEERS) + peer * PEER_ENTRY
+        entry = words.peer_entry(state, peer)
         stream = (index % STREAMS) | CREDIT
-        send = peek(state + SEND) + (index | CREDIT) * SEND_ENTRY
-        while peek(entry + PEER_STATE) == UP and peek(record + SEEN + PREFIX) - peek(record + GRANTED) >= CREDIT_WRITES:
+        send = words.send_record(state, index | CREDIT)
+        while (
+            peek(entry + words.PEER_STATE) == words.UP
+            and peek(record + words.SEEN + PREFIX) - peek(record + words.GRANTED) >= CREDIT_WRITES
+        ):
             # rule: credits pass by the caps
-            if peek(entry + PEER_BUSY) == peek(state + STAMP) or not credit_open(send):
+            if peek(entry + words.PEER_BUSY) == peek(state + words.STAMP) or not credit_open(send):
                 _owe(state, record, index)
                 break
-            if post_apart(state, entry, send, peer, stream, peek(state + WINDOW), 0, 0, 1) != ACCEPTED:
-                if peek(entry + PEER_STATE) == UP:
+            if post_apart(state, entry, send, peer, stream, peek(state + words.WINDOW), 0, 0, 1) != ACCEPTED:
+                if peek(entry + words.PEER_STATE) == words.UP:
                     _owe(state, record, index)
                 break
-            poke(record + GRANTED, peek(record + GRANTED) + CREDIT_WRITES)
+            poke(record + words.GRANTED, peek(record + words.GRANTED) + CREDIT_WRITES)
             posted += 1
         if index == end:
             break

@@ -18,40 +18,13 @@ from ..native.failure import set_failure
 from ..native.jit import compile_lock, compiled
 from ..protocol.ring import HEAD
 from ..protocol.ring import TAIL as TAIL_OF_RING
+from . import words
 from .arrivals import arrive, grant_credits
-from .control import acknowledge, read, request_forget, request_stop
 from .faults import FAULT_DEVICE, FAULT_DOWN, blame_peer, blame_self, serve_requests
 from .flow import complete
 from .ring import send_queued, take_commands
-from .state import (
-    BELL,
-    C_ITERATIONS,
-    C_SLEEPS,
-    COUNTERS,
-    ENDPOINT_COUNT,
-    ENDPOINT_ENTRY,
-    ENDPOINTS,
-    EP_BROKEN,
-    EP_CONTEXT,
-    EP_DIRTY,
-    EP_FLUSH,
-    EP_POLL,
-    EVENT_LIMIT,
-    EVENTS,
-    PEER_ENDPOINT,
-    PEER_ENTRY,
-    PEERS,
-    PROXIES,
-    PROXY,
-    RANKS,
-    RINGS,
-    SPINS,
-    STAMP,
-    STOP,
-)
+from .state import acknowledge, read, request_forget, request_stop
 from .transport.base import ARRIVED, DOWN, EVENT_BYTES, FAULT, FAULT_BITS, SENT
-
-__all__ = ["DIED", "STOPPED", "run", "step", "warm"]
 
 #: What :func:`step` and :func:`run` return instead of an amount of work: told to stop; injected fault.
 STOPPED, DIED = -1, -2
@@ -64,28 +37,29 @@ YIELD_FOR = 50_000
 SLEEP_LEAST = 5_000
 SLEEP_MOST = 800_000
 _SLEEP_SHARE = 32
-#: Several long idle proxies of a rank take turns of this length, so that together they wake no more often than a lone
-#: one. Whose turn it is looks at the rings of all, so a command waits for no longer; whoever finds anything to do wakes
-#: the others. What arrives while nothing is sent waits for its proxy's own turn; but ranks of an operation all send.
-TURN = SLEEP_MOST
+#: Several long idle proxies of a rank wake in nap slots of this length, one proxy a slot, so that together they wake no
+#: more often than a lone one. A proxy that wakes looks at the rings of all, so a command waits for no longer; whoever
+#: finds anything to do wakes the others. What arrives while nothing is sent waits for its proxy's own slot; but ranks
+#: of an operation all send.
+NAP_SLOT = SLEEP_MOST
 _LONG_IDLE = _SLEEP_SHARE * SLEEP_MOST
 
 
 @compiled
 def _break_endpoint(state: int, endpoint: int, status: int) -> None:
     """poll or flush failed: the endpoint is of no use any more, and all of its peers are out of reach."""
-    poke(endpoint + EP_BROKEN, 1)
+    poke(endpoint + words.EP_BROKEN, 1)
     # int64(): a literal argument would make Numba compile a copy of the callee for it.
     blame_self(state, int64(FAULT_DEVICE), int64(-1), int64(-1), status)
-    for peer in range(peek(state + RANKS)):
-        if peek(peek(state + PEERS) + peer * PEER_ENTRY + PEER_ENDPOINT) == endpoint:
+    for peer in range(peek(state + words.RANKS)):
+        if peek(words.peer_entry(state, peer) + words.PEER_ENDPOINT) == endpoint:
             blame_peer(state, peer, int64(FAULT_DEVICE), int64(-1), status, int64(0))
 
 
 @compiled
 def _peer_event(state: int, kind: int, value: int, peer: int, status: int) -> None:
     """DOWN or FAULT; a kind or rank that does not exist is the transport's own mistake."""
-    if not 0 <= peer < peek(state + RANKS) or (kind != DOWN and kind != FAULT):
+    if not 0 <= peer < peek(state + words.RANKS) or (kind != DOWN and kind != FAULT):
         blame_self(state, int64(FAULT_DEVICE), peer, int64(-1), kind)
         return
     if kind == DOWN:
@@ -97,8 +71,8 @@ def _peer_event(state: int, kind: int, value: int, peer: int, status: int) -> No
 @compiled
 def _receive(state: int, endpoint: int) -> int:
     """Take and handle the events of one endpoint; returns how many."""
-    events = peek(state + EVENTS)
-    count = call3(peek(endpoint + EP_POLL), peek(endpoint + EP_CONTEXT), events, EVENT_LIMIT)
+    events = peek(state + words.EVENTS)
+    count = call3(peek(endpoint + words.EP_POLL), peek(endpoint + words.EP_CONTEXT), events, words.EVENT_LIMIT)
     if count < 0:
         _break_endpoint(state, endpoint, count)
         return 0
@@ -120,46 +94,45 @@ def _receive(state: int, endpoint: int) -> int:
 @compiled
 def step(state: int) -> int:
     """One iteration over the proxy at address ``state``: amount of work done (0 = idle), STOPPED or DIED."""
-    if load64(state + STOP):
+    if load64(state + words.STOP):
         return STOPPED
-    poke(state + STAMP, peek(state + STAMP) + 1)
+    poke(state + words.STAMP, peek(state + words.STAMP) + 1)
     work = serve_requests(state)
-    first = peek(state + ENDPOINTS)
-    count = peek(state + ENDPOINT_COUNT)
+    first = peek(state + words.ENDPOINTS)
+    count = peek(state + words.ENDPOINT_COUNT)
     for i in range(count):
-        endpoint = first + i * ENDPOINT_ENTRY
-        if peek(endpoint + EP_BROKEN) == 0:
+        endpoint = first + i * words.ENDPOINT_ENTRY
+        if peek(endpoint + words.EP_BROKEN) == 0:
             work += _receive(state, endpoint)
     # rule: credits are returned
     work += grant_credits(state)
     work += send_queued(state)
     taken = take_commands(state)
     for i in range(count):
-        endpoint = first + i * ENDPOINT_ENTRY
-        if peek(endpoint + EP_DIRTY):
-            poke(endpoint + EP_DIRTY, 0)
-            status = call1(peek(endpoint + EP_FLUSH), peek(endpoint + EP_CONTEXT))
+        endpoint = first + i * words.ENDPOINT_ENTRY
+        if peek(endpoint + words.EP_DIRTY):
+            poke(endpoint + words.EP_DIRTY, 0)
+            status = call1(peek(endpoint + words.EP_FLUSH), peek(endpoint + words.EP_CONTEXT))
             if status < 0:
                 _break_endpoint(state, endpoint, status)
     if taken < 0:
         return DIED
-    counters = peek(state + COUNTERS)
-    poke(counters + C_ITERATIONS, peek(counters + C_ITERATIONS) + 1)
+    words.count(state, words.C_ITERATIONS)
     return work + taken
 
 
 @compiled
-def next_turn(now: int, proxy: int, proxies: int) -> int:
-    """The first instant after ``now`` at which it is the turn of ``proxy``: every TURN is that of one proxy."""
-    cycle = TURN * proxies
-    return now + cycle - (now - proxy * TURN) % cycle
+def next_nap_slot(now: int, proxy: int, proxies: int) -> int:
+    """The first instant after ``now`` at which a nap slot of ``proxy`` begins: every slot belongs to one proxy."""
+    cycle = NAP_SLOT * proxies
+    return now + cycle - (now - proxy * NAP_SLOT) % cycle
 
 
 @compiled
 def others_have_commands(state: int) -> bool:
     """True when the ring of another proxy of this rank holds a command. Its owner may be asleep."""
-    rings, me = peek(state + RINGS), peek(state + PROXY)
-    for proxy in range(peek(state + PROXIES)):
+    rings, me = peek(state + words.RINGS), peek(state + words.PROXY)
+    for proxy in range(peek(state + words.PROXIES)):
         ring = peek(rings + 8 * proxy)
         if proxy != me and load64(ring + HEAD) != load64(ring + TAIL_OF_RING):
             return True
@@ -167,25 +140,24 @@ def others_have_commands(state: int) -> bool:
 
 
 @compiled
-def ring_bell(state: int) -> None:
+def wake_others(state: int) -> None:
     """Wake the sleeping proxies of this rank."""
-    bell = peek(state + BELL)
-    fetch_add(bell, 1)
-    futex_wake(bell)
+    wakeup = peek(state + words.WAKEUP)
+    fetch_add(wakeup, 1)
+    futex_wake(wakeup)
 
 
 @compiled
-def _sleep(state: int, idle: int, now: int, bell: int) -> None:
-    """Sleep as long as a proxy may that has been idle for ``idle`` ns; ``bell``: its value before the last look."""
-    counters = peek(state + COUNTERS)
-    poke(counters + C_SLEEPS, peek(counters + C_SLEEPS) + 1)
-    proxies = peek(state + PROXIES)
+def _sleep(state: int, idle: int, now: int, wakeups: int) -> None:
+    """Sleep as long as a proxy may that has been idle for ``idle`` ns; ``wakeups``: WAKEUP before the last look."""
+    words.count(state, words.C_SLEEPS)
+    proxies = peek(state + words.PROXIES)
     if proxies == 1 or idle < _LONG_IDLE:
         nanosleep_ns(min(max(idle // _SLEEP_SHARE, SLEEP_LEAST), SLEEP_MOST))
         return
-    futex_wait(peek(state + BELL), bell, next_turn(now, peek(state + PROXY), proxies))
+    futex_wait(peek(state + words.WAKEUP), wakeups, next_nap_slot(now, peek(state + words.PROXY), proxies))
     if others_have_commands(state):
-        ring_bell(state)
+        wake_others(state)
 
 
 @compiled
@@ -194,23 +166,23 @@ def run(state: int) -> int:
     spins = 0
     idle_since = 0
     idle = 0
-    joined = peek(state + BELL) != 0
-    bell = 0
+    joined = peek(state + words.WAKEUP) != 0
+    wakeups = 0
     while True:
-        # before the look: who rings after it finds us awake, or not asleep yet
-        heard = load32(peek(state + BELL)) if joined else 0
+        # before the look: who wakes us after it finds us awake, or not asleep yet
+        heard = load32(peek(state + words.WAKEUP)) if joined else 0
         work = step(state)
         if work < 0:
             return work
-        if work > 0 or heard != bell:
+        if work > 0 or heard != wakeups:
             if work > 0 and joined and idle >= _LONG_IDLE:
-                ring_bell(state)
-            bell = heard
+                wake_others(state)
+            wakeups = heard
             spins = 0
             idle_since = 0
             idle = 0
             continue
-        if spins < peek(state + SPINS):
+        if spins < peek(state + words.SPINS):
             spins += 1
             pause()
             continue
@@ -221,7 +193,7 @@ def run(state: int) -> int:
         if idle < YIELD_FOR:
             sched_yield()
         else:
-            _sleep(state, idle, now, bell)
+            _sleep(state, idle, now, wakeups)
 
 
 @functools.cache

@@ -4,70 +4,30 @@ from __future__ import annotations
 
 from ..native.atomics import load64, peek, poke, store64
 from ..native.jit import compiled, inlined
-from ..protocol.command import KIND_WRITE, MAX_WRITE_BYTES
+from ..protocol.command import HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES
 from ..protocol.ring import SLOTS
 from ..protocol.ring import TAIL as RING_TAIL
-from ..protocol.streams import CREDIT, STREAMS
-from .codec import (
-    COMMAND_KIND_MASK,
-    COMMAND_KIND_SHIFT,
-    COMMAND_LAST_SHIFT,
-    COMMAND_RANK_MASK,
-    COMMAND_RANK_SHIFT,
-    COMMAND_STREAM_MASK,
-    COMMAND_STREAM_SHIFT,
-    LENGTH_MASK,
-    LENGTH_SHIFT,
-    LENGTH_STEP,
-    OFFSET_MASK,
-    OFFSET_SHIFT,
-    OFFSET_STEP,
-    UNIT_SHIFT,
-)
-from .faults import (
-    FAULT_COMMAND_KIND,
-    FAULT_COMMAND_PEER,
-    FAULT_COMMAND_RANGE,
-    FAULT_COMMAND_STREAM,
-    refuse_command,
-)
+from ..protocol.streams import CREDIT, HOST, MAX_CHANNELS, STREAMS
+from . import faults, words
 from .flow import admitted, claim_room, post, post_apart
 from .queues import drop_first, enqueue, first_node, mark_ready, pop_ready
-from .state import (
-    ABSENT,
-    C_COMMANDS,
-    C_DISCARDED,
-    C_QUEUED,
-    C_RING_BLOCKED,
-    COMPLETED,
-    COUNTERS,
-    DIE_AFTER,
-    ENQUEUED,
-    NODE_HIGH,
-    NODE_LOW,
-    OWNED,
-    PEER_ENTRY,
-    PEER_STATE,
-    PEER_WAITER,
-    PEERS,
-    QUANTUM,
-    QUEUE_HEAD,
-    RANKS,
-    READY_COUNT,
-    RING,
-    RING_MASK,
-    RING_SHIFT,
-    SEND,
-    SEND_ENTRY,
-    TAIL,
-    UP,
-    WAITING,
-    WINDOW,
-    WINDOW_BYTES,
-)
+from .sequence import UNIT_SHIFT
 from .transport.base import ACCEPTED
 
-__all__ = ["DEAD", "send_queued", "take_commands"]
+# The bits of a command as plain integers: compiled code cannot call methods of a Word.
+OFFSET_SHIFT = LOW["source"].shift
+OFFSET_MASK = LOW["source"].mask
+OFFSET_STEP = 1 << OFFSET_SHIFT
+LENGTH_SHIFT = LOW["length"].shift
+LENGTH_MASK = LOW["length"].mask
+LENGTH_STEP = 1 << LENGTH_SHIFT
+COMMAND_RANK_SHIFT, COMMAND_RANK_MASK = HIGH["rank"].shift, HIGH["rank"].mask
+COMMAND_STREAM_SHIFT, COMMAND_STREAM_MASK = HIGH["stream"].shift, HIGH["stream"].mask
+COMMAND_KIND_SHIFT, COMMAND_KIND_MASK = HIGH["kind"].shift, HIGH["kind"].mask
+COMMAND_LAST_SHIFT = HIGH["last"].shift
+
+assert HIGH["target"].shift == OFFSET_SHIFT
+assert HIGH["target"].mask == OFFSET_MASK
 
 #: Commands taken per iteration. The tail is published once per batch: producers wait for room, not for single slots.
 BATCH = 64
@@ -81,21 +41,21 @@ DEAD = -1
 
 @inlined
 def _fault_of(state: int, low: int, high: int) -> int:
-    """What is wrong with a command, a FAULT_COMMAND_*; 0 = nothing."""
+    """What is wrong with a command, a faults.FAULT_COMMAND_*; 0 = nothing."""
     peer = (high >> COMMAND_RANK_SHIFT) & COMMAND_RANK_MASK
     stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
     nbytes = ((low >> LENGTH_SHIFT) & LENGTH_MASK) << UNIT_SHIFT
-    limit = peek(state + WINDOW_BYTES) - nbytes
+    limit = peek(state + words.WINDOW_BYTES) - nbytes
     fault = 0
     if (high >> COMMAND_KIND_SHIFT) & COMMAND_KIND_MASK != KIND_WRITE:
-        fault = FAULT_COMMAND_KIND
-    elif peer >= peek(state + RANKS) or peek(peek(state + PEERS) + peer * PEER_ENTRY + PEER_STATE) == ABSENT:
-        fault = FAULT_COMMAND_PEER
-    elif stream >= CREDIT or peek(peek(state + OWNED) + stream * 8) == 0:
-        fault = FAULT_COMMAND_STREAM
+        fault = faults.FAULT_COMMAND_KIND
+    elif peer >= peek(state + words.RANKS) or words.peer_state(state, peer) == words.ABSENT:
+        fault = faults.FAULT_COMMAND_PEER
+    elif stream >= CREDIT or peek(peek(state + words.OWNED) + stream * 8) == 0:
+        fault = faults.FAULT_COMMAND_STREAM
     # rule: commands stay inside the window
     elif nbytes > MAX_WRITE_BYTES or _offset(low) > limit or _offset(high) > limit:
-        fault = FAULT_COMMAND_RANGE
+        fault = faults.FAULT_COMMAND_RANGE
     return fault
 
 
@@ -103,6 +63,36 @@ def _fault_of(state: int, low: int, high: int) -> int:
 def _offset(word: int) -> int:
     """The offset in either word of a command: source in the low one, target in the high one. Bytes."""
     return ((word >> OFFSET_SHIFT) & OFFSET_MASK) << UNIT_SHIFT
+
+
+@compiled
+def _refuse(state: int, fault: int, low: int, high: int, index: int) -> None:
+    """Command ``index`` of the ring is wrong and is dropped: nothing of it is posted, no number is used for it.
+
+    Kernels check what they enqueue, so this is the second line. On a HOST stream nobody waits for it: its author is
+    told once, and everything goes on. Anywhere else it was part of an operation, and a later message must not be taken
+    for the one that is missing: this rank parts from the destination, and the operation ends by name on both sides. A
+    command without a possible destination leaves open which operation it belonged to: then all of this rank's end.
+    """
+    peer = (high >> COMMAND_RANK_SHIFT) & COMMAND_RANK_MASK
+    stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
+    words.count(state, words.C_REFUSED)
+    # rule: a wrong command of an operation parts the pair
+    if HOST <= stream < HOST + MAX_CHANNELS:
+        if peek(state + words.REFUSED) == load64(state + words.NAMED):
+            poke(state + words.REFUSED_LOW, low)
+            poke(state + words.REFUSED_HIGH, high)
+            poke(state + words.REFUSED_INDEX, index)
+        store64(state + words.REFUSED, peek(state + words.REFUSED) + 1)
+        # rule: a wrong command outside operations ends nothing
+        return
+    peer_state = words.ABSENT
+    if peer < peek(state + words.RANKS):
+        peer_state = words.peer_state(state, peer)
+    if peer_state == words.UP:
+        faults.blame_peer(state, peer, fault, stream, low, high)
+    elif peer_state == words.ABSENT:
+        faults.blame_self(state, fault, peer, stream, low)
 
 
 @inlined
@@ -113,13 +103,13 @@ def _begin(state: int, low: int, high: int) -> bool:
     last = (high >> COMMAND_LAST_SHIFT) & 1
     nbytes = ((low >> LENGTH_SHIFT) & LENGTH_MASK) << UNIT_SHIFT
     index = peer * STREAMS + stream
-    entry = peek(state + PEERS) + peer * PEER_ENTRY
-    record = peek(state + SEND) + index * SEND_ENTRY
+    entry = words.peer_entry(state, peer)
+    record = words.send_record(state, index)
     # rule: commands do not overtake queued ones of their stream
     if (
-        peek(record + QUEUE_HEAD) == 0
-        and nbytes <= peek(state + QUANTUM)
-        and peek(entry + PEER_STATE) == UP
+        peek(record + words.QUEUE_HEAD) == 0
+        and nbytes <= peek(state + words.QUANTUM)
+        and peek(entry + words.PEER_STATE) == words.UP
         and admitted(state, entry, record, nbytes)
         and post(
             state,
@@ -127,14 +117,14 @@ def _begin(state: int, low: int, high: int) -> bool:
             record,
             peer,
             stream,
-            peek(state + WINDOW) + _offset(low),
+            peek(state + words.WINDOW) + _offset(low),
             _offset(high),
             nbytes,
             last,
         )
         == ACCEPTED
     ):
-        poke(record + ENQUEUED, peek(record + ENQUEUED) + last)
+        poke(record + words.ENQUEUED, peek(record + words.ENQUEUED) + last)
         return True
     return _set_aside(state, entry, record, index, low, high, last)
 
@@ -142,36 +132,35 @@ def _begin(state: int, low: int, high: int) -> bool:
 @compiled
 def _set_aside(state: int, entry: int, record: int, index: int, low: int, high: int, last: int) -> bool:
     """Queue a command that cannot go now, or discard it when its destination is lost; False when the quota is full."""
-    counters = peek(state + COUNTERS)
-    if peek(entry + PEER_STATE) == UP:
+    if peek(entry + words.PEER_STATE) == words.UP:
         # rule: a blocked destination does not block its ring
         if not enqueue(state, entry, record, index, low, high):
             return False
-        poke(record + WAITING, peek(record + WAITING) + last)
-        poke(record + ENQUEUED, peek(record + ENQUEUED) + last)
-        poke(counters + C_QUEUED, peek(counters + C_QUEUED) + 1)
+        poke(record + words.WAITING, peek(record + words.WAITING) + last)
+        poke(record + words.ENQUEUED, peek(record + words.ENQUEUED) + last)
+        words.count(state, words.C_QUEUED)
         return True
-    poke(record + ENQUEUED, peek(record + ENQUEUED) + last)
+    poke(record + words.ENQUEUED, peek(record + words.ENQUEUED) + last)
     # Nobody shall wait for a slot whose message can never leave.
-    store64(peek(state + COMPLETED) + index * 8, peek(record + ENQUEUED))
-    poke(counters + C_DISCARDED, peek(counters + C_DISCARDED) + 1)
+    store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
+    words.count(state, words.C_DISCARDED)
     return True
 
 
 @compiled
 def take_commands(state: int) -> int:
     """Take up to BATCH commands from the ring; returns how many, or DEAD when the injected fault strikes."""
-    counters = peek(state + COUNTERS)
-    commands = peek(counters + C_COMMANDS)
+    counters = peek(state + words.COUNTERS)
+    commands = peek(counters + words.C_COMMANDS)
     limit = BATCH
-    if peek(state + DIE_AFTER):
-        if commands >= peek(state + DIE_AFTER):
+    if peek(state + words.DIE_AFTER):
+        if commands >= peek(state + words.DIE_AFTER):
             return DEAD
-        limit = min(limit, peek(state + DIE_AFTER) - commands)
-    ring = peek(state + RING)
-    mask = peek(state + RING_MASK)
-    shift = peek(state + RING_SHIFT)
-    first = peek(state + TAIL)
+        limit = min(limit, peek(state + words.DIE_AFTER) - commands)
+    ring = peek(state + words.RING)
+    mask = peek(state + words.RING_MASK)
+    shift = peek(state + words.RING_SHIFT)
+    first = peek(state + words.TAIL)
     tail = first
     # rule: the proxy takes a bounded batch of commands
     while tail - first < limit:
@@ -185,14 +174,14 @@ def take_commands(state: int) -> int:
             break
         fault = _fault_of(state, low, high)
         if fault:
-            refuse_command(state, fault, low, high, tail)
+            _refuse(state, fault, low, high, tail)
         elif not _begin(state, low, high):
-            poke(counters + C_RING_BLOCKED, peek(counters + C_RING_BLOCKED) + 1)
+            words.count(state, words.C_RING_BLOCKED)
             break
         tail += 1
     if tail != first:
-        poke(state + TAIL, tail)
-        poke(counters + C_COMMANDS, commands + tail - first)
+        poke(state + words.TAIL, tail)
+        poke(counters + words.C_COMMANDS, commands + tail - first)
         store64(ring + RING_TAIL, tail)
     return tail - first
 
@@ -202,20 +191,20 @@ def _serve_stream(state: int, index: int) -> int:
     """One turn of a stream with queued commands: post up to WRITES_PER_TURN writes and about one quantum of bytes."""
     peer = index // STREAMS
     stream = index % STREAMS
-    entry = peek(state + PEERS) + peer * PEER_ENTRY
-    record = peek(state + SEND) + index * SEND_ENTRY
-    quantum = peek(state + QUANTUM)
+    entry = words.peer_entry(state, peer)
+    record = words.send_record(state, index)
+    quantum = peek(state + words.QUANTUM)
     posted = 0
     moved = 0
-    if peek(entry + PEER_WAITER) == stream + 1:
-        poke(entry + PEER_WAITER, 0)
+    if peek(entry + words.PEER_WAITER) == stream + 1:
+        poke(entry + words.PEER_WAITER, 0)
     # rule: streams take turns
     while posted < WRITES_PER_TURN and moved < quantum:
         node = first_node(state, record)
         if node == 0:
             break
-        low = peek(node + NODE_LOW)
-        high = peek(node + NODE_HIGH)
+        low = peek(node + words.NODE_LOW)
+        high = peek(node + words.NODE_HIGH)
         left = ((low >> LENGTH_SHIFT) & LENGTH_MASK) << UNIT_SHIFT
         nbytes = min(left, quantum)
         final = nbytes == left
@@ -226,21 +215,21 @@ def _serve_stream(state: int, index: int) -> int:
             if posted == 0:
                 claim_room(state, entry, record, index, nbytes)
             break
-        local = peek(state + WINDOW) + _offset(low)
+        local = peek(state + words.WINDOW) + _offset(low)
         if post_apart(state, entry, record, peer, stream, local, _offset(high), nbytes, last) != ACCEPTED:
             break
         if final:
-            poke(record + WAITING, peek(record + WAITING) - last)
+            poke(record + words.WAITING, peek(record + words.WAITING) - last)
             drop_first(state, entry, record)
         else:
             # Both offsets move on and the length shrinks, inside the two words; _fault_of() has made sure that
             # no field can overflow into the next.
             units = nbytes >> UNIT_SHIFT
-            poke(node + NODE_LOW, low + units * OFFSET_STEP - units * LENGTH_STEP)
-            poke(node + NODE_HIGH, high + units * OFFSET_STEP)
+            poke(node + words.NODE_LOW, low + units * OFFSET_STEP - units * LENGTH_STEP)
+            poke(node + words.NODE_HIGH, high + units * OFFSET_STEP)
         posted += 1
         moved += nbytes
-    if peek(record + QUEUE_HEAD):
+    if peek(record + words.QUEUE_HEAD):
         mark_ready(state, record, index)
     return posted
 
@@ -248,7 +237,7 @@ def _serve_stream(state: int, index: int) -> int:
 @compiled
 def send_queued(state: int) -> int:
     """Give up to TURNS streams with queued commands their turn, in order; returns the number of writes posted."""
-    turns = min(peek(state + READY_COUNT), TURNS)
+    turns = min(peek(state + words.READY_COUNT), TURNS)
     posted = 0
     for _ in range(turns):
         posted += _serve_stream(state, pop_ready(state))

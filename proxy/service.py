@@ -5,76 +5,27 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import errno
+import importlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..config import Settings
-from ..errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError, UcclEpError
+from ..errors import ConfigError, ProxyDied
 from ..native.background import start_thread
 from ..native.failure import set_failure
-from ..protocol.command import HIGH, LOW, UNIT
-from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL, FAILURE_PROXY_DIED
-from ..protocol.streams import STREAMS, channel_of, name_of, proxy_of
-from .control import acknowledge, read, request_forget, request_stop
-from .faults import (
-    FAULT_COMMAND_KIND,
-    FAULT_CREDIT,
-    FAULT_DOWN,
-    FAULT_IMMEDIATE,
-    FAULT_SEQUENCE,
-    FAULT_SOURCE,
-    FAULT_STREAM_OWNER,
-    FAULT_WORDS,
-)
-from .loop import DIED, STOPPED, run, step, warm
-from .state import (
-    FAULT,
-    FAULT_PEER,
-    FAULT_STREAM,
-    FAULT_VALUE,
-    FAULTS,
-    PEER_FAULT,
-    PEER_FAULT_DETAIL,
-    PEER_FAULT_STREAM,
-    PEER_FAULT_VALUE,
-    REFUSED,
-    REFUSED_HIGH,
-    REFUSED_INDEX,
-    REFUSED_LOW,
-    WINDOW_BYTES,
-    ProxyState,
-)
+from ..protocol.context import FAILURE_PROXY_DIED
+from ..protocol.streams import STREAMS, proxy_of
+from . import loop, words
+from .fault_errors import FaultReader
+from .loop import DIED, STOPPED, run, step
+from .state import ProxyState, acknowledge, read, request_forget, request_stop
 from .stats import in_flight, latencies, proxy_counters, stream_states
-from .transport.base import (
-    FAULT_BAD_FRAME,
-    FAULT_NUMBER,
-    FAULT_OUTSIDE_WINDOW,
-    FAULT_TOO_LONG,
-    FAULT_WRONG_SOURCE,
-    Diagnosed,
-    Endpoint,
-)
-
-__all__ = ["ProxyService"]
-
-#: What was expected instead, for faults of a peer; ``detail`` as the loop noted it.
-_EXPECTED = {
-    FAULT_BAD_FRAME: "{detail:#x} was expected",
-    FAULT_NUMBER: "{detail:#x} was expected",
-    FAULT_TOO_LONG: "at most {detail:#x} bytes were expected",
-    FAULT_OUTSIDE_WINDOW: "an offset of at most {detail:#x} was expected",
-    FAULT_WRONG_SOURCE: "source rank {detail} was expected",
-    FAULT_IMMEDIATE: "a word below 2**32 was expected",
-    FAULT_SOURCE: "it names rank {detail}",
-    FAULT_STREAM_OWNER: "it names rank {detail} and a stream that nobody here reads",
-    FAULT_CREDIT: "fewer credits were expected",
-    FAULT_SEQUENCE: "sequence {detail} was expected",
-}
+from .transport.base import Endpoint
+from .transport.select import NIC_TRANSPORTS, SHM, TCP
 
 #: prctl(2) options.
 _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29
@@ -82,6 +33,25 @@ _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29
 #: serves would compute on (measured: three spinning loops on two cores are 67 times slower than yielding ones).
 _CORES_TO_SPIN = 8
 _SPINS = 200
+
+#: What ``auto`` may come to once the peers are known, and always can.
+_AUTO = (SHM, TCP)
+
+
+def warm(transport: str, nics: Iterable[str] = ()) -> None:
+    """Compile, or load from the cache, the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT).
+
+    Call it before the ranks meet: compiling takes seconds to a minute the first time, and differs between hosts. A rank
+    that did it once the others count on it would use up their deadlines.
+
+    Args:
+        nics: transports for which this host has NICs, which ``auto`` may come to as well.
+    """
+    loop.warm()
+    for name in (*_AUTO, *nics) if transport == "auto" else (transport,):
+        # only the module of a transport that is used is imported
+        folder = ".transport.nic" if name in NIC_TRANSPORTS else ".transport"
+        importlib.import_module(f"{folder}.{name}_data", __package__).warm()
 
 
 class ProxyService:
@@ -123,14 +93,14 @@ class ProxyService:
             raise ConfigError(
                 f"UCCL_EP_PROXY_CPUS names {bad_cpus}, this machine has cores 0..{(os.cpu_count() or 1) - 1}"
             )
-        warm()
+        loop.warm()
         self._rank, self._ranks = rank, ranks
         self._proxies = settings.proxies
         self._cpus = settings.proxy_cpus
         self._near_cpus = list(near_cpus)
         self._error = error
         self._endpoints = [list(row) for row in endpoints]
-        self._route = list(route)
+        self._faults = FaultReader(rank, ranks, self._endpoints, list(route))
         self._process = os.getpid()
         cores = len(os.sched_getaffinity(0))
         #: One per proxy, for tests and statistics.
@@ -306,32 +276,13 @@ class ProxyService:
         self._same_process("use the proxies")
         self._check_threads()
         for state in self.states:
-            if read(state.address + FAULTS):
-                self._raise_fault(state)
+            if read(state.address + words.FAULTS) and (error := self._faults.error(state, self._forgotten)):
+                raise error
 
     def loss_of(self, peer: int) -> str:
         """What a proxy noticed of the end of ``peer``, in words: how it was reached and what its transport said, with
         the NIC and the status of its completion; "" when none noticed anything."""
-        for state in self.states:
-            words = state.peers[peer]
-            fault = int(read(words[PEER_FAULT // 8 :].ctypes.data))
-            if fault == FAILURE_PEER_LOST << 8 | FAULT_DOWN:
-                value, detail = int(words[PEER_FAULT_VALUE // 8]), int(words[PEER_FAULT_DETAIL // 8])
-                return self._ending(state, peer, int(words[PEER_FAULT_STREAM // 8]), value, detail)
-        return ""
-
-    def _ending(self, state: ProxyState, peer: int, stream: int, value: int, detail: int) -> str:
-        """A DOWN that the loop noted, in words."""
-        device = self._endpoints[state.proxy][self._route[peer]].describe(peer)
-        reason = os.strerror(value) if value > 0 else "no reason given"
-        if detail > 0:
-            reason += f"; its last frame was cut off, at least {detail} bytes are missing"
-        what = FAULT_WORDS[FAULT_DOWN]
-        return f"{device}: {what} ({reason}), noticed by {self._where(state, stream)}"
-
-    def _where(self, state: ProxyState, stream: int) -> str:
-        on = f", stream {stream} ({name_of(stream)})" if stream >= 0 else ""
-        return f"proxy {state.proxy} of rank {self._rank}{on}"
+        return next((said for state in self.states if (said := self._faults.loss_of(state, peer))), "")
 
     def check_commands(self) -> None:
         """Raise, once for each, what was refused on streams that no operation waits for. Everything else goes on.
@@ -340,32 +291,14 @@ class ProxyService:
             ProtocolError: a command on a HOST stream was wrong; nothing of it was sent.
         """
         for state in self.states:
-            refused = int(read(state.address + REFUSED))
+            refused = int(read(state.address + words.REFUSED))
             new = refused - self._named[state.proxy]
             if new == 0:
                 continue
-            words = state.word(REFUSED_LOW), state.word(REFUSED_HIGH), state.word(REFUSED_INDEX)
+            error = self._faults.refusal(state, new)
             self._named[state.proxy] = refused
             acknowledge(state.address, refused)
-            low, high, index = words
-            others = f" (and {new - 1} after it)" if new > 1 else ""
-            raise ProtocolError(
-                f"the proxy refused command {index} of its ring{others}: {self._words_of(state, low, high)}, noticed "
-                f"by proxy {state.proxy} of rank {self._rank}. Nothing of it was sent and no message number was used "
-                "for it; the group goes on. Look for whoever put it there",
-                peer=HIGH["rank"].get(high),
-                channel=channel_of(HIGH["stream"].get(high)),
-            )
-
-    def _words_of(self, state: ProxyState, low: int, high: int) -> str:
-        """A command in words, and what is wrong with it."""
-        peer, stream, kind = (HIGH[name].get(high) for name in ("rank", "stream", "kind"))
-        source, target, length = LOW["source"].get(low), HIGH["target"].get(high), LOW["length"].get(low)
-        return (
-            f"a write of {length * UNIT} bytes from offset {source * UNIT} to offset {target * UNIT} of rank {peer}'s "
-            f"window, stream {stream} ({name_of(stream)}), channel {channel_of(stream)}, kind {kind}; windows have "
-            f"{state.word(WINDOW_BYTES)} bytes, ranks are 0..{self._ranks - 1}"
-        )
+            raise error
 
     def _same_process(self, action: str) -> None:
         if os.getpid() != self._process:
@@ -385,81 +318,6 @@ class ProxyService:
         for thread in self._threads:
             if not thread.is_alive():
                 raise ProxyDied(f"{thread.name} ended without a reason; close the buffer and create a new one")
-
-    def _raise_fault(self, state: ProxyState) -> None:
-        fault = int(read(state.address + FAULT))
-        if fault:
-            raise self._error_of(
-                state,
-                fault,
-                peer=state.word(FAULT_PEER),
-                stream=state.word(FAULT_STREAM),
-                value=state.word(FAULT_VALUE),
-                detail=0,
-            )
-        for peer in range(self._ranks):
-            fault = int(read(state.peers[peer, PEER_FAULT // 8 :].ctypes.data))
-            if fault and peer not in self._forgotten:
-                words = state.peers[peer]
-                raise self._error_of(
-                    state,
-                    fault,
-                    peer=peer,
-                    stream=int(words[PEER_FAULT_STREAM // 8]),
-                    value=int(words[PEER_FAULT_VALUE // 8]),
-                    detail=int(words[PEER_FAULT_DETAIL // 8]),
-                )
-
-    def _error_of(
-        self, state: ProxyState, fault: int, *, peer: int, stream: int, value: int, detail: int
-    ) -> UcclEpError:
-        """The exception for a fault noted by the loop: ``failure << 8 | code``."""
-        failure, code = fault >> 8, fault & 255
-        what = FAULT_WORDS.get(code, f"fault {code}")
-        known = 0 <= peer < self._ranks and self._route[peer] >= 0
-        row = self._endpoints[state.proxy]
-        device = row[self._route[peer]].describe(peer) if known else ", ".join(one.capabilities.name for one in row)
-        where = self._where(state, stream)
-        channel = channel_of(stream) if stream >= 0 else -1
-        if failure == FAILURE_PEER_LOST:
-            cause = self._ending(state, peer, stream, value, detail)
-            return PeerLost(
-                f"rank {peer} is gone ({cause}). Next step: read its log; then mask it on every rank that is left, or "
-                "close the buffer on all of them",
-                peer=peer,
-                phase="proxy",
-                channel=channel,
-                cause=cause,
-            )
-        if failure == FAILURE_PROTOCOL and code >= FAULT_COMMAND_KIND:
-            # of a command that parted from its destination, value and detail are the two words
-            command = f": {self._words_of(state, value, detail)}" if detail else f" (peer {peer}, word {value:#x})"
-            return ProtocolError(
-                f"a kernel of this rank enqueued {what}{command}, noticed by {where}. Nothing of it was sent, and the "
-                f"operation that waits for it ends on both sides. Likely cause: memory was overwritten; mask rank "
-                f"{peer} or close the buffer",
-                peer=peer if known else -1,
-                channel=channel,
-            )
-        if failure == FAILURE_PROTOCOL:
-            return ProtocolError(
-                f"rank {peer} ({device}) sent {what}: {value:#x} arrived, {_EXPECTED[code].format(detail=detail)}, "
-                f"noticed by {where}. Its connection is closed. Likely cause: the ranks run different versions, or "
-                f"memory was overwritten; look at the log of rank {peer}, then mask the rank or close the buffer",
-                peer=peer if known else -1,
-                channel=channel,
-            )
-        number = -value if value < 0 else 0
-        name = errno.errorcode.get(number, "")
-        device = "; ".join(words for one in row if isinstance(one, Diagnosed) and (words := one.diagnosis())) or device
-        return TransportError(
-            f"{what} ({device}, status {value} {name}), noticed by {where}"
-            + (f", peer {peer}" if peer >= 0 else "")
-            + ". Close the buffer; look for errors of the device or the connection in the system log",
-            device=device,
-            errno=number,
-            status=value,
-        )
 
     # --- statistics ------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,4 @@
-"""The state of one proxy: everything its compiled loop touches, as int64 memory with named byte offsets.
-
-All of it is private to this process. One loop thread owns it; the last column of each table says who else reads or
-writes a word and with which memory order ("loop" alone means: relaxed, nobody else relies on it; statistics may be
-read by anybody at any time, untorn and possibly slightly stale).
-
-Tables are indexed ``peer * 256 + stream``. They are allocated zeroed and committed by the operating system page by page
-as they are touched, so 4,096 ranks cost address space, not memory.
-"""
+"""The memory of one proxy (:mod:`.words` says what is in it), and the host's access to its control words."""
 
 from __future__ import annotations
 
@@ -16,216 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..native.atomics import fetch_add, load64, store64
+from ..native.jit import compiled
 from ..native.pages import own_pages
 from ..protocol.command import COMMAND_BYTES, MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from ..protocol.ring import CAPACITY, SLOTS, ring_bytes
 from ..protocol.streams import STREAMS, exists, proxy_of
-from .sequence import WINDOW_STATE_BYTES
+from . import words
 from .transport.base import EVENT_BYTES, Capabilities, DataPath
 
-__all__ = ["ProxyState", "aligned_zeros"]
-
 Words = NDArray[np.int64]
-
-# --- header: configuration, written before the thread starts, then constant ---------------------------------
-# RANK, RANKS        of this process
-# WINDOW(_BYTES)     address and length of this rank's window
-# ERROR              address of the sticky error (protocol.context)
-# RING, RING_MASK, RING_SHIFT   address of the ring, capacity - 1, log2 capacity
-# SEND, RECEIVE, PEERS, ENDPOINTS, OWNED, ARRIVED, COMPLETED, POOL, EVENTS, COUNTERS, LATENCY   addresses of the tables
-# ENDPOINT_COUNT     entries of ENDPOINTS
-# QUANTUM            bytes of the longest single write, multiple of 16
-# WRITE_CAP, BYTE_CAP, PEER_BYTE_CAP   data writes and bytes in flight
-# QUOTA              queued commands per destination
-# DIE_AFTER          fault injection: commands after which the loop ends; 0 = never
-# SPINS              idle iterations before the loop gives its core to others
-# PROXY, PROXIES     index of this proxy among those of the rank, and their number
-# RINGS              address of int64[PROXIES]: addresses of all their rings
-# BELL               address of the word on which idle proxies of the rank sleep; see loop.py
-(
-    RANK,
-    RANKS,
-    WINDOW,
-    WINDOW_BYTES,
-    ERROR,
-    RING,
-    RING_MASK,
-    RING_SHIFT,
-    SEND,
-    RECEIVE,
-    PEERS,
-    ENDPOINTS,
-    ENDPOINT_COUNT,
-    OWNED,
-    ARRIVED,
-    COMPLETED,
-    POOL,
-    EVENTS,
-    COUNTERS,
-    LATENCY,
-    QUANTUM,
-    WRITE_CAP,
-    BYTE_CAP,
-    PEER_BYTE_CAP,
-    QUOTA,
-    DIE_AFTER,
-    SPINS,
-    PROXY,
-    PROXIES,
-    RINGS,
-    BELL,
-) = range(0, 31 * 8, 8)
-
-# --- header: control, on a cache line of its own ------------------------------------------------------------
-# STOP        host stores 1 (release); loop loads (acquire) once per iteration
-# REQUESTS    host adds 1 (release) after it stored a peer's REQUEST; loop loads (acquire) once per iteration
-# NAMED       host stores how many refused commands it has named (release); loop loads (acquire) when it refuses one
-STOP, REQUESTS, NAMED = 256, 264, 272
-
-# --- header: what the loop works with, on cache lines of its own --------------------------------------------
-# TAIL            ring index of the next command                                    loop
-# REQUESTS_SEEN   REQUESTS already served                                           loop
-# LOAD            data writes in flight << LOAD_SHIFT | their bytes                 loop; drain() reads
-# CREDITS         credits in flight                                                 loop; drain() reads
-# QUEUED          commands taken from the ring, not posted completely     loop (release when less); drain() reads
-# POOL_FREE, POOL_TOP    first free queue node + 1; nodes ever used                 loop
-# READY_HEAD, READY_TAIL, READY_COUNT    streams with queued commands, round robin  loop
-# DUE_HEAD, DUE_TAIL     streams that owe the peer a credit                         loop
-# STAMP           number of the iteration                                           loop
-# PROBE, PROBE_AT  ticket + 1 of the write whose latency is being measured; when it was posted   loop
-# FAULTS          peers with a fault, plus 1 when FAULT is set           loop (release); check() reads (acquire)
-# FAULT, FAULT_PEER, FAULT_STREAM, FAULT_VALUE   first fault that no peer is to blame for   loop; check() after FAULTS
-# REFUSED         commands dropped that no operation waits for       loop (release); check_commands() reads (acquire)
-# REFUSED_LOW, REFUSED_HIGH, REFUSED_INDEX   words and ring index of the first one that is not named yet
-#                 (REFUSED == NAMED)                                 loop, before REFUSED; check_commands() after it
-(
-    TAIL,
-    REQUESTS_SEEN,
-    LOAD,
-    CREDITS,
-    QUEUED,
-    POOL_FREE,
-    POOL_TOP,
-    READY_HEAD,
-    READY_TAIL,
-    READY_COUNT,
-    DUE_HEAD,
-    DUE_TAIL,
-    STAMP,
-    PROBE,
-    PROBE_AT,
-    FAULTS,
-    FAULT,
-    FAULT_PEER,
-    FAULT_STREAM,
-    FAULT_VALUE,
-    REFUSED,
-    REFUSED_LOW,
-    REFUSED_HIGH,
-    REFUSED_INDEX,
-) = range(320, 320 + 24 * 8, 8)
-HEADER_BYTES = 512
-
-#: Writes and bytes in flight change together, so they share a word: at most 2**16 + 4,096 writes of at most 2**28 bytes
-#: (Settings, and one write per peer beyond the caps) are below 2**44 bytes and leave 19 bits for the writes.
-LOAD_SHIFT = 44
-LOAD_BYTES = (1 << LOAD_SHIFT) - 1
-LOAD_WRITE = 1 << LOAD_SHIFT
-
-# --- one entry per peer -------------------------------------------------------------------------------------
-# PEER_STATE      ABSENT, UP, LOST or FORGOTTEN                                     loop; check() reads
-# PEER_ENDPOINT   address of its endpoint's entry, 0 = none                         constant
-# PEER_LOAD       data writes in flight to it << LOAD_SHIFT | their bytes           loop
-# PEER_CREDITS    credits in flight to it                                           loop
-# PEER_QUEUED     queued commands for it                                            loop
-# PEER_BUSY       STAMP of the iteration in which its transport was busy            loop
-# PEER_WAITER     stream + 1 whose queued write waits for room under the caps; no other takes that room   loop
-# PEER_REQUEST    0, or reason + 1: forget this peer           host stores (release); loop loads (acquire)
-# PEER_FAULT      code of the first fault it is to blame for   loop (release); check() reads (acquire)
-# PEER_FAULT_STREAM, PEER_FAULT_VALUE, PEER_FAULT_DETAIL       loop, before PEER_FAULT; check() reads after it
-# PEER_EXACT      1 = its transport keeps each stream in order and repeats nothing   constant
-(
-    PEER_STATE,
-    PEER_ENDPOINT,
-    PEER_LOAD,
-    PEER_CREDITS,
-    PEER_QUEUED,
-    PEER_BUSY,
-    PEER_WAITER,
-    PEER_REQUEST,
-    PEER_FAULT,
-    PEER_FAULT_STREAM,
-    PEER_FAULT_VALUE,
-    PEER_FAULT_DETAIL,
-    PEER_EXACT,
-) = range(0, 13 * 8, 8)
-PEER_ENTRY = 128
-ABSENT, UP, LOST, FORGOTTEN = range(4)
-
-# --- one entry per endpoint: its data path, DIRTY = posted to since the last flush, BROKEN = negative status; loop
-EP_CONTEXT, EP_POST, EP_FLUSH, EP_POLL, EP_DROP, EP_DIRTY, EP_BROKEN = range(0, 7 * 8, 8)
-ENDPOINT_ENTRY = 64
-
-# --- send side of a stream; all words: loop -----------------------------------------------------------------
-# NEXT            writes posted: number of the next one (never wraps)
-# CREDITED        writes covered by the prefix that the receiver returned
-# ENQUEUED        messages whose last command was taken from the ring
-# WAITING         messages among them whose last write was not posted
-# QUEUE_HEAD, QUEUE_TAIL   first and last queue node + 1, 0 = empty
-# READY, READY_NEXT        1 when in the round-robin list; the following stream + 1
-# DONE            sequence window of local completions (its PREFIX counts writes)
-(NEXT, CREDITED, ENQUEUED, WAITING, QUEUE_HEAD, QUEUE_TAIL, READY, READY_NEXT, DONE) = range(0, 9 * 8, 8)
-SEND_ENTRY = -(-(DONE + WINDOW_STATE_BYTES) // 64) * 64
-
-# --- receive side of a stream; all words: loop --------------------------------------------------------------
-# GRANTED         writes for which credits were sent
-# DUE, DUE_NEXT   1 when in the list of streams that owe a credit; the following stream + 1
-# SEEN            sequence window of arrivals (its PREFIX counts writes)
-(GRANTED, DUE, DUE_NEXT, SEEN) = range(0, 4 * 8, 8)
-RECEIVE_ENTRY = -(-(SEEN + WINDOW_STATE_BYTES) // 64) * 64
-
-# --- one queue node: the two words of a command, and the next node + 1 (or the next free node + 1); loop
-NODE_LOW, NODE_HIGH, NODE_NEXT = 0, 8, 16
-NODE_BYTES = 24
-
-# --- counters: loop adds (relaxed), anybody reads; what can be summed from the streams is not counted again (stats)
-COUNTER_NAMES = (
-    "iterations",
-    "commands",
-    "bytes_sent",
-    "bytes_received",
-    "held_back",
-    "duplicates",
-    "retries",
-    "queued",
-    "discarded",
-    "ring_blocked",
-    "sleeps",
-    "refused",
-)
-(
-    C_ITERATIONS,
-    C_COMMANDS,
-    C_BYTES_SENT,
-    C_BYTES_RECEIVED,
-    C_HELD_BACK,
-    C_DUPLICATES,
-    C_RETRIES,
-    C_QUEUED,
-    C_DISCARDED,
-    C_RING_BLOCKED,
-    C_SLEEPS,
-    C_REFUSED,
-) = range(0, len(COUNTER_NAMES) * 8, 8)
-
-#: Events taken from a transport per poll.
-EVENT_LIMIT = 64
-#: Commands queued for one destination before it holds up its ring. More than the kernels of one Buffer ever have under
-#: way to one peer (two operations a phase, each at most 16 channels, or chunk_depth chunks), so a blocked destination
-#: does not block its ring.
-DESTINATION_QUOTA = 1024
-#: Buckets of the latency histogram: bucket b counts latencies in [2**b, 2**(b+1)) ns, the last one everything longer.
-LATENCY_BUCKETS = 40
 
 
 def aligned_zeros(nbytes: int, alignment: int = 64) -> NDArray[np.uint8]:
@@ -260,9 +52,9 @@ def _caps(
     if quantum <= 0:
         raise ConfigError(f"a transport that writes fewer than {UNIT} bytes at once cannot be used")
     return {
-        QUANTUM: quantum,
-        BYTE_CAP: min([bytes_in_flight, *limits]),
-        PEER_BYTE_CAP: min([peer_bytes_in_flight, *(n // 2 for n in limits)]),
+        words.QUANTUM: quantum,
+        words.BYTE_CAP: min([bytes_in_flight, *limits]),
+        words.PEER_BYTE_CAP: min([peer_bytes_in_flight, *(n // 2 for n in limits)]),
     }
 
 
@@ -311,18 +103,18 @@ class ProxyState:
         streams = ranks * STREAMS
         # what kernels of a device reach
         self._ring = own_pages(ring_bytes(ring_slots))
-        self._header = aligned_zeros(HEADER_BYTES)
-        self._send = aligned_zeros(streams * SEND_ENTRY)
-        self._receive = aligned_zeros(streams * RECEIVE_ENTRY)
-        self._peers = aligned_zeros(ranks * PEER_ENTRY)
-        self._endpoints = aligned_zeros(max(1, len(paths)) * ENDPOINT_ENTRY)
+        self._header = aligned_zeros(words.HEADER_BYTES)
+        self._send = aligned_zeros(streams * words.SEND_ENTRY)
+        self._receive = aligned_zeros(streams * words.RECEIVE_ENTRY)
+        self._peers = aligned_zeros(ranks * words.PEER_ENTRY)
+        self._endpoints = aligned_zeros(max(1, len(paths)) * words.ENDPOINT_ENTRY)
         self._owned = aligned_zeros(STREAMS * 8)
         self._arrived = own_pages(streams * 8)
         self._completed = own_pages(streams * 8)
-        self._pool = aligned_zeros(ranks * DESTINATION_QUOTA * NODE_BYTES)
-        self._events = aligned_zeros(EVENT_LIMIT * EVENT_BYTES)
-        self._counters = aligned_zeros(len(COUNTER_NAMES) * 8)
-        self._latency = aligned_zeros(STREAMS * LATENCY_BUCKETS * 8)
+        self._pool = aligned_zeros(ranks * words.DESTINATION_QUOTA * words.NODE_BYTES)
+        self._events = aligned_zeros(words.EVENT_LIMIT * EVENT_BYTES)
+        self._counters = aligned_zeros(len(words.COUNTER_NAMES) * 8)
+        self._latency = aligned_zeros(STREAMS * words.LATENCY_BUCKETS * 8)
         self._family: Words | None = None
 
         #: Address that the compiled loop takes.
@@ -346,20 +138,20 @@ class ProxyState:
         self._connect(paths, capabilities, route)
         self._fill_header(
             {
-                RANK: rank,
-                RANKS: ranks,
-                WINDOW: window,
-                WINDOW_BYTES: window_bytes,
-                ERROR: error,
-                RING_MASK: ring_slots - 1,
-                RING_SHIFT: ring_slots.bit_length() - 1,
-                ENDPOINT_COUNT: len(paths),
-                WRITE_CAP: writes_in_flight,
-                QUOTA: DESTINATION_QUOTA,
-                DIE_AFTER: die_after,
-                SPINS: spins,
-                PROXY: proxy,
-                PROXIES: 1,
+                words.RANK: rank,
+                words.RANKS: ranks,
+                words.WINDOW: window,
+                words.WINDOW_BYTES: window_bytes,
+                words.ERROR: error,
+                words.RING_MASK: ring_slots - 1,
+                words.RING_SHIFT: ring_slots.bit_length() - 1,
+                words.ENDPOINT_COUNT: len(paths),
+                words.WRITE_CAP: writes_in_flight,
+                words.QUOTA: words.DESTINATION_QUOTA,
+                words.DIE_AFTER: die_after,
+                words.SPINS: spins,
+                words.PROXY: proxy,
+                words.PROXIES: 1,
                 **caps,
             }
         )
@@ -367,30 +159,30 @@ class ProxyState:
 
     def _connect(self, paths: Sequence[DataPath], capabilities: Sequence[Capabilities], route: Sequence[int]) -> None:
         """Enter the endpoints, and which of them reaches each peer."""
-        endpoint_words = self._endpoints.view(np.int64).reshape(-1, ENDPOINT_ENTRY // 8)
-        for words, path in zip(endpoint_words, paths, strict=False):
-            words[:5] = path.context, path.post, path.flush, path.poll, path.drop
+        endpoint_words = self._endpoints.view(np.int64).reshape(-1, words.ENDPOINT_ENTRY // 8)
+        for entry, path in zip(endpoint_words, paths, strict=False):
+            entry[:5] = path.context, path.post, path.flush, path.poll, path.drop
         for peer, k in enumerate(route):
             if k >= 0:
-                self.peers[peer, PEER_STATE // 8] = UP
-                self.peers[peer, PEER_ENDPOINT // 8] = self._endpoints.ctypes.data + k * ENDPOINT_ENTRY
-                self.peers[peer, PEER_EXACT // 8] = int(capabilities[k].in_sequence)
+                self.peers[peer, words.PEER_STATE // 8] = words.UP
+                self.peers[peer, words.PEER_ENDPOINT // 8] = self._endpoints.ctypes.data + k * words.ENDPOINT_ENTRY
+                self.peers[peer, words.PEER_EXACT // 8] = int(capabilities[k].in_sequence)
 
     def _fill_header(self, configuration: Mapping[int, int]) -> None:
         """Enter ``configuration``, by byte offset, and where the tables are."""
         tables = {
-            RING: self.ring,
-            SEND: self._send.ctypes.data,
-            RECEIVE: self._receive.ctypes.data,
-            PEERS: self._peers.ctypes.data,
-            ENDPOINTS: self._endpoints.ctypes.data,
-            OWNED: self._owned.ctypes.data,
-            ARRIVED: self._arrived.ctypes.data,
-            COMPLETED: self._completed.ctypes.data,
-            POOL: self._pool.ctypes.data,
-            EVENTS: self._events.ctypes.data,
-            COUNTERS: self._counters.ctypes.data,
-            LATENCY: self._latency.ctypes.data,
+            words.RING: self.ring,
+            words.SEND: self._send.ctypes.data,
+            words.RECEIVE: self._receive.ctypes.data,
+            words.PEERS: self._peers.ctypes.data,
+            words.ENDPOINTS: self._endpoints.ctypes.data,
+            words.OWNED: self._owned.ctypes.data,
+            words.ARRIVED: self._arrived.ctypes.data,
+            words.COMPLETED: self._completed.ctypes.data,
+            words.POOL: self._pool.ctypes.data,
+            words.EVENTS: self._events.ctypes.data,
+            words.COUNTERS: self._counters.ctypes.data,
+            words.LATENCY: self._latency.ctypes.data,
         }
         for offset, value in {**tables, **configuration}.items():
             self.header[offset // 8] = value
@@ -401,13 +193,13 @@ class ProxyState:
 
         Call before any of them runs.
         """
-        # the bell on a line of its own, then the rings
+        # the wakeup word on a line of its own, then the rings
         family = aligned_zeros(64 + 8 * len(states)).view(np.int64)
         for state in states:
             family[8 + state.proxy] = state.ring
-            state.header[PROXIES // 8] = len(states)
-            state.header[BELL // 8] = family.ctypes.data
-            state.header[RINGS // 8] = family.ctypes.data + 64
+            state.header[words.PROXIES // 8] = len(states)
+            state.header[words.WAKEUP // 8] = family.ctypes.data
+            state.header[words.RINGS // 8] = family.ctypes.data + 64
             state._family = family
 
     def word(self, offset: int) -> int:
@@ -421,3 +213,31 @@ class ProxyState:
     def completed_address(self, peer: int, stream: int) -> int:
         """Address of the int64 count of own messages to (peer, stream) that have completed locally without a gap."""
         return int(self._completed.ctypes.data) + (peer * STREAMS + stream) * 8
+
+
+# Compiled, because Python's own stores promise no memory order.
+
+
+@compiled
+def read(address: int) -> int:
+    """int64 at ``address``, acquire."""
+    return load64(address)
+
+
+@compiled
+def acknowledge(state: int, refused: int) -> None:
+    """The first ``refused`` refused commands have been named."""
+    store64(state + words.NAMED, refused)
+
+
+@compiled
+def request_stop(state: int) -> None:
+    """Ask the loop to return. It does so at its next iteration."""
+    store64(state + words.STOP, 1)
+
+
+@compiled
+def request_forget(state: int, peer: int, reason: int) -> None:
+    """Ask the loop to part from ``peer``; from now on nothing that happens to this peer is an error."""
+    store64(load64(state + words.PEERS) + peer * words.PEER_ENTRY + words.PEER_REQUEST, reason + 1)
+    fetch_add(state + words.REQUESTS, 1)

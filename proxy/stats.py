@@ -13,27 +13,9 @@ from numpy.typing import NDArray
 
 from ..protocol.ring import HEAD, TAIL
 from ..protocol.streams import CREDIT, name_of
-from .control import read
+from . import words
 from .sequence import HELD, MESSAGES, PREFIX
-from .state import (
-    ABSENT,
-    COUNTER_NAMES,
-    CREDITED,
-    CREDITS,
-    DONE,
-    ENQUEUED,
-    LOAD,
-    LOAD_BYTES,
-    LOAD_SHIFT,
-    NEXT,
-    PEER_STATE,
-    QUEUED,
-    SEEN,
-    WAITING,
-    ProxyState,
-)
-
-__all__ = ["in_flight", "latencies", "proxy_counters", "stream_states"]
+from .state import ProxyState, read
 
 
 def in_flight(state: ProxyState) -> int:
@@ -42,8 +24,8 @@ def in_flight(state: ProxyState) -> int:
     The order of the reads matters: the loop counts a command on the next stage before it takes it off the one before
     (release), so a command that moves on meanwhile is seen twice and never missed.
     """
-    waiting = _ring_depth(state) + read(state.address + QUEUED)
-    return waiting + (read(state.address + LOAD) >> LOAD_SHIFT) + read(state.address + CREDITS)
+    waiting = _ring_depth(state) + read(state.address + words.QUEUED)
+    return waiting + (read(state.address + words.LOAD) >> words.LOAD_SHIFT) + read(state.address + words.CREDITS)
 
 
 def _ring_depth(state: ProxyState) -> int:
@@ -60,12 +42,12 @@ def proxy_counters(state: ProxyState) -> dict[str, int]:
     destination whose quota was full held up the ring, ``discarded`` commands for lost or forgotten peers,
     ``refused`` commands that the formats forbid.
     """
-    counters = {name: int(value) for name, value in zip(COUNTER_NAMES, state.counters, strict=True)}
+    counters = {name: int(value) for name, value in zip(words.COUNTER_NAMES, state.counters, strict=True)}
     counters["ring_depth"] = _ring_depth(state)
-    counters["queue_depth"] = state.word(QUEUED)
-    load = state.word(LOAD)
-    counters["writes_in_flight"] = load >> LOAD_SHIFT
-    counters["bytes_in_flight"] = load & LOAD_BYTES
+    counters["queue_depth"] = state.word(words.QUEUED)
+    load = state.word(words.LOAD)
+    counters["writes_in_flight"] = load >> words.LOAD_SHIFT
+    counters["bytes_in_flight"] = load & words.LOAD_BYTES
     # most records of a large group are of peers that no proxy reaches, in pages that nobody has touched
     present = _present(state)
 
@@ -74,20 +56,20 @@ def proxy_counters(state: ProxyState) -> dict[str, int]:
 
     send, receive = state.send, state.receive
     data, credit = slice(0, CREDIT), slice(CREDIT, None)
-    counters["writes"] = total(send, data, NEXT)
-    counters["writes_completed"] = total(send, data, DONE + PREFIX, DONE + HELD)
-    counters["messages_sent"] = total(send, data, ENQUEUED) - total(send, data, WAITING)
-    counters["messages_completed"] = total(send, data, DONE + MESSAGES)
-    counters["writes_received"] = total(receive, data, SEEN + PREFIX, SEEN + HELD)
-    counters["messages_received"] = total(receive, data, SEEN + MESSAGES)
-    counters["credits_sent"] = total(send, credit, NEXT)
-    counters["credits_received"] = total(receive, credit, SEEN + PREFIX)
+    counters["writes"] = total(send, data, words.NEXT)
+    counters["writes_completed"] = total(send, data, words.DONE + PREFIX, words.DONE + HELD)
+    counters["messages_sent"] = total(send, data, words.ENQUEUED) - total(send, data, words.WAITING)
+    counters["messages_completed"] = total(send, data, words.DONE + MESSAGES)
+    counters["writes_received"] = total(receive, data, words.SEEN + PREFIX, words.SEEN + HELD)
+    counters["messages_received"] = total(receive, data, words.SEEN + MESSAGES)
+    counters["credits_sent"] = total(send, credit, words.NEXT)
+    counters["credits_received"] = total(receive, credit, words.SEEN + PREFIX)
     return counters
 
 
 def _present(state: ProxyState) -> NDArray[np.intp]:
     """Ranks that this proxy reaches or has reached."""
-    return np.flatnonzero(state.peers[:, PEER_STATE // 8] != ABSENT)
+    return np.flatnonzero(state.peers[:, words.PEER_STATE // 8] != words.ABSENT)
 
 
 def stream_states(state: ProxyState) -> list[dict[str, Any]]:
@@ -103,8 +85,8 @@ def stream_states(state: ProxyState) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for peer in _present(state):
         send, receive = state.send[peer, :CREDIT], state.receive[peer, :CREDIT]
-        active = (send[:, ENQUEUED // 8] | send[:, NEXT // 8]) != 0
-        active |= (receive[:, (SEEN + PREFIX) // 8] | receive[:, (SEEN + HELD) // 8]) != 0
+        active = (send[:, words.ENQUEUED // 8] | send[:, words.NEXT // 8]) != 0
+        active |= (receive[:, (words.SEEN + PREFIX) // 8] | receive[:, (words.SEEN + HELD) // 8]) != 0
         for stream in np.flatnonzero(active):
             sent, seen = send[stream], receive[stream]
             entries.append(
@@ -112,15 +94,15 @@ def stream_states(state: ProxyState) -> list[dict[str, Any]]:
                     "peer": int(peer),
                     "stream": int(stream),
                     "name": name_of(int(stream)),
-                    "enqueued": int(sent[ENQUEUED // 8]),
-                    "posted": int(sent[ENQUEUED // 8] - sent[WAITING // 8]),
-                    "completed": int(sent[(DONE + MESSAGES) // 8]),
-                    "writes_posted": int(sent[NEXT // 8]),
-                    "writes_completed": int(sent[(DONE + PREFIX) // 8]),
-                    "writes_applied": int(sent[CREDITED // 8]),
-                    "arrived": int(seen[(SEEN + MESSAGES) // 8]),
-                    "writes_arrived": int(seen[(SEEN + PREFIX) // 8]),
-                    "held_back": int(seen[(SEEN + HELD) // 8]),
+                    "enqueued": int(sent[words.ENQUEUED // 8]),
+                    "posted": int(sent[words.ENQUEUED // 8] - sent[words.WAITING // 8]),
+                    "completed": int(sent[(words.DONE + MESSAGES) // 8]),
+                    "writes_posted": int(sent[words.NEXT // 8]),
+                    "writes_completed": int(sent[(words.DONE + PREFIX) // 8]),
+                    "writes_applied": int(sent[words.CREDITED // 8]),
+                    "arrived": int(seen[(words.SEEN + MESSAGES) // 8]),
+                    "writes_arrived": int(seen[(words.SEEN + PREFIX) // 8]),
+                    "held_back": int(seen[(words.SEEN + HELD) // 8]),
                 }
             )
     return entries

@@ -72,7 +72,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         return
     if any(item.path.relative_to(here).parts[0] in _COMPILED for item in session.items):
         from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
-        from uccl_ep_serving.proxy.warm import warm
+        from uccl_ep_serving.proxy.service import warm
 
         low_latency_kernels("cpu")
         normal_kernels("cpu")

@@ -30,7 +30,7 @@ from .modes.low_latency_gpu import DeviceLowLatency
 from .modes.normal_arguments import check_integer
 from .modes.normal_cpu import Normal
 from .modes.normal_gpu import DeviceNormal
-from .proxy.warm import warm as warm_proxies
+from .proxy.service import warm as warm_proxies
 
 __all__ = ["Buffer", "Config"]
 

@@ -34,40 +34,15 @@ not lose one without a DOWN or a negative status.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ...errors import BootstrapError
+from ...errors import BootstrapError, TransportError
 from ...native.atomics import poke
 from ...native.jit import c_function, compile_lock, compiled
-
-__all__ = [
-    "ACCEPTED",
-    "ARRIVED",
-    "BUSY",
-    "DOWN",
-    "EVENT_BYTES",
-    "FAULT",
-    "FAULT_BAD_FRAME",
-    "FAULT_BITS",
-    "FAULT_NUMBER",
-    "FAULT_OUTSIDE_WINDOW",
-    "FAULT_TOO_LONG",
-    "FAULT_WRONG_SOURCE",
-    "LOOK_SECONDS",
-    "SENT",
-    "Capabilities",
-    "ConnectMonitor",
-    "DataPath",
-    "DeviceReach",
-    "Diagnosed",
-    "Endpoint",
-    "Watchful",
-    "c_functions",
-    "put_event",
-]
 
 ACCEPTED = 0
 BUSY = 1
@@ -122,10 +97,7 @@ class Capabilities:
 
     Attributes:
         name: "shm", "tcp", "fake", "roce", "efa".
-        ordered: writes to one peer become visible in the order in which they were posted.
         proves_source: ARRIVED names the source rank by the connection itself.
-        memory_kinds: window kinds it can read from and write to: "shared", "host", "device".
-        immediate_bits: bits of immediate it carries (32 for all so far).
         max_write: most bytes of one write.
         bytes_in_flight: most bytes that one endpoint should have posted and not completed, so that its NIC and the
             network hold; 0 = as many as the settings allow.
@@ -137,10 +109,7 @@ class Capabilities:
     """
 
     name: str
-    ordered: bool
     proves_source: bool
-    memory_kinds: tuple[str, ...]
-    immediate_bits: int
     max_write: int
     bytes_in_flight: int = 0
     notices_silent_death: bool = True
@@ -254,3 +223,23 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Release everything. Call only after the proxy thread has stopped. Never raises, may be called twice."""
+
+
+#: The process, or the whole system, has as many files open as it may.
+NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
+
+
+def refused(what: str, error: OSError, device: str, less: str = "") -> TransportError:
+    """The error to raise when the operating system refuses a transport with ``error``: what to do about it.
+
+    Args:
+        what: who wanted what.
+        device: the interface or kind of transport it was for.
+        less: how to need fewer descriptors, for the case that none is left.
+    """
+    hint = ""
+    if error.errno in NO_DESCRIPTORS:
+        hint = f". Next step: raise the limit on open files (ulimit -n){less}"
+    elif error.errno == errno.ENOSPC:  # of epoll_ctl: see epoll(7)
+        hint = ". Next step: raise fs.epoll.max_user_watches"
+    return TransportError(f"{what}: {error.strerror or error}{hint}", device=device, errno=error.errno or 0)

@@ -19,47 +19,9 @@ import numpy as np
 
 from ...errors import BootstrapError, ConfigError
 from ..state import aligned_zeros
+from . import fake_data as data
 from .base import EVENT_BYTES, Capabilities, DataPath
 from .fake_data import warm
-from .fake_state import (
-    ENDPOINT_BLOCKED,
-    ENDPOINT_BYTES,
-    ENDPOINT_DROPPED,
-    ENDPOINT_FABRIC,
-    ENDPOINT_INBOX,
-    ENDPOINT_INJECTED,
-    ENDPOINT_INJECTED_COUNT,
-    ENDPOINT_OUTBOX,
-    ENDPOINT_PARTED,
-    ENDPOINT_PROXY,
-    ENDPOINT_RANK,
-    ENDPOINT_TOLD,
-    ENDPOINT_UNDER_WAY,
-    FABRIC_ALIVE,
-    FABRIC_BUSY,
-    FABRIC_BYTES,
-    FABRIC_DELAY,
-    FABRIC_DEPTH,
-    FABRIC_DROP,
-    FABRIC_DUPLICATE,
-    FABRIC_FLIGHTS,
-    FABRIC_KILL,
-    FABRIC_KILL_AFTER,
-    FABRIC_LINGER,
-    FABRIC_LOSE,
-    FABRIC_POSTED,
-    FABRIC_PROVES,
-    FABRIC_PROXIES,
-    FABRIC_RANDOM,
-    FABRIC_RANKS,
-    FABRIC_REORDER,
-    FABRIC_TABLE,
-    FABRIC_WINDOWS,
-    FLIGHT_BYTES,
-    INJECTED_LIMIT,
-)
-
-__all__ = ["Adversary", "FakeEndpoint", "FakeFabric"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,51 +90,48 @@ class FakeFabric:
         self.adversary = adversary = Adversary() if adversary is None else adversary
         self.capabilities = Capabilities(
             name="fake",
-            ordered=adversary.reorder == 0,
             proves_source=proves_source,
-            memory_kinds=("shared",),
-            immediate_bits=32,
             max_write=max_write,
             in_sequence=in_sequence,
             tells_drop=True,
         )
-        self._memory = aligned_zeros(FABRIC_BYTES + ranks * 8)
+        self._memory = aligned_zeros(data.FABRIC_BYTES + ranks * 8)
         self._windows = np.zeros(ranks, np.int64)
         self._alive = np.ones(ranks, np.int64)
         self._table = np.zeros(ranks * proxies, np.int64)
-        self._flights = aligned_zeros(ranks * ranks * proxies * depth * FLIGHT_BYTES)
+        self._flights = aligned_zeros(ranks * ranks * proxies * depth * data.FLIGHT_BYTES)
         self._endpoints: dict[tuple[int, int], FakeEndpoint] = {}
         words = self._memory.view(np.int64)
         self.address = int(self._memory.ctypes.data)
         mixed = (seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % (1 << 63)
         for offset, value in {
-            FABRIC_RANKS: ranks,
-            FABRIC_PROXIES: proxies,
-            FABRIC_RANDOM: mixed or 1,
-            FABRIC_KILL: adversary.kill,
-            FABRIC_KILL_AFTER: adversary.kill_after,
-            FABRIC_PROVES: int(proves_source),
-            FABRIC_DEPTH: depth,
-            FABRIC_WINDOWS: self._windows.ctypes.data,
-            FABRIC_ALIVE: self._alive.ctypes.data,
-            FABRIC_POSTED: FABRIC_BYTES,
-            FABRIC_TABLE: self._table.ctypes.data,
-            FABRIC_FLIGHTS: self._flights.ctypes.data,
+            data.FABRIC_RANKS: ranks,
+            data.FABRIC_PROXIES: proxies,
+            data.FABRIC_RANDOM: mixed or 1,
+            data.FABRIC_KILL: adversary.kill,
+            data.FABRIC_KILL_AFTER: adversary.kill_after,
+            data.FABRIC_PROVES: int(proves_source),
+            data.FABRIC_DEPTH: depth,
+            data.FABRIC_WINDOWS: self._windows.ctypes.data,
+            data.FABRIC_ALIVE: self._alive.ctypes.data,
+            data.FABRIC_POSTED: data.FABRIC_BYTES,
+            data.FABRIC_TABLE: self._table.ctypes.data,
+            data.FABRIC_FLIGHTS: self._flights.ctypes.data,
             **{
                 offset: round(probability * (1 << 32))
                 for offset, probability in (
-                    (FABRIC_REORDER, adversary.reorder),
-                    (FABRIC_DELAY, adversary.delay),
-                    (FABRIC_DUPLICATE, adversary.duplicate),
-                    (FABRIC_LINGER, adversary.linger),
-                    (FABRIC_BUSY, adversary.busy),
-                    (FABRIC_DROP, adversary.drop),
-                    (FABRIC_LOSE, adversary.lose),
+                    (data.FABRIC_REORDER, adversary.reorder),
+                    (data.FABRIC_DELAY, adversary.delay),
+                    (data.FABRIC_DUPLICATE, adversary.duplicate),
+                    (data.FABRIC_LINGER, adversary.linger),
+                    (data.FABRIC_BUSY, adversary.busy),
+                    (data.FABRIC_DROP, adversary.drop),
+                    (data.FABRIC_LOSE, adversary.lose),
                 )
             },
         }.items():
             words[offset // 8] = value
-        words[FABRIC_POSTED // 8] = self.address + FABRIC_BYTES
+        words[data.FABRIC_POSTED // 8] = self.address + data.FABRIC_BYTES
 
     def register_window(self, rank: int, address: int) -> None:
         """Tell where the window of ``rank`` lies in this process."""
@@ -208,21 +167,21 @@ class FakeEndpoint:
         self._inbox = np.zeros(depth * ranks, np.int64)
         self._outbox = np.zeros(depth * ranks, np.int64)
         self._per_peer = np.zeros((5, ranks), np.int64)
-        self._injected = np.zeros((INJECTED_LIMIT, EVENT_BYTES // 8), np.int64)
-        self._memory = aligned_zeros(ENDPOINT_BYTES)
+        self._injected = np.zeros((data.INJECTED_LIMIT, EVENT_BYTES // 8), np.int64)
+        self._memory = aligned_zeros(data.ENDPOINT_BYTES)
         self._words = self._memory.view(np.int64)
         for offset, value in {
-            ENDPOINT_FABRIC: fabric.address,
-            ENDPOINT_RANK: rank,
-            ENDPOINT_PROXY: proxy,
-            ENDPOINT_INBOX: self._inbox.ctypes.data,
-            ENDPOINT_OUTBOX: self._outbox.ctypes.data,
-            ENDPOINT_BLOCKED: self._per_peer[0].ctypes.data,
-            ENDPOINT_DROPPED: self._per_peer[1].ctypes.data,
-            ENDPOINT_TOLD: self._per_peer[2].ctypes.data,
-            ENDPOINT_UNDER_WAY: self._per_peer[3].ctypes.data,
-            ENDPOINT_PARTED: self._per_peer[4].ctypes.data,
-            ENDPOINT_INJECTED: self._injected.ctypes.data,
+            data.ENDPOINT_FABRIC: fabric.address,
+            data.ENDPOINT_RANK: rank,
+            data.ENDPOINT_PROXY: proxy,
+            data.ENDPOINT_INBOX: self._inbox.ctypes.data,
+            data.ENDPOINT_OUTBOX: self._outbox.ctypes.data,
+            data.ENDPOINT_BLOCKED: self._per_peer[0].ctypes.data,
+            data.ENDPOINT_DROPPED: self._per_peer[1].ctypes.data,
+            data.ENDPOINT_TOLD: self._per_peer[2].ctypes.data,
+            data.ENDPOINT_UNDER_WAY: self._per_peer[3].ctypes.data,
+            data.ENDPOINT_PARTED: self._per_peer[4].ctypes.data,
+            data.ENDPOINT_INJECTED: self._injected.ctypes.data,
         }.items():
             self._words[offset // 8] = value
 
@@ -252,11 +211,11 @@ class FakeEndpoint:
 
         Not synchronised: call it while the endpoint is not being polled by another thread.
         """
-        count = int(self._words[ENDPOINT_INJECTED_COUNT // 8])
-        if count == INJECTED_LIMIT:
-            raise ConfigError(f"more than {INJECTED_LIMIT} injected events are waiting")
+        count = int(self._words[data.ENDPOINT_INJECTED_COUNT // 8])
+        if count == data.INJECTED_LIMIT:
+            raise ConfigError(f"more than {data.INJECTED_LIMIT} injected events are waiting")
         self._injected[count] = kind, value, peer, status
-        self._words[ENDPOINT_INJECTED_COUNT // 8] = count + 1
+        self._words[data.ENDPOINT_INJECTED_COUNT // 8] = count + 1
 
     def describe(self, peer: int) -> str:
         """``"fake (in process)"``."""

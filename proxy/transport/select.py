@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from ...config import Settings
 from ...errors import ConfigError
 
-__all__ = ["DIRECT", "EFA", "NIC_TRANSPORTS", "ROCE", "SHM", "TCP", "Choice", "Offer", "Offers", "choose", "preview"]
-
 #: Not a transport: kernels write the peer's window and store its flag.
 DIRECT = "direct"
 SHM = "shm"

@@ -22,13 +22,10 @@ import numpy as np
 
 from ...errors import BootstrapError, ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
-from ...protocol.mailbox import mailbox_bytes, ring_offset
+from ...protocol.mailbox import ring_offset
 from . import shm_data as data
-from .base import Capabilities, DataPath
-from .refused import NO_DESCRIPTORS, refused
+from .base import NO_DESCRIPTORS, Capabilities, DataPath, refused
 from .shm_data import warm
-
-__all__ = ["ShmEndpoint", "encode_address", "mailbox_bytes", "warm"]
 
 _ADDRESS = struct.Struct("<4sIHHQQQ")
 _ADDRESS_MAGIC = b"UEPM"
@@ -113,10 +110,7 @@ class ShmEndpoint:
         """In order, any mapped memory; the ring an immediate lies in names its source."""
         return Capabilities(
             name="shm",
-            ordered=True,
             proves_source=True,
-            memory_kinds=("shared", "host"),
-            immediate_bits=data.IMM_BITS,
             max_write=MAX_WRITE_BYTES,
             in_sequence=True,
             tells_drop=True,

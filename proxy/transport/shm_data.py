@@ -35,8 +35,6 @@ from .base import (
     put_event,
 )
 
-__all__ = ["warm"]
-
 # The context: int64 words, written by the constructor and then by the proxy thread alone.
 RANKS = 0
 WINDOW_BYTES = 1  # length of every window
@@ -76,7 +74,6 @@ _EPOLL_DATA = _EPOLL_EVENT_BYTES - 8
 _WATCH_EVERY_POLLS = 32
 _WATCH_EVERY_NS = 50_000_000
 
-IMM_BITS = WORD["imm"].width
 _IMM_MASK = WORD["imm"].mask
 _NBYTES_SHIFT = WORD["nbytes"].shift
 _NBYTES_MASK = WORD["nbytes"].mask

@@ -1,7 +1,7 @@
 """``tcp``: one-sided writes as frames over several TCP connections per peer. Control path of the endpoint.
 
 The pieces: :mod:`.tcp_connect` finds the peers, :mod:`uccl_ep_serving.protocol.handshake` proves who they are,
-:mod:`.tcp_data` moves frames, :mod:`.tcp_state` is the memory it works on, and :mod:`uccl_ep_serving.protocol.frame`
+:mod:`.tcp_data` moves frames, :mod:`.tcp_link` is the memory it works on, and :mod:`uccl_ep_serving.protocol.frame`
 says what is on the wire. The job's secret authenticates connections; what travels over them is neither encrypted nor
 signed, so the network between the hosts of a job must be trusted not to alter traffic, as RDMA networks are.
 """
@@ -16,24 +16,89 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ...config import Settings
 from ...errors import BootstrapError, ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import decode_address, encode_address
 from ...protocol.handshake import Identity
-from ...protocol.imm import IMM
-from .base import Capabilities, DataPath
-from .refused import refused
+from . import tcp_link as tcp
+from .base import Capabilities, DataPath, refused
 from .tcp_connect import meet
 from .tcp_data import warm
-from .tcp_state import EPOLL, State
-
-__all__ = ["MIN_SECRET_BYTES", "TcpEndpoint", "warm"]
 
 #: HMAC-SHA256 keys shorter than this could be guessed from one recorded handshake.
 MIN_SECRET_BYTES = 16
 
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+
+
+class _State:
+    """Allocates and holds all of it for one endpoint; freed with the object."""
+
+    def __init__(self, *, ranks: int, connections: int, window: int, window_bytes: int) -> None:
+        links = ranks * connections
+        self.context = np.zeros(tcp.CONTEXT_WORDS, np.int64)
+        self.links = np.zeros((links, tcp.LINK_WORDS), np.int64)
+        self.peers = np.zeros((ranks, tcp.PEER_WORDS), np.int64)
+        self._queues: dict[int, npt.NDArray[np.int64]] = {}
+        self._by_fd = np.zeros(0, np.int64)
+        self._events = np.zeros(tcp.EVENT_SLOTS * 4, np.int64)
+        self._ready = np.zeros(max(links, 1), np.int64)
+        self._staging = np.zeros(tcp.STAGING_BYTES // 8, np.int64)
+        self._vectors = np.zeros(2 * tcp.GATHER_FRAMES * tcp.IOVEC_WORDS, np.int64)
+        self._message = np.zeros(tcp.MSGHDR_WORDS, np.int64)
+        self._waiting = np.zeros(tcp.WAITING_SLOTS * 2, np.int64)
+        self._message[2] = self._vectors.ctypes.data
+        self.links[:, tcp.FD] = -1
+        self.links[:, tcp.PEER] = np.repeat(np.arange(ranks), connections)
+        for word, value in {
+            tcp.WINDOW: window,
+            tcp.WINDOW_BYTES: window_bytes,
+            tcp.RANKS: ranks,
+            tcp.CONNECTIONS: connections,
+            tcp.LINKS: self.links.ctypes.data,
+            tcp.PEERS: self.peers.ctypes.data,
+            tcp.EPOLL: -1,
+            tcp.EVENTS: self._events.ctypes.data,
+            tcp.READY: self._ready.ctypes.data,
+            tcp.STAGING: self._staging.ctypes.data,
+            tcp.VECTORS: self._vectors.ctypes.data,
+            tcp.MESSAGE: self._message.ctypes.data,
+            tcp.WAITING: self._waiting.ctypes.data,
+        }.items():
+            self.context[word] = value
+
+    @property
+    def address(self) -> int:
+        """Address of the context."""
+        return int(self.context.ctypes.data)
+
+    def attach(self, link: int, fd: int) -> None:
+        """Give connection ``link`` its non-blocking socket, registered with EPOLL; its peer is up from now on."""
+        if fd >= self._by_fd.size:
+            self._by_fd = np.concatenate([self._by_fd, np.zeros(fd + 64 - self._by_fd.size, np.int64)])
+            self.context[tcp.BY_FD] = self._by_fd.ctypes.data
+        self._by_fd[fd] = link
+        queue = np.zeros(tcp.QUEUE_SLOTS * tcp.FRAME_SLOT_BYTES // 8, np.int64)
+        self._queues[link] = queue
+        record = self.links[link]
+        record[tcp.FD] = fd
+        # Not known to be readable, but an edge may have passed before: the first turn finds out.
+        record[tcp.FLAGS] = tcp.READABLE | tcp.WRITABLE | tcp.QUEUED
+        record[tcp.QUEUE] = queue.ctypes.data
+        self.peers[int(record[tcp.PEER]), tcp.STATE] = tcp.UP
+        self._ready[self.context[tcp.READY_HEAD]] = link
+        self.context[tcp.READY_HEAD] += 1
+
+    def detach(self) -> None:
+        """Forget all sockets: posts are refused and polls find nothing from here on."""
+        self.links[:, tcp.FD] = -1
+        self.peers[:, tcp.STATE] = tcp.DROPPED
+        self.context[tcp.EPOLL] = -1
+        self.context[tcp.READY_HEAD] = self.context[tcp.READY_TAIL] = 0
 
 
 class TcpEndpoint:
@@ -71,7 +136,9 @@ class TcpEndpoint:
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(f"rank {rank}: the job secret has {len(secret)} bytes, {MIN_SECRET_BYTES} are needed")
         self._identity = Identity(rank, ranks, proxy, settings.tcp_connections, window_bytes, job, secret)
-        self._state = State(ranks=ranks, connections=settings.tcp_connections, window=window, window_bytes=window_bytes)
+        self._state = _State(
+            ranks=ranks, connections=settings.tcp_connections, window=window, window_bytes=window_bytes
+        )
         self._watch = watch
         self._how = ["not connected"] * ranks
         self._fds: list[int] = []
@@ -85,10 +152,7 @@ class TcpEndpoint:
         """In order per stream, not between streams on different connections; the connection proves the source."""
         return Capabilities(
             name="tcp",
-            ordered=False,
             proves_source=True,
-            memory_kinds=("shared", "host"),
-            immediate_bits=IMM.bits,
             max_write=MAX_WRITE_BYTES,
             in_sequence=True,
             tells_drop=True,
@@ -160,7 +224,7 @@ class TcpEndpoint:
     def _take_over(self, links: Mapping[tuple[int, int], socket.socket]) -> None:
         """Have the data path own ``links``, by (peer, number). Raises OSError; what is left the caller closes."""
         self._epoll = select.epoll()
-        self._state.context[EPOLL] = self._epoll.fileno()
+        self._state.context[tcp.EPOLL] = self._epoll.fileno()
         for (peer, number), connection in links.items():
             self._epoll.register(connection.fileno(), _EDGES)
             fd = connection.detach()

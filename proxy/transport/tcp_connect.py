@@ -22,9 +22,7 @@ from dataclasses import dataclass, field
 from ...errors import BootstrapError, TransportError
 from ...protocol.frame import Verdict
 from ...protocol.handshake import Identity, Refused, Talk, accept, connect, tune
-from .refused import NO_DESCRIPTORS, refused
-
-__all__ = ["meet"]
+from .base import NO_DESCRIPTORS, refused
 
 #: A connection that was accepted and does not finish its handshake in this time is dropped. A real peer that was merely
 #: slow connects again.

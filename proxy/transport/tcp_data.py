@@ -21,57 +21,8 @@ from ...native.calls import monotonic_ns
 from ...native.jit import compiled
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET, connection_of
+from . import tcp_link as tcp
 from .base import ACCEPTED, BUSY, DOWN, EVENT_BYTES, c_functions
-from .tcp_link import clear_flags, has_work, peer_record, queue_event, receive, send, set_flags
-from .tcp_state import (
-    BY_FD,
-    CLOSED,
-    CONNECTIONS,
-    DROPPED,
-    ENDING,
-    ENDING_PEER,
-    EPOLL,
-    EPOLL_DATA,
-    EPOLL_EVENT_BYTES,
-    EVENT_SLOTS,
-    EVENTS,
-    EVENTS_HEAD,
-    EVENTS_TAIL,
-    FD,
-    FINISHING,
-    FLAGS,
-    FRAME_LOCAL,
-    FRAME_NBYTES,
-    FRAME_SLOT_BYTES,
-    FRAME_WR_ID,
-    LINK_WORDS,
-    LINKS,
-    LOST_BYTES,
-    LOST_ERRNO,
-    LOST_TIME,
-    PEER,
-    POSTED,
-    QUEUE,
-    QUEUE_SLOTS,
-    QUEUED,
-    RANKS,
-    READABLE,
-    READY,
-    READY_HEAD,
-    READY_TAIL,
-    RECEIVE_OVER,
-    SEND_OVER,
-    SENT_FRAMES,
-    STATE,
-    TURN_EVENTS,
-    UP,
-    WAITING,
-    WAITING_SLOTS,
-    WINDOW_BYTES,
-    WRITABLE,
-)
-
-__all__ = ["warm"]
 
 _EINTR = errno.EINTR
 _EINVAL = errno.EINVAL
@@ -89,76 +40,76 @@ _connection_of = compiled(connection_of)
 
 @compiled
 def _link(context: int, index: int) -> int:
-    return peek(context + 8 * LINKS) + index * 8 * LINK_WORDS
+    return peek(context + 8 * tcp.LINKS) + index * 8 * tcp.LINK_WORDS
 
 
 @compiled
 def _room(context: int) -> bool:
-    queued = peek(context + 8 * EVENTS_HEAD) - peek(context + 8 * EVENTS_TAIL)
-    return EVENT_SLOTS - queued >= TURN_EVENTS
+    queued = peek(context + 8 * tcp.EVENTS_HEAD) - peek(context + 8 * tcp.EVENTS_TAIL)
+    return tcp.EVENT_SLOTS - queued >= tcp.TURN_EVENTS
 
 
 @compiled
 def _enqueue(context: int, index: int) -> None:
     """Put connection ``index`` into the READY ring unless it stands there."""
     link = _link(context, index)
-    flags = peek(link + 8 * FLAGS)
-    if flags & QUEUED != 0:
+    flags = peek(link + 8 * tcp.FLAGS)
+    if flags & tcp.QUEUED != 0:
         return
-    poke(link + 8 * FLAGS, flags | QUEUED)
-    head = peek(context + 8 * READY_HEAD)
-    slots = peek(context + 8 * RANKS) * peek(context + 8 * CONNECTIONS)
-    poke(peek(context + 8 * READY) + (head % slots) * 8, index)
-    poke(context + 8 * READY_HEAD, head + 1)
+    poke(link + 8 * tcp.FLAGS, flags | tcp.QUEUED)
+    head = peek(context + 8 * tcp.READY_HEAD)
+    slots = peek(context + 8 * tcp.RANKS) * peek(context + 8 * tcp.CONNECTIONS)
+    poke(peek(context + 8 * tcp.READY) + (head % slots) * 8, index)
+    poke(context + 8 * tcp.READY_HEAD, head + 1)
 
 
 @compiled
 def _turns(context: int, reading: bool) -> None:
     """One turn for every connection that was ready at the start, while there is room for its events."""
-    slots = peek(context + 8 * RANKS) * peek(context + 8 * CONNECTIONS)
-    turns = peek(context + 8 * READY_HEAD) - peek(context + 8 * READY_TAIL)
+    slots = peek(context + 8 * tcp.RANKS) * peek(context + 8 * tcp.CONNECTIONS)
+    turns = peek(context + 8 * tcp.READY_HEAD) - peek(context + 8 * tcp.READY_TAIL)
     while turns > 0 and _room(context):
         turns -= 1
-        tail = peek(context + 8 * READY_TAIL)
-        index = peek(peek(context + 8 * READY) + (tail % slots) * 8)
-        poke(context + 8 * READY_TAIL, tail + 1)
+        tail = peek(context + 8 * tcp.READY_TAIL)
+        index = peek(peek(context + 8 * tcp.READY) + (tail % slots) * 8)
+        poke(context + 8 * tcp.READY_TAIL, tail + 1)
         link = _link(context, index)
-        clear_flags(link, QUEUED)
-        if peek(peer_record(context, peek(link + 8 * PEER)) + 8 * STATE) >= CLOSED:
+        tcp.clear_flags(link, tcp.QUEUED)
+        if peek(tcp.peer_record(context, peek(link + 8 * tcp.PEER)) + 8 * tcp.STATE) >= tcp.CLOSED:
             continue
-        flags = peek(link + 8 * FLAGS)
-        if reading and flags & READABLE != 0 and flags & RECEIVE_OVER == 0:
-            receive(context, link)
-        flags = peek(link + 8 * FLAGS)
-        unsent = peek(link + 8 * POSTED) > peek(link + 8 * SENT_FRAMES)
-        if unsent and flags & WRITABLE != 0 and flags & SEND_OVER == 0:
-            send(context, link)
-        if has_work(link):
+        flags = peek(link + 8 * tcp.FLAGS)
+        if reading and flags & tcp.READABLE != 0 and flags & tcp.RECEIVE_OVER == 0:
+            tcp.receive(context, link)
+        flags = peek(link + 8 * tcp.FLAGS)
+        unsent = peek(link + 8 * tcp.POSTED) > peek(link + 8 * tcp.SENT_FRAMES)
+        if unsent and flags & tcp.WRITABLE != 0 and flags & tcp.SEND_OVER == 0:
+            tcp.send(context, link)
+        if tcp.has_work(link):
             _enqueue(context, index)
 
 
 @compiled
 def _wait(context: int) -> int:
     """Collect edges without waiting; 0 or a negative errno."""
-    waiting = peek(context + 8 * WAITING)
-    count = _epoll_wait(peek(context + 8 * EPOLL), waiting, WAITING_SLOTS, 0)
+    waiting = peek(context + 8 * tcp.WAITING)
+    count = _epoll_wait(peek(context + 8 * tcp.EPOLL), waiting, tcp.WAITING_SLOTS, 0)
     if count < 0:
         code = peek32(_errno_location())
         return 0 if code == _EINTR else -code
     for position in range(count):
-        entry = waiting + position * EPOLL_EVENT_BYTES
+        entry = waiting + position * tcp.EPOLL_EVENT_BYTES
         edges = peek32(entry)
-        index = peek(peek(context + 8 * BY_FD) + 8 * peek32(entry + EPOLL_DATA))
+        index = peek(peek(context + 8 * tcp.BY_FD) + 8 * peek32(entry + tcp.EPOLL_DATA))
         link = _link(context, index)
         flags = 0
         if edges & (_EPOLLIN | _EPOLLRDHUP | _EPOLLHUP | _EPOLLERR) != 0:
-            flags |= READABLE
+            flags |= tcp.READABLE
         if edges & (_EPOLLOUT | _EPOLLHUP | _EPOLLERR) != 0:
-            flags |= WRITABLE
+            flags |= tcp.WRITABLE
         if edges & (_EPOLLRDHUP | _EPOLLHUP | _EPOLLERR) != 0:
-            flags |= FINISHING
-        set_flags(link, flags)
-        if has_work(link):
+            flags |= tcp.FINISHING
+        tcp.set_flags(link, flags)
+        if tcp.has_work(link):
             _enqueue(context, index)
     return 0
 
@@ -166,18 +117,18 @@ def _wait(context: int) -> int:
 @compiled
 def _close_peer(context: int, rank: int, state: int) -> None:
     """Move nothing more for this peer. Its sockets stay until close; what the kernel took still goes out."""
-    peer = peer_record(context, rank)
-    before = peek(peer + 8 * STATE)
-    poke(peer + 8 * STATE, state)
-    if before == ENDING_PEER:
-        poke(context + 8 * ENDING, peek(context + 8 * ENDING) - 1)
-    if before != UP and before != ENDING_PEER:
+    peer = tcp.peer_record(context, rank)
+    before = peek(peer + 8 * tcp.STATE)
+    poke(peer + 8 * tcp.STATE, state)
+    if before == tcp.ENDING_PEER:
+        poke(context + 8 * tcp.ENDING, peek(context + 8 * tcp.ENDING) - 1)
+    if before != tcp.UP and before != tcp.ENDING_PEER:
         return
-    connections = peek(context + 8 * CONNECTIONS)
+    connections = peek(context + 8 * tcp.CONNECTIONS)
     for connection in range(connections):
         link = _link(context, rank * connections + connection)
-        set_flags(link, RECEIVE_OVER | SEND_OVER)
-        _shutdown(peek(link + 8 * FD), _SHUT_WR)
+        tcp.set_flags(link, tcp.RECEIVE_OVER | tcp.SEND_OVER)
+        _shutdown(peek(link + 8 * tcp.FD), _SHUT_WR)
 
 
 @compiled
@@ -187,52 +138,52 @@ def _end_peers(context: int) -> None:
     A rank that dies makes others give up and close as well: who is told first is who gets the blame.
     """
     now = monotonic_ns()
-    connections = peek(context + 8 * CONNECTIONS)
-    while peek(context + 8 * ENDING) > 0 and _room(context):
+    connections = peek(context + 8 * tcp.CONNECTIONS)
+    while peek(context + 8 * tcp.ENDING) > 0 and _room(context):
         rank = -1
-        for candidate in range(peek(context + 8 * RANKS)):
-            peer = peer_record(context, candidate)
-            if peek(peer + 8 * STATE) == ENDING_PEER and (
-                rank < 0 or peek(peer + 8 * LOST_TIME) < peek(peer_record(context, rank) + 8 * LOST_TIME)
+        for candidate in range(peek(context + 8 * tcp.RANKS)):
+            peer = tcp.peer_record(context, candidate)
+            if peek(peer + 8 * tcp.STATE) == tcp.ENDING_PEER and (
+                rank < 0 or peek(peer + 8 * tcp.LOST_TIME) < peek(tcp.peer_record(context, rank) + 8 * tcp.LOST_TIME)
             ):
                 rank = candidate
-        peer = peer_record(context, rank)
+        peer = tcp.peer_record(context, rank)
         over = True
         for connection in range(connections):
             link = _link(context, rank * connections + connection)
-            over = over and peek(link + 8 * FLAGS) & RECEIVE_OVER != 0
-        if not over and now < peek(peer + 8 * LOST_TIME):
+            over = over and peek(link + 8 * tcp.FLAGS) & tcp.RECEIVE_OVER != 0
+        if not over and now < peek(peer + 8 * tcp.LOST_TIME):
             return
-        queue_event(context, DOWN, peek(peer + 8 * LOST_BYTES), rank, peek(peer + 8 * LOST_ERRNO))
-        _close_peer(context, rank, CLOSED)
+        tcp.queue_event(context, DOWN, peek(peer + 8 * tcp.LOST_BYTES), rank, peek(peer + 8 * tcp.LOST_ERRNO))
+        _close_peer(context, rank, tcp.CLOSED)
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
-    state = peek(peer_record(context, peer) + 8 * STATE)
-    if state == ENDING_PEER:
+    state = peek(tcp.peer_record(context, peer) + 8 * tcp.STATE)
+    if state == tcp.ENDING_PEER:
         return BUSY
-    if state != UP:
+    if state != tcp.UP:
         return -_ENOTCONN
     if nbytes < 0 or nbytes > MAX_WRITE_BYTES or target < 0:
         return -_EINVAL
-    if target > peek(context + 8 * WINDOW_BYTES) - nbytes:
+    if target > peek(context + 8 * tcp.WINDOW_BYTES) - nbytes:
         return -_EINVAL
-    connections = peek(context + 8 * CONNECTIONS)
+    connections = peek(context + 8 * tcp.CONNECTIONS)
     index = peer * connections + _connection_of(stream, connections)
     link = _link(context, index)
-    posted = peek(link + 8 * POSTED)
-    if posted - peek(link + 8 * SENT_FRAMES) >= QUEUE_SLOTS:
+    posted = peek(link + 8 * tcp.POSTED)
+    if posted - peek(link + 8 * tcp.SENT_FRAMES) >= tcp.QUEUE_SLOTS:
         return BUSY
-    frame = peek(link + 8 * QUEUE) + (posted % QUEUE_SLOTS) * FRAME_SLOT_BYTES
+    frame = peek(link + 8 * tcp.QUEUE) + (posted % tcp.QUEUE_SLOTS) * tcp.FRAME_SLOT_BYTES
     poke(frame, FRAME_MAGIC | ((imm & _LOW32) << 32))
     poke(frame + FRAME_TARGET, target)
     poke(frame + FRAME_LENGTH, nbytes)
     poke(frame + FRAME_NUMBER, posted)
-    poke(frame + FRAME_LOCAL, local)
-    poke(frame + FRAME_NBYTES, nbytes)
-    poke(frame + FRAME_WR_ID, wr_id)
-    poke(link + 8 * POSTED, posted + 1)
-    if peek(link + 8 * FLAGS) & WRITABLE != 0:
+    poke(frame + tcp.FRAME_LOCAL, local)
+    poke(frame + tcp.FRAME_NBYTES, nbytes)
+    poke(frame + tcp.FRAME_WR_ID, wr_id)
+    poke(link + 8 * tcp.POSTED, posted + 1)
+    if peek(link + 8 * tcp.FLAGS) & tcp.WRITABLE != 0:
         _enqueue(context, index)
     return ACCEPTED
 
@@ -243,31 +194,31 @@ def _flush(context: int) -> int:
 
 
 def _poll(context: int, events: int, limit: int) -> int:
-    if peek(context + 8 * EVENTS_HEAD) - peek(context + 8 * EVENTS_TAIL) < limit:
+    if peek(context + 8 * tcp.EVENTS_HEAD) - peek(context + 8 * tcp.EVENTS_TAIL) < limit:
         status = _wait(context)
         if status < 0:
             return status
         _turns(context, True)
-        if peek(context + 8 * ENDING) > 0:
+        if peek(context + 8 * tcp.ENDING) > 0:
             _end_peers(context)
-    head, tail = peek(context + 8 * EVENTS_HEAD), peek(context + 8 * EVENTS_TAIL)
+    head, tail = peek(context + 8 * tcp.EVENTS_HEAD), peek(context + 8 * tcp.EVENTS_TAIL)
     count = 0
     while tail < head and count < limit:
-        source = peek(context + 8 * EVENTS) + (tail % EVENT_SLOTS) * EVENT_BYTES
+        source = peek(context + 8 * tcp.EVENTS) + (tail % tcp.EVENT_SLOTS) * EVENT_BYTES
         tail += 1
-        if peek(peer_record(context, peek(source + 16)) + 8 * STATE) != DROPPED:
+        if peek(tcp.peer_record(context, peek(source + 16)) + 8 * tcp.STATE) != tcp.DROPPED:
             copy(events + count * EVENT_BYTES, source, EVENT_BYTES)
             count += 1
     if tail == head:
         # Start over: the first lines of the queue stay in the cache.
-        poke(context + 8 * EVENTS_HEAD, 0)
+        poke(context + 8 * tcp.EVENTS_HEAD, 0)
         tail = 0
-    poke(context + 8 * EVENTS_TAIL, tail)
+    poke(context + 8 * tcp.EVENTS_TAIL, tail)
     return count
 
 
 def _drop(context: int, peer: int, reason: int) -> int:
-    _close_peer(context, peer, DROPPED)
+    _close_peer(context, peer, tcp.DROPPED)
     return 0
 
 

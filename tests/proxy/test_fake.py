@@ -60,7 +60,7 @@ def test_it_reorders_and_repeats() -> None:
     order = [number for _, number in traffic.order]
     assert order != sorted(order)
     assert any(write.arrivals > 1 for write in traffic.writes)
-    assert not group.endpoints[0].capabilities.ordered
+    assert not group.endpoints[0].capabilities.in_sequence
 
 
 def test_a_repeat_carries_the_bytes_of_its_time() -> None:

@@ -13,7 +13,7 @@ from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.context import ERROR_CODE
 from uccl_ep_serving.protocol.imm import Immediate
 from uccl_ep_serving.protocol.streams import CREDIT, LL_DISPATCH
-from uccl_ep_serving.proxy.codec import TICKET
+from uccl_ep_serving.proxy.sequence import TICKET
 from uccl_ep_serving.proxy.transport.base import ARRIVED, DOWN, SENT
 
 

@@ -9,24 +9,31 @@ from tests.support.world import SLOT, Link, World, drive
 from uccl_ep_serving.protocol.ring import HEAD, SLOTS, lap_of
 from uccl_ep_serving.protocol.ring import TAIL as RING_TAIL
 from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, LL_DISPATCH
+from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.sequence import MESSAGES, PREFIX
-from uccl_ep_serving.proxy.state import CREDITED, DONE, ENQUEUED, GRANTED, NEXT, SEEN, TAIL
 from uccl_ep_serving.proxy.transport.fake import Adversary
+
+
+def _words(*offsets: int) -> list[int]:
+    """Indices of the words at these byte offsets of a record."""
+    return [offset // 8 for offset in offsets]
 
 
 def _age(world: World, writes: int) -> None:
     """As if every stream of both ranks had carried ``writes`` messages of one write each, all acknowledged."""
+    done = _words(words.DONE + PREFIX, words.DONE + MESSAGES)
+    seen = _words(words.SEEN + PREFIX, words.SEEN + MESSAGES)
     for rank, service in enumerate(world.services):
         (state,) = service.states
         peer = 1 - rank
         send, receive = state.send[peer], state.receive[peer]
-        send[LL_DISPATCH, [word // 8 for word in (NEXT, CREDITED, ENQUEUED, DONE + PREFIX, DONE + MESSAGES)]] = writes
-        receive[LL_DISPATCH, [word // 8 for word in (GRANTED, SEEN + PREFIX, SEEN + MESSAGES)]] = writes
+        send[LL_DISPATCH, [*_words(words.NEXT, words.CREDITED, words.ENQUEUED), *done]] = writes
+        receive[LL_DISPATCH, [*_words(words.GRANTED), *seen]] = writes
         credits = writes // CREDIT_WRITES
-        send[LL_DISPATCH | CREDIT, [word // 8 for word in (NEXT, DONE + PREFIX, DONE + MESSAGES)]] = credits
-        receive[LL_DISPATCH | CREDIT, [word // 8 for word in (SEEN + PREFIX, SEEN + MESSAGES)]] = credits
+        send[LL_DISPATCH | CREDIT, [*_words(words.NEXT), *done]] = credits
+        receive[LL_DISPATCH | CREDIT, seen] = credits
         state.arrived[peer, LL_DISPATCH] = state.completed[peer, LL_DISPATCH] = writes
-        state.header[TAIL // 8] = writes
+        state.header[words.TAIL // 8] = writes
         ring = state._ring.view(np.int64)
         ring[[HEAD // 8, RING_TAIL // 8]] = writes
         # what the lap before left behind

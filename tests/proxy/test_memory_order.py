@@ -9,7 +9,7 @@ import pytest
 from numba import njit, types
 
 from uccl_ep_serving.native import atomics
-from uccl_ep_serving.proxy.control import request_forget
+from uccl_ep_serving.proxy.state import request_forget
 
 
 def test_a_request_to_forget_is_visible_before_its_number() -> None:

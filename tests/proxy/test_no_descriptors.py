@@ -18,7 +18,8 @@ import pytest
 from tests.support.tcp_peers import WINDOW, connect_all, make
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.protocol import frame
-from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address, mailbox_bytes
+from uccl_ep_serving.protocol.mailbox import mailbox_bytes
+from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from uccl_ep_serving.protocol import imm
 from uccl_ep_serving.protocol.imm import SEQUENCE_SPACE, SEQUENCE_WINDOW, Immediate
-from uccl_ep_serving.proxy import codec
+from uccl_ep_serving.proxy import sequence as codec
 from uccl_ep_serving.proxy.sequence import (
     HELD,
     HELD_BACK,

@@ -23,11 +23,10 @@ from uccl_ep_serving.protocol.context import (
 )
 from uccl_ep_serving.protocol.ring import lap_of
 from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, LL_DISPATCH, STREAMS
-from uccl_ep_serving.proxy import stats
-from uccl_ep_serving.proxy.codec import TICKET
+from uccl_ep_serving.proxy import stats, words
 from uccl_ep_serving.proxy.loop import DIED, SLEEP_MOST, STOPPED
+from uccl_ep_serving.proxy.sequence import TICKET
 from uccl_ep_serving.proxy.service import ProxyService
-from uccl_ep_serving.proxy.state import ABSENT, LOAD, LOAD_SHIFT, NEXT, PEER_STATE, WAITING
 from uccl_ep_serving.proxy.transport.base import DOWN, SENT
 
 
@@ -207,20 +206,20 @@ def test_forgetting_a_peer_touches_only_streams_that_were_used() -> None:
     world = World(2, 1 << 16)
     state = world.services[0].states[0]
     # stands for "untouched": it would be cleared
-    state.send[1, LL_COMBINE, WAITING // 8] = 7
+    state.send[1, LL_COMBINE, words.WAITING // 8] = 7
     _put(world)
     world.services[0].step()
     world.services[0].forget(1)
     world.services[0].step()
-    assert state.send[1, LL_COMBINE, WAITING // 8] == 7
+    assert state.send[1, LL_COMBINE, words.WAITING // 8] == 7
     assert state.completed[1, LL_DISPATCH] == 1
 
 
 def test_counters_leave_out_ranks_that_no_proxy_reaches() -> None:
     world = World(3, 1 << 16)
     state = world.services[0].states[0]
-    state.peers[2, PEER_STATE // 8] = ABSENT
-    state.send[2, LL_DISPATCH, NEXT // 8] = 5
+    state.peers[2, words.PEER_STATE // 8] = words.ABSENT
+    state.send[2, LL_DISPATCH, words.NEXT // 8] = 5
     _put(world)
     world.services[0].step()
     assert world.services[0].counters()["total"]["writes"] == 1
@@ -331,12 +330,12 @@ def test_a_completion_that_is_told_twice_is_counted_once() -> None:
         _put(world)
     world.step()
     state = world.services[0].states[0]
-    assert state.word(LOAD) >> LOAD_SHIFT == 3
+    assert state.word(words.LOAD) >> words.LOAD_SHIFT == 3
     second = TICKET.pack(sequence=1, last=1, stream=LL_DISPATCH, peer=1, length=4)
     for _ in range(2):
         world.fabric.endpoint(0).inject(SENT, second, 1)
         world.step()
-    assert state.word(LOAD) >> LOAD_SHIFT == 2
+    assert state.word(words.LOAD) >> words.LOAD_SHIFT == 2
     with pytest.raises(TransportError, match="not in flight"):
         world.services[0].check()
 

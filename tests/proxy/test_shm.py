@@ -19,9 +19,9 @@ from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.protocol import mailbox
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
 from uccl_ep_serving.protocol.imm import Immediate, encode
-from uccl_ep_serving.protocol.mailbox import WORD
+from uccl_ep_serving.protocol.mailbox import WORD, mailbox_bytes
 from uccl_ep_serving.proxy.transport import base
-from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address, mailbox_bytes
+from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address
 
 
 class Fabric:
@@ -241,7 +241,8 @@ class TestConnect:
 _CHILD = """
 import mmap, sys, time
 import numpy as np
-from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, mailbox_bytes
+from uccl_ep_serving.protocol.mailbox import mailbox_bytes
+from uccl_ep_serving.proxy.transport.shm import ShmEndpoint
 from tests.support.contract import Group, Port
 box, window = (mmap.mmap(int(fd), 0) for fd in sys.argv[1:3])
 mine, theirs = np.frombuffer(box, np.uint8), np.frombuffer(window, np.uint8)

@@ -12,7 +12,7 @@ from uccl_ep_serving.protocol.command import HIGH, KIND_WRITE, LOW
 from uccl_ep_serving.protocol.context import ERROR_WORDS
 from uccl_ep_serving.protocol.ring import SLOTS
 from uccl_ep_serving.protocol.streams import LL_DISPATCH
-from uccl_ep_serving.proxy import state as layout
+from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.loop import step
 from uccl_ep_serving.proxy.state import ProxyState
 from uccl_ep_serving.proxy.stats import stream_states
@@ -86,10 +86,10 @@ def test_the_last_of_4096_ranks_is_reached() -> None:
 
 def test_header_groups_keep_to_their_cache_lines() -> None:
     """The host's control words, the constants and the loop's own words are on lines of their own."""
-    assert layout.SPINS < layout.STOP // 64 * 64
-    assert layout.REQUESTS // 64 == layout.STOP // 64
-    assert layout.TAIL // 64 > layout.STOP // 64
-    assert layout.FAULT_VALUE < layout.HEADER_BYTES
+    assert words.SPINS < words.STOP // 64 * 64
+    assert words.REQUESTS // 64 == words.STOP // 64
+    assert words.TAIL // 64 > words.STOP // 64
+    assert words.FAULT_VALUE < words.HEADER_BYTES
     state = _state(2)
     for address in (state.address, state.ring, state.arrived_address(0, 0), state.completed_address(0, 0)):
         assert address % 64 == 0
@@ -98,9 +98,9 @@ def test_header_groups_keep_to_their_cache_lines() -> None:
 
 
 def test_the_quantum_is_what_the_transport_can_write() -> None:
-    small = Capabilities("small", True, True, ("shared",), 32, 1000)
+    small = Capabilities("small", proves_source=True, max_write=1000)
     state = _state(2, capabilities=[small])
-    assert state.word(layout.QUANTUM) == 992
+    assert state.word(words.QUANTUM) == 992
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_quantum_is_what_the_transport_can_write() -> None:
         ({"route": [0, 0]}, "route"),
         ({"window_bytes": 0}, "window of 0 bytes"),
         ({"window_bytes": (1 << 40) + 16}, "window of"),
-        ({"capabilities": [Capabilities("none", True, True, ("shared",), 32, 8)]}, "fewer than 16 bytes"),
+        ({"capabilities": [Capabilities("none", proves_source=True, max_write=8)]}, "fewer than 16 bytes"),
     ],
 )
 def test_contradictions_are_refused_by_name(wrong: dict[str, object], message: str) -> None:

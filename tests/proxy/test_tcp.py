@@ -18,7 +18,7 @@ from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
 from uccl_ep_serving.protocol.imm import Immediate, encode
 from uccl_ep_serving.proxy.transport import base
-from uccl_ep_serving.proxy.transport.tcp_state import QUEUE_SLOTS
+from uccl_ep_serving.proxy.transport.tcp_link import QUEUE_SLOTS
 
 
 class TestTcpContract(TransportContract):

@@ -18,8 +18,9 @@ from tests.support.device_endpoints import delayed, devices, netem, open_endpoin
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.protocol.context import ERROR_WORDS
 from uccl_ep_serving.protocol.imm import IMM
+from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.loop import step
-from uccl_ep_serving.proxy.state import COUNTER_NAMES, ProxyState
+from uccl_ep_serving.proxy.state import ProxyState
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -99,7 +100,7 @@ def test_a_message_over_two_queue_pairs_is_not_published_early() -> None:
 
 
 def _counter(name: str) -> int:
-    return COUNTER_NAMES.index(name)
+    return words.COUNTER_NAMES.index(name)
 
 
 def test_a_receiver_that_stands_still_costs_no_retries() -> None:

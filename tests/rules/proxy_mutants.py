@@ -20,7 +20,6 @@ import numpy as np
 
 from tests.rules.mutation import ALWAYS, BEFORE, INSTEAD, NEVER, SKIP, Rules, Way, find, mutated
 from uccl_ep_serving.native import jit
-from uccl_ep_serving.proxy.state import QUEUED
 
 _PACKAGE = "uccl_ep_serving.proxy"
 #: In the order in which they import each other.
@@ -33,12 +32,12 @@ RULES = Rules[Way](
         "only a prefix is published": BEFORE("store64(published, peek(window + MESSAGES) + last)"),
         "a repeat behind the prefix changes nothing": NEVER,
         "a repeat of a held write changes nothing": NEVER,
-        "outstanding writes need credits": INSTEAD("peek(record + DONE + PREFIX)"),
-        "outstanding writes need local completion": INSTEAD("peek(record + CREDITED)"),
+        "outstanding writes need credits": INSTEAD("peek(record + words.DONE + PREFIX)"),
+        "outstanding writes need local completion": INSTEAD("peek(record + words.CREDITED)"),
         "one write to an idle peer is always admitted": NEVER,
         "bytes and writes in flight are capped": ALWAYS,
         "room under the caps goes to the write that waits for it": ALWAYS.of(1),
-        "credits pass by the caps": INSTEAD(f"peek(state + {QUEUED}) != 0 or not credit_open(send)").of(1),
+        "credits pass by the caps": INSTEAD("peek(state + words.QUEUED) != 0 or not credit_open(send)").of(1),
         "credits are returned": SKIP,
         "credits are bounded by what was sent": NEVER,
         "a blocked destination does not block its ring": ALWAYS,

@@ -20,9 +20,8 @@ from uccl_ep_serving.protocol.context import ERROR_CODE, FAILURE_PEER_LOST, FAIL
 from uccl_ep_serving.protocol.imm import SEQUENCE_WINDOW, Immediate
 from uccl_ep_serving.protocol.ring import lap_of
 from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, HOST, LL_DISPATCH
-from uccl_ep_serving.proxy import loop
-from uccl_ep_serving.proxy.codec import TICKET
-from uccl_ep_serving.proxy.state import LOAD, LOAD_BYTES, LOAD_SHIFT, NEXT, PEER_REQUEST, WRITE_CAP
+from uccl_ep_serving.proxy import loop, words
+from uccl_ep_serving.proxy.sequence import TICKET
 from uccl_ep_serving.proxy.stats import in_flight
 from uccl_ep_serving.proxy.transport.base import ARRIVED, DOWN, SENT
 from uccl_ep_serving.proxy.transport.fake import Adversary
@@ -123,9 +122,9 @@ def caps_are_kept(step: Step) -> None:
     state = world.services[0].states[0]
 
     def watch(rank: int) -> None:
-        load = state.word(LOAD)
-        assert load >> LOAD_SHIFT <= 6
-        assert load & LOAD_BYTES <= 8192
+        load = state.word(words.LOAD)
+        assert load >> words.LOAD_SHIFT <= 6
+        assert load & words.LOAD_BYTES <= 8192
 
     world.watchers.append(watch)
     assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == world.arrived(2, 0, LL_DISPATCH) == 40, 500)
@@ -261,7 +260,7 @@ def a_goodbye_overtaken_by_the_closed_connection(step: Step) -> None:
     world.step()
     world.fabric.endpoint(0).inject(DOWN, 0, 1, 104)
     # As forget() does, before the loop has looked at its requests.
-    world.services[0].states[0].peers[1, PEER_REQUEST // 8] = 1
+    world.services[0].states[0].peers[1, words.PEER_REQUEST // 8] = 1
     world.step()
     assert world.errors[0][ERROR_CODE] == 0
     world.services[0].check()
@@ -278,10 +277,10 @@ def an_old_completion(step: Step) -> None:
     world.step()
     state = world.services[0].states[0]
     completed = world.completed(0, 1, LL_DISPATCH)
-    assert (completed, state.word(LOAD)) == (3, 0)
+    assert (completed, state.word(words.LOAD)) == (3, 0)
     world.fabric.endpoint(0).inject(SENT, TICKET.pack(sequence=0, last=1, stream=LL_DISPATCH, peer=1, length=4), 1)
     world.step()
-    assert (world.completed(0, 1, LL_DISPATCH), state.word(LOAD)) == (completed, 0)
+    assert (world.completed(0, 1, LL_DISPATCH), state.word(words.LOAD)) == (completed, 0)
     world.services[0].check()
 
 
@@ -296,7 +295,7 @@ def a_completion_told_twice(step: Step) -> None:
     for _ in range(2):
         world.fabric.endpoint(0).inject(SENT, TICKET.pack(sequence=1, last=1, stream=LL_DISPATCH, peer=1, length=4), 1)
         world.step()
-    assert state.word(LOAD) >> LOAD_SHIFT == 2
+    assert state.word(words.LOAD) >> words.LOAD_SHIFT == 2
 
 
 def a_command_written_by_half(step: Step) -> None:
@@ -359,19 +358,19 @@ def a_long_queue_beside_a_short_one(step: Step) -> None:
     world = World(3, 1 << 16, step=step, ring_slots=4096, writes_in_flight=1 << 16, fabric_options={"depth": 1024})
     # Nothing leaves until the queues are filled: both destinations are busy.
     state = world.services[0].states[0]
-    state.header[WRITE_CAP // 8] = 0
+    state.header[words.WRITE_CAP // 8] = 0
     for peer in (1, 2):
         _message(world, 0, peer, 16)
     for _ in range(900):
         _message(world, 0, 1, 16)
     _message(world, 0, 2, 16)
     for _ in range(30):
-        world.services[0].states[0].header[WRITE_CAP // 8] = 0
+        world.services[0].states[0].header[words.WRITE_CAP // 8] = 0
         step(state.address)
-    state.header[WRITE_CAP // 8] = 1 << 16
+    state.header[words.WRITE_CAP // 8] = 1 << 16
     world.asleep.update((1, 2))
     step(state.address)
-    posted = state.send[1, LL_DISPATCH, NEXT // 8], state.send[2, LL_DISPATCH, NEXT // 8]
+    posted = state.send[1, LL_DISPATCH, words.NEXT // 8], state.send[2, LL_DISPATCH, words.NEXT // 8]
     assert posted[1] == 2, f"the short queue waits: {posted}"
     assert posted[0] <= 40, f"one turn has no end: {posted}"
 

@@ -240,10 +240,10 @@ class TransportContract:
             traffic.run()
             traffic.settle()
             assert all(write.sent == 1 for write in traffic.writes)
-            if group.endpoints[0].capabilities.ordered:
+            if group.endpoints[0].capabilities.in_sequence:
                 for sender, peer in links:
                     arrived = [n for r, n in traffic.order if r == peer and traffic.writes[n].sender == sender]
-                    assert arrived == sorted(arrived), "declared ordered, arrived out of order"
+                    assert arrived == sorted(arrived), "declared in sequence, arrived out of order"
 
     def test_a_write_without_payload(self, open_group: OpenGroup) -> None:
         with open_group(2, 4096) as group:

@@ -18,7 +18,7 @@ from uccl_ep_serving.data_plane import nics as nic_endpoints
 from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
-from uccl_ep_serving.proxy.warm import warm as warm_proxies
+from uccl_ep_serving.proxy.service import warm as warm_proxies
 
 __all__ = ["efa_nics", "install", "roce_nics", "run_ranks"]
 

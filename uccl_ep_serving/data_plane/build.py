@@ -20,11 +20,12 @@ from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
 from ..protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from ..protocol.mailbox import mailbox_bytes
 from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService
 from ..proxy.transport.base import Watchful
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, choose
-from ..proxy.transport.shm import ShmEndpoint, mailbox_bytes
+from ..proxy.transport.shm import ShmEndpoint
 from ..proxy.transport.tcp import TcpEndpoint
 from .kernel_space import KernelSpace
 from .nics import HostNics, gpu_address

@@ -86,7 +86,7 @@ class Run:
     def compile(self, transport: Transport) -> None:
         """Put what the servers' ranks would compile at their first request into the cache of compiled code."""
         from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
-        from uccl_ep_serving.proxy.warm import warm
+        from uccl_ep_serving.proxy.service import warm
 
         started = time.monotonic()
         with self.console.status("compiling the kernels and the proxy loop, once"):

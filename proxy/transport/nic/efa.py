@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from ....config import Settings
 from ....errors import BootstrapError, ConfigError, TransportError
 from ....protocol.command import MAX_WRITE_BYTES, UNIT
-from ....protocol.imm import IMM
 from ..base import Capabilities, ConnectMonitor, DataPath
 from ..verbs import codes
 from ..verbs.device import CompletionQueue, Context, MemoryRegion, ProtectionDomain, open_device
@@ -152,10 +151,7 @@ class EfaEndpoint:
         """No order at all; the sender's queue pair and address prove the source."""
         return Capabilities(
             name="efa",
-            ordered=False,
             proves_source=True,
-            memory_kinds=("shared", "host", "device"),
-            immediate_bits=IMM.bits,
             max_write=self._max_write,
             notices_silent_death=False,
         )

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from ....config import Settings
 from ....errors import BootstrapError, ConfigError
 from ....protocol.command import MAX_WRITE_BYTES, UNIT
-from ....protocol.imm import IMM
 from ..base import Capabilities, ConnectMonitor, DataPath
 from ..verbs import codes
 from ..verbs.library import VerbsLibrary, load_libibverbs
@@ -138,10 +137,7 @@ class RoceEndpoint:
             most += [rail.share // 4 // UNIT * UNIT for rail in self._rails]
         self._capabilities = Capabilities(
             name="roce",
-            ordered=self._qps == len(self._rails) == 1,
             proves_source=True,
-            memory_kinds=("shared", "host", "device"),
-            immediate_bits=IMM.bits,
             max_write=min(most),
             bytes_in_flight=sum(rail.share for rail in self._rails),
             # A stream keeps to one rail, and with one queue pair there to that: RC loses, repeats and reorders nothing.
