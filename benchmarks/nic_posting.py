@@ -25,8 +25,10 @@ from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek
 from uccl_ep_serving.native.calls import call1, call3, call8
 from uccl_ep_serving.native.jit import compiled
-from uccl_ep_serving.proxy.transport.nic import efa_words as words
+from uccl_ep_serving.proxy.transport.nic import efa_words as srd
+from uccl_ep_serving.proxy.transport.nic import words
 from uccl_ep_serving.proxy.transport.nic.efa_data import warm
+from uccl_ep_serving.proxy.transport.nic.window import WHOLE_SHIFT, KeyTable
 
 __all__ = ["measure"]
 
@@ -89,29 +91,27 @@ class Numba:
 
     def __init__(self, window: int) -> None:
         self.queue = MemoryQueue()
-        self.state = state = words.State(
+        self.state = state = srd.EfaMemory(
             rank=0,
             ranks=1 + PEERS,
             proxies=1,
             window=window,
             window_bytes=WINDOW_BYTES,
             max_write=1 << 30,
-            shift=62,
-            chunks=1,
             depths=[DEPTH],
             receives=[0],
         )
-        record, address = state.rails[0], self.queue.address
-        record[words.QP] = record[words.QP_EX] = record[words.CQ] = address
-        places = (words.WR_START, words.WR_WRITE_IMM, words.WR_SET_ADDRESS, words.WR_SET_SGE, words.WR_COMPLETE)
-        for place, operation in zip(places, self.queue.operations, strict=True):
-            record[place] = operation.address
-        record[words.POLL_CQ] = self.queue.poll_cq
-        state.local_keys[0, 0] = 77
+        address = self.queue.address
+        places = (srd.WR_START, srd.WR_WRITE_IMM, srd.WR_SET_ADDRESS, srd.WR_SET_SGE, srd.WR_COMPLETE)
+        operations = {place: op.address for place, op in zip(places, self.queue.operations, strict=True)}
+        queue = {srd.QP: address, srd.QP_EX: address, words.CQ: address, words.POLL_CQ: self.queue.poll_cq}
+        state.fill(state.rails[0], {**queue, **operations})
         for peer in range(1, 1 + PEERS):
-            state.peers[peer, [words.STATE, words.LINK_COUNT, words.REMOTE_WINDOW]] = words.UP, 1, peer << 40
-            state.links[peer, 0, [words.AH, words.QPN, words.QKEY]] = 4096 + peer, 100 + peer, 200 + peer
-            state.remote_keys[peer, 0, 0] = 300 + peer
+            state.peers[peer, [words.STATE, words.COMMON_RAILS, words.TARGET]] = words.UP, 1, peer << 40
+            link = state.link_index(peer, 0)
+            state.links[link, [srd.AH, srd.QPN, srd.QKEY]] = 4096 + peer, 100 + peer, 200 + peer
+            own, there = KeyTable(WHOLE_SHIFT, (77,)), KeyTable(WHOLE_SHIFT, (300 + peer,))
+            state.use_keys([link], words.HOST_KEYS, own, there)
         self._post, self._flush, self._poll, _ = warm()
         self._events = np.zeros(64 * 4, np.int64)
 

@@ -26,7 +26,7 @@ from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import peek, poke
 from uccl_ep_serving.native.calls import call1, call8
 from uccl_ep_serving.native.jit import c_function, compiled
-from uccl_ep_serving.proxy.transport.nic import roce_words as words
+from uccl_ep_serving.proxy.transport.nic import roce_words as rc
 from uccl_ep_serving.proxy.transport.verbs.abi import SEND_WR
 
 WRITES = 1 << 16
@@ -34,8 +34,8 @@ NBYTES = 7168
 WINDOW = 1 << 22
 TWIN = Path(__file__).with_name("roce_posting_twin.cpp")
 _NEXT = SEND_WR["next"]
-_POSTED, _RETIRED, _TOLD = words.POSTED * 8, words.RETIRED * 8, words.TOLD * 8
-_IMMEDIATES, _ALLOWED = words.IMMEDIATES * 8, words.ALLOWED * 8
+_POSTED, _RETIRED, _REPORTED = rc.POSTED * 8, rc.RETIRED * 8, rc.REPORTED * 8
+_IMMEDIATES, _ALLOWED = rc.IMMEDIATES * 8, rc.ALLOWED * 8
 
 
 @c_function("int64(int64, int64, int64)")
@@ -63,7 +63,7 @@ def post_list(
             call1(flush, context)
             # as if everything had completed, and the peer had posted receives
             poke(link + _RETIRED, peek(link + _POSTED))
-            poke(link + _TOLD, peek(link + _POSTED))
+            poke(link + _REPORTED, peek(link + _POSTED))
             poke(link + _ALLOWED, peek(link + _IMMEDIATES) + 512)
     return refused
 
@@ -82,8 +82,8 @@ def measure(rounds: int, batch: int = 32) -> dict[str, Any]:
         loaded, compiler = compile_twin(TWIN, Path(directory))
         endpoint, path = ends[0], ends[0].data_path()
         counted = np.zeros(1, np.int64)
-        endpoint._state.rails[0, words.POST_SEND] = post_send.address
-        endpoint._state.context[words.BAD] = counted.ctypes.data
+        endpoint._state.rails[0, rc.POST_SEND] = post_send.address
+        endpoint._state.context[rc.BAD] = counted.ctypes.data
         link = endpoint._state.links[1].ctypes.data
         window = group.windows[0].ctypes.data
 

@@ -28,7 +28,7 @@ from uccl_ep_serving.gpu.memory import InterpretedMemory
 from uccl_ep_serving.gpu.window import DeviceSpace, DeviceWindow
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT, DeviceReach
-from uccl_ep_serving.proxy.transport.nic import window as verbs_memory
+from uccl_ep_serving.proxy.transport.nic import window as nic_window
 from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 
 HOST_BYTES, SPLIT = 1 << 17, 1 << 16
@@ -106,7 +106,7 @@ def test_offsets_below_the_split_are_device_memory_at_both_ends(
     pair: Pair, peer_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a chunk is 1 GiB, and a test must not need that much
-    monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 14)
+    monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 14)
     if not peer_memory:
         pair.network.device_memory = [(address, SPLIT) for address in pair.device]
     before = pair.network.objects["mr"]

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.contract import Traffic
+from tests.support.contract import Port
 from tests.support.efa_endpoints import connect, open_endpoints, open_network, some_writes
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, TransportError
-from uccl_ep_serving.proxy.transport.base import LOOK_SECONDS
+from uccl_ep_serving.proxy.transport.base import ACCEPTED, LOOK_SECONDS, SENT
 from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint, usable
-from uccl_ep_serving.proxy.transport.nic.striping import rail_of, stripe_table
-from uccl_ep_serving.proxy.transport.nic.window import DmaBuf
+from uccl_ep_serving.proxy.transport.nic.words import rail_of, stripe_table
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.objects import AddressHandle
 
@@ -180,7 +179,7 @@ class TestRails:
     def test_ranks_with_different_numbers_of_rails_use_what_both_have(self) -> None:
         network = SrdNetwork(2, rails=4)
         with open_network(network, 1 << 16, rails=[4, 2]) as group:
-            assert group.endpoints[0].describe(1).startswith("efa, 2 rails, efa0 -> fe80::5 QP 5, efa1 -> fe80::6 QP 5")
+            assert group.endpoints[0].describe(1).startswith("efa, 2 rails, efa0 -> fe80::5 QP 5; efa1 -> fe80::6 QP 5")
             some_writes(group, 64).run()
             some_writes(group, 64, sender=1, peer=0).run()
 
@@ -203,17 +202,34 @@ class TestRails:
     def test_device_memory_goes_by_dmabuf_in_chunks_that_overlap(self) -> None:
         """A write across 1 GiB lies in the chunk in which it starts, at both ends."""
         network = SrdNetwork(2)
-        network.efa.max_write, network.peer_memory = 1 << 20, False
+        network.efa.max_write = 1 << 20
         gib = 1 << 30
-        with open_network(network, gib + (8 << 20), kind="device", export=export) as group:
-            assert network.objects["mr"] == 4
-            traffic = Traffic(group)
-            traffic.add(0, 1, source=gib - 4096, target=gib - 64, nbytes=1 << 16)
-            traffic.add(0, 1, source=gib + (1 << 20), target=gib + (1 << 20), nbytes=4096)
-            traffic.add(0, 1, source=0, target=0, nbytes=64)
-            traffic.run()
+        nbytes = gib + (8 << 20)
+        with open_network(network, nbytes) as group:
+            before = network.objects["mr"]
+            devices = [np.zeros(nbytes, np.uint8) for _ in range(2)]
+            network.device_memory = [(device.ctypes.data, nbytes) for device in devices]
+            offers = [
+                one.offer_device(device.ctypes.data, nbytes, export)
+                for one, device in zip(group.endpoints, devices, strict=True)
+            ]
+            assert network.objects["mr"] - before == 4
+            group.endpoints[0].accept_device([None, offers[1]])
+            group.endpoints[1].accept_device([offers[0], None])
+            port = Port(group, 0)
+            for number, (source, target, count) in enumerate(
+                ((gib - 4096, gib - 64, 1 << 16), (gib + (1 << 20), gib + (1 << 20), 4096), (0, 0, 64))
+            ):
+                devices[0][source : source + count] = number + 1
+                assert port.post(1, source, target, count, number, number) == ACCEPTED
+                port.flush()
+                while not any(event.kind == SENT for event in port.poll()):
+                    pass
+                assert (devices[1][target : target + count] == number + 1).all()
+            for one in group.endpoints:
+                one.release_device()
 
 
-def export(start: int, nbytes: int) -> DmaBuf:
+def export(start: int, nbytes: int) -> tuple[int, int]:
     """Any descriptor will do."""
-    return DmaBuf(os.open(os.devnull, os.O_RDONLY), 0)
+    return os.open(os.devnull, os.O_RDONLY), 0

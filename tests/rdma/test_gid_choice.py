@@ -7,8 +7,7 @@ import ipaddress
 import pytest
 
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.proxy.transport.nic.families import FAMILIES, family_of
-from uccl_ep_serving.proxy.transport.nic.gid import Gid, choose_gid
+from uccl_ep_serving.proxy.transport.nic.defaults import FAMILIES, choose_gid, family_of
 from uccl_ep_serving.proxy.transport.verbs.codes import (
     GID_TYPE_IB,
     GID_TYPE_ROCE_V1,
@@ -17,6 +16,7 @@ from uccl_ep_serving.proxy.transport.verbs.codes import (
     LINK_INFINIBAND,
     LINK_UNSPECIFIED,
 )
+from uccl_ep_serving.proxy.transport.verbs.device import Gid
 
 V1, V2 = GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2
 

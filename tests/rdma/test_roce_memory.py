@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
-from tests.support.memory_endpoints import connect, endpoint, open_endpoints
+from tests.support.memory_endpoints import endpoint, open_endpoints
 from tests.support.provider import provider_network as net
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
@@ -30,10 +30,9 @@ from uccl_ep_serving.proxy.transport.base import (
     FAULT_WRONG_SOURCE,
     SENT,
 )
-from uccl_ep_serving.proxy.transport.nic import roce_words as roce_state
-from uccl_ep_serving.proxy.transport.nic import window as verbs_memory
+from uccl_ep_serving.proxy.transport.nic import roce_words as rc
+from uccl_ep_serving.proxy.transport.nic import window as nic_window
 from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort, RoceRail
-from uccl_ep_serving.proxy.transport.nic.window import DmaBuf
 from uccl_ep_serving.proxy.transport.verbs import codes
 
 
@@ -125,19 +124,19 @@ class TestCredits:
                 sender.flush()
                 sender.poll()
                 posted += status == ACCEPTED
-                if posted == roce_state.LINK_RECEIVES and status == BUSY:
+                if posted == rc.LINK_RECEIVES and status == BUSY:
                     break
-            assert posted == roce_state.LINK_RECEIVES
+            assert posted == rc.LINK_RECEIVES
             assert network.word(net.NOT_READY) == 0
             arrived = 0
             while arrived < 3 * posted:
                 arrived += sum(event.kind == ARRIVED for event in receiver.poll())
-                if posted < 3 * roce_state.LINK_RECEIVES:
+                if posted < 3 * rc.LINK_RECEIVES:
                     posted += sender.post(1, 0, 0, 64, imm(0, posted), posted) == ACCEPTED
                 sender.flush()
                 sender.poll()
                 assert time.monotonic() < deadline + 10, (arrived, posted)
-                if arrived == posted == 3 * roce_state.LINK_RECEIVES:
+                if arrived == posted == 3 * rc.LINK_RECEIVES:
                     break
             assert network.word(net.NOT_READY) == 0
 
@@ -147,11 +146,11 @@ class TestCredits:
         with open_endpoints(network, 2, 4096) as (group, endpoints):
             sender, receiver = Port(group, 0), Port(group, 1)
             # Without the writes to idle peers, which carry a credit too.
-            endpoints[1]._state.context[roce_state.WATCHING] = 0
-            receives = roce_state.LINK_RECEIVES
+            endpoints[1]._state.context[rc.WATCHING] = 0
+            receives = rc.LINK_RECEIVES
             sent = 0
             while sent < receives:
-                chain = min(roce_state.POOL_SLOTS, receives - sent)
+                chain = min(rc.POOL_SLOTS, receives - sent)
                 for number in range(sent, sent + chain):
                     assert sender.post(1, 0, 0, 64, imm(0, number), number) == ACCEPTED
                 sender.flush()
@@ -171,7 +170,7 @@ class TestCredits:
         with open_endpoints(network, 2, 4096) as (group, endpoints):
             sender = Port(group, 0)
             endpoints[0]._state.credits_in[1] = 1 << 40
-            endpoints[0]._state.links[1, roce_state.ALLOWED] = 0
+            endpoints[0]._state.links[1, rc.ALLOWED] = 0
             assert sender.post(1, 0, 0, 64, imm(0, 0), 0) == BUSY
             (fault,) = [event for event in poll_until(sender, FAULT) if event.kind == FAULT]
             assert (fault.value, fault.peer, fault.status) == (1 << 40, 1, FAULT_BAD_FRAME)
@@ -187,19 +186,19 @@ class TestSignalling:
                 traffic.add(0, 1, source=number * 64, target=number * 64, nbytes=64)
                 assert traffic.try_post(number)
             context = endpoints[0]._state.context
-            assert (context[roce_state.DOORBELLS], context[roce_state.SIGNALS]) == (0, 0)
+            assert (context[rc.DOORBELLS], context[rc.SIGNALS]) == (0, 0)
             traffic.ports[0].flush()
-            assert (context[roce_state.DOORBELLS], context[roce_state.SIGNALS]) == (1, 1)
+            assert (context[rc.DOORBELLS], context[rc.SIGNALS]) == (1, 1)
             finish(traffic)
 
     def test_a_long_chain_is_handed_over_in_parts(self) -> None:
         network = MemoryNetwork(2)
         with open_endpoints(network, 2, 1 << 16) as (group, endpoints):
             traffic = Traffic(group)
-            for number in range(roce_state.POOL_SLOTS + 1):
+            for number in range(rc.POOL_SLOTS + 1):
                 traffic.add(0, 1, source=0, target=0, nbytes=0)
                 assert traffic.try_post(number)
-            assert endpoints[0]._state.context[roce_state.DOORBELLS] == 1
+            assert endpoints[0]._state.context[rc.DOORBELLS] == 1
             traffic.ports[0].flush()
             finish(traffic)
 
@@ -284,73 +283,77 @@ class TestDeviceMemory:
     @pytest.fixture
     def open_chunked(self, monkeypatch: pytest.MonkeyPatch) -> OpenGroup:
         # monkeypatched: a chunk is 1 GiB, and a test must not need that much
-        monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 16)
-        monkeypatch.setattr("uccl_ep_serving.proxy.transport.nic.roce_rail.MAX_WRITE_BYTES", 1 << 16)
+        monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 16)
 
         @contextlib.contextmanager
-        def open_group(ranks: int, window_bytes: int) -> Iterator[tuple[MemoryNetwork, Group]]:
+        def open_group(ranks: int, window_bytes: int) -> Iterator[tuple[MemoryNetwork, Group, list[np.ndarray]]]:
+            """Connected endpoints, and the memory of their devices, in which whole windows lie."""
             network = MemoryNetwork(ranks, half=0.3)
-            windows = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
-            endpoints = []
-            for rank in range(ranks):
-                network.refuse["ibv_reg_mr"] = errno.EFAULT
-                endpoints.append(endpoint(network, rank, windows[rank], ranks=ranks, kind="device", export=self.export))
-            connect(endpoints)
-            try:
-                yield network, Group(endpoints, windows, network.kill)
-            finally:
-                for one in endpoints:
-                    one.close()
-            assert not +network.objects
+            with open_endpoints(network, ranks, window_bytes, max_write=1 << 16) as (group, endpoints):
+                devices = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
+                offers = []
+                for one, device in zip(endpoints, devices, strict=True):
+                    network.refuse["ibv_reg_mr"] = errno.EFAULT
+                    offers.append(one.offer_device(device.ctypes.data, window_bytes, self.export))
+                for rank, one in enumerate(endpoints):
+                    one.accept_device([None if peer == rank else offer for peer, offer in enumerate(offers)])
+                yield network, group, devices
 
         return open_group
 
     @staticmethod
-    def export(start: int, nbytes: int) -> DmaBuf:
-        return DmaBuf(os.memfd_create("dma-buf"), 0)
+    def export(start: int, nbytes: int) -> tuple[int, int]:
+        return os.memfd_create("dma-buf"), 0
 
     def test_writes_across_chunks_arrive_whole(self, open_chunked) -> None:
         before = len(os.listdir("/proc/self/fd"))
-        with open_chunked(2, 1 << 20) as (network, group):
-            assert network.objects["mr"] == 2 * (16 + 1)
+        with open_chunked(2, 1 << 20) as (network, group, devices):
+            # the chunks, the window in host memory, the credit words
+            assert network.objects["mr"] == 2 * (16 + 2)
             assert len(os.listdir("/proc/self/fd")) == before, "a region needs its descriptor no more"
             rng = np.random.default_rng(3)
             for number in range(200):
                 source, target = (int(rng.integers(0, (1 << 20) - (1 << 16)) // 16 * 16) for _ in range(2))
                 nbytes = int(rng.choice([16, 4096, 1 << 16]))
-                group.windows[0][source : source + nbytes] = pattern(number, nbytes)
+                devices[0][source : source + nbytes] = pattern(number, nbytes)
                 ports = [Port(group, rank) for rank in range(2)]
                 assert ports[0].post(1, source, target, nbytes, imm(0, number), number) == ACCEPTED
                 ports[0].flush()
                 poll_until(ports[1], ARRIVED)
-                assert np.array_equal(group.windows[1][target : target + nbytes], pattern(number, nbytes))
+                assert np.array_equal(devices[1][target : target + nbytes], pattern(number, nbytes))
                 poll_until(ports[0], SENT)
             assert network.word(net.IMMEDIATES) == 200
 
     def test_every_attempt_is_named_when_none_works(self) -> None:
         network = MemoryNetwork(2)
+        one, device = endpoint(network, 0, np.zeros(4096, np.uint8), ranks=2), np.zeros(4096, np.uint8)
         network.refuse |= {"ibv_reg_mr": errno.EFAULT, "ibv_reg_dmabuf_mr": errno.EOPNOTSUPP}
         with pytest.raises(
             TransportError, match=r"nvidia-peermem.*ibv_reg_mr failed.*dma-buf.*ibv_reg_dmabuf_mr failed"
         ):
-            endpoint(network, 0, np.zeros(4096, np.uint8), ranks=2, kind="device", export=self.export)
+            one.offer_device(device.ctypes.data, device.nbytes, self.export)
+        one.close()
         assert not +network.objects
 
     def test_half_registered_chunks_are_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(verbs_memory, "CHUNK_SHIFT", 12)
+        monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 12)
         network = MemoryNetwork(2)
+        one, device = endpoint(network, 0, np.zeros(4096, np.uint8), ranks=2), np.zeros(1 << 16, np.uint8)
+        before = network.objects["mr"]
         network.refuse["ibv_reg_mr"] = errno.EFAULT
         made: list[int] = []
 
-        def export(start: int, nbytes: int) -> DmaBuf:
+        def export(start: int, nbytes: int) -> tuple[int, int]:
             made.append(start)
             if len(made) == 3:
                 network.refuse["ibv_reg_dmabuf_mr"] = errno.ENOMEM
             return self.export(start, nbytes)
 
         with pytest.raises(TransportError, match="GPUDirect works in no way"):
-            endpoint(network, 0, np.zeros(1 << 16, np.uint8), ranks=2, kind="device", export=export)
+            one.offer_device(device.ctypes.data, device.nbytes, export)
         assert len(made) == 3
+        assert network.objects["mr"] == before
+        one.close()
         assert not +network.objects
 
 
@@ -388,8 +391,8 @@ class TestControlPath:
         network.traits[0].max_cqe = 2 * (128 + 256)
         network.traits[1].max_qp_wr = 200
         with open_endpoints(network, 3, 1 << 16) as (group, endpoints):
-            assert [int(one._state.context[roce_state.SEND_SLOTS]) for one in endpoints] == [128, 200, 512]
-            assert [int(one._state.context[roce_state.RECEIVE_SLOTS]) for one in endpoints] == [256, 192, 1024]
+            assert [int(one._state.context[rc.SEND_SLOTS]) for one in endpoints] == [128, 200, 512]
+            assert [int(one._state.context[rc.RECEIVE_SLOTS]) for one in endpoints] == [256, 192, 1024]
             traffic = Traffic(group)
             for number in range(900):
                 traffic.add(number % 3, (number + 1) % 3, source=0, target=0, nbytes=0)

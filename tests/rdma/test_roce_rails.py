@@ -14,7 +14,8 @@ from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, PeerLost
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, BUSY, DOWN, LOOK_SECONDS, SENT
-from uccl_ep_serving.proxy.transport.nic import roce_words as roce_state
+from uccl_ep_serving.proxy.transport.nic import roce_words as rc
+from uccl_ep_serving.proxy.transport.nic import words
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.objects import QueuePair
 
@@ -46,13 +47,13 @@ def test_streams_are_spread_over_the_nics_and_keep_to_theirs() -> None:
         ports[0].flush()
         events = poll_all(ports)
         assert sum(event.kind == ARRIVED for event in events) == sum(event.kind == SENT for event in events) == 8
-        assert list(endpoints[0].state.links[2:4, roce_state.IMMEDIATES]) == [5, 3]
+        assert list(endpoints[0].state.links[2:4, rc.IMMEDIATES]) == [5, 3]
         # what comes back on the other rank's streams is on the same rails, and so are credits
         for stream in (FIRST, SECOND | 128):
             assert ports[1].post(0, 0, 0, 0, imm(1, stream, 0), 0, stream) == ACCEPTED
         ports[1].flush()
         poll_all(ports)
-        assert list(endpoints[1].state.links[0:2, roce_state.IMMEDIATES]) == [1, 1]
+        assert list(endpoints[1].state.links[0:2, rc.IMMEDIATES]) == [1, 1]
         assert endpoints[0].describe(1).startswith("roce, 2 rails, mem0r0 port 1, GID 1")
 
 
@@ -64,7 +65,7 @@ def test_queue_pairs_of_a_rail_take_turns_whatever_goes_to_the_other_rail() -> N
             assert port.post(1, 0, 0, 64, imm(0, SECOND, number), 2 * number, SECOND) == ACCEPTED
             assert port.post(1, 0, 0, 64, imm(0, FIRST, number), 2 * number + 1, FIRST) == ACCEPTED
         port.flush()
-        assert list(endpoints[0].state.links[4:8, roce_state.IMMEDIATES]) == [4, 4, 4, 4]
+        assert list(endpoints[0].state.links[4:8, rc.IMMEDIATES]) == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("rails", [(3, 1), (1, 3), (2, 3)])
@@ -108,7 +109,7 @@ class TestBytesInFlight:
             assert sender.post(1, 0, 0, 0, imm(0, FIRST, 4), 6, FIRST) == ACCEPTED
             sender.flush()
             poll_all([sender, receiver])
-            assert not endpoints[0].state.rails[:, roce_state.LOAD].any()
+            assert not endpoints[0].state.rails[:, rc.LOAD].any()
             assert sender.post(1, 0, 0, size, imm(0, FIRST, 5), 7, FIRST) == ACCEPTED
 
     def test_one_write_always_goes(self) -> None:
@@ -133,11 +134,11 @@ class TestBytesInFlight:
                 assert [e.peer for e in poll_all([sender, other], 0.4) if e.kind == DOWN] == [1, 1]
             else:
                 sender.drop(1)
-            assert endpoints[0].state.rails[rail, roce_state.LOAD] == 0
+            assert endpoints[0].state.rails[rail, rc.LOAD] == 0
             assert sender.post(2, 0, 0, self.share, imm(0, SECOND, 0), 9, SECOND) == ACCEPTED
             sender.flush()
             assert [e.value for e in poll_all([sender, other]) if e.kind == SENT] == [9]
-            assert endpoints[0].state.rails[rail, roce_state.LOAD] == 0
+            assert endpoints[0].state.rails[rail, rc.LOAD] == 0
 
 
 def test_the_nic_that_failed_is_named() -> None:
@@ -169,7 +170,7 @@ def test_what_arrived_on_other_nics_is_delivered_before_down() -> None:
         assert ours.post(1, 0, 0, 16, imm(0, SECOND, 0), 0, SECOND) == ACCEPTED
         ours.flush()
         poll_all([theirs])
-        endpoints[0].state.context[roce_state.CURSOR] = 0
+        endpoints[0].state.context[words.CURSOR] = 0
         events = poll_all([ours], 0.3)
         assert [event.kind for event in events] == [ARRIVED] * 200 + [DOWN]
 
@@ -180,7 +181,7 @@ def test_what_arrived_behind_another_peers_flushed_receives_is_delivered_before_
     with open_endpoints(network, 3, 1 << 16) as (group, endpoints):
         ours, theirs = Port(group, 0), Port(group, 1)
         # They write nothing of their own accord, and so do not notice the failure.
-        endpoints[1].state.context[roce_state.WATCHING] = 0
+        endpoints[1].state.context[rc.WATCHING] = 0
         network.fail(network.queue_pairs(0)[0], 0, codes.REM_ACCESS_ERR)
         assert ours.post(1, 0, 0, 16, imm(0, SECOND, 0), 0, SECOND) == ACCEPTED
         ours.flush()
@@ -194,7 +195,7 @@ def test_what_arrived_behind_another_peers_flushed_receives_is_delivered_before_
         assert ours.poll() == []
         assert "work completion status 10" in endpoints[0].describe(1), "the failure has not been seen yet"
         # The time for delivery starts again: a machine that stands still here does not end it.
-        endpoints[0].state.peers[1, roce_state.ENDED_AT] = time.monotonic_ns() + 10**9
+        endpoints[0].state.peers[1, rc.ENDED_AT] = time.monotonic_ns() + 10**9
         events = poll_all([ours], 0.3)
         assert [event.kind for event in events] == [ARRIVED] * 10 + [DOWN]
 

@@ -21,8 +21,8 @@ from uccl_ep_serving.errors import PeerLost, TransportError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native.jit import c_function
-from uccl_ep_serving.proxy.transport.nic import efa_words as efa_state
-from uccl_ep_serving.proxy.transport.nic import roce_words as roce_state
+from uccl_ep_serving.proxy.transport.nic import roce_words as rc
+from uccl_ep_serving.proxy.transport.nic import words
 from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 from uccl_ep_serving.proxy.transport.nic.roce import RoceEndpoint
 from uccl_ep_serving.proxy.transport.verbs import codes
@@ -48,7 +48,7 @@ def test_both_modes_over_several_nics(rails: int, proxies: int, qps: int, monkey
         assert set(re.findall(r"': '(\w+)'", str(runtime.stats()["transport_by_peer"]))) == {"roce"}
         assert runtime._plane is not None
         used = [
-            row[0].state.links[:, roce_state.IMMEDIATES].reshape(3, -1, qps).sum(axis=(0, 2))  # type: ignore[attr-defined]
+            row[0].state.links[:, rc.IMMEDIATES].reshape(3, -1, qps).sum(axis=(0, 2))  # type: ignore[attr-defined]
             for row in runtime._plane.endpoints
         ]
         assert all((one > 0).all() for one in used), f"a NIC was idle: {used}"
@@ -144,8 +144,7 @@ def test_a_nic_that_cannot_be_polled_is_named_on_both_sides(kind: str, monkeypat
         if runtime.rank == 0:
             assert runtime._plane is not None
             endpoint: Any = runtime._plane.endpoints[0][0]
-            word = efa_state.POLL_CQ if kind == "efa" else roce_state.POLL_CQ
-            endpoint._state.rails[0, word] = broken.address
+            endpoint._state.rails[0, words.POLL_CQ] = broken.address
         met.wait(30)
         started = time.monotonic()
         with pytest.raises((TransportError, PeerLost)) as caught:

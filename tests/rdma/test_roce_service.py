@@ -16,7 +16,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost
 from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.context import ERROR_WORDS
-from uccl_ep_serving.proxy import state as proxy_state
+from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.service import ProxyService
 from uccl_ep_serving.proxy.transport.verbs import codes
 
@@ -54,7 +54,7 @@ class Pair:
     @property
     def load(self) -> int:
         """Bytes that the sender has in flight."""
-        return self.services[0].states[0].word(proxy_state.LOAD) & proxy_state.LOAD_BYTES
+        return self.services[0].states[0].word(words.LOAD) & words.LOAD_BYTES
 
 
 @pytest.fixture

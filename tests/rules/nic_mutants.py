@@ -42,7 +42,7 @@ NIC_MUTANTS = Rules(
             _MEMORY + "TestSignalling::test_a_chain_is_one_doorbell_and_one_completion",
         ),
         "roce: a write is over only when it has completed": Mutant(
-            AFTER("retired = peek(link + 8 * POSTED)"),
+            AFTER("retired = peek(link + 8 * rc.POSTED)"),
             _MEMORY + "TestFailure::test_a_failed_write_ends_its_peer_and_says_why",
         ),
         "roce: what completed before a failure is over": Mutant(
@@ -54,7 +54,7 @@ NIC_MUTANTS = Rules(
             _RAILS + "test_what_arrived_behind_another_peers_flushed_receives_is_delivered_before_down",
         ),
         "roce: queue pairs of a rail take turns of their own": Mutant(
-            BEFORE("first = link_record(context, peer * peek(context + 8 * PEER_LINKS))"),
+            BEFORE("first = link_record(context, peer * peek(context + 8 * rc.PEER_LINKS))"),
             _RAILS + "test_queue_pairs_of_a_rail_take_turns_whatever_goes_to_the_other_rail",
         ),
         "efa: a receive names memory": Mutant(

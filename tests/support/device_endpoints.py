@@ -13,7 +13,8 @@ import numpy as np
 
 from tests.support.contract import Group
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceEndpoint
+from uccl_ep_serving.proxy.transport.nic.roce import RoceEndpoint
+from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort
 
 #: Soft-RoCE under emulation moves some tens of MB a second.
 MAX_WRITE = 2 << 20

@@ -2,7 +2,7 @@
 
 A rank's NICs are its *rails*, in PCI order: rail i of one rank talks to rail i of another, so that in a rail-optimised
 fabric traffic between equal GPUs of two hosts stays below one switch. Which stream takes which rail is decided by
-:func:`uccl_ep_serving.proxy.transport.nic.striping.rail_of`.
+:func:`uccl_ep_serving.proxy.transport.nic.words.rail_of`.
 
 The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor`` prints):
 

@@ -1,22 +1,26 @@
-"""What libefa and an EFA device offer, asked of them and put into words where it is not enough."""
+"""EFA's own part of verbs: what libefa and a device offer, asked of them and put into words, and SRD queue pairs."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 
 from ....errors import TransportError
-from ..verbs.abi import EFA_DEVICE_ATTR, Block
-from ..verbs.codes import (
-    EFA_CAP_RDMA_WRITE,
-    EFA_CAP_RNR_RETRY,
-    EFA_CAP_UNSOLICITED_WRITE_RECV,
-    completion_words,
+from ..verbs import codes
+from ..verbs.abi import (
+    EFA_AH_ATTR,
+    EFA_DEVICE_ATTR,
+    EFA_QP_INIT_ATTR,
+    QP,
+    QP_ATTR,
+    QP_EX,
+    QP_INIT_ATTR_EX,
+    Block,
 )
-from ..verbs.device import Context
+from ..verbs.device import Context, VerbsObject
 from ..verbs.library import VerbsLibrary, bind, load_libibverbs
-
-__all__ = ["EfaLimits", "explain_completion", "load_libefa", "query_limits"]
+from ..verbs.objects import AddressHandle, CompletionQueue, ProtectionDomain
 
 _SIGNATURES = {"efadv_query_device": "i:ppu", "efadv_create_qp_ex": "p:pppu", "efadv_query_ah": "i:ppu"}
 
@@ -39,6 +43,12 @@ _VENDOR = {
     14: "the peer has no address handle for this NIC: it has not connected, or was started again",
     15: "the peer never answered: the security group must allow all traffic from and to itself, both ways",
 }
+
+#: EFA's service level for low-latency traffic (EFA_QP_LOW_LATENCY_SERVICE_LEVEL of libfabric); libraries and devices
+#: that do not know it refuse it, and take 0.
+_LOW_LATENCY = 8
+#: Functions of an ``ibv_qp_ex`` that the data path calls.
+_OPERATIONS = ("wr_start", "wr_rdma_write_imm", "wr_set_ud_addr", "wr_set_sge", "wr_complete")
 
 
 @functools.cache
@@ -105,9 +115,9 @@ def query_limits(context: Context) -> EfaLimits:
         sends=found["max_sq_wr"],
         receives=found["max_rq_wr"],
         max_write=found["max_rdma_size"],
-        write=bool(capabilities & EFA_CAP_RDMA_WRITE),
-        unsolicited=bool(capabilities & EFA_CAP_UNSOLICITED_WRITE_RECV),
-        endless_retry=bool(capabilities & EFA_CAP_RNR_RETRY),
+        write=bool(capabilities & codes.EFA_CAP_RDMA_WRITE),
+        unsolicited=bool(capabilities & codes.EFA_CAP_UNSOLICITED_WRITE_RECV),
+        endless_retry=bool(capabilities & codes.EFA_CAP_RNR_RETRY),
     )
     if limits.sends == 0:
         raise TransportError(f"{context.device}: libefa reports a send queue of 0 work requests", device=context.device)
@@ -118,4 +128,117 @@ def explain_completion(status: int, vendor: int) -> str:
     """A failed write's completion in words; what the NIC itself says is more exact than the verbs status."""
     if vendor in _VENDOR:
         return f"completion status {status}, EFA code {vendor}: {_VENDOR[vendor]}"
-    return completion_words(status, vendor)
+    return codes.completion_words(status, vendor)
+
+
+class SrdQueuePair(VerbsObject):
+    """A queue pair of EFA's scalable reliable datagram, ready to send and receive.
+
+    Args:
+        pd, cq: what it is made from; one CQ takes both directions.
+        limits: of the device; decide on unsolicited writes and on retries.
+        sends, receives: work requests it holds; receives are not used with unsolicited writes.
+        qkey: what senders must know.
+
+    Attributes:
+        number: QP number, unique on its device only.
+        extended: address of the ``ibv_qp_ex``.
+        operations: by name, addresses of the functions of the ``ibv_qp_ex``.
+        service_level: that was granted.
+
+    Raises:
+        TransportError: the NIC or the library refused.
+    """
+
+    def __init__(
+        self, pd: ProtectionDomain, cq: CompletionQueue, limits: EfaLimits, *, sends: int, receives: int, qkey: int
+    ) -> None:
+        address = 0
+        for service_level in (_LOW_LATENCY, 0):
+            address = self._create(pd, cq, limits, sends, receives, service_level)
+            if address:
+                break
+        self.service_level = service_level
+        if not address:
+            raise pd.library.refused(
+                "efadv_create_qp_ex",
+                ctypes.get_errno(),
+                pd.device,
+                f"making an SRD queue pair ({sends} sends, {receives} receives)",
+            )
+        super().__init__(pd.library, pd.device, address, "ibv_destroy_qp", [pd, cq])
+        self.check(
+            QP,
+            context=pd.context.address,
+            pd=pd.address,
+            send_cq=cq.address,
+            recv_cq=cq.address,
+            qp_type=codes.QPT_DRIVER,
+            state=codes.QPS_RESET,
+        )
+        self.number = QP.get(address, "qp_num")
+        try:
+            self.extended = pd.library.pointer(
+                "ibv_qp_to_qp_ex", address, device=pd.device, doing="finding the queue pair's posting functions"
+            )
+            self.operations = {name: QP_EX.get(self.extended, name) for name in _OPERATIONS}
+            if not all(self.operations.values()):
+                absent = ", ".join(name for name, function in self.operations.items() if not function)
+                raise pd.library.refused("ibv_qp_to_qp_ex", 0, pd.device, f"{absent} is missing")
+            self._ready(limits, qkey)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def _create(
+        pd: ProtectionDomain, cq: CompletionQueue, limits: EfaLimits, sends: int, receives: int, service_level: int
+    ) -> int:
+        """Address of a new ibv_qp, 0 when refused."""
+        attributes = Block(
+            QP_INIT_ATTR_EX,
+            send_cq=cq.address,
+            recv_cq=cq.address,
+            qp_type=codes.QPT_DRIVER,
+            sq_sig_all=1,
+            comp_mask=codes.INIT_ATTR_PD | codes.INIT_ATTR_SEND_OPS_FLAGS,
+            pd=pd.address,
+            send_ops_flags=codes.OPS_RDMA_WRITE | codes.OPS_RDMA_WRITE_WITH_IMM,
+        )
+        attributes["cap.max_send_wr"], attributes["cap.max_recv_wr"] = sends, receives
+        attributes["cap.max_send_sge"] = attributes["cap.max_recv_sge"] = 1
+        efa = Block(EFA_QP_INIT_ATTR, driver_qp_type=codes.EFA_DRIVER_TYPE_SRD, sl=service_level)
+        efa["flags"] = codes.EFA_FLAG_UNSOLICITED_WRITE_RECV if limits.unsolicited else 0
+        return pd.library.call(
+            "efadv_create_qp_ex", pd.context.address, attributes.address, efa.address, EFA_QP_INIT_ATTR.nbytes
+        )
+
+    def _ready(self, limits: EfaLimits, qkey: int) -> None:
+        """RESET -> INIT -> RTR -> RTS; SRD needs no peer for that."""
+        attributes = Block(QP_ATTR, qp_state=codes.QPS_INIT, port_num=1, qkey=qkey)
+        mask = codes.QP_STATE | codes.QP_PKEY_INDEX | codes.QP_PORT | codes.QP_QKEY
+        self._modify(attributes, mask, "INIT")
+        self._modify(Block(QP_ATTR, qp_state=codes.QPS_RTR), codes.QP_STATE, "RTR")
+        attributes = Block(QP_ATTR, qp_state=codes.QPS_RTS)
+        mask = codes.QP_STATE | codes.QP_SQ_PSN
+        if limits.endless_retry:
+            attributes["rnr_retry"] = 7
+            mask |= codes.QP_RNR_RETRY
+        self._modify(attributes, mask, "RTS")
+
+    def _modify(self, attributes: Block, mask: int, state: str) -> None:
+        self.library.status(
+            "ibv_modify_qp",
+            self.address,
+            attributes.address,
+            mask,
+            device=self.device,
+            doing=f"preparing an SRD queue pair ({state})",
+        )
+
+
+def address_number(handle: AddressHandle) -> int:
+    """What completions name as the sender's address when it is that of ``handle``; -1 where the library cannot tell."""
+    found = Block(EFA_AH_ATTR)
+    status = handle.library.call("efadv_query_ah", handle.address, found.address, EFA_AH_ATTR.nbytes)
+    return -1 if status else found["ahn"]

@@ -18,41 +18,6 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "AH",
-    "AH_ATTR",
-    "ASYNC_EVENT",
-    "COMPLETION_FIELDS",
-    "CONTEXT",
-    "CQ",
-    "CQ_EX",
-    "CQ_INIT_ATTR_EX",
-    "DEVICE",
-    "DEVICE_ATTR",
-    "EFA_AH_ATTR",
-    "EFA_DEVICE_ATTR",
-    "EFA_QP_INIT_ATTR",
-    "GID_ENTRY",
-    "MR",
-    "PD",
-    "POLL_CQ_ATTR",
-    "PORT_ATTR",
-    "QP",
-    "QP_ATTR",
-    "QP_EX",
-    "QP_INIT_ATTR",
-    "QP_INIT_ATTR_EX",
-    "RECV_WR",
-    "SEND_WR",
-    "SGE",
-    "STRUCTS",
-    "VERBS_CONTEXT",
-    "WC",
-    "Block",
-    "Field",
-    "Struct",
-]
-
 _INTEGERS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
@@ -74,14 +39,12 @@ class Struct:
         header: the header that declares it.
         nbytes: its size, the least of all supported versions.
         fields: by C path.
-        base: a member that offsets count from instead of the start ("" = the start).
     """
 
     name: str
     nbytes: int
     fields: Mapping[str, Field]
     header: str = "infiniband/verbs.h"
-    base: str = ""
 
     def __getitem__(self, field: str) -> int:
         """Offset of ``field``: bind it to a module constant for compiled code."""
@@ -155,22 +118,7 @@ CONTEXT = Struct(
         cmd_fd=(264, 4),
         async_fd=(268, 4),
         num_comp_vectors=(272, 4),
-        abi_compat=(320, 8),
     ),
-)
-#: Offsets count from the ``ibv_context`` inside; there only when ``abi_compat`` is all ones, and only functions that
-#: lie within ``sz`` bytes before its end exist.
-VERBS_CONTEXT = Struct(
-    "verbs_context",
-    320 + 328,
-    _fields(
-        query_port=(-320, 8),
-        create_cq_ex=(-120, 8),
-        query_device_ex=(-104, 8),
-        create_qp_ex=(-56, 8),
-        sz=(-8, 8),
-    ),
-    base="context",
 )
 DEVICE_ATTR = Struct(
     "ibv_device_attr",
@@ -256,27 +204,6 @@ QP_EX = Struct(
         wr_abort=(336, 8),
     ),
 )
-CQ_EX = Struct(
-    "ibv_cq_ex",
-    288,
-    _fields(
-        context=(0, 8),
-        comp_mask=(128, 4),
-        status=(132, 4),
-        wr_id=(136, 8),
-        start_poll=(144, 8),
-        next_poll=(152, 8),
-        end_poll=(160, 8),
-        read_opcode=(168, 8),
-        read_vendor_err=(176, 8),
-        read_byte_len=(184, 8),
-        read_imm_data=(192, 8),
-        read_qp_num=(200, 8),
-        read_src_qp=(208, 8),
-        read_wc_flags=(216, 8),
-    ),
-)
-
 # --- work requests and completions ------------------------------------------------------------------------------------
 SGE = Struct("ibv_sge", 16, _fields(addr=(0, 8), length=(8, 4), lkey=(12, 4)))
 SEND_WR = Struct(
@@ -312,10 +239,6 @@ WC = Struct(
         slid=(42, 2),
     ),
 )
-POLL_CQ_ATTR = Struct("ibv_poll_cq_attr", 4, _fields(comp_mask=(0, 4)))
-#: Bits of ``ibv_cq_init_attr_ex.wc_flags``: which values a completion of an extended CQ must carry.
-COMPLETION_FIELDS = {"byte_len": 1, "imm": 2, "qp_num": 4, "src_qp": 8}
-
 # --- what objects are made from ---------------------------------------------------------------------------------------
 _CAP = {"max_send_wr": 0, "max_recv_wr": 4, "max_send_sge": 8, "max_recv_sge": 12, "max_inline_data": 16}
 _INIT = _fields(
@@ -329,19 +252,6 @@ _INIT = _fields(
 QP_INIT_ATTR = Struct("ibv_qp_init_attr", 64, _INIT)
 QP_INIT_ATTR_EX = Struct(
     "ibv_qp_init_attr_ex", 136, _INIT | _fields(comp_mask=(60, 4), pd=(64, 8), send_ops_flags=(128, 8))
-)
-CQ_INIT_ATTR_EX = Struct(
-    "ibv_cq_init_attr_ex",
-    56,
-    _fields(
-        cqe=(0, 4),
-        cq_context=(8, 8),
-        channel=(16, 8),
-        comp_vector=(24, 4),
-        wc_flags=(32, 8),
-        comp_mask=(40, 4),
-        flags=(44, 4),
-    ),
 )
 _AH = {
     "grh.dgid": (0, 16),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import errno
 
-__all__ = ["HARMLESS_EVENTS", "STATUS_ERRNO", "completion_words", "event_words"]
-
 # --- ibv_access_flags
 ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE = 1, 2
 #: Of the optional range: a library or NIC that does not know it ignores it (``ibv_reg_mr_iova2`` only).

@@ -1,9 +1,9 @@
-"""Control path of verbs through ctypes: devices, PD, MR, CQ as objects that end in the right order.
+"""Devices of verbs through ctypes, and what all C objects have in common: they end in the right order.
 
-Every object checks at birth that the fields this package reads of it lie where :mod:`.abi` says, against values
-that it knows otherwise; nothing compiled sees a raw pointer before that. Closing an object closes what was made from
-it first, so nothing leaks however a caller fails; all of them are context managers. Queue pairs and address handles are
-in :mod:`.objects`.
+Every object checks at birth that the fields this package reads of it lie where :mod:`.abi` says, against values that it
+knows otherwise; nothing compiled sees a raw pointer before that. Closing an object closes what was made from it first,
+so nothing leaks however a caller fails; all of them are context managers. :mod:`.objects` has what is made from a
+device.
 
 pyverbs is not used here: it exposes no raw pointer, which the compiled data path needs, and has to match the installed
 rdma-core. Where it is installed, ``uccl-ep doctor`` adds what it reports of the devices.
@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import ipaddress
 import logging
 import os
 import weakref
@@ -25,41 +26,51 @@ from types import TracebackType
 from typing import Self
 
 from ....errors import ConfigError, TransportError
-from ..nic.gid import Gid
 from . import codes
-from .abi import (
-    ASYNC_EVENT,
-    CONTEXT,
-    CQ,
-    DEVICE,
-    DEVICE_ATTR,
-    GID_ENTRY,
-    MR,
-    PD,
-    PORT_ATTR,
-    Block,
-    Struct,
-)
+from .abi import ASYNC_EVENT, CONTEXT, DEVICE, DEVICE_ATTR, GID_ENTRY, PORT_ATTR, Block, Struct
 from .library import VerbsLibrary
-
-__all__ = [
-    "CompletionQueue",
-    "Context",
-    "DeviceLimits",
-    "MemoryRegion",
-    "Port",
-    "ProtectionDomain",
-    "VerbsObject",
-    "open_device",
-]
 
 _log = logging.getLogger("uccl_ep_serving")
 
-_EXTENDED = (1 << 64) - 1
 #: Most GIDs read of a port; NICs have up to 1,024.
 _GIDS = 1024
 #: Most reports kept of a device, and read at once.
 _REPORTS = 16
+
+
+_TYPE_WORDS = {codes.GID_TYPE_IB: "IB", codes.GID_TYPE_ROCE_V1: "RoCE v1", codes.GID_TYPE_ROCE_V2: "RoCE v2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """An entry of a port's GID table.
+
+    Attributes:
+        index: place in the table.
+        kind: ``GID_TYPE_*``.
+        raw: its 16 bytes.
+        interface: index of the network interface it belongs to, 0 = none.
+    """
+
+    index: int
+    kind: int
+    raw: bytes
+    interface: int = 0
+
+    @property
+    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        """The IP address it stands for; v4-mapped GIDs are IPv4."""
+        address = ipaddress.IPv6Address(self.raw)
+        return address.ipv4_mapped or address
+
+    @property
+    def usable(self) -> bool:
+        """Neither zero nor link-local."""
+        address = self.address
+        return not (address.is_unspecified or address.is_link_local)
+
+    def __str__(self) -> str:
+        return f"GID {self.index} ({_TYPE_WORDS.get(self.kind, f'type {self.kind}')}, {self.address})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,91 +243,6 @@ class Context(VerbsObject):
         if not function:
             raise TransportError(f"{self.device}: its driver has no {name}", device=self.device)
         return function
-
-    @property
-    def extended(self) -> bool:
-        """Whether the extended operations (``verbs_context``) exist."""
-        return CONTEXT.get(self.address, "abi_compat") == _EXTENDED
-
-
-class ProtectionDomain(VerbsObject):
-    """A protection domain of ``context``. Raises TransportError."""
-
-    def __init__(self, context: Context) -> None:
-        address = context.library.pointer(
-            "ibv_alloc_pd", context.address, device=context.device, doing="making a protection domain"
-        )
-        super().__init__(context.library, context.device, address, "ibv_dealloc_pd", [context])
-        self.context = context
-        self.check(PD, context=context.address)
-
-
-class MemoryRegion(VerbsObject):
-    """Registered memory: ``nbytes`` bytes at ``start``, with its local and remote key.
-
-    Args:
-        pd: protection domain.
-        start, nbytes: the memory.
-        access: ``ACCESS_*``.
-        dmabuf: descriptor and offset of a dma-buf that ``start`` is a mapping of, for device memory.
-
-    Raises:
-        TransportError: the NIC or the kernel refused.
-    """
-
-    def __init__(
-        self, pd: ProtectionDomain, start: int, nbytes: int, access: int, dmabuf: tuple[int, int] | None = None
-    ) -> None:
-        library, doing = pd.library, f"registering {nbytes} bytes of memory"
-        relaxed = bool(access & codes.ACCESS_RELAXED_ORDERING)
-        if dmabuf is not None:
-            if "ibv_reg_dmabuf_mr" not in library:
-                raise TransportError(f"{pd.device}: {library.name} is older than rdma-core 34 and knows no dma-buf")
-            descriptor, offset = dmabuf
-            address = library.pointer(
-                "ibv_reg_dmabuf_mr",
-                pd.address,
-                offset,
-                nbytes,
-                start,
-                descriptor,
-                access,
-                device=pd.device,
-                doing=f"{doing} by dma-buf",
-            )
-        elif relaxed and "ibv_reg_mr_iova2" in library:
-            address = library.pointer(
-                "ibv_reg_mr_iova2", pd.address, start, nbytes, start, access, device=pd.device, doing=doing
-            )
-        else:
-            access &= ~codes.ACCESS_RELAXED_ORDERING
-            address = library.pointer("ibv_reg_mr", pd.address, start, nbytes, access, device=pd.device, doing=doing)
-        super().__init__(library, pd.device, address, "ibv_dereg_mr", [pd])
-        self.check(MR, pd=pd.address, length=nbytes)
-        self.start, self.nbytes = start, nbytes
-        self.lkey, self.rkey = MR.get(address, "lkey"), MR.get(address, "rkey")
-
-
-class CompletionQueue(VerbsObject):
-    """A completion queue of at least ``entries`` entries. Raises TransportError."""
-
-    def __init__(self, context: Context, entries: int) -> None:
-        address = context.library.pointer(
-            "ibv_create_cq",
-            context.address,
-            entries,
-            0,
-            0,
-            0,
-            device=context.device,
-            doing=f"making a completion queue of {entries} entries",
-        )
-        super().__init__(context.library, context.device, address, "ibv_destroy_cq", [context])
-        self.check(CQ, context=context.address)
-        self.entries = CQ.get(address, "cqe")
-        if self.entries < entries:
-            self.close()
-            raise TransportError(f"{context.device}: asked for {entries} completions, got {self.entries}")
 
 
 @contextlib.contextmanager

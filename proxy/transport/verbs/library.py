@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Mapping
 
 from ....errors import TransportError
 
-__all__ = ["PACKAGES", "VerbsLibrary", "bind", "load_libibverbs"]
-
 #: What to install, for messages.
 PACKAGES = (
     "Debian and Ubuntu: apt-get install ibverbs-providers; Fedora and RHEL: dnf install libibverbs; "

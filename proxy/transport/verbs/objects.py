@@ -1,15 +1,94 @@
-"""Queue pairs of reliable connections, address handles, and the path that both of them take."""
+"""What is made from an open device: protection domains, memory regions, queues, queue pairs and address handles."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
 
+from ....errors import TransportError
 from . import codes
-from .abi import AH, AH_ATTR, QP, QP_ATTR, QP_INIT_ATTR, Block, Struct
-from .device import CompletionQueue, ProtectionDomain, VerbsObject
+from .abi import AH, AH_ATTR, CQ, MR, PD, QP, QP_ATTR, QP_INIT_ATTR, Block, Struct
+from .device import Context, VerbsObject
 
-__all__ = ["AddressHandle", "Path", "QueuePair"]
+
+class ProtectionDomain(VerbsObject):
+    """A protection domain of ``context``. Raises TransportError."""
+
+    def __init__(self, context: Context) -> None:
+        address = context.library.pointer(
+            "ibv_alloc_pd", context.address, device=context.device, doing="making a protection domain"
+        )
+        super().__init__(context.library, context.device, address, "ibv_dealloc_pd", [context])
+        self.context = context
+        self.check(PD, context=context.address)
+
+
+class MemoryRegion(VerbsObject):
+    """Registered memory: ``nbytes`` bytes at ``start``, with its local and remote key.
+
+    Args:
+        pd: protection domain.
+        start, nbytes: the memory.
+        access: ``ACCESS_*``.
+        dmabuf: descriptor and offset of a dma-buf that ``start`` is a mapping of, for device memory.
+
+    Raises:
+        TransportError: the NIC or the kernel refused.
+    """
+
+    def __init__(
+        self, pd: ProtectionDomain, start: int, nbytes: int, access: int, dmabuf: tuple[int, int] | None = None
+    ) -> None:
+        library, doing = pd.library, f"registering {nbytes} bytes of memory"
+        relaxed = bool(access & codes.ACCESS_RELAXED_ORDERING)
+        if dmabuf is not None:
+            if "ibv_reg_dmabuf_mr" not in library:
+                raise TransportError(f"{pd.device}: {library.name} is older than rdma-core 34 and knows no dma-buf")
+            descriptor, offset = dmabuf
+            address = library.pointer(
+                "ibv_reg_dmabuf_mr",
+                pd.address,
+                offset,
+                nbytes,
+                start,
+                descriptor,
+                access,
+                device=pd.device,
+                doing=f"{doing} by dma-buf",
+            )
+        elif relaxed and "ibv_reg_mr_iova2" in library:
+            address = library.pointer(
+                "ibv_reg_mr_iova2", pd.address, start, nbytes, start, access, device=pd.device, doing=doing
+            )
+        else:
+            access &= ~codes.ACCESS_RELAXED_ORDERING
+            address = library.pointer("ibv_reg_mr", pd.address, start, nbytes, access, device=pd.device, doing=doing)
+        super().__init__(library, pd.device, address, "ibv_dereg_mr", [pd])
+        self.check(MR, pd=pd.address, length=nbytes)
+        self.start, self.nbytes = start, nbytes
+        self.lkey, self.rkey = MR.get(address, "lkey"), MR.get(address, "rkey")
+
+
+class CompletionQueue(VerbsObject):
+    """A completion queue of at least ``entries`` entries. Raises TransportError."""
+
+    def __init__(self, context: Context, entries: int) -> None:
+        address = context.library.pointer(
+            "ibv_create_cq",
+            context.address,
+            entries,
+            0,
+            0,
+            0,
+            device=context.device,
+            doing=f"making a completion queue of {entries} entries",
+        )
+        super().__init__(context.library, context.device, address, "ibv_destroy_cq", [context])
+        self.check(CQ, context=context.address)
+        self.entries = CQ.get(address, "cqe")
+        if self.entries < entries:
+            self.close()
+            raise TransportError(f"{context.device}: asked for {entries} completions, got {self.entries}")
 
 
 @dataclass(frozen=True, slots=True)

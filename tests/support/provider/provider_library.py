@@ -22,7 +22,6 @@ import numpy as np
 
 from tests.support.provider import provider_network as net
 from uccl_ep_serving.proxy.state import aligned_zeros
-from uccl_ep_serving.proxy.transport.nic.gid import Gid
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.abi import (
     ASYNC_EVENT,
@@ -39,11 +38,10 @@ from uccl_ep_serving.proxy.transport.verbs.abi import (
     WC,
     Struct,
 )
+from uccl_ep_serving.proxy.transport.verbs.device import Gid
 from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
 __all__ = ["DataFunctions", "DeviceTraits", "MemoryNetwork", "reliable_connection"]
-
-_EXTENDED = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +304,7 @@ class MemoryNetwork:
         return 0
 
     def _open_device(self, rank: int, device: int) -> int:
-        context = self._create("context", CONTEXT, 512, (), device=device, abi_compat=_EXTENDED, cmd_fd=0, async_fd=0)
+        context = self._create("context", CONTEXT, 512, (), device=device, cmd_fd=0, async_fd=0)
         for name in ("poll_cq", "post_send", "post_recv"):
             CONTEXT.set(context, f"ops.{name}", getattr(self.functions, name))
         return context

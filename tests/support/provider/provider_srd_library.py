@@ -17,7 +17,6 @@ import numpy as np
 
 from tests.support.provider import provider_srd as nic
 from tests.support.provider.provider_library import DataFunctions, DeviceTraits, MemoryNetwork
-from uccl_ep_serving.proxy.transport.nic.gid import Gid
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.abi import (
     AH,
@@ -34,6 +33,7 @@ from uccl_ep_serving.proxy.transport.verbs.abi import (
     QP_EX,
     QP_INIT_ATTR_EX,
 )
+from uccl_ep_serving.proxy.transport.verbs.device import Gid
 from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
 __all__ = ["EfaTraits", "SrdNetwork"]
@@ -86,7 +86,6 @@ class SrdNetwork(MemoryNetwork):
 
     Attributes:
         efa: traits of all devices.
-        peer_memory: devices take any memory directly; False: only by dma-buf, as GPUs without a peer-memory module.
     """
 
     def __init__(self, ranks: int, rails: int = 1, seed: int = 1, *, repeat: float = 0.25, pace: int = 16) -> None:
@@ -94,7 +93,6 @@ class SrdNetwork(MemoryNetwork):
         unused = DataFunctions(post_send=0, post_recv=functions["post_recv"], poll_cq=functions["poll_cq"], modify_qp=0)
         super().__init__(0, seed, functions=unused)
         self.efa = EfaTraits()
-        self.peer_memory = True
         self.ranks, self.rails = ranks, rails
         self._flight = np.zeros((1 << 16, nic.FLIGHT_WORDS), np.int64)
         self.fabric = np.zeros(nic.FABRIC_WORDS, np.int64)
@@ -247,7 +245,7 @@ class SrdNetwork(MemoryNetwork):
         return pd
 
     def _register_directly(self, pd: int, start: int, nbytes: int, access: int) -> int:
-        if not self.peer_memory or self._is_device_memory(start, nbytes):
+        if self._is_device_memory(start, nbytes):
             ctypes.set_errno(errno.EFAULT)
             return 0
         return self._register(pd, start, nbytes, access)
