@@ -42,7 +42,7 @@ def modes(buffer: Buffer) -> Any:
 
 def check_drained(buffer: Buffer) -> None:
     """What the kernels have put into rings, the host sees put, and then taken: else leaving a window takes for ever."""
-    plane = buffer.runtime._plane
+    plane = buffer.runtime._epochs.plane
     assert plane is not None
     assert plane.drain(time.monotonic() + 10.0, buffer.runtime._liveness), plane.stats()
 

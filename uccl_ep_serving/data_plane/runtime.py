@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,17 +24,15 @@ from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
-from ..errors import REBUILD_GROUP, ConfigError, PeerError, ProxyDied, TransportError, UcclEpError
+from ..errors import PeerError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import warm
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
 from ..stats import LiveServer, OperationLog
-from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
-from .build import PlaneBuilder
+from .agreement import SETUP
+from .epochs import Epochs
 from .kernel_space import KernelSpace
-from .plane import DataPlane
 from .segments import HeapAllocator
-from .watch import PlaneWatch
 from .window_sizes import normal_plan
 
 __all__ = ["Runtime"]
@@ -56,7 +53,6 @@ class Runtime:
 
     Attributes:
         rank, ranks, settings: of the group.
-        epoch: number of :meth:`rebuild` calls; message counters restart at 0 with each.
 
     Raises:
         ConfigError, BootstrapError, TransportError: nothing is left open.
@@ -70,26 +66,15 @@ class Runtime:
         self.settings = settings
         self.rank = exchange.rank
         self.ranks = exchange.size
-        self.epoch = 0
-        self._begun = 0
-        self._all_direct = False
-        self._node_ranks = 1
-        self._stale = ""
         self.operations = OperationLog()
         self.record = self.operations.record
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._broken = ""
         with refusing(exchange):
             warm()
-            self._normal = normal_plan(self.ranks, settings, heap_bytes)
+            normal = normal_plan(self.ranks, settings, heap_bytes)
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._liveness = self._mesh.liveness
-        self._plane: DataPlane | None = None
-        self._watch = PlaneWatch(
-            self._mesh, lambda: None if self._closed else self._plane, lambda: self._begun, self._settle
-        )
+        self._epochs = Epochs(self._mesh, settings, normal)
+        self._watch = self._epochs.watch
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -98,33 +83,14 @@ class Runtime:
                 socket_name=self._mesh.socket_name,
                 address=self._mesh.address,
                 port=self._mesh.port,
-                sizes={"normal-mode heap bytes": self._normal.heap},
+                sizes={"normal-mode heap bytes": normal.heap},
             )
-            self._builder = PlaneBuilder(self._mesh, introduction, settings, self._normal)
             self._mesh.connect(introduction)
-            self._install(None)
+            self._epochs.start(introduction)
             self._live = LiveServer(self.stats)
         except BaseException:
             self._teardown(time.monotonic() + 1.0)
             raise
-
-    def _check_usable(self) -> None:
-        """Raise UcclEpError when the Buffer is closed, forked or broken."""
-        if self._closed:
-            raise UcclEpError("this Buffer is closed")
-        if os.getpid() != self._pid:
-            raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
-        if broken := self._broken or self._watch.evicted:
-            raise UcclEpError(broken)
-
-    @property
-    def _present(self) -> DataPlane:
-        """The data plane of the present epoch. Raises UcclEpError as :attr:`space`."""
-        plane = self._plane
-        if self._closed or self._broken or self._watch.evicted or plane is None or plane.space is None:
-            self._check_usable()
-            raise UcclEpError(f"this rank has no window at present ({self._stale or 'it is being built'})")
-        return plane
 
     # -- the present epoch --------------------------------------------------------------------------------------
 
@@ -132,9 +98,14 @@ class Runtime:
     def space(self) -> KernelSpace:
         """Kernel space of the present epoch. Raises UcclEpError when the Buffer is closed or broken, and when
         there is none; that the process was forked, :meth:`check` says."""
-        space = self._present.space
+        space = self._epochs.present.space
         assert space is not None
         return space
+
+    @property
+    def epoch(self) -> int:
+        """How often ranks have rebuilt their windows; message counters restart at 0 with each epoch."""
+        return self._epochs.number
 
     @property
     def layout(self) -> WindowLayout:
@@ -175,18 +146,18 @@ class Runtime:
     def all_direct(self) -> bool:
         """True when kernels of this rank write every peer's window themselves; after the last data plane, while there
         is none."""
-        return self._all_direct
+        return self._epochs.all_direct
 
     @property
     def node_ranks(self) -> int:
         """Ranks of a node when all nodes are equal groups of consecutive ranks that write each other's windows
         themselves and no rank is masked, else 1; the same on all ranks."""
-        return self._node_ranks
+        return self._epochs.node_ranks
 
     @property
     def nic_bandwidth(self) -> float:
         """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
-        return 0.0 if self._plane is None else self._plane.nic_bandwidth
+        return 0.0 if self._epochs.plane is None else self._epochs.plane.nic_bandwidth
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -195,9 +166,9 @@ class Runtime:
 
         Commands refused outside operations are named here, once, and never in the middle of an operation.
         """
-        self._check_usable()
+        self._epochs.check_usable()
         try:
-            if self.stale:
+            if self._epochs.stale:
                 # the old data plane has failed, which is why it is left; what counts is who will be in the new one
                 self._liveness.check(phase)
                 return
@@ -208,12 +179,13 @@ class Runtime:
                 raise space.failure(phase)
         except (PeerError, TransportError, ProxyDied) as error:
             self._fail(error, phase)
-        if self._plane is not None and self._plane.service is not None:
-            self._plane.service.check_commands()
+        service = self._epochs.present.service
+        assert service is not None
+        service.check_commands()
 
     def begin_operation(self) -> None:
         """Count a collective operation, before anything of it is sent."""
-        self._begun += 1
+        self._epochs.begun += 1
 
     def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = None) -> None:
         """Run ``step`` until it is done, as :meth:`KernelSpace.wait` says. Of the errors that blame a peer, only those
@@ -255,7 +227,7 @@ class Runtime:
     @property
     def nic_peers(self) -> frozenset[int]:
         """Ranks that are not masked and that this one reaches over NICs."""
-        routes = self._present.routes
+        routes = self._epochs.present.routes
         return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) & self._liveness.present
 
     @property
@@ -278,23 +250,23 @@ class Runtime:
             TransportError: on every rank, when a NIC of one of them takes the memory in no way.
             PeerError: a rank did not take part.
         """
-        self._present.register_device_window(start, nbytes, export, objection, self.exchange)
+        self._epochs.present.register_device_window(start, nbytes, export, objection, self.exchange)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has
         to end when the sticky error is set: that is how its time is limited."""
-        self._present.finishes.append(finish)
+        self._epochs.present.finishes.append(finish)
 
     def before_unmapping(self, release: Callable[[], object]) -> None:
         """Call ``release`` when the memory of the present epoch goes, once its proxies have stopped."""
-        self._present.releases.append(release)
+        self._epochs.present.releases.append(release)
 
     # -- rebuilding ---------------------------------------------------------------------------------------------
 
     @property
     def stale(self) -> str:
         """Why the next operation must begin with :meth:`rebuild`, in words; empty when it need not."""
-        return self._stale
+        return self._epochs.stale
 
     @property
     def rebuild_requested(self) -> bool:
@@ -315,79 +287,7 @@ class Runtime:
             PeerError: a rank did not take part; mask it, or close the group.
         """
         self.check(SETUP)
-        with self._breaking():
-            outcome = self._agree(plan, objection)
-            if not outcome.refusal:
-                self._rebuild(plan, outcome.epoch)
-        self._refuse(outcome)
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
-        of them share. Masking a lost rank mends that, since those that are left begin a new epoch then."""
-        try:
-            yield
-        except BaseException as error:
-            named = self._watch.resolve_cause(error) if isinstance(error, PeerError) else error
-            what = f"rank {self.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(": ")
-            # an error that blames a peer says what to do: mask it
-            self._broken = what if isinstance(named, PeerError) else f"{what}. {REBUILD_GROUP}"
-            try:
-                if named is error:
-                    raise
-                raise named from error
-            finally:
-                del named  # as in _fail
-
-    def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
-        masked = self._liveness.masked
-        mine = Proposal(plan, self.epoch, self._begun, tuple(sorted(masked)), objection)
-        answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=self.settings.timeout)
-        proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
-        return decide(self.ranks, self._normal, proposals)
-
-    def _refuse(self, outcome: Outcome) -> None:
-        if not outcome.refusal:
-            return
-        if outcome.torn:
-            self._stale = self._stale or "the ranks began different operations"
-        raise ConfigError(
-            f"{SETUP}: {outcome.refusal}. The group stays usable"
-            + (": what was sent before is void, go on with a dispatch on every rank" if self._stale else "")
-        )
-
-    def _settle(self, plane: DataPlane) -> None:
-        """A peer waits for other windows, and this rank for an operation which that peer will never join: say so to
-        the others, and raise what all of them come to."""
-        with self._breaking():
-            outcome = self._agree(plane.layout.low_latency, "")
-        self._refuse(outcome)
-
-    def _rebuild(self, plan: LowLatencyPlan | None, epoch: int) -> None:
-        deadline = time.monotonic() + self.settings.connect_timeout
-        old = self._plane
-        if old is not None and not self._watch.drain(old, deadline):
-            _log.warning("rank %d: writes to the old window are still under way after the deadline", self.rank)
-        # Nobody may unmap or stop while another rank still writes to it.
-        self._mesh.steps.gather("leaving the old window")
-        self._plane = None
-        if old is not None:
-            old.close(deadline)
-        self.epoch, self._begun = epoch, 0
-        self._install(plan)
-        self._stale = ""
-
-    def _install(self, plan: LowLatencyPlan | None) -> None:
-        plane = self._builder.build(plan, self.epoch, self._watch.look)
-        with self._lock:
-            taken = not self._closed
-            if taken:
-                self._plane = plane
-                self._all_direct = not plane.kinds
-                self._node_ranks = plane.node_ranks
-        if not taken:
-            plane.close(time.monotonic() + 1.0)
-            raise UcclEpError("this Buffer was closed while it was being built")
+        self._epochs.rebuild(plan, objection)
 
     # -- peers --------------------------------------------------------------------------------------------------
 
@@ -401,25 +301,23 @@ class Runtime:
         Raises:
             UcclEpError: the Buffer is closed.
         """
-        if self._closed or os.getpid() != self._pid:
-            self._check_usable()  # raises; a broken Buffer, however, may be mended by this
+        if self._epochs.closed or self._epochs.forked:
+            self._epochs.check_usable()  # raises; a broken Buffer, however, may be mended by this
         if self._liveness.mask[peer]:
             return
         self._mesh.mask_out(peer)
-        self._stale = f"rank {peer} was masked"
-        self._broken = ""
-        self._watch.part_from(peer)
+        self._epochs.leave_out(peer)
         _log.warning("rank %d masked rank %d: its tokens and experts are left out", self.rank, peer)
 
     # -- counters and end ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Plain counters of this rank; also what the live socket serves."""
-        plane = self._plane
+        plane = self._epochs.plane
         return {
             "rank": self.rank,
             "world": self.ranks,
-            "pid": self._pid,
+            "pid": os.getpid(),
             "epoch": self.epoch,
             "proxies": self.settings.proxies,
             "channels": self.settings.channels,
@@ -432,14 +330,12 @@ class Runtime:
     @property
     def closed(self) -> bool:
         """True after :meth:`close`."""
-        return self._closed
+        return self._epochs.closed
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Stop, drain, wait for the others (bounded by ``timeout`` seconds), unmap. May be called twice."""
-        with self._lock:
-            if self._closed or os.getpid() != self._pid:
-                return
-            self._closed = True
+        if self._epochs.forked or not self._epochs.shut():
+            return
         deadline = time.monotonic() + timeout
         try:
             self._take_leave(deadline)
@@ -448,11 +344,11 @@ class Runtime:
 
     def _take_leave(self, deadline: float) -> None:
         """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""
-        plane = self._plane
+        plane = self._epochs.plane
         if (
-            self._broken
+            self._epochs.broken
             or self._watch.evicted
-            or self._stale
+            or self._epochs.stale
             or plane is None
             or plane.space is None
             or plane.space.failed
@@ -471,8 +367,8 @@ class Runtime:
 
     def _teardown(self, deadline: float) -> None:
         """Let go of everything, each part whatever becomes of the others (Ctrl-C included)."""
-        self._closed = True
-        plane, self._plane = self._plane, None
+        self._epochs.shut()
+        plane, self._epochs.plane = self._epochs.plane, None
         with contextlib.ExitStack() as steps:  # runs from the last to the first
             if self._live is not None:
                 steps.callback(self._live.close)

@@ -36,8 +36,9 @@ class GroundRuntime(Protocol):
 
     rank: int
     ranks: int
-    epoch: int
 
+    @property
+    def epoch(self) -> int: ...
     @property
     def stale(self) -> str: ...
     @property

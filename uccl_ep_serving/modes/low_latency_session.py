@@ -27,8 +27,9 @@ class Space(Protocol):
 
     rank: int
     ranks: int
-    epoch: int
 
+    @property
+    def epoch(self) -> int: ...
     @property
     def settings(self) -> Settings: ...
     @property

@@ -47,8 +47,9 @@ class DeviceNormalRuntime(Protocol):
 
     rank: int
     ranks: int
-    epoch: int
 
+    @property
+    def epoch(self) -> int: ...
     @property
     def settings(self) -> Settings: ...
     @property
