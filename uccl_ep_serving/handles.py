@@ -145,7 +145,7 @@ class NodeRoute(NamedTuple):
     Attributes:
         node_rows: int64 [N], rows sent to each node, 0 for this rank's own.
         node_tokens: int32 [N, tokens], token indices sent to each node, undefined beyond ``node_rows`` of them.
-        relay_rows: int64 [N], rows from each node that were handed on here; None before the dispatch was opened.
+        relay_rows: int64 [N], rows from each node that were forwarded here; None before the dispatch was opened.
         relay_marks: uint8 [sum of relay_rows, ceil(M / 8)]: for which ranks of this node each was, a bit each; None
             likewise.
     """
@@ -183,7 +183,7 @@ class DeviceNodeRoute(NamedTuple):
     Attributes:
         node_ranks: M.
         passing: int64 [2, R], rows sent to, and received from, each rank, whoever carried them.
-        relay_marks: uint8 [rows handed on here, ceil(M / 8)]: for which ranks of this node each was, a bit each; of
+        relay_marks: uint8 [rows forwarded here, ceil(M / 8)]: for which ranks of this node each was, a bit each; of
             rows beyond the last, as of those beyond ``num_worst_tokens``, nothing is known.
     """
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.failures import FailureReport, Liveness, trace_root
+from uccl_ep_serving.control_plane.failure_report import FailureReport
+from uccl_ep_serving.control_plane.failures import Liveness, trace_root
 from uccl_ep_serving.control_plane.frames import ANSWER, FAILED, send_frame
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, TransportError

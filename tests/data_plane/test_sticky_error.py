@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.failures import FailureReport, Liveness
+from uccl_ep_serving.control_plane.failure_report import FailureReport
+from uccl_ep_serving.control_plane.failures import Liveness
 from uccl_ep_serving.data_plane.sticky_error import StickyError
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, UcclEpError, after_loss, after_silence
 from uccl_ep_serving.protocol import context as ctx

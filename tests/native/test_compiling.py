@@ -128,7 +128,7 @@ def test_everything_is_compiled_before_the_ranks_meet(
 
 @pytest.mark.timeout(300)  # compiles everything where nothing is cached
 def test_what_is_compiled_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another Buffer, or a window laid out anew, while another program of this user compiles: nobody waits for it."""
+    """Another Buffer, or a rebuilt window, while another program of this user compiles: nobody waits for it."""
     everything = (loop.warm, failure.warm, shm_data.warm, tcp_data.warm)
     for warm in everything:
         warm()

@@ -108,7 +108,7 @@ class _Rank:
         """The Buffer, built with all other ranks when there is none."""
         if self.buffer is None:
             self.buffer = Buffer(exchange, settings=Settings.from_environment({}, **self.plan.settings))
-            # the widest type first: its window serves all others, and none is laid out anew under overlapped layers
+            # the widest type first: its window serves all others, and none is rebuilt under overlapped layers
             _low_latency(self, self.buffer, [0], lambda: None)
         return self.buffer
 

@@ -1,4 +1,4 @@
-"""A rank dies while the group connects, lays its windows out anew or closes, or never gets that far: the others are
+"""A rank dies while the group connects, rebuilds its windows or closes, or never gets that far: the others are
 told within a second or two, by name, and nothing is left behind."""
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def test_the_others_go_on_wherever_the_loss_strikes(mortal_ranks: Ranks, path: s
 
 
 def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: bool) -> list[int]:
-    """Rank 1 is lost in an operation, rank 3 in place of laying the windows out anew."""
+    """Rank 1 is lost in an operation, rank 3 instead of rebuilding the windows."""
     buffer = bodies.opened(exchange, overrides)
     case = case_of(4)
     checked_trip(buffer, case, set())
@@ -212,7 +212,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
 
 
 @pytest.mark.parametrize(("path", "normal_first"), [("direct", False), ("direct", True), ("tcp", False)])
-def test_a_second_rank_is_lost_while_the_others_build_anew(mortal_ranks: Ranks, path: str, normal_first: bool) -> None:
+def test_a_second_rank_is_lost_while_the_others_rebuild(mortal_ranks: Ranks, path: str, normal_first: bool) -> None:
     mortal_ranks.start(4, lose_two, PATHS[path], normal_first)
     results = mortal_ranks.finish([0, 2], timeout=180)
     assert results == {0: (True, [3]), 2: (True, [3])}

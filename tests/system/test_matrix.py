@@ -23,7 +23,7 @@ UNEVEN = {2: (7, 0), 3: (0, 8, 3), 4: (1, 8, 0, 5), 8: (8, 1, 0, 7, 3, 8, 0, 2)}
 
 
 def low_latency_cases(ranks: int) -> Iterator[ll_cases.Case]:
-    """Formats x forms x counts x routings; plans change on the way, which lays the windows out anew."""
+    """Formats x forms x counts x routings; plans change on the way, which rebuilds the windows."""
     formats: list[dict[str, Any]] = [
         {},
         {"dtype": torch.float16},

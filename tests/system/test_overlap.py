@@ -142,7 +142,7 @@ def two_in_flight(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
     """Every way to have two operations in flight on one Buffer."""
     buffer = bodies.opened(exchange, overrides)
     numbers = itertools.count()
-    # the widest type first: a window cannot be laid out anew while an operation is in flight
+    # the widest type first: a window cannot be rebuilt while an operation is in flight
     overlapped(low_latency_layer(buffer, 0), low_latency_layer(buffer, 4), crossed=False)
     for crossed in (False, True) * LAYERS:
         overlapped(low_latency_layer(buffer, next(numbers)), low_latency_layer(buffer, next(numbers)), crossed=crossed)

@@ -190,12 +190,12 @@ class Card(msgspec.Struct, frozen=True):
     formats: int
     pid: int
     host_name: str
-    host: str
-    socket_name: str
-    address: str
-    port: int
-    agreed: dict[str, Any]
-    sizes: dict[str, int]
+    host: str = ""
+    socket_name: str = ""
+    address: str = ""
+    port: int = 0
+    agreed: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     secret: bytes = b""
     refusal: str = ""
     misconfigured: bool = False
@@ -206,6 +206,19 @@ class Introduction(msgspec.Struct, frozen=True):
 
     cards: tuple[Card, ...]
     secret: bytes
+
+
+def _card(exchange: Exchange, **fields: Any) -> Card:
+    """This rank's card: who it is, and ``fields``."""
+    return Card(
+        rank=exchange.rank,
+        size=exchange.size,
+        version=_VERSION,
+        formats=FORMAT_VERSION,
+        pid=os.getpid(),
+        host_name=socket.gethostname(),
+        **fields,
+    )
 
 
 def _host_identity() -> str:
@@ -300,22 +313,8 @@ def refusing(exchange: Exchange) -> Iterator[None]:
     except Exception as error:
         # at once, because the others may come late
         _log.error("rank %d does not open its Buffer: %s", exchange.rank, error)
-        card = Card(
-            rank=exchange.rank,
-            size=exchange.size,
-            version=_VERSION,
-            formats=FORMAT_VERSION,
-            pid=os.getpid(),
-            host_name=socket.gethostname(),
-            host="",
-            socket_name="",
-            address="",
-            port=0,
-            agreed={},
-            sizes={},
-            refusal=f"{type(error).__name__}: {error}",
-            misconfigured=isinstance(error, ConfigError),
-        )
+        refusal = f"{type(error).__name__}: {error}"
+        card = _card(exchange, refusal=refusal, misconfigured=isinstance(error, ConfigError))
         try:
             exchange.all_gather(msgspec.msgpack.encode(card))
         except Exception as other:  # of any kind: what counts is why this rank does not start
@@ -344,13 +343,8 @@ def introduce(
             cards; or a rank listens where another one cannot reach it.
     """
     with refusing(exchange):
-        mine = Card(
-            rank=exchange.rank,
-            size=exchange.size,
-            version=_VERSION,
-            formats=FORMAT_VERSION,
-            pid=os.getpid(),
-            host_name=socket.gethostname(),
+        mine = _card(
+            exchange,
             host=_host_identity(),
             socket_name=socket_name,
             address=address,

@@ -234,7 +234,7 @@ class _Meeting:
         except OSError as error:
             if error.errno in _NO_ROOM and not self._push_out("no descriptors are left"):
                 raise self._no_socket(error) from error
-            return  # gone again, not there after all, or still waiting for the next turn
+            return  # gone again, not there after all, or still there when it is asked again
         connection.setblocking(False)
         expires = time.monotonic() + _ACCEPT_SECONDS
         talk = _Talk(

@@ -1,7 +1,7 @@
 """Steps on which ranks agree: numbered all-gathers of small payloads over the control connections.
 
 All ranks take the same steps in the same order. Survivors of a lost peer may have come to different numbers, so the
-numbers start anew, above all earlier ones, each time a peer is masked: ranks with the same mask meet again.
+numbers start again above all earlier ones, each time a peer is masked: ranks with the same mask meet again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError, after_silence
-from .failures import FailureReport, Liveness
+from .failure_report import FailureReport
+from .failures import Liveness
 from .frames import GATHER, MOST_PAYLOAD, Frame, close_all, send_frame
 from .links import Link
 
@@ -174,7 +175,7 @@ class Steps:
             return {peer: data[len(prefix) :] for peer, (data, _) in waiting.items() if data.startswith(prefix)}
 
     def renumber(self) -> None:
-        """A rank was masked: numbers start anew, above all that were used with fewer masked."""
+        """A rank was masked: numbers start again above all that were used with fewer masked."""
         with self._changed:
             self._next = self._oldest = len(self._liveness.masked) << _MASK_SHIFT
             stale = [self._inbox.pop(number) for number in list(self._inbox) if number < self._oldest]

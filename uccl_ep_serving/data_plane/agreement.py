@@ -1,4 +1,4 @@
-"""What ranks say to each other before they lay their windows out anew, and what follows from it on every rank.
+"""What ranks tell each other before they rebuild their windows, and what follows from it on every rank.
 
 Every rank decides from the same proposals, so all come to the same answer: the next data plane, or one refusal that
 names who differs. Standard data only; the exchange itself is a gather of the control connections.
@@ -56,7 +56,7 @@ class Outcome:
     """The answer, the same on every rank.
 
     Attributes:
-        refusal: why nothing is laid out anew, empty when it is.
+        refusal: why nothing is rebuilt, empty when it is.
         torn: ranks have begun different numbers of operations: what the present data plane carries fits nobody, and
             the next operation must begin in a new one.
         epoch: number of the next data plane.
@@ -72,7 +72,7 @@ def _words(proposal: Proposal) -> str:
 
 
 def _differences(proposals: Mapping[int, Proposal]) -> str:
-    """Who wants what, ranks that want the same in one breath."""
+    """Who wants what, ranks that want the same together."""
     groups: dict[str, list[str]] = {}
     for rank, proposal in proposals.items():
         groups.setdefault(_words(proposal), []).append(str(rank))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from ..control_plane.failures import FailureReport
+from ..control_plane.failure_report import FailureReport
 from ..control_plane.mesh import ControlMesh
 from ..errors import REBUILD_GROUP, PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss
 from ..protocol import context as ctx
