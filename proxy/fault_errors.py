@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..errors import PeerLost, ProtocolError, TransportError, UcclEpError
+from ..errors import PeerLost, ProtocolError, TransportError, UcclEpError, after_loss
 from ..protocol.command import HIGH, LOW, UNIT
 from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL
 from ..protocol.streams import channel_of, name_of
@@ -143,8 +143,7 @@ class FaultReader:
         if failure == FAILURE_PEER_LOST:
             cause = self._ending(state, noted)
             return PeerLost(
-                f"rank {peer} is gone ({cause}). Next step: read its log; then mask it on every rank that is left, or "
-                "close the buffer on all of them",
+                f"rank {peer} is gone ({cause}). {after_loss(peer)}",
                 peer=peer,
                 phase="proxy",
                 channel=channel,

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.world import SLOT, Link, World
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import ConfigError, PeerLost, ProxyDied, TransportError
+from uccl_ep_serving.errors import ConfigError, PeerLost, ProxyDied, TransportError, after_loss
 from uccl_ep_serving.protocol.command import HIGH, LOW, Command
 from uccl_ep_serving.protocol.context import (
     ERROR_CODE,
@@ -264,6 +264,7 @@ def test_a_lost_peer_is_named_until_it_is_forgotten() -> None:
         service.check()
     assert caught.value.peer == 2
     assert caught.value.cause == service.loss_of(2)
+    assert str(caught.value).endswith(after_loss(2)), "the same next step as of a loss that others notice"
     assert "fake" in service.loss_of(2)
     assert service.loss_of(2).endswith("(Connection reset by peer), noticed by proxy 0 of rank 0")
     assert service.loss_of(1) == ""
