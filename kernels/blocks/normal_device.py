@@ -116,7 +116,7 @@ INFO_SHAPE_MISMATCH = next(_word)  # DIFFERENT where it was not 0
 INFO_RELAYED = next(_word)  # rows that a first dispatch forwards
 INFO_MISSED_DISPATCH_STEPS = next(_word)  # MISSED_DISPATCH_STEPS of the operations before it
 INFO_MISSED_COMBINE_STEPS = next(_word)  # MISSED_COMBINE_STEPS likewise
-INFO_WORDS = next(_word)
+INFO_WORDS = next(_word)  # how many these are
 #: After these, by rank: SHAPE, CODING, ROW_BYTES, META_BYTES of a peer's notify, when its shape differs; then rows per
 #: local expert.
 PEER_INFO_WORDS = 4

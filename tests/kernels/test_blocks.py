@@ -12,6 +12,7 @@ import torch
 from uccl_ep_serving.kernels.blocks import low_latency, low_latency_device, normal, normal_device
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 
+BLOCKS = Path(__file__).parents[2] / "kernels" / "blocks"
 TRITON = Path(__file__).parents[2] / "kernels" / "triton"
 
 
@@ -22,6 +23,17 @@ def test_tables_start_after_the_words() -> None:
     assert normal.ROUTE < normal.OPERATION_WORDS
     assert normal.FILLED < normal.PEER_WORDS
     assert normal_device.KEPT < normal_device.STATE_WORDS
+
+
+@pytest.mark.parametrize("path", sorted(BLOCKS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_word_is_described_where_it_is_declared(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    declared = [number for number, line in enumerate(lines) if "= next(_" in line and not line.startswith("_")]
+    bare = [
+        lines[number] for number in declared if "  # " not in lines[number] and not lines[number - 1].startswith("# ")
+    ]
+    assert bare == []
+    assert declared or path.stem == "__init__"
 
 
 def test_a_device_block_holds_no_address_of_the_host() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -165,13 +163,3 @@ def test_a_layout_that_contradicts_itself_or_the_ids_is_found(what: str, found: 
 def test_bad_ids_are_refused_by_name(topk_idx: torch.Tensor, experts: int, words: str):
     with pytest.raises(ConfigError, match=words):
         one_rank_of(2, topk_idx, experts)
-
-
-def test_every_word_of_the_blocks_is_described_once_and_in_order():
-    """Its docstring is the only description of the blocks, and the kernels trust the numbers."""
-    described = re.findall(r"^    ([A-Z][A-Z0-9_]*(?:, [A-Z0-9_]+)?) +[HKP]\b", block.__doc__, re.MULTILINE)
-    words = [word for line in described for word in line.split(", ")]
-    start = words.index("ABSENT")
-    for names, room in ((words[:start], block.OPERATION_WORDS), (words[start:], block.PEER_WORDS)):
-        assert [getattr(block, name) for name in names] == list(range(len(names)))
-        assert len(names) <= room
