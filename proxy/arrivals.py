@@ -17,7 +17,7 @@ def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
     """ARRIVED: a write with immediate ``imm`` from rank ``proven`` (-1: the immediate must be believed) is visible.
 
     Nothing of an immediate is used before it was checked: an impossible one is blamed on the peer, and the peer is
-    parted from.
+    dropped.
     """
     source = imm_source(imm)
     stream = imm_stream(imm)
@@ -29,7 +29,7 @@ def arrive(state: int, proven: int, imm: int, nbytes: int) -> None:
         source >= peek(state + words.RANKS) or source == peek(state + words.RANK) or (proven >= 0 and proven != source)
     ):
         fault = FAULT_SOURCE
-    # rule: nothing is believed from a peer that was parted from
+    # rule: nothing is believed from a peer that was dropped
     elif words.peer_state(state, source) != words.UP:
         # Lost, forgotten or never connected: nothing of it counts.
         return

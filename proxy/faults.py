@@ -1,4 +1,4 @@
-"""What the loop does when something is wrong: note it where Python finds it, set the sticky error, part from a peer.
+"""What the loop does when something is wrong: note it where Python finds it, set the sticky error, drop a peer.
 
 The loop never raises and never stops because of a peer: the others go on. :mod:`.fault_errors` turns what is noted here
 into exceptions with words.
@@ -41,7 +41,7 @@ def _failure_of(fault: int) -> int:
 
 
 @compiled
-def _part(state: int, peer: int, new_state: int, reason: int) -> None:
+def _drop_peer(state: int, peer: int, new_state: int, reason: int) -> None:
     """Nothing is sent to ``peer`` or believed from it any more; whoever waits for own writes to it is released."""
     entry = words.peer_entry(state, peer)
     endpoint = peek(entry + words.PEER_ENDPOINT)
@@ -70,7 +70,7 @@ def _part(state: int, peer: int, new_state: int, reason: int) -> None:
 
 @compiled
 def blame_peer(state: int, peer: int, fault: int, stream: int, value: int, detail: int) -> None:
-    """``peer`` failed or broke the rules: note it, set the sticky error, part from the peer.
+    """``peer`` failed or broke the rules: note it, set the sticky error, drop the peer.
 
     A peer that is (about to be) forgotten causes no error: goodbye and closed connection may overtake each other.
     """
@@ -86,8 +86,8 @@ def blame_peer(state: int, peer: int, fault: int, stream: int, value: int, detai
         poke(entry + words.PEER_FAULT_DETAIL, detail)
         store64(entry + words.PEER_FAULT, failure << 8 | fault)
         store64(state + words.FAULTS, peek(state + words.FAULTS) + 1)
-    # Parted from first: a kernel that the sticky error releases must find its writes completed.
-    _part(state, peer, words.FORGOTTEN if request else words.LOST, request)
+    # Dropped first: a kernel that the sticky error releases must find its writes completed.
+    _drop_peer(state, peer, words.FORGOTTEN if request else words.LOST, request)
     # rule: a lost peer sets the sticky error
     if request == 0:
         set_failure(peek(state + words.ERROR), _failure_of(fault), peer, stream, value, detail)
@@ -121,7 +121,7 @@ def blame_source(state: int, proven: int, source: int, fault: int, stream: int, 
 
 @compiled
 def serve_requests(state: int) -> int:
-    """Part from the peers that the host asked to forget; 1 when there were any."""
+    """Drop the peers that the host asked to forget; 1 when there were any."""
     requests = load64(state + words.REQUESTS)
     if requests == peek(state + words.REQUESTS_SEEN):
         return 0
@@ -134,5 +134,5 @@ def serve_requests(state: int) -> int:
             and peek(entry + words.PEER_STATE) != words.FORGOTTEN
             and peek(entry + words.PEER_ENDPOINT) != 0
         ):
-            _part(state, peer, words.FORGOTTEN, request - 1)
+            _drop_peer(state, peer, words.FORGOTTEN, request - 1)
     return 1

@@ -25,7 +25,7 @@ from .sequence import (
 )
 from .transport.base import ACCEPTED, BUSY
 
-#: Besides ACCEPTED and BUSY: the transport refused the write for good, the peer has been parted from.
+#: Besides ACCEPTED and BUSY: the transport refused the write for good, the peer has been dropped.
 REFUSED = -1
 
 #: One write at a time, of every 8th iteration, is timed: samples for the histogram at next to no cost.
@@ -88,7 +88,7 @@ def admitted(state: int, entry: int, record: int, nbytes: int) -> bool:
 
 @compiled
 def claim_room(state: int, entry: int, record: int, index: int, nbytes: int) -> None:
-    """Stream ``index`` waits for room under the caps: nothing else goes to the peer before its next turn.
+    """Stream ``index`` waits for room under the caps: nothing else goes to the peer before its next time slice.
 
     Otherwise small writes to the same peer could take for ever the room that a large one waits for.
     """
@@ -159,7 +159,7 @@ def post_apart(
 
 @compiled
 def _refused(state: int, entry: int, peer: int, stream: int, status: int, nbytes: int) -> int:
-    """The transport did not accept a write: try again in a later iteration, or part from the peer."""
+    """The transport did not accept a write: try again in a later iteration, or drop the peer."""
     if status == BUSY:
         poke(entry + words.PEER_BUSY, peek(state + words.STAMP))
         words.count(state, words.C_RETRIES)
@@ -192,7 +192,7 @@ def complete(state: int, word: int) -> None:
     record = words.send_record(state, index)
     known = peer < peek(state + words.RANKS)
     if known:
-        # rule: a completion of a peer that was parted from changes nothing
+        # rule: a completion of a peer that was dropped changes nothing
         if peek(entry + words.PEER_STATE) != words.UP:
             return
         done = peek(record + words.DONE + PREFIX)

@@ -66,7 +66,7 @@ def drop_first(state: int, entry: int, record: int) -> None:
 
 @compiled
 def release_queue(state: int, entry: int, record: int) -> None:
-    """Free all queued commands of a stream. It stays in the round-robin list until its turn finds it empty."""
+    """Free all queued commands of a stream. It stays in the round-robin list until its time slice finds it empty."""
     while peek(record + words.QUEUE_HEAD):
         drop_first(state, entry, record)
 

@@ -31,9 +31,9 @@ assert HIGH["target"].mask == OFFSET_MASK
 
 #: Commands taken per iteration. The tail is published once per batch: producers wait for room, not for single slots.
 BATCH = 64
-#: Streams served per iteration, and writes per stream and turn: fair among streams, bounded for everybody else.
-TURNS = 128
-WRITES_PER_TURN = 16
+#: Streams served per iteration, and writes of a time slice: fair among streams, bounded for everybody else.
+SLICES = 128
+WRITES_PER_SLICE = 16
 
 #: Returned by :func:`take_commands` when the injected fault strikes.
 DEAD = -1
@@ -71,13 +71,13 @@ def _refuse(state: int, fault: int, low: int, high: int, index: int) -> None:
 
     Kernels check what they enqueue, so this is the second line. On a HOST stream nobody waits for it: its author is
     told once, and everything goes on. Anywhere else it was part of an operation, and a later message must not be taken
-    for the one that is missing: this rank parts from the destination, and the operation ends by name on both sides. A
+    for the one that is missing: this rank drops the destination, and the operation ends by name on both sides. A
     command without a possible destination leaves open which operation it belonged to: then all of this rank's end.
     """
     peer = (high >> COMMAND_RANK_SHIFT) & COMMAND_RANK_MASK
     stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
     words.count(state, words.C_REFUSED)
-    # rule: a wrong command of an operation parts the pair
+    # rule: a wrong command of an operation ends the pair
     if HOST <= stream < HOST + MAX_CHANNELS:
         if peek(state + words.REFUSED) == load64(state + words.NAMED):
             poke(state + words.REFUSED_LOW, low)
@@ -188,7 +188,7 @@ def take_commands(state: int) -> int:
 
 @compiled
 def _serve_stream(state: int, index: int) -> int:
-    """One turn of a stream with queued commands: post up to WRITES_PER_TURN writes and about one quantum of bytes."""
+    """One time slice of a stream with queued commands: at most WRITES_PER_SLICE writes, about one quantum of bytes."""
     peer = index // STREAMS
     stream = index % STREAMS
     entry = words.peer_entry(state, peer)
@@ -199,7 +199,7 @@ def _serve_stream(state: int, index: int) -> int:
     if peek(entry + words.PEER_WAITER) == stream + 1:
         poke(entry + words.PEER_WAITER, 0)
     # rule: streams take turns
-    while posted < WRITES_PER_TURN and moved < quantum:
+    while posted < WRITES_PER_SLICE and moved < quantum:
         node = first_node(state, record)
         if node == 0:
             break
@@ -236,9 +236,9 @@ def _serve_stream(state: int, index: int) -> int:
 
 @compiled
 def send_queued(state: int) -> int:
-    """Give up to TURNS streams with queued commands their turn, in order; returns the number of writes posted."""
-    turns = min(peek(state + words.READY_COUNT), TURNS)
+    """Give up to SLICES streams with queued commands a time slice, in order; returns the number of writes posted."""
+    slices = min(peek(state + words.READY_COUNT), SLICES)
     posted = 0
-    for _ in range(turns):
+    for _ in range(slices):
         posted += _serve_stream(state, pop_ready(state))
     return posted

@@ -180,7 +180,7 @@ class FakeEndpoint:
             data.ENDPOINT_DROPPED: self._per_peer[1].ctypes.data,
             data.ENDPOINT_TOLD: self._per_peer[2].ctypes.data,
             data.ENDPOINT_UNDER_WAY: self._per_peer[3].ctypes.data,
-            data.ENDPOINT_PARTED: self._per_peer[4].ctypes.data,
+            data.ENDPOINT_DROPPED_BY: self._per_peer[4].ctypes.data,
             data.ENDPOINT_INJECTED: self._injected.ctypes.data,
         }.items():
             self._words[offset // 8] = value

@@ -43,7 +43,7 @@ FABRIC_BYTES = 192
 
 # Endpoint words. INBOX and OUTBOX: numbers of the writes to and from this endpoint, oldest first, depth x ranks each.
 # BLOCKED: per source, the poll in which its later writes must wait. DROPPED, TOLD: per peer, 0 or 1. UNDER_WAY: per
-# peer, writes to it that something still names. INJECTED: events. PARTED: per peer, 1 = it has dropped this endpoint.
+# peer, writes to it that something still names. INJECTED: events. DROPPED_BY: per peer, 1 = it has dropped us.
 (
     ENDPOINT_FABRIC,
     ENDPOINT_RANK,
@@ -59,7 +59,7 @@ FABRIC_BYTES = 192
     ENDPOINT_UNDER_WAY,
     ENDPOINT_INJECTED,
     ENDPOINT_INJECTED_COUNT,
-    ENDPOINT_PARTED,
+    ENDPOINT_DROPPED_BY,
 ) = range(0, 15 * 8, 8)
 ENDPOINT_BYTES = 128
 
@@ -319,7 +319,7 @@ def _poll_locked(fabric: int, context: int, events: int, limit: int) -> int:
     for peer in range(peek(fabric + FABRIC_RANKS)):
         told = peek(context + ENDPOINT_TOLD) + peer * 8
         told_before = peek(told) or peek(peek(context + ENDPOINT_DROPPED) + peer * 8)
-        gone = not _alive(fabric, peer) or peek(peek(context + ENDPOINT_PARTED) + peer * 8)
+        gone = not _alive(fabric, peer) or peek(peek(context + ENDPOINT_DROPPED_BY) + peer * 8)
         if peer != rank and gone and not told_before and count < limit:
             if _chance(fabric, FABRIC_DELAY):
                 continue
@@ -350,7 +350,7 @@ def _drop(context: int, peer: int, reason: int) -> int:
     other = _endpoint_of(fabric, peer, peek(context + ENDPOINT_PROXY))
     if other:
         rank = peek(context + ENDPOINT_RANK)
-        poke(peek(other + ENDPOINT_PARTED) + rank * 8, 1)
+        poke(peek(other + ENDPOINT_DROPPED_BY) + rank * 8, 1)
         inbox = peek(other + ENDPOINT_INBOX)
         kept = 0
         for i in range(peek(other + ENDPOINT_INBOX_COUNT)):

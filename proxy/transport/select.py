@@ -99,8 +99,8 @@ def choose(
         return Choice(kind, f"{kind} (UCCL_EP_TRANSPORT={kind})")
     if mapped:
         forced = settings.transport == SHM
-        parted = "UCCL_EP_DIRECT=0" if same_node else f"UCCL_EP_NODE_RANKS={settings.node_ranks}"
-        why = "UCCL_EP_TRANSPORT=shm" if forced else f"{parted} and its window is mapped here"
+        setting = "UCCL_EP_DIRECT=0" if same_node else f"UCCL_EP_NODE_RANKS={settings.node_ranks}"
+        why = "UCCL_EP_TRANSPORT=shm" if forced else f"{setting} and its window is mapped here"
         return Choice(SHM, f"shm ({why})")
     if settings.transport == SHM:
         raise ConfigError(f"shm cannot reach a peer: {missing}. With UCCL_EP_TRANSPORT=auto it is reached over tcp")

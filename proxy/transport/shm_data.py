@@ -102,7 +102,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     if head - peek(record + 8 * _OUT_TAIL) >= SLOTS:
         tail = load64(ring + TAIL)
         if tail == TAIL_CLOSED:
-            # the peer has parted from this rank: the next look says so
+            # the peer has dropped this rank: the next look says so
             return BUSY
         if tail > head or tail < peek(record + 8 * _OUT_TAIL):
             poke(record + 8 * _PROBLEM_VALUE, tail)
@@ -156,7 +156,7 @@ def _end(record: int, reason: int) -> None:
 
 @compiled
 def _watch(context: int) -> None:
-    """Mark peers that have parted from this rank, or whose process has ended."""
+    """Mark peers that have dropped this rank, or whose process has ended."""
     watch = peek(context + 8 * WATCH)
     polls = peek(context + 8 * _WATCH_POLLS) + 1
     if polls < _WATCH_EVERY_POLLS:

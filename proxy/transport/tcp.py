@@ -86,7 +86,7 @@ class _State:
         self._queues[link] = queue
         record = self.links[link]
         record[tcp.FD] = fd
-        # Not known to be readable, but an edge may have passed before: the first turn finds out.
+        # Not known to be readable, but an edge may have passed before: the first time slice finds out.
         record[tcp.FLAGS] = tcp.READABLE | tcp.WRITABLE | tcp.QUEUED
         record[tcp.QUEUE] = queue.ctypes.data
         self.peers[int(record[tcp.PEER]), tcp.STATE] = tcp.UP

@@ -36,8 +36,8 @@ TICK_SECONDS = 0.05
 #: Unproven connections kept at once beyond the expected ones. One that has not even greeted gives way first: a real
 #: peer greets at once, so a thousand silent strangers push out each other and never a peer.
 MAX_STRANGERS = 64
-#: Connections accepted before everybody else has a turn, however many strangers come.
-ACCEPTS_PER_TURN = 32
+#: Connections accepted before anybody else is served, however many strangers come.
+ACCEPTS_AT_ONCE = 32
 
 _RETRY_ERRNO = frozenset(
     (
@@ -183,8 +183,8 @@ class _Meeting:
         self._observe(connection, talk.events, talk)
 
     def _answer(self) -> None:
-        """Accept who waits, ACCEPTS_PER_TURN at most: the listener stays readable for the next turn."""
-        for _ in range(ACCEPTS_PER_TURN):
+        """Accept who waits, ACCEPTS_AT_ONCE at most: the listener stays readable."""
+        for _ in range(ACCEPTS_AT_ONCE):
             try:
                 connection, sockaddr = self.listener.accept()
             except BlockingIOError:

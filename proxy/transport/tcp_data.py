@@ -1,11 +1,11 @@
 """Compiled data path of ``tcp``: non-blocking sockets, gathered writes, receives straight into the window.
 
 A connection that has something to do stands in the READY ring, so a poll costs one ``epoll_wait`` and nothing per idle
-peer. A turn of a connection is bounded (one receive, one gathered write), then the next one has its turn: a peer that
-floods or does not read delays nobody. Sockets are registered edge-triggered once; READABLE and WRITABLE remember the
-state between edges, so no epoll_ctl is needed while data moves.
+peer. The time slice of a connection is bounded (one receive, one gathered write), then the next one is served: a peer
+that floods or does not read delays nobody. Sockets are registered edge-triggered once; READABLE and WRITABLE remember
+the state between edges, so no epoll_ctl is needed while data moves.
 
-What a turn does is in :mod:`.tcp_link`. No function here blocks, allocates or raises.
+What a time slice does is in :mod:`.tcp_link`. No function here blocks, allocates or raises.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _link(context: int, index: int) -> int:
 @compiled
 def _room(context: int) -> bool:
     queued = peek(context + 8 * tcp.EVENTS_HEAD) - peek(context + 8 * tcp.EVENTS_TAIL)
-    return tcp.EVENT_SLOTS - queued >= tcp.TURN_EVENTS
+    return tcp.EVENT_SLOTS - queued >= tcp.SLICE_EVENTS
 
 
 @compiled
@@ -64,12 +64,12 @@ def _enqueue(context: int, index: int) -> None:
 
 
 @compiled
-def _turns(context: int, reading: bool) -> None:
-    """One turn for every connection that was ready at the start, while there is room for its events."""
+def _serve_ready(context: int, reading: bool) -> None:
+    """One time slice for every connection that was ready at the start, while there is room for its events."""
     slots = peek(context + 8 * tcp.RANKS) * peek(context + 8 * tcp.CONNECTIONS)
-    turns = peek(context + 8 * tcp.READY_HEAD) - peek(context + 8 * tcp.READY_TAIL)
-    while turns > 0 and _room(context):
-        turns -= 1
+    slices = peek(context + 8 * tcp.READY_HEAD) - peek(context + 8 * tcp.READY_TAIL)
+    while slices > 0 and _room(context):
+        slices -= 1
         tail = peek(context + 8 * tcp.READY_TAIL)
         index = peek(peek(context + 8 * tcp.READY) + (tail % slots) * 8)
         poke(context + 8 * tcp.READY_TAIL, tail + 1)
@@ -189,7 +189,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
 
 
 def _flush(context: int) -> int:
-    _turns(context, False)
+    _serve_ready(context, False)
     return 0
 
 
@@ -198,7 +198,7 @@ def _poll(context: int, events: int, limit: int) -> int:
         status = _wait(context)
         if status < 0:
             return status
-        _turns(context, True)
+        _serve_ready(context, True)
         if peek(context + 8 * tcp.ENDING) > 0:
             _end_peers(context)
     head, tail = peek(context + 8 * tcp.EVENTS_HEAD), peek(context + 8 * tcp.EVENTS_TAIL)

@@ -104,10 +104,10 @@ QUEUE_SLOTS = 256
 STAGING_BYTES = 128 << 10
 #: Frames gathered into one sendmsg (two entries each; the kernel allows 1024 entries).
 GATHER_FRAMES = 64
-#: Most events one turn of a connection can make: zero-length frames in a full staging buffer, the frame whose payload
-#: came before it, the sends, and a DOWN or FAULT.
-TURN_EVENTS = STAGING_BYTES // FRAME_BYTES + GATHER_FRAMES + 4
-EVENT_SLOTS = 2 * TURN_EVENTS
+#: Most events that one time slice of a connection can make: zero-length frames in a full staging buffer, the frame
+#: whose payload came before it, the sends, and a DOWN or FAULT.
+SLICE_EVENTS = STAGING_BYTES // FRAME_BYTES + GATHER_FRAMES + 4
+EVENT_SLOTS = 2 * SLICE_EVENTS
 WAITING_SLOTS = 64
 EPOLL_EVENT_BYTES = 12 if os.uname().machine == "x86_64" else 16
 EPOLL_DATA = EPOLL_EVENT_BYTES - 8
@@ -146,7 +146,7 @@ def peer_record(context: int, rank: int) -> int:
 
 @compiled
 def queue_event(context: int, kind: int, value: int, peer: int, status: int) -> None:
-    """Queue an event; a turn begins only when there is room for all it can make."""
+    """Queue an event; a time slice begins only when there is room for all it can make."""
     head = peek(context + 8 * EVENTS_HEAD)
     put_event(peek(context + 8 * EVENTS), head % EVENT_SLOTS, kind, value, peer, status)
     poke(context + 8 * EVENTS_HEAD, head + 1)
@@ -166,7 +166,7 @@ def clear_flags(link: int, flags: int) -> None:
 
 @compiled
 def has_work(link: int) -> bool:
-    """Whether a turn of the connection could move something."""
+    """Whether a time slice of the connection could move something."""
     flags = peek(link + 8 * FLAGS)
     if flags & READABLE != 0 and flags & RECEIVE_OVER == 0:
         return True

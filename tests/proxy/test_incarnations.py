@@ -25,7 +25,7 @@ def _message(world: World, sender: int, receiver: int) -> None:
 
 @pytest.mark.parametrize("proves_source", [True, False])
 def test_nothing_of_an_old_incarnation_reaches_the_new_one(proves_source: bool) -> None:
-    """Late immediates, completions, credits and losses of a rank that was parted from are of an unknown source."""
+    """Late immediates, completions, credits and losses of a rank that was dropped are of an unknown source."""
     world = World(3, 1 << 16, fabric_options={"proves_source": proves_source})
     for _ in range(4):
         _message(world, 1, 0)

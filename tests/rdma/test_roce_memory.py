@@ -32,7 +32,7 @@ from uccl_ep_serving.proxy.transport.base import (
 )
 from uccl_ep_serving.proxy.transport.nic import roce_words as rc
 from uccl_ep_serving.proxy.transport.nic import window as nic_window
-from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort, RoceRail
+from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceRail
 from uccl_ep_serving.proxy.transport.verbs import codes
 
 

@@ -16,8 +16,7 @@ from tests.support.contract import Group, Port, pattern
 from tests.support.device_endpoints import MAX_WRITE, devices
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT
-from uccl_ep_serving.proxy.transport.nic.roce import RoceEndpoint
-from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort
+from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceEndpoint
 
 # Debian's package, for the interpreter of the same version
 sys.path.append("/usr/lib/python3/dist-packages")

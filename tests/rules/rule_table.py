@@ -87,7 +87,7 @@ CLAUSES: dict[int, list[str]] = {
     8: [
         "commands stay inside the window",
         "a write outside the window is not published",
-        "a wrong command of an operation parts the pair",
+        "a wrong command of an operation ends the pair",
         "a wrong command outside operations ends nothing",
         "the source must be proven",
         "a number out of sequence is a fault where order is kept",
@@ -99,8 +99,8 @@ CLAUSES: dict[int, list[str]] = {
         "a forwarder sums no more of its own rows than their source told of",
     ],
     9: [
-        "nothing is believed from a peer that was parted from",
-        "a completion of a peer that was parted from changes nothing",
+        "nothing is believed from a peer that was dropped",
+        "a completion of a peer that was dropped changes nothing",
         "a forgotten peer causes no error",
     ],
     10: [

@@ -13,8 +13,7 @@ import numpy as np
 
 from tests.support.contract import Group
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.proxy.transport.nic.roce import RoceEndpoint
-from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort
+from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceEndpoint
 
 #: Soft-RoCE under emulation moves some tens of MB a second.
 MAX_WRITE = 2 << 20

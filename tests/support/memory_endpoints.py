@@ -12,8 +12,7 @@ import numpy as np
 from tests.support.contract import Group
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.proxy.transport.nic.roce import RoceEndpoint
-from uccl_ep_serving.proxy.transport.nic.roce_rail import NicPort
+from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceEndpoint
 
 
 def endpoint(

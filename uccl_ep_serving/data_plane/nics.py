@@ -13,7 +13,6 @@ from ..config import Settings
 from ..errors import ConfigError, TransportError
 from ..proxy.transport.base import Endpoint
 from ..proxy.transport.nic import efa, roce
-from ..proxy.transport.nic.roce_rail import NicPort
 from ..proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
 from ..proxy.transport.verbs.library import VerbsLibrary
 from .rails import HcaFilter, Rails, choose_rails, deal
@@ -224,7 +223,7 @@ class HostNics:
             window_bytes=window_bytes,
             peers=peers,
             settings=settings,
-            nics=[NicPort(nic.name, self._port(nic), max(users[nic.name], 1)) for nic in nics],
+            nics=[roce.NicPort(nic.name, self._port(nic), max(users[nic.name], 1)) for nic in nics],
             library=library,
             watch=watch,
         )

@@ -4,7 +4,7 @@ Every rank has one mailbox segment, mapped by its peers. It holds one ring per (
 one producer (that proxy's twin in the source process) and one consumer (the receiving proxy):
 
     byte   0  tail   int64, immediates taken;    writer: the receiving proxy (release); reader: the producer (acquire)
-                     TAIL_CLOSED = parted from
+                     TAIL_CLOSED = dropped
     byte 128  slots  SLOTS x 8-byte words        writer: the producer (release); reader: the receiving proxy (acquire)
 
 A slot's word is an immediate, the bytes of the write it belongs to, and a lap bit. Immediate number i of a ring goes to
@@ -49,7 +49,7 @@ WORD = Word(
 SLOTS = 1024
 
 TAIL = 0
-#: Value of the tail once the receiving proxy has parted from the source: nothing more is taken, ever.
+#: Value of the tail once the receiving proxy has dropped the source: nothing more is taken, ever.
 TAIL_CLOSED = -1
 #: Two cache lines after the tail: the producer's stores and the consumer's do not share a prefetched pair of lines.
 SLOTS_OFFSET = 128

@@ -263,7 +263,7 @@ def _poll(context: int, events: int, limit: int) -> int:
         count = _poll_rail(context, index, events, count, limit)
         if count < 0:
             return count
-    # The one after the first has the first turn next time: a rail that is always full starves no other.
+    # The one after the first comes first next time: a rail that is always full starves no other.
     poke(context + 8 * words.CURSOR, first + 1 if first + 1 < rails else 0)
     return count
 

@@ -246,22 +246,22 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
             Whatever ``watch`` raises; the endpoint is closed.
         """
         try:
+            ours = self._own_address().group
             for peer, text in enumerate(addresses):
                 if text is not None and peer != self._rank:
                     who = f"rank {self._rank} connects to rank {peer} over {self.name} (proxy {self._proxy})"
-                    there = self._parse(who, peer, text)
+                    there = self._parse(who, peer, text, ours)
                     self._monitor.before(deadline, who)
                     self._connect(peer, there)
         except BaseException:
             self.close()
             raise
 
-    def _parse(self, who: str, peer: int, text: bytes) -> AddressT:
+    def _parse(self, who: str, peer: int, text: bytes, ours: dict[str, int]) -> AddressT:
         try:
             there: AddressT = self.address_type.decode(text, self.name)
         except ValueError as error:
             raise BootstrapError(f"{who}: {error}. The ranks run different versions") from None
-        ours = self._own_address().group
         if (there.rank, there.group) != (peer, ours):
             raise BootstrapError(
                 f"{who}: it has (rank, {', '.join(ours)}) = {(there.rank, *there.group.values())}, "

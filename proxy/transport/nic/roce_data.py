@@ -310,7 +310,7 @@ def _poll(context: int, events: int, limit: int) -> int:
         if count < 0:
             return count
         index = index + 1 if index + 1 < rails else 0
-    # The one after the first has the first turn next time: a rail that is always full starves no other.
+    # The one after the first comes first next time: a rail that is always full starves no other.
     poke(context + 8 * words.CURSOR, index + 1 if index + 1 < rails else 0)
     count = _report_sent(context, events, count, limit)
     if peek(context + 8 * rc.ENDING) != 0:

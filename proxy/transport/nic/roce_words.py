@@ -71,9 +71,7 @@ RECEIVE_CHAIN = words.OWN_LINK + 19  # address of RECEIVE_BATCH ibv_recv_wr, cha
 RAIL = words.OWN_LINK + 20  # address of its rail's record
 LENGTHS = words.OWN_LINK + 21  # address of int64[SEND_SLOTS]: bytes of each, kept where the rail has a BYTE_LIMIT
 LINK_LOAD = words.OWN_LINK + 22  # of the rail's LOAD, what this link has under way
-NEXT_PLACE = (
-    words.OWN_LINK + 23
-)  # used in the first link of a peer and rail: which of that rail's links takes the next write
+NEXT_PLACE = words.OWN_LINK + 23  # in the first link of a peer and rail: which of that rail's links writes next
 LINK_WORDS = words.OWN_LINK + 24
 
 DIRTY_LINK, READY_LINK, OWES, RECEIVE_OVER = 1, 2, 4, 8
