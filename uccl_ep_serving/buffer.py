@@ -21,15 +21,15 @@ from .control_plane.bootstrap import Exchange, TorchExchange, refusing
 from .data_plane.nics import nic_transports
 from .data_plane.runtime import Runtime
 from .errors import ConfigError
-from .gpu.context import DeviceGround
+from .gpu.context import GpuContext
 from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import low_latency_kernels, normal_kernels
 from .modes.low_latency_cpu import LowLatency
-from .modes.low_latency_gpu import DeviceLowLatency
+from .modes.low_latency_gpu import LowLatencyGpu
 from .modes.normal_arguments import check_integer
 from .modes.normal_cpu import Normal
-from .modes.normal_gpu import DeviceNormal
+from .modes.normal_gpu import NormalGpu
 from .proxy.service import warm as warm_proxies
 
 __all__ = ["Buffer", "Config"]
@@ -108,9 +108,9 @@ class Buffer:
         self.runtime = Runtime(exchange, settings, sizes[0] if low_latency_mode else sum(sizes))
         try:
             self._device = settings.device
-            self._ground: DeviceGround | None = None
-            self._low_latency: LowLatency | DeviceLowLatency = LowLatency(self.runtime)
-            self._normal: Normal | DeviceNormal = Normal(self.runtime)
+            self._gpu: GpuContext | None = None
+            self._low_latency: LowLatency | LowLatencyGpu = LowLatency(self.runtime)
+            self._normal: Normal | NormalGpu = Normal(self.runtime)
             if settings.device in ("cuda", "interpreter"):
                 self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
         except BaseException:
@@ -143,12 +143,12 @@ class Buffer:
             UcclEpError: the Buffer is closed.
         """
         phase = "replayed operations"
-        if self._ground is not None:
-            self._ground.take_report()
+        if self._gpu is not None:
+            self._gpu.take_report()
         self.runtime.check(phase)
-        if self._ground is not None:
-            self._ground.check_ids(phase)
-            self._ground.check_graphs(phase)
+        if self._gpu is not None:
+            self._gpu.check_ids(phase)
+            self._gpu.check_graphs(phase)
 
     # -- class-level contract -----------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Buffer:
         """
         if self._device == "auto" and torch.cuda.is_available():
             self._serve(torch.device("cuda"))
-        return None if self._ground is None else self._ground.comm_stream
+        return None if self._gpu is None else self._gpu.comm_stream
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -208,7 +208,7 @@ class Buffer:
                 tensors on a device without UCCL_EP_WINDOW=host, so that the heap may lie in GPU memory.
         """
         where, layout = "get_local_buffer_tensor", self.runtime.layout
-        if self._ground is not None and self.runtime.settings.window != "host":
+        if self._gpu is not None and self.runtime.settings.window != "host":
             raise ConfigError(
                 f"{where}: UCCL_EP_WINDOW={self.runtime.settings.window}, so kernels may use a window in GPU memory, "
                 "and only one in host memory can be looked at. Next step: UCCL_EP_WINDOW=host on all ranks"
@@ -322,10 +322,10 @@ class Buffer:
             raise ConfigError(f"a tensor is on {device}: a Buffer serves tensors on cpu or cuda (CUDA or ROCm)")
         if self._device == "interpreter" or device.type == "cuda":
             # all or nothing: a package may be missing
-            ground = DeviceGround(self.runtime, device)
-            low_latency = DeviceLowLatency(self.runtime, device, ground=ground)
-            normal = DeviceNormal(self.runtime, ground)
-            self._ground, self._low_latency, self._normal = ground, low_latency, normal
+            gpu = GpuContext(self.runtime, device)
+            low_latency = LowLatencyGpu(self.runtime, device, gpu=gpu)
+            normal = NormalGpu(self.runtime, gpu)
+            self._gpu, self._low_latency, self._normal = gpu, low_latency, normal
         self._device = device.type
 
     # -- low latency --------------------------------------------------------------------------------------------

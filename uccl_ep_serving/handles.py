@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 __all__ = [
-    "DeviceNodeRoute",
-    "DeviceNormalHandle",
     "DispatchOrigin",
     "EventOverlap",
+    "GpuNodeRoute",
     "LowLatencyHandle",
     "NodeRoute",
+    "NormalGpuHandle",
     "NormalHandle",
     "StreamEvent",
     "wait_for",
@@ -177,7 +177,7 @@ class NormalHandle(NamedTuple):
     nodes: NodeRoute | None = None
 
 
-class DeviceNodeRoute(NamedTuple):
+class GpuNodeRoute(NamedTuple):
     """What a dispatch on a device between nodes of M ranks passed through forwarders. Tensors are on the device.
 
     Attributes:
@@ -192,7 +192,7 @@ class DeviceNodeRoute(NamedTuple):
     relay_marks: torch.Tensor
 
 
-class DeviceNormalHandle(NamedTuple):
+class NormalGpuHandle(NamedTuple):
     """What a dispatch on a device hands to combine and to cached dispatches. Tensors are on the device.
 
     Attributes:
@@ -220,4 +220,4 @@ class DeviceNormalHandle(NamedTuple):
     most: int
     copies: int
     origin: DispatchOrigin
-    nodes: DeviceNodeRoute | None = None
+    nodes: GpuNodeRoute | None = None

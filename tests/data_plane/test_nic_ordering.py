@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.gpu import context as device_ground
-from uccl_ep_serving.gpu.context import DeviceGround
-from uccl_ep_serving.gpu.streams import HostLane
+from uccl_ep_serving.gpu import context as gpu_context
+from uccl_ep_serving.gpu.context import GpuContext
+from uccl_ep_serving.gpu.streams import HostOrder
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_an_objection_is_asked_for_what_peers_read(
         synchronize=None, export_dmabuf=None, unordered=lambda shown: f"the objection where shown is {shown}"
     )
     window: Any = SimpleNamespace(own=1 << 40, nbytes=4096)
-    monkeypatch.setattr(device_ground, "memory_of", lambda device, interpreted: memory)
-    monkeypatch.setattr(device_ground, "DeviceWindow", lambda *_: window)
-    monkeypatch.setattr(device_ground, "DeviceSpace", lambda *_: SimpleNamespace(close=None))
+    monkeypatch.setattr(gpu_context, "memory_of", lambda device, interpreted: memory)
+    monkeypatch.setattr(gpu_context, "DeviceWindow", lambda *_: window)
+    monkeypatch.setattr(gpu_context, "DeviceSpace", lambda *_: SimpleNamespace(close=None))
     runtime: Any = SimpleNamespace(
         rank=0,
         ranks=ranks,
@@ -51,5 +51,5 @@ def test_an_objection_is_asked_for_what_peers_read(
         before_unmapping=lambda release: None,
         register_device_window=lambda start, nbytes, export, objection: told.append(objection),
     )
-    DeviceGround(runtime, torch.device("cpu"), HostLane()).space()
+    GpuContext(runtime, torch.device("cpu"), HostOrder()).space()
     assert told == [f"the objection where shown is {shown}"]

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.gpu.memory import DeviceMemory, memory_of
-from uccl_ep_serving.gpu.streams import StreamLane
+from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.kernels.triton.launch import Target, present_target
 from uccl_ep_serving.kernels.triton.words import acquire, clock_ns, int64s, poke, release_each, settle, uniform
 from uccl_ep_serving.native.pages import own_pages
@@ -178,17 +178,17 @@ def waiting(memory: DeviceMemory, target: Target) -> str:
 
 
 def captures(memory: DeviceMemory, target: Target) -> str:
-    """Two captures in a row on one lane, replayed."""
+    """Two captures in a row on one order, replayed."""
     if target.interpreted:
         return "no streams in the interpreter"
-    lane = StreamLane(memory.device, memory.capture_of)
+    order = GpuOrder(memory.device, memory.capture_of)
     words = torch.zeros(4, dtype=torch.int64, device=memory.device)
 
     def launch() -> None:
         store_word[(1,)](words.data_ptr(), words.data_ptr() + 16, WORD, BACKEND=target.backend, num_warps=1)
 
     def run() -> None:
-        lane.run(launch, [words], own_stream=True, finish=True)
+        order.run(launch, [words], own_stream=True, finish=True)
 
     run()
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]

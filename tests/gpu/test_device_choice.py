@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.support.device_model import Device, install
-from uccl_ep_serving.gpu import context as device_ground
-from uccl_ep_serving.gpu.context import DeviceGround
+from uccl_ep_serving.gpu import context as gpu_context
+from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.modes import low_latency_gpu_session as device_session
 from uccl_ep_serving.modes import normal_gpu_session as normal_device_session
 from uccl_ep_serving.modes.low_latency_arguments import dispatch_coding
-from uccl_ep_serving.modes.low_latency_gpu_session import DeviceSession
-from uccl_ep_serving.modes.normal_gpu_session import DeviceNormalSession
+from uccl_ep_serving.modes.low_latency_gpu_session import LowLatencyGpuSession
+from uccl_ep_serving.modes.normal_gpu_session import NormalGpuSession
 from uccl_ep_serving.modes.row_format import RowFormat
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, NormalNotify
@@ -34,16 +34,16 @@ class Kernels:
 
 
 @pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> DeviceGround:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> GpuContext:
     install(monkeypatch)
     memory: Any = SimpleNamespace(device=OURS, capture_of=lambda stream: 0)
-    monkeypatch.setattr(device_ground, "memory_of", lambda device, interpreted: memory)
+    monkeypatch.setattr(gpu_context, "memory_of", lambda device, interpreted: memory)
     runtime: Any = SimpleNamespace()
-    return DeviceGround(runtime, OURS)
+    return GpuContext(runtime, OURS)
 
 
 def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
-    ground: DeviceGround, monkeypatch: pytest.MonkeyPatch
+    gpu: GpuContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Enough(Exception):
         pass
@@ -62,7 +62,7 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
     runtime: Any = SimpleNamespace(
         stale="", epoch=0, layout=layout, rebuild_requested=False, settings=None, rebuild=rebuild
     )
-    session, x = DeviceSession(runtime, ground), torch.zeros(4, 128, dtype=torch.bfloat16)
+    session, x = LowLatencyGpuSession(runtime, gpu), torch.zeros(4, 128, dtype=torch.bfloat16)
     with pytest.raises(Enough):
         session.adopt(LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False), x, False, True)
     compiled = [one for one in made[0].seen if one[0] != "check"]
@@ -71,11 +71,11 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
 
 
 def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
-    ground: DeviceGround, monkeypatch: pytest.MonkeyPatch
+    gpu: GpuContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(normal_device_session, "device_normal_kernels", Kernels)
     runtime: Any = SimpleNamespace(ranks=1, epoch=0, settings=None)
-    session: Any = DeviceNormalSession(runtime, ground)
+    session: Any = NormalGpuSession(runtime, gpu)
     session._present, session._epoch = object(), 0
     form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2)
     session.adopt(form, 0)

@@ -10,7 +10,7 @@ import torch
 from tests.support.device_model import Device, Event, Stream, Tensor, begin_capture, install
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.gpu.launch import InFlight, launch
-from uccl_ep_serving.gpu.streams import StreamLane
+from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap
 
 GPU = torch.device("cuda", 0)
@@ -39,10 +39,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[Device]:
 
 
 class OneBuffer:
-    """Operations of one Buffer: its lane, and dispatches named by the test."""
+    """Operations of one Buffer: its order, and dispatches named by the test."""
 
     def __init__(self) -> None:
-        self.lane = StreamLane(GPU, self._capture_of)
+        self.order = GpuOrder(GPU, self._capture_of)
         self.flight = InFlight("low-latency dispatch", "dispatches")
         self.received: list[str] = []
 
@@ -58,7 +58,7 @@ class OneBuffer:
         self.flight.check_whole("low-latency dispatch")
         self.flight.check_room()
         return launch(
-            self.lane,
+            self.order,
             self.flight,
             [Kernel(f"{name} send")],
             [Kernel(f"{name} receive")],
@@ -92,7 +92,7 @@ def test_async_finish_leaves_waiting_to_the_caller(device: type[Device]) -> None
     assert "a receive" in device.kernels["after"]
     # until the caller waits, nobody may take their memory
     assert event.extra_tensors == (tensor,)
-    assert set(tensor.streams) == {buffer.lane.stream, device.current}
+    assert set(tensor.streams) == {buffer.order.stream, device.current}
 
 
 def test_memory_is_kept_for_no_stream_that_the_current_one_waits_for(device: type[Device]) -> None:
@@ -214,12 +214,12 @@ def test_kernels_of_one_buffer_never_overlap_and_those_of_two_may(device: type[D
 def test_a_capture_waits_for_no_event_from_outside(device: type[Device]) -> None:
     buffer = OneBuffer()
     buffer.dispatch("warm")
-    assert buffer.lane.captures == 0
+    assert buffer.order.captures == 0
     begin_capture(1)
     _, hook = buffer.dispatch("a", hook=True)
     assert hook is not None
     hook()
-    assert buffer.lane.captures == 2
+    assert buffer.order.captures == 2
     assert device.kernels["a receive"] == {"a send"}
     # another graph, captured right after: the model would say if anything waited for the first one
     begin_capture(2)
@@ -238,9 +238,9 @@ def test_in_a_capture_memory_is_kept_by_the_event_and_not_by_the_allocator(devic
     assert event.extra_tensors == (tensor,)
     assert set(tensor.streams) == {current}
     # an operation after that event, for which the caller's stream has not waited: the event may go now
-    with buffer.lane.operation(event, own_stream=True):
+    with buffer.order.operation(event, own_stream=True):
         pass
-    assert set(tensor.streams) == {current, buffer.lane.stream}
+    assert set(tensor.streams) == {current, buffer.order.stream}
 
 
 class Captured(EventOverlap):
@@ -252,12 +252,12 @@ class Captured(EventOverlap):
 
 
 def operation(
-    lane: StreamLane, name: str, previous: EventOverlap | None, own_stream: bool, finish: bool, tensor: Tensor
+    order: GpuOrder, name: str, previous: EventOverlap | None, own_stream: bool, finish: bool, tensor: Tensor
 ) -> EventOverlap:
     """One of normal mode: it fills what it returns, then moves rows."""
-    with lane.operation(previous, own_stream=own_stream):
+    with order.operation(previous, own_stream=own_stream):
         Device.kernel(f"{name} fill")
-        return lane.run(lambda: Device.kernel(f"{name} rows"), [tensor], own_stream=True, finish=finish)  # type: ignore[list-item]
+        return order.run(lambda: Device.kernel(f"{name} rows"), [tensor], own_stream=True, finish=finish)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("capture", [0, 1])
@@ -265,12 +265,12 @@ def test_an_operation_after_an_event_overlaps_what_the_stream_was_given_since(
     device: type[Device], capture: int
 ) -> None:
     """SGLang's two-batch overlap in prefill: the other batch's work stands between the event and the call."""
-    lane, tensor = OneBuffer().lane, Tensor()
+    order, tensor = OneBuffer().order, Tensor()
     main = begin_capture(capture)
     device.kernel("router")
     event = Captured()
     device.kernel("other")
-    sent = operation(lane, "a", event, own_stream=True, finish=False, tensor=tensor)
+    sent = operation(order, "a", event, own_stream=True, finish=False, tensor=tensor)
     device.kernel("overlapped")
     sent.current_stream_wait()
     device.kernel("after")
@@ -281,7 +281,7 @@ def test_an_operation_after_an_event_overlaps_what_the_stream_was_given_since(
     assert "a rows" in device.kernels["after"]
     # what it returns is the communication stream's memory, which the caller's stream uses
     assert main in tensor.streams
-    assert (lane.stream in tensor.streams) == (not capture)
+    assert (order.stream in tensor.streams) == (not capture)
 
 
 @pytest.mark.parametrize("capture", [0, 1])
@@ -289,13 +289,13 @@ def test_memory_of_the_communication_stream_is_filled_there_after_the_current_st
     device: type[Device], capture: int
 ) -> None:
     """Without an event. In a capture the communication stream must be part of it before anything is allocated on it."""
-    lane, tensor = OneBuffer().lane, Tensor()
+    order, tensor = OneBuffer().order, Tensor()
     main = begin_capture(capture)
     device.kernel("router")
-    with lane.operation(None, own_stream=True):
-        assert device.current is lane.stream
+    with order.operation(None, own_stream=True):
+        assert device.current is order.stream
         assert device.current.captured == capture
-    operation(lane, "a", None, own_stream=True, finish=True, tensor=tensor)
+    operation(order, "a", None, own_stream=True, finish=True, tensor=tensor)
     device.kernel("after")
     assert "router" in device.kernels["a fill"]
     assert "a rows" in device.kernels["after"]
@@ -304,19 +304,19 @@ def test_memory_of_the_communication_stream_is_filled_there_after_the_current_st
 
 def test_an_operation_on_the_callers_memory_is_after_the_event_and_the_current_stream(device: type[Device]) -> None:
     """Its memory may have been another kernel's until now, so it cannot begin before that one."""
-    lane, writer = OneBuffer().lane, Stream()
+    order, writer = OneBuffer().order, Stream()
     with device.on(writer):
         device.kernel("router")
         event = Captured()
     device.kernel("other")
-    operation(lane, "a", event, own_stream=False, finish=True, tensor=Tensor())
+    operation(order, "a", event, own_stream=False, finish=True, tensor=Tensor())
     assert {"router", "other"} <= device.kernels["a fill"]
     assert {"router", "other", "a fill"} <= device.kernels["a rows"]
 
 
 def test_an_operation_that_fails_leaves_the_lane_as_it_was(device: type[Device]) -> None:
     buffer, main = OneBuffer(), device.current
-    with pytest.raises(ConfigError), buffer.lane.operation(None, own_stream=True):
+    with pytest.raises(ConfigError), buffer.order.operation(None, own_stream=True):
         raise ConfigError("wrong")
     buffer.dispatch("a")
     assert device.current is main

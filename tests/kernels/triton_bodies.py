@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support import bodies, ll_cases
-from tests.support.ll_replay import Layer, RecordingLane
+from tests.support.ll_replay import Layer, RecordingOrder
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError
@@ -72,11 +72,11 @@ def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     if exchange.rank % 2:
-        buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"))
+        buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"))
     for case in cases:
         inputs = case.inputs()
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
@@ -187,15 +187,15 @@ def two_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
     """What a graph would hold, run once and then replayed without the host."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
-    lane = RecordingLane()
-    buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
-    layer = Layer(buffer, form, torch.device("cpu"), lane.compute)
+    order = RecordingOrder()
+    buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
+    layer = Layer(buffer, form, torch.device("cpu"), order.compute)
     layer.run()
     before = buffer.runtime._begun
-    layer.check(lane.replay, times)
+    layer.check(order.replay, times)
     # the host has begun nothing: what ran was in device memory
     assert buffer.runtime._begun == before
     check_drained(buffer)
@@ -220,8 +220,8 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
     try:
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
-        ground = buffer._low_latency._session._ground  # type: ignore[union-attr]
-        assert ground.space()._window is None  # type: ignore[union-attr]
+        gpu = buffer._low_latency._session._gpu  # type: ignore[union-attr]
+        assert gpu.space()._window is None  # type: ignore[union-attr]
     except TransportError as error:
         return str(error)
     finally:
@@ -293,22 +293,22 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
 def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """What a graph cannot capture is refused before anything moves; what has run once is captured."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
-    lane: Any = RecordingLane()
-    buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
+    order: Any = RecordingOrder()
+    buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
     case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1, dtype=torch.float32)
     narrow = ll_cases.Case(**{**case.__dict__, "dtype": torch.bfloat16})
     given, other = case.inputs()[exchange.rank], narrow.inputs()[exchange.rank]
     refused = pytest.raises(ConfigError, match="once with the same shapes and dtypes before the capture")
-    lane.capturing = True
+    order.capturing = True
     with refused:
         dispatch(buffer, case, given)
-    lane.capturing = False
+    order.capturing = False
     rows, _, handle = dispatch(buffer, case, given)
     buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, handle)
-    lane.capturing = True
+    order.capturing = True
     rows, _, handle = dispatch(buffer, case, given)
     # the windows have room for another dtype, but its kernels are not there
     with refused:
@@ -375,20 +375,20 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
     replays says that it must be captured again, until one is. Returns what was raised."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
-    lane = RecordingLane()
-    low_latency = buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
-    ground: Any = low_latency._session._ground
-    buffer._ground = ground
-    layer = Layer(buffer, "plain", torch.device("cpu"), lane.compute)
+    order = RecordingOrder()
+    low_latency = buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
+    gpu: Any = low_latency._session._gpu
+    buffer._gpu = gpu
+    layer = Layer(buffer, "plain", torch.device("cpu"), order.compute)
     layer.run()
     buffer.check()
     state: Any = low_latency._session._serving.state  # type: ignore[union-attr]
-    looked_at = [weakref.ref(one) for one in (*ground.space()._tensors, state.words)]
+    looked_at = [weakref.ref(one) for one in (*gpu.space()._tensors, state.words)]
     del state
-    lane.eager = True
+    order.eager = True
     assert bodies.round_trip(buffer, tokens=4, hidden=256) < 0.02
     with pytest.raises(ConfigError) as caught:
         buffer.check()
@@ -396,15 +396,15 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     assert all(one() is not None for one in looked_at)
     layer.batches[0].load(7)
     layer.batches[0].out.fill_(3.0)
-    lane.replay()
+    order.replay()
     assert not layer.batches[0].out.any()
     assert bodies.round_trip(buffer, tokens=4, hidden=256) < 0.02
-    lane.launches.clear()
-    lane.eager = False
-    again = Layer(buffer, "plain", torch.device("cpu"), lane.compute)
+    order.launches.clear()
+    order.eager = False
+    again = Layer(buffer, "plain", torch.device("cpu"), order.compute)
     again.run()
     buffer.check()
-    again.check(lane.replay, 1)
+    again.check(order.replay, 1)
     buffer.destroy()
     return str(caught.value)
 
@@ -412,19 +412,19 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
 def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.modes.low_latency_gpu import DeviceLowLatency
+    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 3.0, **overrides})
-    lane = RecordingLane()
-    buffer._low_latency = DeviceLowLatency(buffer.runtime, torch.device("cpu"), lane)
-    buffer._ground = buffer._low_latency._session._ground
-    Layer(buffer, "plain", torch.device("cpu"), lane.compute).run()
+    order = RecordingOrder()
+    buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
+    buffer._gpu = buffer._low_latency._session._gpu
+    Layer(buffer, "plain", torch.device("cpu"), order.compute).run()
     buffer.check()
     if exchange.rank == 1:
         time.sleep(8)
         buffer.runtime.close(0.1)
         return "", -1
-    lane.replay()
+    order.replay()
     with pytest.raises(UcclEpError) as caught:
         buffer.check()
     buffer.destroy()

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import bodies, normal_cases
 from tests.support.device_model import Device, begin_capture, install
-from tests.support.ll_replay import RecordingLane
+from tests.support.ll_replay import RecordingOrder
 from tests.support.normal_cases import Case, same_bits
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError
-from uccl_ep_serving.gpu.streams import StreamLane
+from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap, wait_for
-from uccl_ep_serving.modes.normal_gpu import DeviceNormal
+from uccl_ep_serving.modes.normal_gpu import NormalGpu
 
 
 def opened(exchange: StoreExchange, overrides: dict[str, Any], device: str = "interpreter") -> Buffer:
@@ -61,9 +61,9 @@ def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buff
     """A Buffer of a group of which some ranks run Numba's kernels (``cpu``) and the others Triton's."""
     buffer = opened(exchange, overrides, "cpu")
     if not cpu:
-        from uccl_ep_serving.gpu.context import DeviceGround
+        from uccl_ep_serving.gpu.context import GpuContext
 
-        buffer._normal = DeviceNormal(buffer.runtime, DeviceGround(buffer.runtime, torch.device("cpu")))
+        buffer._normal = NormalGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu")))
     return buffer
 
 
@@ -127,7 +127,7 @@ def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str
     for capturing in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Launch, "run", refused)
-            patch.setattr(normal._ground.lane, "capturing", capturing, raising=False)
+            patch.setattr(normal._gpu.order, "capturing", capturing, raising=False)
             with pytest.raises(RuntimeError, match="out of resources"):
                 step()
         if capturing:
@@ -357,7 +357,7 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
 
     def watched(name: str, call: Callable[[], Any]) -> Any:
         with Watch() as watch, pytest.MonkeyPatch.context() as patch:
-            for owner, method in ((normal._session, "wait_told"), (normal._ground.memory, "synchronize")):
+            for owner, method in ((normal._session, "wait_told"), (normal._gpu.memory, "synchronize")):
                 honest = getattr(owner, method)
 
                 def noted(*args: Any, method: str = method, honest: Any = honest) -> Any:
@@ -387,7 +387,7 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
     return found
 
 
-class LateLane:
+class LateOrder:
     """A stream as a thread: launches run later, in order, and who does not wait for their event sees no result."""
 
     capturing = False
@@ -400,7 +400,7 @@ class LateLane:
 
     @contextlib.contextmanager
     def operation(self, previous: EventOverlap | None, *, own_stream: bool) -> Iterator[None]:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         with torch.cuda.stream(self.stream) if own_stream else contextlib.nullcontext():
             wait_for(previous)
             yield
@@ -408,7 +408,7 @@ class LateLane:
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
 
         def late() -> None:
             time.sleep(0.05)
@@ -426,7 +426,7 @@ class LateLane:
 
 
 class LateEvent:
-    """The end of what a :class:`LateLane` was given."""
+    """The end of what a :class:`LateOrder` was given."""
 
     def __init__(self, future: Future[None]) -> None:
         self.future, self.waits = future, 0
@@ -466,16 +466,16 @@ def asynchronous(
     that is asked for (``where``: the communication stream), and counts rounded up."""
     rank = exchange.rank
     buffer = opened(exchange, overrides)
-    ground: Any = buffer._ground
-    lane = ground.lane = LateLane()
+    gpu: Any = buffer._gpu
+    order = gpu.order = LateOrder()
     inputs = Case(tokens=tokens, experts=2 * len(tokens), topk=2, dtype=torch.float8_e4m3fn).inputs()
     there = inputs.delivered()[rank]
     for allocating in where:
         options: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": allocating}
         with Allocations() as notes, pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "stream", notes.on)
-            lane.asked.clear()
-            before = LateEvent(lane._work.submit(time.sleep, 0.05))
+            order.asked.clear()
+            before = LateEvent(order._work.submit(time.sleep, 0.05))
             received, idx, weights, counts, handle, first = normal_cases.dispatch(
                 buffer, inputs, rank, expert_alignment=8, previous_event=EventOverlap(before), **options
             )
@@ -492,19 +492,19 @@ def asynchronous(
             assert not third.event.future.done()
             third.current_stream_wait()
             # the layout was asked to finish, and a first dispatch is opened before its size is known
-            assert lane.asked == [True, False, False, False, False]
+            assert order.asked == [True, False, False, False, False]
             assert all(event.extra_tensors for event in (first, second, third))
             streams = {notes.made.get(one.data_ptr()) for one in (*received, idx, *again, combined) if one.numel()}
-            assert streams <= {lane.stream if allocating else None}
+            assert streams <= {order.stream if allocating else None}
         outcome = normal_cases.Outcome(received, idx, weights, counts, handle, combined, back)
         normal_cases.check_rank(inputs, rank, outcome, alignment=8)
         assert counts == [-(-count // 8) * 8 for count in there.expert_counts]
         assert all(same_bits(one, two) for one, two in zip(again, received, strict=True))
-    lane.settle()
+    order.settle()
     buffer.destroy()
 
 
-class NotedLane(StreamLane):
+class NotedOrder(GpuOrder):
     """Streams of a model of a device, which notes what runs where."""
 
     def __init__(self) -> None:
@@ -514,7 +514,7 @@ class NotedLane(StreamLane):
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
 
         def noted() -> None:
             Device.kernel(f"launch {self.launched}")
@@ -544,8 +544,8 @@ def beside_other_work(exchange: StoreExchange, overrides: dict[str, Any]) -> Non
     inputs = Case(tokens=(5,), experts=4, topk=2, hidden=128).inputs()
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
-        ground: Any = buffer._ground
-        lane = ground.lane = NotedLane()
+        gpu: Any = buffer._gpu
+        order = gpu.order = NotedOrder()
         kept: set[tuple[int, Any]] = set()
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream)))
         # columns of a wider tensor, which are copied
@@ -554,7 +554,7 @@ def beside_other_work(exchange: StoreExchange, overrides: dict[str, Any]) -> Non
         normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0, num_worst_tokens=5), worst=5)
         for capture in (0, 1):
             begin_capture(capture)
-            begun = lane.launched
+            begun = order.launched
 
             def event(name: str) -> EventOverlap:
                 Device.kernel(name)
@@ -579,23 +579,23 @@ def beside_other_work(exchange: StoreExchange, overrides: dict[str, Any]) -> Non
                     previous_event=laid_out,
                     **options,
                 )
-            assert set(notes.where) == {(lane.stream, capture)}
-            assert (strided.data_ptr(), lane.stream) in kept or capture
-            sent_by = lane.launched
+            assert set(notes.where) == {(order.stream, capture)}
+            assert (strided.data_ptr(), order.stream) in kept or capture
+            sent_by = order.launched
             sent.current_stream_wait()
             outputs = normal_cases.expert_outputs(received, 0)
             with Noted() as notes:
                 combined, back, done = buffer.combine(
                     outputs, handle, topk_weights=weights, previous_event=event("experts"), **options
                 )
-            assert set(notes.where) == {(lane.stream, capture)}
-            after = [Device.kernels[f"launch {number}"] for number in range(begun, lane.launched)]
+            assert set(notes.where) == {(order.stream, capture)}
+            after = [Device.kernels[f"launch {number}"] for number in range(begun, order.launched)]
             assert all("router" in one for one in after)
             assert not any("other work after router" in one for one in after[: sent_by - begun])
             assert all("experts" in one and "other work after experts" not in one for one in after[sent_by - begun :])
             done.current_stream_wait()
             Device.kernel("end")
-            assert f"launch {lane.launched - 1}" in Device.kernels["end"]
+            assert f"launch {order.launched - 1}" in Device.kernels["end"]
             case = normal_cases.Outcome(received, idx, weights, counts, handle, combined, back)
             normal_cases.check_rank(inputs, 0, case, worst=5 * capture)
     buffer.destroy()
@@ -605,22 +605,22 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     """A graph that is replayed after the windows were laid out anew reaches no memory that others have by then, what
     tells the host included, and sums nothing."""
     buffer = opened(exchange, overrides)
-    ground: Any = buffer._ground
-    lane = ground.lane = RecordingLane()
+    gpu: Any = buffer._gpu
+    order = gpu.order = RecordingOrder()
     inputs = Case(tokens=(5,), experts=4, topk=2, hidden=128).inputs()
     outcome = normal_cases.round_trip(buffer, inputs, 0, num_worst_tokens=5)
     normal: Any = buffer._normal
     present = normal._session._present
     looked_at = [weakref.ref(one) for one in (present.told, present.state, *present.space._tensors)]
     del present
-    lane.eager = True
+    order.eager = True
     buffer.check()
     buffer.runtime.rebuild(None)
     normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0))
     with pytest.raises(ConfigError, match="capture the graphs again"):
         buffer.check()
     assert all(one() is not None for one in looked_at)
-    lane.replay()
+    order.replay()
     assert not outcome.combined.any()
     normal_cases.check_rank(inputs, 0, normal_cases.round_trip(buffer, inputs, 0))
     buffer.destroy()

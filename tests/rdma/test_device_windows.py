@@ -171,7 +171,7 @@ class OnDevice:
 
     @property
     def context(self) -> int:
-        """The device's context block of the present epoch, made as ``DeviceLowLatency`` makes it."""
+        """The device's context block of the present epoch, made as ``LowLatencyGpu`` makes it."""
         runtime = self._runtime
         if self._epoch != runtime.epoch:
             window = DeviceWindow(

@@ -1,6 +1,6 @@
 """A layer as a captured graph holds it: dispatches, experts and combines on fixed tensors, replayed with other tokens.
 
-On a GPU the graph is CUDA's. In Triton's interpreter it is the list of launches that the lane was given, replayed with
+On a GPU the graph is CUDA's. In Triton's interpreter it is the list of launches that the order was given, replayed with
 the host's code left out, which is what a graph leaves out.
 """
 
@@ -20,8 +20,8 @@ from uccl_ep_serving.handles import EventOverlap
 FORMS = ("plain", "twice", "overlapped")
 
 
-class RecordingLane:
-    """A lane that runs what it is given at once and keeps it, so that it can be run again."""
+class RecordingOrder:
+    """A order that runs what it is given at once and keeps it, so that it can be run again."""
 
     capturing = False
     stream = None
@@ -37,13 +37,13 @@ class RecordingLane:
     def operation(
         self, previous: EventOverlap | None, *, own_stream: bool
     ) -> contextlib.AbstractContextManager[None, bool | None]:
-        """See ``device_lane.DeviceLane``."""
+        """See ``StreamOrder``."""
         return contextlib.nullcontext()
 
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See ``device_lane.DeviceLane``."""
+        """See ``StreamOrder``."""
         if not self.eager:
             self.launches.append(launch)
             self._kept.extend(tensors)

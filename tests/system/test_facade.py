@@ -45,12 +45,12 @@ def dispatch(buffer: Buffer, dtype: torch.dtype = torch.bfloat16, device: str = 
     return buffer.low_latency_dispatch(x, ids, 2, 2, use_fp8=False)
 
 
-@pytest.mark.parametrize("missing", ["DeviceGround", "DeviceLowLatency", "DeviceNormal"])
+@pytest.mark.parametrize("missing", ["GpuContext", "LowLatencyGpu", "NormalGpu"])
 def test_a_device_that_cannot_be_served_leaves_the_buffer_as_it_was(
     buffer: Buffer, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """A package is missing: every call on a GPU says so, and CPU tensors are served."""
-    for name in ("DeviceGround", "DeviceLowLatency", "DeviceNormal"):
+    for name in ("GpuContext", "LowLatencyGpu", "NormalGpu"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
 
     def refused(*_: Any, **__: Any) -> None:
@@ -153,7 +153,7 @@ def test_a_window_that_may_lie_in_gpu_memory_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, window: str, shown: bool
 ) -> None:
     """There is one in host memory beside it, which kernels do not use."""
-    for name in ("DeviceGround", "DeviceLowLatency", "DeviceNormal"):
+    for name in ("GpuContext", "LowLatencyGpu", "NormalGpu"):
         monkeypatch.setattr(module, name, lambda *_, **__: SimpleNamespace(comm_stream="theirs"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     buffer = opened(window=window)

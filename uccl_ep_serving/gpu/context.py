@@ -17,10 +17,10 @@ from ..data_plane.nodes import crossed_once
 from ..errors import ConfigError, TransportError
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from .memory import DeviceMemory, memory_of
-from .streams import DeviceLane, HostLane, StreamLane
+from .streams import GpuOrder, HostOrder, StreamOrder
 from .window import DeviceSpace, DeviceWindow
 
-__all__ = ["DeviceGround", "GroundRuntime"]
+__all__ = ["GpuContext", "GroundRuntime"]
 
 _Made = TypeVar("_Made")
 _log = logging.getLogger("uccl_ep_serving")
@@ -66,36 +66,36 @@ class GroundRuntime(Protocol):
     def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
 
 
-class DeviceGround:
+class GpuContext:
     """One per Buffer: ring heads live in device memory, so the kernels of both modes must use the same.
 
     Args:
         runtime: of the Buffer.
         device: of the tensors; "cpu" for kernels in Triton's interpreter.
-        lane: on which kernels run; by default streams of the device, the calling thread in the interpreter.
+        order: on which kernels run; by default streams of the device, the calling thread in the interpreter.
 
     Attributes:
         interpreted: kernels run in the interpreter.
         memory: of the device.
-        lane: the order in which all kernels of the Buffer run.
+        order: the order in which all kernels of the Buffer run.
     """
 
-    def __init__(self, runtime: GroundRuntime, device: torch.device, lane: DeviceLane | None = None) -> None:
+    def __init__(self, runtime: GroundRuntime, device: torch.device, order: StreamOrder | None = None) -> None:
         self._runtime = runtime
         self.interpreted = device.type == "cpu"
         self.memory: DeviceMemory = memory_of(device, self.interpreted)
-        self.lane: DeviceLane = lane or (
-            HostLane() if self.interpreted else StreamLane(self.memory.device, self.memory.capture_of)
+        self.order: StreamOrder = order or (
+            HostOrder() if self.interpreted else GpuOrder(self.memory.device, self.memory.capture_of)
         )
         self._space: DeviceSpace | None = None
         self._epoch = -1
-        #: What the lane had captured when the present space was built.
+        #: What the order had captured when the present space was built.
         self._captures = 0
 
     @property
     def comm_stream(self) -> Any:
         """The stream that communication kernels run on, None in the interpreter."""
-        return self.lane.stream
+        return self.order.stream
 
     @property
     def crossed(self) -> int:
@@ -129,7 +129,7 @@ class DeviceGround:
 
     def keep(self, *memory: object) -> bool:
         """Make memory of the present windows outlive them where graphs were captured in them; False where none was."""
-        if self.lane.captures == self._captures:
+        if self.order.captures == self._captures:
             return False
         _kept.extend(memory)
         return True
@@ -137,7 +137,7 @@ class DeviceGround:
     def check_graphs(self, phase: str) -> None:
         """Raise ConfigError when graphs were captured, and none of them in the present windows."""
         present = self._epoch == self._runtime.epoch and not self._runtime.stale
-        if self.lane.captures and not (present and self.lane.captures > self._captures):
+        if self.order.captures and not (present and self.order.captures > self._captures):
             raise ConfigError(
                 f"{phase}: the windows were laid out anew since graphs were captured (other sizes were dispatched, or "
                 "a rank was masked). The kernels of those graphs move nothing any more, and combined rows are zero. "
@@ -170,7 +170,7 @@ class DeviceGround:
         runtime = self._runtime
         if self._space is None or self._epoch != runtime.epoch:
             self._space = self._build()
-            self._epoch, self._captures = runtime.epoch, self.lane.captures
+            self._epoch, self._captures = runtime.epoch, self.order.captures
         return self._space
 
     def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:

@@ -9,7 +9,7 @@ import torch
 from ..errors import ConfigError, UcclEpError
 from ..handles import EventOverlap
 from ..kernels.interface import KernelLaunch
-from .streams import DeviceLane
+from .streams import StreamOrder
 
 __all__ = ["Hook", "InFlight", "launch"]
 
@@ -93,7 +93,7 @@ def _all_of(launches: Iterable[KernelLaunch]) -> Callable[[], None]:
 
 
 def launch(
-    lane: DeviceLane,
+    order: StreamOrder,
     flight: InFlight,
     send: Sequence[KernelLaunch],
     receive: Sequence[KernelLaunch],
@@ -123,11 +123,11 @@ def launch(
     number = flight.start()
     try:
         if return_recv_hook:
-            event = lane.run(_all_of(send), used, own_stream=False, finish=True)
+            event = order.run(_all_of(send), used, own_stream=False, finish=True)
         else:
-            event = lane.run(_all_of([*send, *receive]), used, own_stream=True, finish=not async_finish)
+            event = order.run(_all_of([*send, *receive]), used, own_stream=True, finish=not async_finish)
     except BaseException as error:
-        flight.give_up(number, error, lane.capturing)
+        flight.give_up(number, error, order.capturing)
         raise
     if not return_recv_hook:
         flight.end(number)
@@ -140,7 +140,7 @@ def launch(
         if not pending:
             return
         before_receive()
-        lane.run(_all_of(receive), used, own_stream=False, finish=True)
+        order.run(_all_of(receive), used, own_stream=False, finish=True)
         pending = False
         flight.end(number)
         received()

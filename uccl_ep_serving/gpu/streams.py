@@ -20,10 +20,10 @@ import torch
 
 from ..handles import EventOverlap, wait_for
 
-__all__ = ["DeviceLane", "HostLane", "StreamLane"]
+__all__ = ["GpuOrder", "HostOrder", "StreamOrder"]
 
 
-class DeviceLane(Protocol):
+class StreamOrder(Protocol):
     """Runs launches in order."""
 
     @property
@@ -61,7 +61,7 @@ class DeviceLane(Protocol):
         """
 
 
-class HostLane:
+class HostOrder:
     """In Triton's interpreter a kernel is over when its launch returns."""
 
     capturing = False
@@ -71,19 +71,19 @@ class HostLane:
     def operation(
         self, previous: EventOverlap | None, *, own_stream: bool
     ) -> contextlib.AbstractContextManager[None, bool | None]:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         wait_for(previous)
         return contextlib.nullcontext()
 
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         launch()
         return EventOverlap()
 
 
-class StreamLane:
+class GpuOrder:
     """Streams of a CUDA or ROCm device.
 
     Args:
@@ -91,7 +91,7 @@ class StreamLane:
         capture_of: number of the capture that the stream with a handle takes part in (``DeviceMemory.capture_of``).
 
     Attributes:
-        captures: see :class:`DeviceLane`.
+        captures: see :class:`StreamOrder`.
     """
 
     def __init__(self, device: torch.device, capture_of: Callable[[int], int]) -> None:
@@ -107,18 +107,18 @@ class StreamLane:
 
     @property
     def capturing(self) -> bool:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
     @property
     def stream(self) -> Any:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         return self._own
 
     @contextlib.contextmanager
     def operation(self, previous: EventOverlap | None, *, own_stream: bool) -> Iterator[None]:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         if not own_stream:
             wait_for(previous)
             yield
@@ -144,7 +144,7 @@ class StreamLane:
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See :class:`DeviceLane`."""
+        """See :class:`StreamOrder`."""
         current = torch.cuda.current_stream(self._device)
         caller = self._caller or current
         stream = self._own if own_stream else current

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError
-from ..gpu.context import DeviceGround
+from ..gpu.context import GpuContext
 from ..gpu.launch import Hook, InFlight, launch
-from ..gpu.streams import DeviceLane
+from ..gpu.streams import StreamOrder
 from ..handles import EventOverlap, LowLatencyHandle
 from ..kernels.interface import KernelLaunch
 from ..protocol.layout import LowLatencyPlan
@@ -30,35 +30,35 @@ from .low_latency_arguments import (
     combine_coding,
     dispatch_coding,
 )
-from .low_latency_gpu_session import DeviceSession, DeviceSpaceOwner
+from .low_latency_gpu_session import DeviceSpaceOwner, LowLatencyGpuSession
 
-__all__ = ["DeviceLowLatency"]
+__all__ = ["LowLatencyGpu"]
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class DeviceLowLatency:
+class LowLatencyGpu:
     """Low-latency mode of one Buffer for tensors on a device. Not thread-safe: one host thread calls it.
 
     Args:
         runtime: of the Buffer.
         device: of the tensors; "cpu" for kernels in Triton's interpreter.
-        lane: on which kernels run; by default streams of the device, the calling thread in the interpreter.
-        ground: what it shares with normal mode, with a lane; by default its own.
+        order: on which kernels run; by default streams of the device, the calling thread in the interpreter.
+        gpu: what it shares with normal mode, with a order; by default its own.
     """
 
     def __init__(
         self,
         runtime: DeviceSpaceOwner,
         device: torch.device,
-        lane: DeviceLane | None = None,
-        ground: DeviceGround | None = None,
+        order: StreamOrder | None = None,
+        gpu: GpuContext | None = None,
     ) -> None:
         self._runtime = runtime
-        ground = ground or DeviceGround(runtime, device, lane)
-        self._interpreted = ground.interpreted
-        self._lane = ground.lane
-        self._session = DeviceSession(runtime, ground)
+        gpu = gpu or GpuContext(runtime, device, order)
+        self._interpreted = gpu.interpreted
+        self._order = gpu.order
+        self._session = LowLatencyGpuSession(runtime, gpu)
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class DeviceLowLatency:
             # for other windows, since this call began
             session.check(phase)
         return launch(
-            self._lane,
+            self._order,
             flight,
             send,
             receive,

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..errors import ConfigError
-from ..gpu.context import DeviceGround, GroundRuntime
+from ..gpu.context import GpuContext, GroundRuntime
 from ..gpu.launch import InFlight
 from ..gpu.window import DeviceSpace
 from ..handles import LowLatencyHandle
@@ -21,11 +21,11 @@ from ..kernels.select import device_low_latency_kernels
 from ..protocol.layout import LowLatencyPlan
 from .low_latency_arguments import VALUE_CODES, Coding, covers
 
-__all__ = ["DeviceSession", "DeviceSpaceOwner", "Serving"]
+__all__ = ["DeviceSpaceOwner", "LowLatencyGpuSession", "Serving"]
 
 
 class DeviceSpaceOwner(GroundRuntime, Protocol):
-    """What low-latency mode on a device needs of a Runtime, besides its ground; see there."""
+    """What low-latency mode on a device needs of a Runtime, besides its gpu; see there."""
 
     ranks: int
 
@@ -54,26 +54,26 @@ class Serving(NamedTuple):
     space: DeviceSpace
 
 
-class DeviceSession:
+class LowLatencyGpuSession:
     """Low-latency state of one Buffer on one rank.
 
     Args:
         runtime: of the Buffer.
-        ground: memory, lane and space, shared with normal mode.
+        gpu: memory, order and space, shared with normal mode.
 
     Attributes:
         epoch: of the window that serves, -1 before the first.
         dispatches, combines: the host's counts of what is in flight.
     """
 
-    def __init__(self, runtime: DeviceSpaceOwner, ground: DeviceGround) -> None:
+    def __init__(self, runtime: DeviceSpaceOwner, gpu: GpuContext) -> None:
         self.epoch = -1
         self.dispatches = InFlight("low-latency dispatch", "dispatches")
         self.combines = InFlight("low-latency combine", "combines")
         self._runtime = runtime
-        self._ground = ground
-        self._memory = ground.memory
-        self._lane = ground.lane
+        self._gpu = gpu
+        self._memory = gpu.memory
+        self._order = gpu.order
         self._serving: Serving | None = None
         self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
         self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
@@ -84,7 +84,7 @@ class DeviceSession:
         if self._serving is not None and self.epoch == runtime.epoch:
             self._serving.space.take_report()
         runtime.check(phase)
-        self._ground.check_ids(phase)
+        self._gpu.check_ids(phase)
         if runtime.stale:
             if not begins:
                 raise ConfigError(
@@ -132,10 +132,10 @@ class DeviceSession:
         if self._serving is None or self.epoch != runtime.epoch:
             self._refuse_capture(f"the windows for {laid_out} are not in use yet")
             kernels = self._new_kernels(laid_out)
-            space = self._ground.space()
+            space = self._gpu.space()
             device = self._memory.device
-            state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
-            runtime.before_unmapping(lambda: self._ground.keep(state))
+            state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
+            runtime.before_unmapping(lambda: self._gpu.keep(state))
             self._serving = Serving(state, kernels, space)
             self.epoch = runtime.epoch
             self._combine_buffers = {}
@@ -145,8 +145,8 @@ class DeviceSession:
         return self._serving
 
     def _new_kernels(self, plan: LowLatencyPlan) -> DeviceLowLatencyKernels:
-        with self._ground.on_its_device():
-            return device_low_latency_kernels(plan, self._ground.interpreted)
+        with self._gpu.on_its_device():
+            return device_low_latency_kernels(plan, self._gpu.interpreted)
 
     def _compile_dispatch(
         self,
@@ -162,7 +162,7 @@ class DeviceSession:
         kind = (source, coding.dtype, round_scale, reduced)
         if (plan, kind) not in self._compiled:
             self._refuse_capture("its kernels are not compiled for these dtypes yet")
-            with self._ground.on_its_device():
+            with self._gpu.on_its_device():
                 kernels.warm_dispatch(source, coding.dtype, round_scale, reduced)
             self._compiled.add((plan, kind))
 
@@ -173,12 +173,12 @@ class DeviceSession:
         kind = (dtype, reduced)
         if (plan, kind) not in self._compiled:
             self._refuse_capture("its kernels are not compiled for these dtypes yet")
-            with self._ground.on_its_device():
+            with self._gpu.on_its_device():
                 kernels.warm_combine(dtype, reduced)
             self._compiled.add((plan, kind))
 
     def _refuse_capture(self, why: str) -> None:
-        if self._lane.capturing:
+        if self._order.capturing:
             raise ConfigError(
                 f"low-latency mode: {why}, and what that takes cannot be captured in a graph: dispatch and combine "
                 "once with the same shapes and dtypes before the capture"
@@ -218,5 +218,5 @@ class DeviceSession:
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
             buffer = self._combine_buffers[dtype] = torch.empty(shape, dtype=dtype, device=self._memory.device)
             # experts of a captured graph may write to it
-            self._runtime.before_unmapping(lambda: self._ground.keep(buffer))
+            self._runtime.before_unmapping(lambda: self._gpu.keep(buffer))
         return self._combine_buffers[dtype]

@@ -21,34 +21,34 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError
-from ..gpu.context import DeviceGround
-from ..handles import DeviceNormalHandle, DispatchOrigin, EventOverlap
+from ..gpu.context import GpuContext
+from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
 from ..kernels.interface import NodeTensors, NormalFormat, NormalTensors
 from ..protocol.message import META_LINE, NormalNotify
 from .normal_arguments import check_experts, check_topk
 from .normal_gpu_arguments import DispatchArguments, check_combine, check_dispatch
 from .normal_gpu_route import Marks, Route, all_of, new_marks, node_tensors, run_all, without_nodes
-from .normal_gpu_session import DeviceNormalRuntime, DeviceNormalSession, Generation
+from .normal_gpu_session import DeviceNormalRuntime, Generation, NormalGpuSession
 from .row_format import RowFormat
 
-__all__ = ["DeviceNormal"]
+__all__ = ["NormalGpu"]
 
 Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class DeviceNormal:
+class NormalGpu:
     """Normal mode of one Buffer for tensors on a device. Collective, and not thread-safe: one host thread calls it.
 
     Args:
         runtime: of the Buffer.
-        ground: what it shares with low-latency mode.
+        gpu: what it shares with low-latency mode.
     """
 
-    def __init__(self, runtime: DeviceNormalRuntime, ground: DeviceGround) -> None:
+    def __init__(self, runtime: DeviceNormalRuntime, gpu: GpuContext) -> None:
         self._runtime = runtime
-        self._ground = ground
-        self._device = ground.memory.device
-        self._session = DeviceNormalSession(runtime, ground)
+        self._gpu = gpu
+        self._device = gpu.memory.device
+        self._session = NormalGpuSession(runtime, gpu)
         self._kernels = self._session.kernels
 
     # -- layout -------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class DeviceNormal:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """See :meth:`Normal.get_dispatch_layout`. Ids out of range count nowhere here; dispatch refuses them."""
-        with self._ground.lane.operation(previous_event, own_stream=allocate_on_comm_stream):
+        with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
             ranks = self._runtime.ranks
             check_topk(topk_idx, None, None, self._device)
             experts = check_experts(num_experts, ranks)
@@ -72,7 +72,7 @@ class DeviceNormal:
             steps, used = all_of(marks.launches(self._kernels, 0, 0)), [*marks.tensors, *_copied(topk_idx)]
             if nodes is not None and nodes is not marks.per_rank:
                 steps, used = (*steps, marks.node_counting(nodes)), [*used, nodes]
-            event = self._ground.lane.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            event = self._gpu.order.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
             return marks.per_rank, nodes, marks.per_expert, marks.in_rank, event
 
     def _new_node_counts(self, marks: Marks) -> torch.Tensor | None:
@@ -117,8 +117,8 @@ class DeviceNormal:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: of this or an earlier operation.
         """
         started = time.monotonic_ns()
-        with self._ground.lane.operation(previous_event, own_stream=allocate_on_comm_stream):
-            session, lane = self._session, self._ground.lane
+        with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
+            session, order = self._session, self._gpu.order
             layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             asked = check_dispatch(
                 x,
@@ -135,7 +135,7 @@ class DeviceNormal:
             asked, before = self._crossing(asked)
             form, tokens = asked.form, len(asked.rows)
             looks = asked.handle is None and not num_worst_tokens
-            if looks and lane.capturing:
+            if looks and order.capturing:
                 raise ConfigError(
                     f"{form.name}: how many rows come is read back, which no graph can capture: give num_worst_tokens"
                 )
@@ -167,8 +167,8 @@ class DeviceNormal:
         return asked._replace(form=asked.form._replace(node_ranks=crossed), handle=handle), steps
 
     def _on_its_way(
-        self, handle: DeviceNormalHandle | None, crossed: int
-    ) -> tuple[DeviceNormalHandle | None, tuple[Callable[[], None], ...]]:
+        self, handle: NormalGpuHandle | None, crossed: int
+    ) -> tuple[NormalGpuHandle | None, tuple[Callable[[], None], ...]]:
         """A handle goes the way of its dispatch, unless a rank has been masked since."""
         if handle is None or handle.nodes is None or handle.nodes.node_ranks == crossed:
             return handle, ()
@@ -216,7 +216,7 @@ class DeviceNormal:
 
     def _open(
         self, opening: _Opening, form: RowFormat, here: Generation
-    ) -> tuple[DeviceNormalHandle, npt.NDArray[np.int64]]:
+    ) -> tuple[NormalGpuHandle, npt.NDArray[np.int64]]:
         """Open and look: the handle with what comes in it, and the rows of each local expert."""
         told, kernels = here.told, self._kernels
         self._session.launch(form, lambda: run_all(opening.steps), opening.used, finish=False)
@@ -233,7 +233,7 @@ class DeviceNormal:
         self,
         asked: DispatchArguments,
         outputs: _Outputs,
-        handle: DeviceNormalHandle,
+        handle: NormalGpuHandle,
         here: Generation,
         wire: NormalFormat,
         config: Any,
@@ -287,7 +287,7 @@ class DeviceNormal:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """See :meth:`Normal.combine`; ``config`` and errors as for :meth:`dispatch`."""
         started = time.monotonic_ns()
-        with self._ground.lane.operation(previous_event, own_stream=allocate_on_comm_stream):
+        with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
             asked = check_combine(x, handle, self, topk_weights, bias, self._device)
             form, rows, weights, biases, handle = asked
             crossed = self._session.node_ranks(form.name)
@@ -363,7 +363,7 @@ class DeviceNormal:
             self._session.end(form, tokens, handle.sent_away, started)
             return out, out_weights, event
 
-    def _rows_to_gather(self, form: RowFormat, handle: DeviceNormalHandle) -> int:
+    def _rows_to_gather(self, form: RowFormat, handle: NormalGpuHandle) -> int:
         """How many rows a combine gathers before it sums them: 0 where they fit the heap, from where kernels sum."""
         back = handle.sent_away if handle.sent_away >= 0 else handle.origin.tokens * handle.copies
         room = back * (form.row_bytes + form.meta_bytes) + META_LINE * (self._runtime.ranks + 1)
@@ -371,7 +371,7 @@ class DeviceNormal:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _turns(self, wire: NormalFormat, here: Generation, handle: DeviceNormalHandle, tokens: int) -> int:
+    def _turns(self, wire: NormalFormat, here: Generation, handle: NormalGpuHandle, tokens: int) -> int:
         runtime = self._runtime
         ranks, layout = runtime.ranks, runtime.layout
         # where the host has not looked: what the advice for num_worst_tokens comes to
@@ -393,7 +393,7 @@ class _Opening(NamedTuple):
     """
 
     steps: tuple[Callable[[], None], ...]
-    handle: DeviceNormalHandle
+    handle: NormalGpuHandle
     used: list[torch.Tensor]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ..handles import DeviceNormalHandle
+from ..handles import NormalGpuHandle
 from ..protocol.message import NormalNotify
 from .normal_arguments import (
     bias_pair,
@@ -47,7 +47,7 @@ class DispatchArguments(NamedTuple):
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     layout: tuple[torch.Tensor, torch.Tensor] | None
-    handle: DeviceNormalHandle | None
+    handle: NormalGpuHandle | None
     copies: int
 
     @property
@@ -71,7 +71,7 @@ class CombineArguments(NamedTuple):
     rows: torch.Tensor
     topk_weights: torch.Tensor | None
     biases: tuple[torch.Tensor, ...]
-    handle: DeviceNormalHandle
+    handle: NormalGpuHandle
 
 
 def check_dispatch(
@@ -148,8 +148,8 @@ def check_combine(
     return CombineArguments(form, rows, topk_weights, biases, handle)
 
 
-def _check_handle(handle: object, owner: object, tokens: int | None) -> DeviceNormalHandle:
-    if not isinstance(handle, DeviceNormalHandle):
+def _check_handle(handle: object, owner: object, tokens: int | None) -> NormalGpuHandle:
+    if not isinstance(handle, NormalGpuHandle):
         raise ConfigError(f"handle must come from a normal-mode dispatch on a device, not {type(handle).__name__}")
     check_origin(handle.origin, owner, tokens)
     return handle

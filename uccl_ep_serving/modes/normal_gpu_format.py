@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..kernels.interface import NormalFormat
-from .normal_gpu_reply import Told
+from .normal_gpu_reply import OpenReply
 from .row_format import RowFormat
 
 __all__ = ["difference", "wire_format"]
@@ -29,7 +29,7 @@ def wire_format(form: RowFormat) -> NormalFormat:
     )
 
 
-def difference(rank: int, form: RowFormat, told: Told) -> str:
+def difference(rank: int, form: RowFormat, told: OpenReply) -> str:
     """What to say when peers of ``rank`` were given another operation than ``form``; forgets what they told."""
     words = [
         f"rank {peer} operation {coding >> 16} of dtype {coding & 0xFFFF}, {row} bytes a row, {meta} bytes of meta"

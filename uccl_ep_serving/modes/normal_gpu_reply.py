@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from ..gpu.memory import DeviceMemory
 
-__all__ = ["Told"]
+__all__ = ["OpenReply"]
 
 _RANK_WORDS = 4
 
 
-class Told:
+class OpenReply:
     """The words of one epoch.
 
     Args:

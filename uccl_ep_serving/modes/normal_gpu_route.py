@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..handles import DeviceNodeRoute, DeviceNormalHandle, DispatchOrigin
+from ..handles import DispatchOrigin, GpuNodeRoute, NormalGpuHandle
 from ..kernels.interface import DeviceNormalKernels, KernelLaunch
 from .node_relay import mark_bytes
 
@@ -32,7 +32,7 @@ def new_marks(rows: int, node_ranks: int, like: torch.Tensor) -> torch.Tensor:
     return torch.empty(rows, mark_bytes(node_ranks), dtype=torch.uint8, device=like.device)
 
 
-def node_tensors(handle: DeviceNormalHandle) -> list[torch.Tensor]:
+def node_tensors(handle: NormalGpuHandle) -> list[torch.Tensor]:
     """What of a handle kernels use only between nodes."""
     if handle.nodes is None:
         return []
@@ -40,8 +40,8 @@ def node_tensors(handle: DeviceNormalHandle) -> list[torch.Tensor]:
 
 
 def without_nodes(
-    handle: DeviceNormalHandle, kernels: DeviceNormalKernels
-) -> tuple[DeviceNormalHandle, tuple[Callable[[], None], ...]]:
+    handle: NormalGpuHandle, kernels: DeviceNormalKernels
+) -> tuple[NormalGpuHandle, tuple[Callable[[], None], ...]]:
     """A handle for rows that go to each rank, of one made when they crossed once to a node, and what fills it."""
     assert handle.nodes is not None
     tokens, ranks = handle.is_token_in_rank.shape
@@ -161,7 +161,7 @@ class Route:
 
         return (*all_of(listing), bound)
 
-    def new_handle(self, origin: DispatchOrigin, copies: int, capacity: int) -> DeviceNormalHandle:
+    def new_handle(self, origin: DispatchOrigin, copies: int, capacity: int) -> NormalGpuHandle:
         """Of a dispatch that takes this route and has not run: what it receives is not known.
 
         Args:
@@ -171,10 +171,10 @@ class Route:
         nodes = None
         if self._node_ranks:
             # each row that is handed on goes to a rank of this node, and none of these gets more than ``capacity``
-            nodes = DeviceNodeRoute(
+            nodes = GpuNodeRoute(
                 self._node_ranks, self.passing, new_marks(capacity * self._node_ranks, self._node_ranks, self.rows)
             )
-        return DeviceNormalHandle(
+        return NormalGpuHandle(
             self.rows,
             torch.zeros_like(self.rows),
             self.lists,

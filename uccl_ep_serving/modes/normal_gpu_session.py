@@ -19,7 +19,7 @@ import torch
 from ..config import Settings
 from ..data_plane.kernel_space import SLICE_NS, KernelSpace
 from ..errors import ConfigError, TransportError, UcclEpError
-from ..gpu.context import DeviceGround
+from ..gpu.context import GpuContext
 from ..gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
 from ..gpu.spare_turns import SpareTurns
 from ..gpu.window import DeviceSpace
@@ -29,10 +29,10 @@ from ..kernels.select import device_normal_kernels
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..protocol.message import NormalNotify
 from .normal_gpu_format import difference, wire_format
-from .normal_gpu_reply import Told
+from .normal_gpu_reply import OpenReply
 from .row_format import RowFormat, check_room
 
-__all__ = ["DeviceNormalRuntime", "DeviceNormalSession", "Generation"]
+__all__ = ["DeviceNormalRuntime", "Generation", "NormalGpuSession"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -87,7 +87,7 @@ class Generation(NamedTuple):
 
     space: DeviceSpace
     state: DeviceNormalStateBlock
-    told: Told
+    told: OpenReply
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Generation(NamedTuple):
         return self.space.context, self.state.address
 
 
-class DeviceNormalSession:
+class NormalGpuSession:
     """Normal-mode state of one Buffer on one rank.
 
     An operation adopts the present windows, takes a ticket for its opening, begins, perhaps waits for what the opening
@@ -103,17 +103,17 @@ class DeviceNormalSession:
 
     Args:
         runtime: of the Buffer.
-        ground: memory, lane and space, shared with low-latency mode.
+        gpu: memory, order and space, shared with low-latency mode.
 
     Attributes:
         kernels: of normal mode.
     """
 
-    def __init__(self, runtime: DeviceNormalRuntime, ground: DeviceGround) -> None:
-        with ground.on_its_device():
-            self.kernels: DeviceNormalKernels = device_normal_kernels(runtime.ranks, ground.interpreted)
+    def __init__(self, runtime: DeviceNormalRuntime, gpu: GpuContext) -> None:
+        with gpu.on_its_device():
+            self.kernels: DeviceNormalKernels = device_normal_kernels(runtime.ranks, gpu.interpreted)
         self._runtime = runtime
-        self._ground = ground
+        self._gpu = gpu
         self._present: Generation | None = None
         self._epoch = -1
         self._ticket = 0
@@ -143,7 +143,7 @@ class DeviceNormalSession:
             )
         if runtime.stale:
             runtime.rebuild(None)
-        return self._ground.crossed
+        return self._gpu.crossed
 
     def adopt(self, form: RowFormat, biases: int) -> tuple[Generation, NormalFormat]:
         """After :meth:`node_ranks`: what belongs to the present windows, with kernels compiled.
@@ -161,12 +161,12 @@ class DeviceNormalSession:
         wire = wire_format(form)
         kind = (form._replace(origin=(-1, -1)), biases)
         if kind not in self._warm:
-            if self._ground.lane.capturing:
+            if self._gpu.order.capturing:
                 raise ConfigError(
                     f"{form.name}: dispatch and combine once in the same formats before a graph is captured"
                 )
             # before this rank tells the others of the operation: compiling would eat into their deadline
-            with self._ground.on_its_device():
+            with self._gpu.on_its_device():
                 self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
             self._warm.add(kind)
         return self._present, wire
@@ -212,19 +212,19 @@ class DeviceNormalSession:
     @functools.cached_property
     def _multiprocessors(self) -> int:
         """Of the device; in the interpreter programs take turns, however many there are."""
-        device = self._ground.memory.device
-        if self._ground.interpreted:
+        device = self._gpu.memory.device
+        if self._gpu.interpreted:
             return _MOST_PROGRAMS
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
     def _build(self, phase: str) -> Generation:
         """Counters at zero and words for the runtime's epoch. Raises ConfigError while a graph is captured."""
-        runtime, kernels, memory = self._runtime, self.kernels, self._ground.memory
-        if self._ground.lane.capturing:
+        runtime, kernels, memory = self._runtime, self.kernels, self._gpu.memory
+        if self._gpu.order.capturing:
             raise ConfigError(f"{phase}: dispatch and combine once before a graph is captured")
-        space = self._ground.space()
-        told = self._ground.prepare(
-            lambda: Told(
+        space = self._gpu.space()
+        told = self._gpu.prepare(
+            lambda: OpenReply(
                 memory,
                 kernels.info_bytes(runtime.layout.normal.local_experts),
                 kernels.told,
@@ -235,11 +235,11 @@ class DeviceNormalSession:
 
         def release() -> None:
             # an opening in a captured graph tells the host whatever it finds
-            if not self._ground.keep(told, *states):
+            if not self._gpu.keep(told, *states):
                 told.close()
 
         runtime.before_unmapping(release)
-        state = self._ground.prepare(lambda: kernels.new_state(runtime.layout, memory.device))
+        state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, memory.device))
         states.append(state)
         return Generation(space, state, told)
 
@@ -263,15 +263,15 @@ class DeviceNormalSession:
     def launch(
         self, form: RowFormat, work: Callable[[], None], used: Sequence[torch.Tensor], finish: bool
     ) -> EventOverlap:
-        """Launch ``work``, all of an operation or a part of it, in the order of the lane; see :meth:`DeviceLane.run`.
+        """Launch ``work``, all of an operation or a part of it, in the order of the order; see :meth:`StreamOrder.run`.
 
         The peers count on the rows once it is opened: what keeps this rank from reaching :meth:`end` after that leaves
         the group apart, and later operations are refused. Of what is captured, nothing has run.
         """
-        lane = self._ground.lane
-        if not lane.capturing:
+        order = self._gpu.order
+        if not order.capturing:
             self._broken = f"{form.name}: opened and not run"
-        return lane.run(work, used, own_stream=True, finish=finish)
+        return order.run(work, used, own_stream=True, finish=finish)
 
     def wait_told(self, form: RowFormat, here: Generation) -> None:
         """Wait until the opening of this operation has told the host what it knows. Raises what it found to be wrong.
@@ -291,7 +291,7 @@ class DeviceNormalSession:
                 runtime.space.watch()
             if now - begun > runtime.settings.timeout + _GRACE:
                 raise TransportError(
-                    f"{phase}: {self._ground.memory.device} has not run the opening within {now - begun:.0f} s. Likely "
+                    f"{phase}: {self._gpu.memory.device} has not run the opening within {now - begun:.0f} s. Likely "
                     "cause: other work on the device does not end. Next step: look at what runs there"
                 )
             if now - begun > 1e-3:
@@ -315,14 +315,14 @@ class DeviceNormalSession:
         self._broken = ""
         name = "normal_combine" if form.kind == NormalNotify.OPERATION_COMBINE else "normal_dispatch"
         self._runtime.record(name, tokens, max(sent_away, 0), time.monotonic_ns() - started)
-        if self._looks or self._ground.interpreted:
+        if self._looks or self._gpu.interpreted:
             self.check(form.name)
 
     def check(self, phase: str) -> None:
         """Raise what is known to be wrong: of this Buffer, or of an operation whose end nobody waited for."""
-        self._ground.take_report()
+        self._gpu.take_report()
         self._runtime.check(phase)
-        self._ground.check_ids(phase)
+        self._gpu.check_ids(phase)
         if self._present is None or self._epoch != self._runtime.epoch:
             return
         told, kernels = self._present.told, self.kernels
