@@ -1,38 +1,37 @@
-"""Which implementation of the kernels serves a device."""
+"""Which implementation of the kernels a Buffer gets, imported and compiled before it is needed.
+
+A Buffer of CPU tensors calls the functions of ``cpu.low_latency`` and ``cpu.normal``, one of a device builds launches
+of ``triton.low_latency`` and ``triton.normal``. Both keep message numbers and parities in memory of their own, so that
+a captured graph replays without the host. A kernel on the CPU that waits gets the CLOCK_MONOTONIC instant in ns at
+which it must return, and returns a ``STATUS_*`` of ``protocol.context``. A kernel on a device has its time limit in the
+kernel context, returns nothing, and reports there.
+"""
 
 from __future__ import annotations
 
-import functools
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..protocol.layout import LowLatencyPlan
-from .interface import DeviceLowLatencyKernels, DeviceNormalKernels, LowLatencyKernels, NormalKernels
+
+if TYPE_CHECKING:
+    from .triton.low_latency import TritonLowLatencyKernels
+    from .triton.normal import TritonNormalKernels
 
 #: What GPU kernels need, as in the extra `cuda` of pyproject.toml.
 _TRITON = "triton>=3.4"
 
 
-@functools.cache
-def low_latency_kernels(device_type: str) -> LowLatencyKernels:
-    """The kernels of a Buffer that serves CPU tensors, compiled and ready.
+def warm_cpu_kernels() -> None:
+    """Compile the CPU kernels of both modes, or load them from the cache; once in a process."""
+    # imported late: a process that serves a device needs neither Numba's kernels nor their compiled code
+    from .cpu import low_latency, normal
 
-    Args:
-        device_type: of the tensors that they are for (``torch.device.type``).
-
-    Raises:
-        ConfigError: that is not "cpu".
-    """
-    if device_type != "cpu":
-        raise _served_elsewhere("low-latency mode", device_type)
-    # imported late: Numba and its compiled code are not needed by a process that never dispatches
-    from .cpu.low_latency import CpuLowLatencyKernels
-
-    kernels = CpuLowLatencyKernels()
-    kernels.warm()
-    return kernels
+    low_latency.warm()
+    normal.warm()
 
 
-def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> DeviceLowLatencyKernels:
+def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> TritonLowLatencyKernels:
     """Kernels for tensors on a device.
 
     Args:
@@ -50,7 +49,7 @@ def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> Devic
     return kernels
 
 
-def device_normal_kernels(ranks: int, interpreted: bool) -> DeviceNormalKernels:
+def device_normal_kernels(ranks: int, interpreted: bool) -> TritonNormalKernels:
     """The same for normal mode."""
     try:
         from .triton.normal import TritonNormalKernels
@@ -65,13 +64,6 @@ def _without_triton(mode: str, error: ImportError) -> ConfigError:
     return ConfigError(f"{mode} on a device needs Triton: {error}. Next step: pip install '{_TRITON}'")
 
 
-def _served_elsewhere(mode: str, device_type: str) -> ConfigError:
-    return ConfigError(
-        f"{mode}: a tensor is on {device_type}, and this Buffer serves tensors on cpu: UCCL_EP_DEVICE=cpu is set, or "
-        "its first tensor was on cpu. Next step: pass tensors on cpu, or build another Buffer with UCCL_EP_DEVICE=cuda"
-    )
-
-
 def _check_interpreter(present: bool, wanted: bool) -> None:
     """Raise ConfigError when Triton was imported for something else than these kernels were asked for."""
     if present != wanted:
@@ -80,15 +72,3 @@ def _check_interpreter(present: bool, wanted: bool) -> None:
             if wanted
             else "TRITON_INTERPRET=1 is set: kernels would run in Python on the host. Unset it"
         )
-
-
-@functools.cache
-def normal_kernels(device_type: str) -> NormalKernels:
-    """The same for normal mode."""
-    if device_type != "cpu":
-        raise _served_elsewhere("normal mode", device_type)
-    from .cpu.normal import CpuNormalKernels
-
-    kernels = CpuNormalKernels()
-    kernels.warm()
-    return kernels

@@ -71,11 +71,10 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     if any(item.path.relative_to(here).parts[0] in _COMPILED for item in session.items):
-        from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+        from uccl_ep_serving.kernels.select import warm_cpu_kernels
         from uccl_ep_serving.proxy.service import warm
 
-        low_latency_kernels("cpu")
-        normal_kernels("cpu")
+        warm_cpu_kernels()
         warm("auto")
 
 

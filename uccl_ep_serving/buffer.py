@@ -1,8 +1,8 @@
 """The DeepEP-compatible facade: ``Buffer`` and ``Config``, as SGLang and vLLM call them.
 
-A Buffer belongs to one process group. It holds no data-path code: low-latency mode lives in ``low_latency.py``, normal
-mode in ``normal.py``, connections and memory in ``runtime.py``. Where DeepEP's meaning depends on CUDA streams, a
-Buffer over CPU tensors has finished the work when the call returns, and the event it hands out is already complete.
+A Buffer belongs to one process group. It holds no data-path code: both modes live in ``modes/``, connections and
+memory in ``data_plane/``. Where DeepEP's meaning depends on CUDA streams, a Buffer over CPU tensors has finished the
+work when the call returns, and the event it hands out is already complete.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .errors import ConfigError
 from .gpu.context import GpuContext
 from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
-from .kernels.select import low_latency_kernels, normal_kernels
+from .kernels.select import warm_cpu_kernels
+from .modes.arguments import check_integer
 from .modes.low_latency_cpu import LowLatency
 from .modes.low_latency_gpu import LowLatencyGpu
-from .modes.normal_arguments import check_integer
 from .modes.normal_cpu import Normal
 from .modes.normal_gpu import NormalGpu
 from .proxy.service import warm as warm_proxies
@@ -99,9 +99,7 @@ class Buffer:
             settings = settings or Settings.from_environment()
             # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
             # while another waits for it would eat into the deadline.
-            if settings.device in ("auto", "cpu"):
-                low_latency_kernels("cpu")
-            normal_kernels("cpu")
+            warm_cpu_kernels()
             warm_proxies(settings.transport, nic_transports(settings))
             if settings.device == "cuda" and not torch.cuda.is_available():
                 raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
@@ -138,7 +136,7 @@ class Buffer:
         failure their kernels send nothing and leave zeros.
 
         Raises:
-            ConfigError: among others, the windows were laid out anew since the graphs were captured.
+            ConfigError: among others, the windows were rebuilt since the graphs were captured.
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
             UcclEpError: the Buffer is closed.
         """
@@ -323,7 +321,7 @@ class Buffer:
         if self._device == "interpreter" or device.type == "cuda":
             # all or nothing: a package may be missing
             gpu = GpuContext(self.runtime, device)
-            low_latency = LowLatencyGpu(self.runtime, device, gpu=gpu)
+            low_latency = LowLatencyGpu(self.runtime, gpu)
             normal = NormalGpu(self.runtime, gpu)
             self._gpu, self._low_latency, self._normal = gpu, low_latency, normal
         self._device = device.type

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from .errors import ConfigError
 from .gpu.program_budget import DEFAULT_SMS
-from .modes.normal_arguments import check_integer
+from .modes.arguments import check_integer
 from .protocol.layout import PARITIES, LowLatencyPlan
 from .protocol.message import round_up
 

@@ -138,6 +138,11 @@ class DispatchOrigin(NamedTuple):
     number: int
     tokens: int
 
+    @property
+    def name(self) -> tuple[int, int]:
+        """(epoch, number)"""
+        return self.epoch, self.number
+
 
 class NodeRoute(NamedTuple):
     """What a dispatch of N nodes of M ranks sent over the rails, to the ranks with this one's place in other nodes.
@@ -176,6 +181,11 @@ class NormalHandle(NamedTuple):
     origin: DispatchOrigin
     nodes: NodeRoute | None = None
 
+    @property
+    def rows_returned(self) -> tuple[int, ...]:
+        """How many rows a combine may bring back."""
+        return self.received, self.capacity
+
 
 class GpuNodeRoute(NamedTuple):
     """What a dispatch on a device between nodes of M ranks passed through forwarders. Tensors are on the device.
@@ -203,9 +213,9 @@ class NormalGpuHandle(NamedTuple):
         is_token_in_rank: bool [T, R].
         number: int64 [1], number of the dispatch, equal on all ranks.
         capacity: rows of the tensor that dispatch returned.
-        sent_away: rows for other ranks; most: rows to or from one other rank. -1 where the host has not looked.
+        remote_rows: rows for other ranks; most: rows to or from one other rank. -1 where the host reads nothing back.
         copies: most ranks that a token goes to.
-        origin: the dispatch it comes from; its number stands in ``number``.
+        origin: the dispatch it comes from; its number stands in ``number``, not there.
         nodes: what passed through forwarders, None when each rank was sent its rows directly.
     """
 
@@ -216,8 +226,13 @@ class NormalGpuHandle(NamedTuple):
     is_token_in_rank: torch.Tensor
     number: torch.Tensor
     capacity: int
-    sent_away: int
+    remote_rows: int
     most: int
     copies: int
     origin: DispatchOrigin
     nodes: GpuNodeRoute | None = None
+
+    @property
+    def rows_returned(self) -> tuple[int, ...]:
+        """How many rows a combine may bring back."""
+        return (self.capacity,)

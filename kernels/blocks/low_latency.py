@@ -135,26 +135,6 @@ class StateBlock:
             self.words[word] = value
         self.words[SCRATCH] = self._scratch.ctypes.data
 
-    @property
-    def dispatches_in_flight(self) -> int:
-        """Dispatches sent and not yet received."""
-        return int(self.words[DISPATCH_NUMBER] - self.words[DISPATCH_READ] - self.words[DISPATCH_AHEAD])
-
-    @property
-    def combines_in_flight(self) -> int:
-        """Combines sent and not yet received."""
-        return int(self.words[COMBINE_NUMBER] - self.words[COMBINE_READ] - self.words[COMBINE_AHEAD])
-
-    @property
-    def next_dispatch_has_space(self) -> bool:
-        """False while the dispatch that used the next one's parity has not been received."""
-        return bool(self.words[DISPATCH_NUMBER] - self.words[DISPATCH_READ] < 2)
-
-    @property
-    def next_combine_has_space(self) -> bool:
-        """False while the combine that used the next one's parity has not been received."""
-        return bool(self.words[COMBINE_NUMBER] - self.words[COMBINE_READ] < 2)
-
 
 class RouteBlock:
     """Owner of a ``ROUTE`` block and its arrays in host memory, for ``tokens`` tokens of this rank.

@@ -1,7 +1,8 @@
-"""The low-latency kernels for CPU tensors as one object: ``kernels.interface.LowLatencyKernels``."""
+"""The low-latency kernels for CPU tensors: what the host calls, and how it is compiled before time matters."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from numba import types
@@ -14,13 +15,26 @@ from .ll_combine import combine_recv, combine_send
 from .ll_dispatch import dispatch_recv, dispatch_send
 from .ll_message import route_word
 from .quant import quantise
-from .routing import first_bad_id, route
+from .routing import first_bad_id
+from .routing import route as _fill_lists
 from .words import get
+
+__all__ = [
+    "combine_recv",
+    "combine_send",
+    "dispatch_recv",
+    "dispatch_send",
+    "first_bad_id",
+    "quantise",
+    "route",
+    "warm",
+]
 
 
 @compiled
-def _route(context: int, state: int, route_block: int, topk_idx: int) -> None:
-    route(
+def route(context: int, state: int, route_block: int, topk_idx: int) -> None:
+    """Fill the lists of a route block from int64[tokens, K] ids."""
+    _fill_lists(
         context,
         topk_idx,
         get(route_block, block.SENT_TOKENS),
@@ -35,10 +49,10 @@ def _route(context: int, state: int, route_block: int, topk_idx: int) -> None:
     )
 
 
-#: Entry points (Numba dispatchers, which the decorator's type does not show) and how many int64 arguments each takes.
+#: Numba dispatchers, which the decorator's type does not show, and how many int64 arguments each takes.
 _ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
     (first_bad_id, 3),
-    (_route, 4),
+    (route, 4),
     (quantise, 9),
     (dispatch_send, 12),
     (dispatch_recv, 15),
@@ -47,20 +61,9 @@ _ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
 )
 
 
-class CpuLowLatencyKernels:
-    """Compiled entry points. :meth:`warm` compiles them (or loads them from the cache) before time matters."""
-
-    name = "cpu"
-    first_bad_id = staticmethod(first_bad_id)
-    route = staticmethod(_route)
-    quantise = staticmethod(quantise)
-    dispatch_send = staticmethod(dispatch_send)
-    dispatch_recv = staticmethod(dispatch_recv)
-    combine_send = staticmethod(combine_send)
-    combine_recv = staticmethod(combine_recv)
-
-    def warm(self) -> None:
-        """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
-        with compile_lock(f"{len(_ENTRY_POINTS)} kernels of the low-latency mode"):
-            for entry, arity in _ENTRY_POINTS:
-                entry.compile((types.int64,) * arity)
+@functools.cache
+def warm() -> None:
+    """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
+    with compile_lock(f"{len(_ENTRY_POINTS)} kernels of the low-latency mode"):
+        for entry, arity in _ENTRY_POINTS:
+            entry.compile((types.int64,) * arity)

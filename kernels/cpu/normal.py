@@ -1,7 +1,8 @@
-"""The normal-mode kernels for CPU tensors as one object: ``kernels.interface.NormalKernels``."""
+"""The normal-mode kernels for CPU tensors: what the host calls, and how it is compiled before time matters."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from numba import types
@@ -11,7 +12,21 @@ from .normal_exchange import exchange, exchange_nodes
 from .normal_open import open_operation, place, prepare, prepare_nodes
 from .routing import layout, route_nodes, route_rows
 
-#: Entry points (Numba dispatchers, which the decorator's type does not show) and how many int64 arguments each takes.
+__all__ = [
+    "exchange",
+    "exchange_nodes",
+    "layout",
+    "open_operation",
+    "place",
+    "prepare",
+    "prepare_nodes",
+    "route_nodes",
+    "route_rows",
+    "warm",
+    "warm_nodes",
+]
+
+#: Numba dispatchers, which the decorator's type does not show, and how many int64 arguments each takes.
 _ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
     (layout, 8),
     (route_rows, 11),
@@ -27,28 +42,17 @@ _BETWEEN_NODES: tuple[tuple[Any, int], ...] = (
 )
 
 
-class CpuNormalKernels:
-    """Compiled entry points. :meth:`warm` compiles them (or loads them from the cache) before time matters."""
+@functools.cache
+def warm() -> None:
+    """Compile for int64 arguments what every group needs; of many ranks that start together one compiles, the others
+    load."""
+    _compile(_ENTRY_POINTS, "kernels of the normal mode")
 
-    name = "cpu"
-    layout = staticmethod(layout)
-    route_rows = staticmethod(route_rows)
-    prepare = staticmethod(prepare)
-    open_operation = staticmethod(open_operation)
-    place = staticmethod(place)
-    exchange = staticmethod(exchange)
-    route_nodes = staticmethod(route_nodes)
-    prepare_nodes = staticmethod(prepare_nodes)
-    exchange_nodes = staticmethod(exchange_nodes)
 
-    def warm(self) -> None:
-        """Compile for int64 arguments what every group needs; of many ranks that start together one compiles, the
-        others load."""
-        _compile(_ENTRY_POINTS, "kernels of the normal mode")
-
-    def warm_nodes(self) -> None:
-        """The same for groups of several nodes."""
-        _compile(_BETWEEN_NODES, "kernels of the normal mode between nodes")
+@functools.cache
+def warm_nodes() -> None:
+    """The same for groups of several nodes."""
+    _compile(_BETWEEN_NODES, "kernels of the normal mode between nodes")
 
 
 def _compile(entries: tuple[tuple[Any, int], ...], what: str) -> None:

@@ -1,4 +1,4 @@
-"""The low-latency kernels for tensors on a device as one object: ``kernels.interface.DeviceLowLatencyKernels``."""
+"""The low-latency kernels for tensors on a device."""
 
 from __future__ import annotations
 

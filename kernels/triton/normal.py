@@ -10,7 +10,7 @@ from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES, META_LINE, NormalNotify, element_bytes
 from ..blocks import normal_device as block
 from ..blocks.normal_device import DeviceNormalState
-from ..interface import NodeTensors, NormalFormat, NormalTensors
+from ..normal_format import NodeTensors, NormalFormat, NormalTensors
 from .launch import Launch, Target, present_target
 from .low_latency import MAX_TOPK
 from .normal_finish import finish

@@ -63,8 +63,9 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
         stale="", epoch=0, layout=layout, rebuild_requested=False, settings=None, rebuild=rebuild
     )
     session, x = LowLatencyGpuSession(runtime, gpu), torch.zeros(4, 128, dtype=torch.bfloat16)
+    plan, coding = LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False)
     with pytest.raises(Enough):
-        session.adopt(LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False), x, False, True)
+        session.enter("low-latency dispatch", plan, coding, x, False, True)
     compiled = [one for one in made[0].seen if one[0] != "check"]
     assert compiled == [("made", OURS), ("warm_dispatch", OURS), ("warm_combine", OURS)]
     assert Device.chosen == CURRENT
@@ -74,10 +75,11 @@ def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
     gpu: GpuContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(normal_device_session, "device_normal_kernels", Kernels)
-    runtime: Any = SimpleNamespace(ranks=1, epoch=0, settings=None)
+    runtime: Any = SimpleNamespace(ranks=1, epoch=0, stale="", settings=None)
     session: Any = NormalGpuSession(runtime, gpu)
-    session._present, session._epoch = object(), 0
+    session._present = object()
+    session.epoch.enter()
     form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2)
-    session.adopt(form, 0)
+    session.enter(form, 0)
     assert [one for one in session.kernels.seen if one[0] != "check"] == [("made", OURS), ("warm", OURS)]
     assert Device.chosen == CURRENT

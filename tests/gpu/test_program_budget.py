@@ -52,17 +52,17 @@ def test_a_batch_of_prefill_takes_24_programs_at_most() -> None:
     traffic = row_traffic(4096, ROW, 8, 8, 8, 0, True)
     found = budget(traffic, 2, LINK_BANDWIDTH, PROXY_BANDWIDTH, 24)
     assert found.programs == 24
-    assert "the links to windows of other ranks would keep more busy" in found.reason
+    assert "the bottleneck, the links to windows of other ranks, would keep more busy" in found.reason
     assert programs(4096, 8, PCIE_BANDWIDTH, PROXY_BANDWIDTH) == 8
     assert programs(4096, 2, LINK_BANDWIDTH, 50e9, mapped=1) == 10
     assert programs(4096, 2, LINK_BANDWIDTH, PROXY_BANDWIDTH, mapped=1) == 1
 
 
-def test_little_to_move_takes_as_long_as_its_turns() -> None:
+def test_little_to_move_takes_as_long_as_its_steps() -> None:
     assert programs(0, 8, LINK_BANDWIDTH, PROXY_BANDWIDTH) == 1
     few = budget(row_traffic(8, ROW, 8, 8, 8, 0, True), 2, LINK_BANDWIDTH, PROXY_BANDWIDTH, 24)
     assert few.programs == math.ceil(8 * 15 * ROW / (15e9 * 8e-6))
-    assert few.reason == "as many as keep up with the turns of the operation"
+    assert few.reason == "enough to saturate the bottleneck, the steps of the operation"
     # a rank alone only copies its own rows: nothing else bounds it
     assert programs(4096, 1, LINK_BANDWIDTH, PROXY_BANDWIDTH) > 100
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.device_model import Device, Event, Stream, Tensor, begin_capture, install
 from uccl_ep_serving.errors import ConfigError, UcclEpError
-from uccl_ep_serving.gpu.launch import InFlight, launch
 from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap
+from uccl_ep_serving.modes.low_latency_gpu_session import LowLatencyGpuSession
 
 GPU = torch.device("cuda", 0)
 
@@ -43,7 +45,15 @@ class OneBuffer:
 
     def __init__(self) -> None:
         self.order = GpuOrder(GPU, self._capture_of)
-        self.flight = InFlight("low-latency dispatch", "dispatches")
+        gpu: Any = SimpleNamespace(
+            order=self.order, interpreted=False, take_report=lambda: None, check_ids=lambda phase: None
+        )
+        self.runtime: Any = SimpleNamespace(
+            epoch=0, stale="", rebuild_requested=False, check=lambda phase: None, begin_operation=lambda: None
+        )
+        self.session = LowLatencyGpuSession(self.runtime, gpu)
+        self.session.epoch.enter()
+        self.flight = self.session.dispatches
         self.received: list[str] = []
 
     @staticmethod
@@ -55,16 +65,16 @@ class OneBuffer:
     def dispatch(
         self, name: str, *, async_finish: bool = False, hook: bool = False, tensor: Tensor | None = None
     ) -> tuple[EventOverlap, Callable[[], None] | None]:
-        self.flight.check_whole("low-latency dispatch")
-        self.flight.check_room()
-        return launch(
-            self.order,
+        self.session.epoch.check("low-latency dispatch", begins=True)
+        if not self.flight.has_room:
+            raise self.flight.refusal("low-latency dispatch")
+        return self.session.launch(
+            "low-latency dispatch",
             self.flight,
-            [Kernel(f"{name} send")],
-            [Kernel(f"{name} receive")],
+            (Kernel(f"{name} send"),),  # type: ignore[arg-type]
+            (Kernel(f"{name} receive"),),  # type: ignore[arg-type]
             [tensor or Tensor()],  # type: ignore[list-item]
-            before_receive=lambda: None,
-            received=lambda: self.received.append(name),
+            lambda nanoseconds: self.received.append(name),
             async_finish=async_finish,
             return_recv_hook=hook,
         )
@@ -164,7 +174,8 @@ def test_a_launch_that_fails_is_named_by_every_call_after_it(
             buffer.dispatch("b")
     assert (buffer.flight.count, buffer.received) == (0, [])
     # new windows, in which all ranks begin at zero
-    buffer.flight.clear()
+    buffer.runtime.epoch += 1
+    buffer.session.epoch.enter()
     buffer.dispatch("c")
     assert buffer.received == ["c"]
 

@@ -16,6 +16,7 @@ from tests.support.ll_cases import CASE, arguments, check_combined, expert_outpu
 from tests.support.source_tree import PYPROJECT
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
+from uccl_ep_serving.modes.arguments import CPU, check_device
 from uccl_ep_serving.modes.low_latency_arguments import check_combine, check_ring
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
@@ -169,9 +170,9 @@ def test_handles_of_others() -> None:
             LowLatency(runtime).combine(rows, *rest, handle)
         wider = replace(CASE, dtype=torch.float32)
         low_latency.dispatch(**arguments(wider, runtime.rank))
-        with pytest.raises(ConfigError, match="older than the present window"):
+        with pytest.raises(ConfigError, match="the windows were rebuilt since the dispatch of this handle was sent"):
             low_latency.combine(rows, *rest, handle)
-        with pytest.raises(ConfigError, match="older than the present window"):
+        with pytest.raises(ConfigError, match="the windows were rebuilt since the dispatch of this handle was sent"):
             low_latency.next_combine_buffer(handle)
 
     DirectGroup(2).run(body)
@@ -295,10 +296,9 @@ def test_statistics() -> None:
 
 
 def test_unserved_device_is_refused() -> None:
-    from uccl_ep_serving.kernels.select import low_latency_kernels
-
-    with pytest.raises(ConfigError, match="is on cuda, and this Buffer serves tensors on cpu: UCCL_EP_DEVICE=cpu"):
-        low_latency_kernels("cuda")
+    words = "x is on meta, and this Buffer serves tensors on cpu: UCCL_EP_DEVICE says so, or its first tensor was there"
+    with pytest.raises(ConfigError, match=words):
+        check_device(CPU, x=torch.zeros(1, device="meta"))
 
 
 def test_without_triton_the_needed_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_an_interrupted_operation_ends_normal_mode_by_name() -> None:
         return str(caught.value)
 
     words = DirectGroup(2, settings=Settings(timeout=0.5)).run(body)
-    assert "ended half-way (normal dispatch: KeyboardInterrupt)" in words[0]
+    assert "an earlier normal dispatch (KeyboardInterrupt) was interrupted" in words[0]
     assert "rank 0 is silent" in words[1]
 
 
@@ -136,7 +136,7 @@ def test_an_operation_that_was_opened_and_not_run_ends_normal_mode_by_name() -> 
             patch.setattr(normal, "_tensor", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 dispatch(normal, inputs, 0)
-        with pytest.raises(UcclEpError, match=r"half-way \(normal dispatch: opened and not run\)"):
+        with pytest.raises(UcclEpError, match=r"an earlier normal dispatch \(ZeroDivisionError: division by zero"):
             dispatch(normal, inputs, 0)
 
     DirectGroup(1).run(body)

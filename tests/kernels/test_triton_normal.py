@@ -82,7 +82,7 @@ def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted
 @pytest.mark.parametrize("phase", ["dispatch", "cached dispatch", "combine"])
 def test_a_launch_that_fails_is_named_by_what_follows(interpreted: Ranks, phase: str) -> None:
     """The peers may have its opening, which counts on its rows; of a capture they have nothing."""
-    words = f"ended half-way (normal {phase}: opened and not run)"
+    words = f"an earlier normal {phase} (RuntimeError: out of resources) was interrupted"
     for said in interpreted.run(2, bodies.failed_launch, PATHS["mapped"], phase, timeout=300):
         assert words in said
 

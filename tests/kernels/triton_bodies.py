@@ -72,11 +72,12 @@ def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.gpu.context import GpuContext
     from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     if exchange.rank % 2:
-        buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"))
+        buffer._low_latency = LowLatencyGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu")))
     for case in cases:
         inputs = case.inputs()
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
@@ -187,11 +188,12 @@ def two_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
     """What a graph would hold, run once and then replayed without the host."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.gpu.context import GpuContext
     from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order = RecordingOrder()
-    buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
+    buffer._low_latency = LowLatencyGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu"), order))
     layer = Layer(buffer, form, torch.device("cpu"), order.compute)
     layer.run()
     before = buffer.runtime._begun
@@ -293,11 +295,12 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
 def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """What a graph cannot capture is refused before anything moves; what has run once is captured."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.gpu.context import GpuContext
     from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order: Any = RecordingOrder()
-    buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
+    buffer._low_latency = LowLatencyGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu"), order))
     case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1, dtype=torch.float32)
     narrow = ll_cases.Case(**{**case.__dict__, "dtype": torch.bfloat16})
     given, other = case.inputs()[exchange.rank], narrow.inputs()[exchange.rank]
@@ -375,13 +378,14 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
     replays says that it must be captured again, until one is. Returns what was raised."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.gpu.context import GpuContext
     from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order = RecordingOrder()
-    low_latency = buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
-    gpu: Any = low_latency._session._gpu
+    gpu: Any = GpuContext(buffer.runtime, torch.device("cpu"), order)
     buffer._gpu = gpu
+    low_latency = buffer._low_latency = LowLatencyGpu(buffer.runtime, gpu)
     layer = Layer(buffer, "plain", torch.device("cpu"), order.compute)
     layer.run()
     buffer.check()
@@ -412,12 +416,13 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
 def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
     os.environ["TRITON_INTERPRET"] = "1"
+    from uccl_ep_serving.gpu.context import GpuContext
     from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 3.0, **overrides})
     order = RecordingOrder()
-    buffer._low_latency = LowLatencyGpu(buffer.runtime, torch.device("cpu"), order)
-    buffer._gpu = buffer._low_latency._session._gpu
+    gpu = buffer._gpu = GpuContext(buffer.runtime, torch.device("cpu"), order)
+    buffer._low_latency = LowLatencyGpu(buffer.runtime, gpu)
     Layer(buffer, "plain", torch.device("cpu"), order.compute).run()
     buffer.check()
     if exchange.rank == 1:

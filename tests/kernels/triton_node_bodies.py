@@ -30,19 +30,19 @@ def turn_of(buffer: Buffer) -> int:
 def count_turns(buffer: Buffer) -> list[int]:
     """Of each operation from now on: turns that move rows and that the host has not launched."""
     normal: Any = buffer._normal
-    chosen, end = normal._turns, normal._session.end
+    chosen, end = normal._steps, normal._session.end
     launched, late = [0], []
 
     def turns(*arguments: Any) -> int:
         launched[0] = chosen(*arguments)
         return launched[0]
 
-    def ended(*arguments: Any) -> None:
+    def ended(*arguments: Any, **named: Any) -> None:
         # the last turn only finds that nothing is left
         late.append(turn_of(buffer) - 1 - launched[0])
-        end(*arguments)
+        end(*arguments, **named)
 
-    normal._turns, normal._session.end = turns, ended
+    normal._steps, normal._session.end = turns, ended
     return late
 
 
@@ -222,7 +222,7 @@ def silent(exchange: StoreExchange, overrides: dict[str, Any], who: int) -> tupl
     if rank == who:
         normal: Any = buffer._normal
         normal._exchange = lambda *_: ()
-        normal._session.end = lambda *_: None
+        normal._session.end = lambda *_, **__: None
         normal_cases.dispatch(buffer, inputs, rank)
         time.sleep(20)
         buffer.runtime.close(0.1)
@@ -255,7 +255,7 @@ def forged_board(exchange: StoreExchange, overrides: dict[str, Any], word: int, 
             return ()
 
         normal._exchange = lie
-        normal._session.end = lambda *_: None
+        normal._session.end = lambda *_, **__: None
         normal_cases.dispatch(buffer, inputs, rank)
         time.sleep(20)
         buffer.runtime.close(0.1)

@@ -357,7 +357,7 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
 
     def watched(name: str, call: Callable[[], Any]) -> Any:
         with Watch() as watch, pytest.MonkeyPatch.context() as patch:
-            for owner, method in ((normal._session, "wait_told"), (normal._gpu.memory, "synchronize")):
+            for owner, method in ((normal._session, "wait_reply"), (normal._gpu.memory, "synchronize")):
                 honest = getattr(owner, method)
 
                 def noted(*args: Any, method: str = method, honest: Any = honest) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from uccl_ep_serving import buffer, native
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Nic, Topology
-from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+from uccl_ep_serving.kernels.select import warm_cpu_kernels
 from uccl_ep_serving.native import failure, jit
 from uccl_ep_serving.proxy import loop
 from uccl_ep_serving.proxy.transport import shm_data, tcp_data
@@ -108,8 +108,7 @@ def test_everything_is_compiled_before_the_ranks_meet(
     monkeypatch.setattr(Topology, "read", lambda: Topology(nics=tuple(present)))
     warmed: set[str] = set()
     monkeypatch.setattr(loop, "warm", lambda: warmed.add("loop"))
-    monkeypatch.setattr(buffer, "low_latency_kernels", lambda _device: warmed.add("low_latency"))
-    monkeypatch.setattr(buffer, "normal_kernels", lambda _device: warmed.add("normal"))
+    monkeypatch.setattr(buffer, "warm_cpu_kernels", lambda: warmed.add("kernels"))
     for name, module in (("shm", shm_data), ("tcp", tcp_data), ("roce", roce_data), ("efa", efa_data)):
         monkeypatch.setattr(module, "warm", lambda name=name: warmed.add(name))
 
@@ -121,7 +120,7 @@ def test_everything_is_compiled_before_the_ranks_meet(
         def all_gather(self, payload: bytes) -> list[bytes]:
             raise ConnectionError(f"met with {' '.join(sorted(warmed))}")
 
-    everything = {"loop", "low_latency", "normal", *expected}
+    everything = {"loop", "kernels", *expected}
     with pytest.raises(ConnectionError, match=f"met with {' '.join(sorted(everything))}$"):
         buffer.Buffer(Meeting(), settings=Settings(transport=transport))
 
@@ -132,14 +131,12 @@ def test_what_is_compiled_is_not_waited_for_again(tmp_path: Path, monkeypatch: p
     everything = (loop.warm, failure.warm, shm_data.warm, tcp_data.warm)
     for warm in everything:
         warm()
-    low_latency_kernels("cpu")
-    normal_kernels("cpu")
+    warm_cpu_kernels()
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
     with open(tmp_path / ".lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         started = time.monotonic()
         for warm in everything:
             warm()
-        low_latency_kernels("cpu")
-        normal_kernels("cpu")
+        warm_cpu_kernels()
         assert time.monotonic() - started < 1.0

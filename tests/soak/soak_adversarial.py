@@ -31,7 +31,8 @@ from tests.support.direct_ranks import DirectRuntime
 from tests.support.fake_ranks import FakeGroup
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerError, UcclEpError
-from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+from uccl_ep_serving.kernels.cpu.normal import warm_nodes
+from uccl_ep_serving.kernels.select import warm_cpu_kernels
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
@@ -328,8 +329,8 @@ class Stretch:
 
 def stretch(_exchange: object, seeds: range, repeat: int) -> Stretch:
     """Run the cases of ``seeds``, each ``repeat`` times, up to the first that fails."""
-    low_latency_kernels("cpu")  # compiled before the first deadline runs
-    normal_kernels("cpu").warm_nodes()
+    warm_cpu_kernels()  # compiled before the first deadline runs
+    warm_nodes()
     done = Stretch(sample(seeds.start))
     for seed in seeds:
         case = draw(seed)

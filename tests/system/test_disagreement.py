@@ -84,7 +84,11 @@ CASES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
     "experts": (usual, more_experts, ("experts=6", "experts=12", "ranks 0, 2 began")),
     "mode": (normal, wider, ("ranks 0, 2 began", "hidden=256")),
     "ring": (too_long_for_a_ring, too_long_for_a_ring, ("rank 1:", "a ring holds 2", "UCCL_EP_RING_SLOTS")),
-    "in flight": (with_one_in_flight, with_one_in_flight, ("rank 1:", "is in flight: call its recv hook first")),
+    "in flight": (
+        with_one_in_flight,
+        with_one_in_flight,
+        ("rank 1:", "is in flight. Next step: call its recv hook"),
+    ),
 }
 
 

@@ -22,7 +22,7 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.data_plane.plane import DataPlane
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError, ProxyDied, TransportError, UcclEpError
-from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+from uccl_ep_serving.kernels.select import warm_cpu_kernels
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
 
@@ -148,8 +148,7 @@ def interrupted_group(exchange: StoreExchange) -> tuple[str, float]:
         time.sleep(2.0)
         return "", 0.0
     # loaded beforehand: an interrupt inside a destructor of the compiler would be lost
-    low_latency_kernels("cpu")
-    normal_kernels("cpu")
+    warm_cpu_kernels()
     start = time.monotonic()
     _ctrl_c_after(0.3, 0.3)
     text = _told(lambda: Buffer(dist.group.WORLD, settings=bodies.settings()))

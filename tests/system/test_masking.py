@@ -164,7 +164,7 @@ def lose_and_go_on(
     column = torch.full((exchange.size, 1), 7, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(column)
     assert column.flatten().tolist() == status.tolist()
-    with pytest.raises(ConfigError, match="older than the present window"):
+    with pytest.raises(ConfigError, match="the windows were rebuilt since"):
         combined(buffer, case, old)
     stats = buffer.stats()
     buffer.destroy()

@@ -85,13 +85,12 @@ class Run:
 
     def compile(self, transport: Transport) -> None:
         """Put what the servers' ranks would compile at their first request into the cache of compiled code."""
-        from uccl_ep_serving.kernels.select import low_latency_kernels, normal_kernels
+        from uccl_ep_serving.kernels.select import warm_cpu_kernels
         from uccl_ep_serving.proxy.service import warm
 
         started = time.monotonic()
         with self.console.status("compiling the kernels and the proxy loop, once"):
-            low_latency_kernels("cpu")
-            normal_kernels("cpu")
+            warm_cpu_kernels()
             warm(transport.value)
         self.console.print(f"kernels and proxy loop: ready after {time.monotonic() - started:.0f} s", highlight=False)
 

@@ -1,1 +1,1 @@
-"""The host side of one GPU: memory that its kernels reach, the order of its streams, how operations are launched."""
+"""The host side of one GPU: memory that its kernels reach, its windows, the order of its streams."""

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from ..config import Settings
-from ..data_plane.kernel_space import KernelSpace
 from ..data_plane.nodes import crossed_once
+from ..data_plane.runtime import Runtime
 from ..errors import ConfigError, TransportError
-from ..protocol.layout import LowLatencyPlan, WindowLayout
 from .memory import DeviceMemory, memory_of
 from .streams import GpuOrder, HostOrder, StreamOrder
 from .window import DeviceSpace, DeviceWindow
 
-__all__ = ["GpuContext", "GroundRuntime"]
+__all__ = ["GpuContext"]
 
 _Made = TypeVar("_Made")
 _log = logging.getLogger("uccl_ep_serving")
@@ -31,56 +27,21 @@ _log = logging.getLogger("uccl_ep_serving")
 _kept: list[object] = []
 
 
-class GroundRuntime(Protocol):
-    """What this needs of a Runtime; see there."""
-
-    rank: int
-    ranks: int
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def stale(self) -> str: ...
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def space(self) -> KernelSpace: ...
-    @property
-    def layout(self) -> WindowLayout: ...
-    @property
-    def mask(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def node_ranks(self) -> int: ...
-    @property
-    def all_on_this_host(self) -> bool: ...
-    @property
-    def nic_peers(self) -> frozenset[int]: ...
-    @property
-    def device_unreachable(self) -> frozenset[int]: ...
-    def exchange(self, step: str, payload: bytes) -> list[bytes]: ...
-    def before_draining(self, finish: Callable[[], None]) -> None: ...
-    def before_unmapping(self, release: Callable[[], object]) -> None: ...
-    def register_device_window(
-        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
-    ) -> None: ...
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
-
-
 class GpuContext:
     """One per Buffer: ring heads live in device memory, so the kernels of both modes must use the same.
 
     Args:
         runtime: of the Buffer.
         device: of the tensors; "cpu" for kernels in Triton's interpreter.
-        order: on which kernels run; by default streams of the device, the calling thread in the interpreter.
+        order: in which kernels run; by default that of streams of the device, of the calling thread in the interpreter.
 
     Attributes:
         interpreted: kernels run in the interpreter.
         memory: of the device.
-        order: the order in which all kernels of the Buffer run.
+        order: in which all kernels of the Buffer run.
     """
 
-    def __init__(self, runtime: GroundRuntime, device: torch.device, order: StreamOrder | None = None) -> None:
+    def __init__(self, runtime: Runtime, device: torch.device, order: StreamOrder | None = None) -> None:
         self._runtime = runtime
         self.interpreted = device.type == "cpu"
         self.memory: DeviceMemory = memory_of(device, self.interpreted)
@@ -117,9 +78,9 @@ class GpuContext:
     def check_ids(self, phase: str) -> None:
         """Raise ConfigError when a dispatch of the present epoch was given an expert id out of range."""
         if self._space is not None and self._epoch == self._runtime.epoch:
-            told = self._space.take_ids()
-            if told is not None:
-                position, experts = told
+            found = self._space.take_ids()
+            if found is not None:
+                position, experts = found
                 raise ConfigError(
                     f"{phase}: a dispatch was given an expert id outside -1 .. {experts - 1}, at position {position} "
                     "of topk_idx, counting all slots. Kernels took it for -1, no expert, and the dispatch ended well "
@@ -139,8 +100,8 @@ class GpuContext:
         present = self._epoch == self._runtime.epoch and not self._runtime.stale
         if self.order.captures and not (present and self.order.captures > self._captures):
             raise ConfigError(
-                f"{phase}: the windows were laid out anew since graphs were captured (other sizes were dispatched, or "
-                "a rank was masked). The kernels of those graphs move nothing any more, and combined rows are zero. "
+                f"{phase}: the windows were rebuilt since graphs were captured (other sizes were dispatched, or a rank "
+                "was masked). The kernels of those graphs move nothing any more, and combined rows are zero. "
                 "Next step: dispatch and combine once, and capture the graphs again"
             )
 

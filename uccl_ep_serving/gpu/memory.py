@@ -115,18 +115,15 @@ class _Driver:
         )
 
     def map_host(self, address: int, nbytes: int) -> int:
-        """See :class:`DeviceMemory`."""
         with torch.cuda.device(self.device):
             self._call("HostRegister", address, nbytes, _REGISTER_PORTABLE | _REGISTER_MAPPED)
             return int(self._call("HostGetDevicePointer", address, 0))
 
     def unmap_host(self, address: int) -> None:
-        """See :class:`DeviceMemory`."""
         with torch.cuda.device(self.device):
             self._call("HostUnregister", address)
 
     def allocate(self, nbytes: int) -> int:
-        """See :class:`DeviceMemory`."""
         # whole blocks of the driver: what peers open is then nobody else's memory
         nbytes = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
         with torch.cuda.device(self.device):
@@ -146,17 +143,14 @@ class _Driver:
         return int(self._call("Malloc", nbytes))
 
     def free(self, address: int) -> None:
-        """See :class:`DeviceMemory`."""
         with torch.cuda.device(self.device):
             self._call("Free", address)
 
     def close(self, address: int) -> None:
-        """See :class:`DeviceMemory`."""
         with torch.cuda.device(self.device):
             self._call("IpcCloseMemHandle", address)
 
     def synchronize(self) -> None:
-        """See :class:`DeviceMemory`."""
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
@@ -198,21 +192,19 @@ class CudaMemory(_Driver):
         return results[0] if results else None
 
     def export(self, address: int) -> bytes:
-        """See :class:`DeviceMemory`."""
         # By address, since later releases of cuda-bindings 13 have no attribute for the bytes. They go with the object,
         # so it must have a name while they are read.
         opaque = self._call("IpcGetMemHandle", address)
         return ctypes.string_at(opaque.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
-        """See :class:`DeviceMemory`."""
         opaque = self._runtime.cudaIpcMemHandle_t()
         ctypes.memmove(opaque.getPtr(), handle, _HANDLE_BYTES)
         with torch.cuda.device(self.device):
             return int(self._call("IpcOpenMemHandle", opaque, _IPC_LAZY_PEER_ACCESS))
 
     def capture_of(self, stream: int) -> int:
-        """See :class:`DeviceMemory`. Allowed in a capture, by the manual of ``cudaStreamGetCaptureInfo``."""
+        """Allowed in a capture, by the manual of ``cudaStreamGetCaptureInfo``."""
         code, *results = self._runtime.cudaStreamGetCaptureInfo(stream)
         if int(code) != 0:
             raise self._failed("cudaStreamGetCaptureInfo", int(code), "not capturing")
@@ -226,7 +218,7 @@ class CudaMemory(_Driver):
     _DMA_BUF = 1
 
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
-        """See :class:`DeviceMemory`. The driver takes whole pages of the host only."""
+        """The driver takes whole pages of the host only."""
         driver: Any = importlib.import_module("cuda.bindings.driver")
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
         end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -239,7 +231,7 @@ class CudaMemory(_Driver):
         return int(descriptor), address - start
 
     def unordered(self, shown: bool) -> str:
-        """See :class:`DeviceMemory`. Hopper and later order such writes; what came before needs a flush."""
+        """Hopper and later order such writes; what came before needs a flush."""
         attribute = self._runtime.cudaDeviceAttr(self._WRITES_ORDERING)
         ordering = int(self._call("DeviceGetAttribute", attribute, self.device.index))
         said = f"(cudaDevAttrGPUDirectRDMAWritesOrdering is {ordering})"
@@ -312,13 +304,11 @@ class HipMemory(_Driver):
         return int(self._call("ExtMallocWithFlags", nbytes, self._UNCACHED))
 
     def export(self, address: int) -> bytes:
-        """See :class:`DeviceMemory`."""
         handle = _HipHandle()
         self._call("IpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(memoryview(handle).cast("B"))
 
     def open(self, handle: bytes) -> int:
-        """See :class:`DeviceMemory`."""
         result = ctypes.c_void_p()
         opaque = _HipHandle.from_buffer_copy(handle)
         with torch.cuda.device(self.device):
@@ -326,13 +316,12 @@ class HipMemory(_Driver):
         return int(result.value or 0)
 
     def capture_of(self, stream: int) -> int:
-        """See :class:`DeviceMemory`."""
         status, number = ctypes.c_int(), ctypes.c_uint64()
         self._call("StreamGetCaptureInfo", stream, ctypes.byref(status), ctypes.byref(number))
         return number.value
 
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
-        """See :class:`DeviceMemory`. ROCm's runtime below HIP does it (``hsa_amd_portable_export_dmabuf``)."""
+        """ROCm's runtime below HIP does it (``hsa_amd_portable_export_dmabuf``)."""
         descriptor, offset = ctypes.c_int(-1), ctypes.c_uint64(0)
         try:
             export = (self._hsa or ctypes.CDLL(_loaded("libhsa-runtime64.so.1"))).hsa_amd_portable_export_dmabuf
@@ -346,7 +335,7 @@ class HipMemory(_Driver):
         return descriptor.value, offset.value
 
     def unordered(self, shown: bool) -> str:
-        """See :class:`DeviceMemory`. The memory is allocated uncached, so that nothing older is kept anywhere."""
+        """The memory is allocated uncached, so that nothing older is kept anywhere."""
         return ""
 
 
@@ -370,7 +359,7 @@ class InterpretedMemory:
         self._opened: dict[int, Any] = {}
 
     def map_host(self, address: int, nbytes: int) -> int:
-        """See :class:`DeviceMemory`. Raises TransportError for pages that are mapped already."""
+        """Raises TransportError for pages that are mapped already."""
         for start, length in self._mapped.items():
             if address < start + length and start < address + nbytes:
                 raise TransportError(
@@ -381,11 +370,9 @@ class InterpretedMemory:
         return address
 
     def unmap_host(self, address: int) -> None:
-        """See :class:`DeviceMemory`."""
         del self._mapped[address]
 
     def allocate(self, nbytes: int) -> int:
-        """See :class:`DeviceMemory`."""
         descriptor = os.memfd_create("uccl_ep device memory", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, nbytes)
         pages = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
@@ -393,15 +380,12 @@ class InterpretedMemory:
         return int(pages.ctypes.data)
 
     def free(self, address: int) -> None:
-        """See :class:`DeviceMemory`."""
         os.close(self._owned.pop(address)[0])
 
     def export(self, address: int) -> bytes:
-        """See :class:`DeviceMemory`."""
         return f"/proc/{os.getpid()}/fd/{self._owned[address][0]}".encode().ljust(_HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
-        """See :class:`DeviceMemory`."""
         path = handle.decode().strip()
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -413,25 +397,23 @@ class InterpretedMemory:
         return int(pages.ctypes.data)
 
     def close(self, address: int) -> None:
-        """See :class:`DeviceMemory`."""
         del self._opened[address]
 
     def synchronize(self) -> None:
-        """See :class:`DeviceMemory`."""
+        """A kernel is over when its launch returns."""
 
     def capture_of(self, stream: int) -> int:
-        """See :class:`DeviceMemory`. There are no streams."""
+        """There are no streams."""
         return 0
 
     def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
-        """See :class:`DeviceMemory`. The memfd itself."""
+        """The memfd itself."""
         for start, (descriptor, pages) in self._owned.items():
             if start <= address and address + nbytes <= start + pages.nbytes:
                 return os.dup(descriptor), address - start
         raise TransportError(f"{address:#x} is no memory of this device", device="memfd")
 
     def unordered(self, shown: bool) -> str:
-        """See :class:`DeviceMemory`."""
         return ""
 
 

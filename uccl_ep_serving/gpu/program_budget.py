@@ -1,7 +1,7 @@
 """How many programs of a device move the rows of an operation: what the slowest way needs to be kept busy, no more.
 
 Kernels copy each row once or twice while it crosses a link or a NIC once. An operation lasts as long as the slowest of
-these ways, or as its turns where it has little to move; programs beyond those that copy all rows in that time would
+these ways, or as its steps where it has little to move; programs beyond those that copy all rows in that time would
 only take multiprocessors from whoever computes meanwhile. A combine moves what its dispatch did, the other way.
 """
 
@@ -29,9 +29,9 @@ DEFAULT_SMS = 20
 #: At 0.55 us, twice the 479 cycles of an idle H100 (arXiv 2402.13499), that is 26 and 35 GB/s. Not measured here yet:
 #: no machine of the project has had a GPU.
 _PROGRAM_BANDWIDTH = 15e9
-#: Seconds of a turn that has nothing to copy: two kernels, each of which starts about 2 us after the end of the last.
+#: Seconds of a step that has nothing to copy: two kernels, each of which starts about 2 us after the end of the last.
 #: What ``advance`` waits for is not counted: loads past the caches, one after the other.
-_TURN_SECONDS = 4e-6
+_STEP_SECONDS = 4e-6
 #: Bytes a second, one way. Fourth-generation NVLink: 18 links of 25 GB/s (NVIDIA H100 data sheet: 900 GB/s both ways).
 LINK_BANDWIDTH = 450e9
 #: The same of 16 lanes of PCIe 5.0 (63 GB/s) less packet headers: windows in host memory.
@@ -73,38 +73,38 @@ def row_traffic(
         node_ranks: ranks of a node when each row crosses once to a node, else 0.
         on_device: windows lie in device memory; else all that leaves this rank goes through host memory.
     """
-    here = copies / ranks
+    per_rank = copies / ranks
     if node_ranks:
         nodes = ranks // node_ranks
-        near, far = (node_ranks - 1) * here, min(copies / nodes, 1.0) * (nodes - 1)
+        near, far = (node_ranks - 1) * per_rank, min(copies / nodes, 1.0) * (nodes - 1)
         # what a rank takes of the rows that crossed to its node; what it forwards itself is in its own memory
-        passed = (nodes - 1) * node_ranks * here
-        copied = here + 2 * near + far + passed
+        passed = (nodes - 1) * node_ranks * per_rank
+        copied = per_rank + 2 * near + far + passed
         link = near + passed * (node_ranks - 1) / node_ranks
     else:
-        near, far = (mapped - 1) * here, (ranks - mapped) * here
-        copied, link = here + 2 * (near + far), near
+        near, far = (mapped - 1) * per_rank, (ranks - mapped) * per_rank
+        copied, link = per_rank + 2 * (near + far), near
     if not on_device:
         link += far
     rows = tokens * row_bytes
     return RowTraffic(copied * rows, link * rows, far * rows)
 
 
-def budget(traffic: RowTraffic, turns: int, link: float, far: float, most: int) -> Budget:
+def budget(traffic: RowTraffic, steps: int, link: float, far: float, most: int) -> Budget:
     """Programs that copy ``traffic`` in the time that the slowest way takes.
 
     Args:
-        turns: of the operation, at least 1.
+        steps: of the operation, at least 1.
         link, far: bytes per second of a link to peers' windows, and of NICs or proxies.
         most: programs that the caller allows.
     """
     ways = {
         "the links to windows of other ranks": traffic.link / link,
         "NICs and proxies": traffic.far / far,
-        "the turns of the operation": turns * _TURN_SECONDS,
+        "the steps of the operation": steps * _STEP_SECONDS,
     }
     slowest = max(ways, key=lambda way: ways[way])
     needed = max(math.ceil(traffic.copied / (ways[slowest] * _PROGRAM_BANDWIDTH)), 1)
     if needed > most:
-        return Budget(max(most, 1), f"all that are allowed, where {slowest} would keep more busy")
-    return Budget(needed, f"as many as keep up with {slowest}")
+        return Budget(max(most, 1), f"all that are allowed; the bottleneck, {slowest}, would keep more busy")
+    return Budget(needed, f"enough to saturate the bottleneck, {slowest}")

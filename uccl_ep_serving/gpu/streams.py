@@ -71,14 +71,12 @@ class HostOrder:
     def operation(
         self, previous: EventOverlap | None, *, own_stream: bool
     ) -> contextlib.AbstractContextManager[None, bool | None]:
-        """See :class:`StreamOrder`."""
         wait_for(previous)
         return contextlib.nullcontext()
 
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See :class:`StreamOrder`."""
         launch()
         return EventOverlap()
 
@@ -91,7 +89,7 @@ class GpuOrder:
         capture_of: number of the capture that the stream with a handle takes part in (``DeviceMemory.capture_of``).
 
     Attributes:
-        captures: see :class:`StreamOrder`.
+        captures: how many times something was run that was captured, and may be replayed.
     """
 
     def __init__(self, device: torch.device, capture_of: Callable[[int], int]) -> None:
@@ -107,18 +105,15 @@ class GpuOrder:
 
     @property
     def capturing(self) -> bool:
-        """See :class:`StreamOrder`."""
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
     @property
     def stream(self) -> Any:
-        """See :class:`StreamOrder`."""
         return self._own
 
     @contextlib.contextmanager
     def operation(self, previous: EventOverlap | None, *, own_stream: bool) -> Iterator[None]:
-        """See :class:`StreamOrder`."""
         if not own_stream:
             wait_for(previous)
             yield
@@ -144,7 +139,6 @@ class GpuOrder:
     def run(
         self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
-        """See :class:`StreamOrder`."""
         current = torch.cuda.current_stream(self._device)
         caller = self._caller or current
         stream = self._own if own_stream else current

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,31 +11,20 @@ from ..errors import ConfigError
 from ..handles import LowLatencyHandle
 from ..protocol.command import MAX_WRITE_BYTES
 from ..protocol.layout import LowLatencyPlan
-from ..protocol.message import (
-    DTYPE_BF16,
-    DTYPE_F16,
-    DTYPE_F32,
-    DTYPE_FP8,
-    DTYPE_FP8_UE8M0,
-    SCALE_BLOCK,
-    element_bytes,
-    row_bytes,
-)
+from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, element_bytes, row_bytes
+from .arguments import VALUE_CODES, in_words, is_tensor
 
 __all__ = [
-    "VALUE_CODES",
     "Coding",
     "check_combine",
     "check_dispatch",
+    "check_finish",
     "check_ring",
     "check_stats",
     "combine_coding",
-    "covers",
     "dispatch_coding",
 ]
 
-#: DTYPE_* of the dtypes in which tokens and experts' outputs may come.
-VALUE_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
 #: UE8M0 scales leave packed four to an int32, as in DeepEP.
 _UE8M0_BLOCK = 4 * SCALE_BLOCK
 
@@ -61,17 +49,6 @@ class Coding:
     def quantised(self) -> bool:
         """True for FP8."""
         return self.dtype in (DTYPE_FP8, DTYPE_FP8_UE8M0)
-
-
-def _words(tensor: object) -> str:
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor).__name__
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _is(tensor: object, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether ``tensor`` is one of ``dtype`` and ``shape``."""
-    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.shape == torch.Size(shape)
 
 
 def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Coding:
@@ -105,24 +82,24 @@ def check_dispatch(
     experts: int,
     topk_weights: object,
 ) -> LowLatencyPlan:
-    """The plan that a dispatch of these arguments needs.
+    """The plan that a dispatch of these arguments needs. Contents of tensors are not looked at.
 
     Raises:
         ConfigError: shapes, dtypes, devices or sizes are wrong.
     """
     where = "low-latency dispatch"
     if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in VALUE_CODES:
-        raise ConfigError(f"{where}: x must be [tokens, hidden] in bfloat16, float16 or float32, not {_words(x)}")
+        raise ConfigError(f"{where}: x must be [tokens, hidden] in bfloat16, float16 or float32, not {in_words(x)}")
     if not x.is_contiguous():
-        raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
+        raise ConfigError(f"{where}: x {in_words(x)} must be contiguous, its strides are {x.stride()}")
     count = x.shape[0]
     if not isinstance(topk_idx, torch.Tensor) or topk_idx.dtype != torch.int64 or topk_idx.dim() != 2:
-        raise ConfigError(f"{where}: topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
+        raise ConfigError(f"{where}: topk_idx must be int64 [tokens, topk], not {in_words(topk_idx)}")
     if topk_idx.shape[0] != count:
         raise ConfigError(f"{where}: x has {count} tokens and topk_idx {topk_idx.shape[0]}")
-    if topk_weights is not None and not _is(topk_weights, torch.float32, topk_idx.shape):
+    if topk_weights is not None and not is_tensor(topk_weights, torch.float32, topk_idx.shape):
         raise ConfigError(
-            f"{where}: topk_weights must be float32{list(topk_idx.shape)} like topk_idx, not {_words(topk_weights)}"
+            f"{where}: topk_weights must be float32{list(topk_idx.shape)} like topk_idx, not {in_words(topk_weights)}"
         )
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
@@ -139,10 +116,10 @@ def check_dispatch(
     return plan
 
 
-def covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
-    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
-    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
-    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
+def check_finish(phase: str, async_finish: bool, return_recv_hook: bool) -> None:
+    """An event stands for a whole operation, a hook for its second half. Raises ConfigError."""
+    if async_finish and return_recv_hook:
+        raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
 
 
 def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:
@@ -172,8 +149,8 @@ def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, lengt
     """
     if stats is None:
         return 0
-    if not _is(stats, dtype, (length,)) or not stats.is_contiguous():
-        raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {_words(stats)}")
+    if not is_tensor(stats, dtype, (length,)) or not stats.is_contiguous():
+        raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {in_words(stats)}")
     if stats.device != device:
         raise ConfigError(f"{name} is on {stats.device} and the tokens on {device}")
     return stats.data_ptr()
@@ -195,9 +172,9 @@ def check_combine(
     where = "low-latency combine"
     shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
     if not isinstance(x, torch.Tensor) or x.dtype not in VALUE_CODES or x.shape != shape:
-        raise ConfigError(f"{where}: x must be {list(shape)} in bfloat16, float16 or float32, not {_words(x)}")
+        raise ConfigError(f"{where}: x must be {list(shape)} in bfloat16, float16 or float32, not {in_words(x)}")
     if not x.is_contiguous():
-        raise ConfigError(f"{where}: x {_words(x)} must be contiguous, its strides are {x.stride()}")
+        raise ConfigError(f"{where}: x {in_words(x)} must be contiguous, its strides are {x.stride()}")
     if element_bytes(VALUE_CODES[x.dtype]) > plan.element:
         raise ConfigError(
             f"{where}: x has {x.element_size()}-byte values, space was planned at dispatch for {plan.element}-byte "
@@ -211,12 +188,12 @@ def check_combine(
     on_cpu = x.device.type == "cpu"
     if (
         not isinstance(topk_idx, torch.Tensor)
-        or not _is(topk_idx, torch.int64, sent.shape)
+        or not is_tensor(topk_idx, torch.int64, sent.shape)
         or (on_cpu and not torch.equal(topk_idx, sent))
     ):
-        raise ConfigError(f"{where}: topk_idx {_words(topk_idx)} differs from the one at dispatch, {_words(sent)}")
-    if not isinstance(topk_weights, torch.Tensor) or not _is(topk_weights, torch.float32, sent.shape):
-        raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {_words(topk_weights)}")
+        raise ConfigError(f"{where}: topk_idx {in_words(topk_idx)} differs from the one at dispatch, {in_words(sent)}")
+    if not isinstance(topk_weights, torch.Tensor) or not is_tensor(topk_weights, torch.float32, sent.shape):
+        raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {in_words(topk_weights)}")
     # as bits: engines pad batches with rows whose weights are NaN, and NaN equals nothing
     if (
         on_cpu
@@ -230,5 +207,5 @@ def check_combine(
     expected = (sent.shape[0], plan.hidden)
     if out is None:
         return
-    if not isinstance(out, torch.Tensor) or not _is(out, x.dtype, expected) or not out.is_contiguous():
-        raise ConfigError(f"{where}: out must be contiguous {list(expected)} in {x.dtype}, not {_words(out)}")
+    if not isinstance(out, torch.Tensor) or not is_tensor(out, x.dtype, expected) or not out.is_contiguous():
+        raise ConfigError(f"{where}: out must be contiguous {list(expected)} in {x.dtype}, not {in_words(out)}")

@@ -1,54 +1,54 @@
-"""Low-latency dispatch and combine: what the host does around the kernels.
+"""Low-latency dispatch and combine of CPU tensors: what the host does around the kernels.
 
-The host checks arguments, allocates what is returned and launches four kernels: dispatch send and receive, combine send
-and receive. Counters and routing live in blocks that only kernels advance (:mod:`.kernels.blocks.low_latency`). Every
-rank calls dispatch and combine in the same order; recv hooks may be called later and in another order.
+:meth:`LowLatency.dispatch` and :meth:`LowLatency.combine` are the sequence diagram of ARCHITECTURE.md, seen from the
+host. Counters and routing live in blocks that only kernels advance (``kernels.blocks.low_latency``). Every rank calls
+dispatch and combine in the same order; recv hooks may be called later and in another order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 
+from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
 from ..handles import EventOverlap, LowLatencyHandle
-from ..kernels.blocks.low_latency import RouteBlock
-from ..kernels.interface import LowLatencyKernels
-from ..kernels.select import low_latency_kernels
+from ..kernels.blocks import low_latency as block
+from ..kernels.cpu import low_latency as kernels
+from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
+from .arguments import CPU, VALUE_CODES, check_device
+from .epoch import RECEIVE_FIRST, Epoch, InFlight, RecvHook
 from .low_latency_arguments import (
-    VALUE_CODES,
     Coding,
     check_combine,
     check_dispatch,
+    check_finish,
+    check_ring,
     check_stats,
     combine_coding,
     dispatch_coding,
 )
-from .low_latency_memory import DispatchOutputs, OutputMemory, rows_of
-from .low_latency_session import Receipt, Session, Space
-from .low_latency_steps import CombineSteps, DispatchSteps
+from .low_latency_outputs import DispatchOutputs, OutputMemory, Rows
 
 __all__ = ["LowLatency"]
-
-Hook = Callable[[], None]
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class LowLatency:
     """Low-latency mode of one Buffer. Not thread-safe: one host thread calls it, as with DeepEP."""
 
-    def __init__(self, runtime: Space) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._dispatches, self._combines = InFlight("dispatches"), InFlight("combines")
+        self._epoch = Epoch(runtime, (self._dispatches, self._combines))
+        self._state: block.StateBlock | None = None
         self._memory = OutputMemory()
-        self._session = Session(runtime, self._forget_outputs)
         self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
         self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
-
-    # -- dispatch -----------------------------------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -65,7 +65,7 @@ class LowLatency:
         return_recv_hook: bool = False,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
-    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """Send every token once to each rank that has one of its experts, and receive the tokens of this rank's
         experts.
 
@@ -75,7 +75,7 @@ class LowLatency:
             x: bfloat16, float16 or float32 [tokens, H], contiguous, tokens <= T (0 is fine).
             topk_idx: int64 [tokens, K], global expert ids, -1 = none. Expert e lives on rank e // L.
             num_max_dispatch_tokens_per_rank, num_experts: equal on all ranks. The first call with new sizes is
-                collective: it lays the windows out anew.
+                collective: the windows are rebuilt.
             topk_weights: float32 [tokens, K], exactly what combine will get. Given here, one row per (token, rank)
                 returns at combine, summed by the expert side; otherwise one per (token, expert).
             use_fp8: send e4m3 with one float32 scale per 128 values; round_scale: scales rounded up to powers of two;
@@ -96,55 +96,90 @@ class LowLatency:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
         """
         started = time.monotonic_ns()
-        phase, session = "low-latency dispatch", self._session
-        session.check(phase, begins=True)
-        if async_finish and return_recv_hook:
-            raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
-        plan = check_dispatch(
-            self._runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights
-        )
-        coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
+        phase, runtime, epoch = "low-latency dispatch", self._runtime, self._epoch
         counts, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        stats = check_stats("cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, x.device)
-        waited = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, x.device)
-        kernels = low_latency_kernels(x.device.type)
+        epoch.check(phase, begins=True)
+
+        # What is given: nothing of it has moved when it is refused.
+        check_finish(phase, async_finish, return_recv_hook)
+        plan = check_dispatch(runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights)
+        coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
+        check_device(CPU, x=x)
+        counts_address = check_stats("cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, CPU)
+        waits_address = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, CPU)
         # what the handle keeps must not change under it; contiguous for the kernels
         ids = topk_idx.clone(memory_format=torch.contiguous_format)
         weights = None if topk_weights is None else topk_weights.clone(memory_format=torch.contiguous_format)
-        bad = kernels.first_bad_id(ids.data_ptr(), ids.numel(), num_experts)
-        if bad >= 0:
+        if (bad := kernels.first_bad_id(ids.data_ptr(), ids.numel(), num_experts)) >= 0:
             raise _bad_id(phase, ids, bad, num_experts)
-        state = session.adopt(plan)
+
+        # Windows with room for it: the first call with other sizes rebuilds them on all ranks.
+        state = self._enter(phase, plan)
         plan = state.plan
         # rule: a third dispatch in flight is refused
-        if not state.next_dispatch_has_space:
-            raise _third_in_flight(phase, f"{state.dispatches_in_flight} dispatches")
-        route = RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
+        if not self._dispatches.has_room:
+            raise self._dispatches.refusal(phase)
+
+        # Memory, all of it before the send: a message without a hook could never be received.
         rows, stride = x.data_ptr(), coding.payload
         if coding.quantised:
-            rows, stride = self._quantise(kernels, x, coding, round_scale), coding.row
-        # all of it before the send: a message without a hook could never be received
-        outputs = DispatchOutputs(self._memory, plan, coding)
+            rows, stride = self._quantise(x, coding, round_scale), coding.row
+        route = block.RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
+        outputs = DispatchOutputs(plan, coding, CPU, coding.output, self._memory.rows)
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
             owner=self,
-            epoch=session.epoch,
+            epoch=epoch.number,
             route=route,
             topk_idx=ids,
             topk_weights=weights,
             dtype=x.dtype,
         )
 
-        steps = DispatchSteps(self._runtime, kernels, state, handle, coding, outputs, (rows, stride), (stats, waited))
-        # what the caller passed must live until the kernel has run
-        hook = Receipt(session, f"{phase} recv", steps.receive, steps.received, (counts, waits))
-        session.send(f"{phase} send", steps.send)
-        steps.spent = time.monotonic_ns() - started
+        # Who gets which tokens; one message to every rank; one message of every rank, unpacked per expert.
+        space = runtime.space
+        blocks = space.context, state.address, route.address
+        kernels.route(*blocks, ids.data_ptr())
+        send = partial(
+            kernels.dispatch_send,
+            *blocks,
+            space.progress,
+            rows,
+            stride,
+            coding.row if coding.quantised else coding.payload,
+            coding.row,
+            ids.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            coding.dtype,
+        )
+        receive = partial(
+            kernels.dispatch_recv,
+            *blocks,
+            space.progress,
+            coding.dtype,
+            outputs.values.data_ptr(),
+            coding.payload,
+            coding.row,
+            outputs.scales_address,
+            outputs.count.data_ptr(),
+            outputs.src_info.data_ptr(),
+            outputs.layout_range.data_ptr(),
+            counts_address,
+            waits_address,
+        )
+        with epoch.operation(phase, self._dispatches) as operation:
+            runtime.wait(f"{phase} send", send)
+            if not return_recv_hook:
+                runtime.wait(f"{phase} recv", receive)
+                operation.received()
+        spent = time.monotonic_ns() - started
         if not return_recv_hook:
-            session.finish(hook)
-        return outputs.rows, outputs.count, handle, EventOverlap(), hook if return_recv_hook else None
-
-    # -- combine ------------------------------------------------------------------------------------------------
+            self._dispatched(handle, spent)
+            return outputs.rows, outputs.count, handle, EventOverlap(), None
+        wait = partial(runtime.wait, f"{phase} recv", receive)
+        kept = outputs, counts, waits
+        hook = RecvHook(epoch, operation, f"{phase} recv", wait, lambda ns: self._dispatched(handle, spent + ns), kept)
+        return outputs.rows, outputs.count, handle, EventOverlap(), hook
 
     def combine(
         self,
@@ -158,7 +193,7 @@ class LowLatency:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+    ) -> tuple[torch.Tensor, EventOverlap, RecvHook | None]:
         """Bring the experts' rows back to their tokens and sum them with the router weights, in float32.
 
         Args:
@@ -181,34 +216,49 @@ class LowLatency:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
         """
         started = time.monotonic_ns()
-        phase, session = "low-latency combine", self._session
-        session.check(phase)
-        if async_finish and return_recv_hook:
-            raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
-        state = session.state_of(handle, self, phase)
-        plan = state.plan
+        phase, runtime, epoch = "low-latency combine", self._runtime, self._epoch
+        epoch.check(phase)
+
+        # What is given: nothing of it has moved when it is refused.
+        check_finish(phase, async_finish, return_recv_hook)
+        state = self._state_of(phase, handle)
         if not handle.received:
-            raise ConfigError(f"{phase}: the dispatch of this handle is not received yet: call its recv hook first")
-        check_combine(plan, handle, x, topk_idx, topk_weights, out)
-        waits = combine_wait_recv_cost_stats
-        waited = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, x.device)
+            raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
+        check_combine(state.plan, handle, x, topk_idx, topk_weights, out)
+        coding, waits = combine_coding(x), combine_wait_recv_cost_stats
+        waits_address = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, state.plan.ranks, CPU)
         # rule: a third combine in flight is refused
-        if not state.next_combine_has_space:
-            raise _third_in_flight(phase, f"{state.combines_in_flight} combines")
-        kernels = low_latency_kernels(x.device.type)
-        coding = combine_coding(x)
+        if not self._combines.has_room:
+            raise self._combines.refusal(phase)
+
+        # Memory, all of it before the send.
         weights = handle.topk_weights
         if weights is None:
             # read only when the hook runs: the caller may change its own by then
             weights = topk_weights.clone(memory_format=torch.contiguous_format)
-        result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype) if out is None else out
-        steps = CombineSteps(self._runtime, kernels, state, handle, coding, x.data_ptr(), weights, result, waited)
-        hook = Receipt(session, f"{phase} recv", steps.receive, steps.received, (waits,))
-        session.send(f"{phase} send", steps.send)
-        steps.spent = time.monotonic_ns() - started
+        result = torch.empty(topk_idx.shape[0], state.plan.hidden, dtype=x.dtype) if out is None else out
+        # the number of this combine: written by combine_send, read by combine_recv
+        ticket = np.zeros(1, dtype=np.int64)
+
+        # The experts' rows go back to their sources; rows of every rank come, and are summed per token.
+        space = runtime.space
+        blocks = space.context, state.address, handle.route.address, ticket.ctypes.data, space.progress
+        form = coding.payload, coding.row, coding.dtype
+        send = partial(kernels.combine_send, *blocks, x.data_ptr(), *form)
+        receive = partial(kernels.combine_recv, *blocks, weights.data_ptr(), result.data_ptr(), *form, waits_address)
+        with epoch.operation(phase, self._combines) as operation:
+            runtime.wait(f"{phase} send", send)
+            if not return_recv_hook:
+                runtime.wait(f"{phase} recv", receive)
+                operation.received()
+        spent = time.monotonic_ns() - started
         if not return_recv_hook:
-            session.finish(hook)
-        return result, EventOverlap(), hook if return_recv_hook else None
+            self._combined(handle, spent)
+            return result, EventOverlap(), None
+        wait = partial(runtime.wait, f"{phase} recv", receive)
+        kept = weights, result, ticket, waits
+        hook = RecvHook(epoch, operation, f"{phase} recv", wait, lambda ns: self._combined(handle, spent + ns), kept)
+        return result, EventOverlap(), hook
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A tensor [L, R * T, H] for the experts' output, for callers of ``zero_copy=True``.
@@ -216,20 +266,31 @@ class LowLatency:
         Its dtype is that of the tokens at the handle's dispatch. The same tensor is returned for the same plan and
         dtype: combine has read it when it returns. Raises ConfigError for a handle of another Buffer.
         """
-        plan = self._session.state_of(handle, self, "low-latency combine buffer").plan
+        plan = self._state_of("low-latency combine buffer", handle).plan
         if handle.dtype not in self._combine_buffers:
-            self._combine_buffers[handle.dtype] = rows_of(
-                self._memory, (plan.local_experts, plan.ranks * plan.tokens, plan.hidden), handle.dtype
-            )
+            shape = plan.local_experts, plan.ranks * plan.tokens, plan.hidden
+            self._combine_buffers[handle.dtype] = self._memory.rows(shape, handle.dtype)
         return self._combine_buffers[handle.dtype]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _forget_outputs(self) -> None:
-        self._memory.clear()
-        self._combine_buffers.clear()
+    def _enter(self, phase: str, plan: LowLatencyPlan) -> block.StateBlock:
+        """Counters of the windows that serve ``plan``."""
+        runtime = self._runtime
+        served = self._epoch.make_room(phase, plan, lambda: check_ring(plan, runtime.settings))
+        if self._epoch.enter() or self._state is None:
+            self._state = block.StateBlock(served, runtime.layout)
+            self._memory.clear()
+            self._combine_buffers.clear()
+        return self._state
 
-    def _quantise(self, kernels: LowLatencyKernels, x: torch.Tensor, coding: Coding, round_scale: bool) -> int:
+    def _state_of(self, phase: str, handle: LowLatencyHandle) -> block.StateBlock:
+        """Counters that ``handle`` belongs to. Raises ConfigError when it is not of this Buffer and epoch."""
+        self._epoch.check_handle(phase, handle, self)
+        assert self._state is not None
+        return self._state
+
+    def _quantise(self, x: torch.Tensor, coding: Coding, round_scale: bool) -> int:
         """Address of the FP8 wire rows of ``x``. They are read before the dispatch returns, so one buffer is enough."""
         tokens, hidden = x.shape
         if self._quantised.numel() < tokens * coding.row:
@@ -247,16 +308,32 @@ class LowLatency:
         )
         return self._quantised.data_ptr()
 
+    def _dispatched(self, handle: LowLatencyHandle, nanoseconds: int) -> None:
+        """A dispatch is received: it may be combined, and counts."""
+        handle.received = True
+        rank, route = self._runtime.rank, handle.route
+        counts, pairs = route.table(block.COUNTS), route.table(block.PAIRS)
+        self._runtime.record(
+            "ll_dispatch",
+            handle.topk_idx.shape[0],
+            int(counts.sum() - counts[rank]),
+            nanoseconds,
+            expert_rows=int(pairs.sum() - pairs[rank]),
+        )
+
+    def _combined(self, handle: LowLatencyHandle, nanoseconds: int) -> None:
+        """A combine is received, and counts."""
+        returned = handle.route.table(block.RETURN_ROWS)
+        self._runtime.record(
+            "ll_combine",
+            handle.topk_idx.shape[0],
+            int(returned.sum() - returned[self._runtime.rank]),
+            nanoseconds,
+            reduced=0 if handle.topk_weights is None else 1,
+        )
+
 
 def _bad_id(phase: str, ids: torch.Tensor, at: int, experts: int) -> ConfigError:
     """What to raise for the id that is the ``at``-th of ``ids``."""
     token, slot = divmod(at, ids.shape[1])
     return ConfigError(f"{phase}: topk_idx[{token}, {slot}] = {int(ids[token, slot])} is outside -1 .. {experts - 1}")
-
-
-def _third_in_flight(phase: str, in_flight: str) -> ConfigError:
-    """What to raise for an operation beside ``in_flight``, the number and the name of those that are."""
-    return ConfigError(
-        f"{phase}: {in_flight} are in flight and the one before last is not received: at most two at a time. Call its "
-        "recv hook first"
-    )

@@ -1,47 +1,38 @@
-"""What outlives one low-latency operation on a device: counters, kernels and addresses of the present window.
+"""What outlives one low-latency operation on a device: counters, kernels and addresses of the present epoch.
 
-A window serves one plan. The first dispatch with other sizes, or after a rank was masked, moves all ranks to a new one
-(``Runtime.rebuild``) in which every counter starts at 0; what belongs to the old one is refused by name.
+The windows of an epoch serve one plan. The first dispatch with other sizes, or after a rank was masked, has all ranks
+rebuild them: every counter starts at 0, and what belongs to the old ones is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
-from ..gpu.context import GpuContext, GroundRuntime
-from ..gpu.launch import InFlight
+from ..gpu.context import GpuContext
 from ..gpu.window import DeviceSpace
-from ..handles import LowLatencyHandle
-from ..kernels.interface import DeviceLowLatencyKernels, DeviceStateBlock
+from ..handles import EventOverlap, LowLatencyHandle
 from ..kernels.select import device_low_latency_kernels
 from ..protocol.layout import LowLatencyPlan
-from .low_latency_arguments import VALUE_CODES, Coding, covers
+from .arguments import VALUE_CODES
+from .epoch import Epoch, InFlight, RecvHook
+from .low_latency_arguments import Coding
 
-__all__ = ["DeviceSpaceOwner", "LowLatencyGpuSession", "Serving"]
+if TYPE_CHECKING:
+    from ..kernels.blocks.low_latency_device import DeviceState
+    from ..kernels.triton.launch import Launch
+    from ..kernels.triton.low_latency import TritonLowLatencyKernels
 
-
-class DeviceSpaceOwner(GroundRuntime, Protocol):
-    """What low-latency mode on a device needs of a Runtime, besides its gpu; see there."""
-
-    ranks: int
-
-    @property
-    def record(self) -> Callable[..., None]: ...
-    def check(self, phase: str) -> None: ...
-    def begin_operation(self) -> None: ...
-    @property
-    def stale(self) -> str: ...
-    @property
-    def rebuild_requested(self) -> bool: ...
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None: ...
+__all__ = ["LowLatencyGpuSession", "Serving"]
 
 
 class Serving(NamedTuple):
-    """What serves the operations of one window.
+    """What serves the operations of one epoch.
 
     Attributes:
         state: counters, in device memory.
@@ -49,8 +40,8 @@ class Serving(NamedTuple):
         space: the kernel context, in device memory.
     """
 
-    state: DeviceStateBlock
-    kernels: DeviceLowLatencyKernels
+    state: DeviceState
+    kernels: TritonLowLatencyKernels
     space: DeviceSpace
 
 
@@ -59,53 +50,26 @@ class LowLatencyGpuSession:
 
     Args:
         runtime: of the Buffer.
-        gpu: memory, order and space, shared with normal mode.
+        gpu: memory, streams and space, shared with normal mode.
 
     Attributes:
-        epoch: of the window that serves, -1 before the first.
-        dispatches, combines: the host's counts of what is in flight.
+        epoch: that the counters belong to.
+        dispatches, combines: what is in flight.
     """
 
-    def __init__(self, runtime: DeviceSpaceOwner, gpu: GpuContext) -> None:
-        self.epoch = -1
-        self.dispatches = InFlight("low-latency dispatch", "dispatches")
-        self.combines = InFlight("low-latency combine", "combines")
+    def __init__(self, runtime: Runtime, gpu: GpuContext) -> None:
+        self.dispatches, self.combines = InFlight("dispatches"), InFlight("combines")
+        self.epoch = Epoch(runtime, (self.dispatches, self.combines), gpu)
         self._runtime = runtime
         self._gpu = gpu
-        self._memory = gpu.memory
-        self._order = gpu.order
         self._serving: Serving | None = None
         self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
         self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
 
-    def check(self, phase: str, begins: bool = False) -> None:
-        """Raise what is known to be wrong; ``begins``: the operation needs nothing that was sent before."""
-        runtime = self._runtime
-        if self._serving is not None and self.epoch == runtime.epoch:
-            self._serving.space.take_report()
-        runtime.check(phase)
-        self._gpu.check_ids(phase)
-        if runtime.stale:
-            if not begins:
-                raise ConfigError(
-                    f"{phase}: {runtime.stale}, so what was sent before is void. Next step: go on with a dispatch on "
-                    "every rank"
-                )
-        elif self.epoch == runtime.epoch:
-            self.dispatches.check_whole(phase)
-            self.combines.check_whole(phase)
-
-    def check_tensor(self, phase: str, name: str, tensor: torch.Tensor) -> None:
-        """Raise ConfigError for a tensor that kernels cannot move in 16-byte pieces, or that is elsewhere."""
-        if tensor.device != self._memory.device:
-            raise ConfigError(
-                f"{phase}: {name} is on {tensor.device}, and this Buffer serves tensors on {self._memory.device}"
-            )
-        if tensor.numel() and tensor.data_ptr() % 16:
-            raise ConfigError(f"{phase}: {name} must start on a multiple of 16 bytes")
-
-    def adopt(self, plan: LowLatencyPlan, coding: Coding, x: torch.Tensor, round_scale: bool, reduced: bool) -> Serving:
-        """What serves ``plan``, laid out anew on all ranks when the window has no room for it.
+    def enter(
+        self, phase: str, plan: LowLatencyPlan, coding: Coding, x: torch.Tensor, round_scale: bool, reduced: bool
+    ) -> Serving:
+        """What serves ``plan``; the first call with other sizes rebuilds the windows on all ranks.
 
         Args:
             coding, x, round_scale, reduced: of the dispatch that needs it, for which kernels are compiled.
@@ -113,110 +77,127 @@ class LowLatencyGpuSession:
         Raises:
             ConfigError: the kernels cannot serve it, an operation is in flight, or a graph is being captured.
         """
-        runtime = self._runtime
-        laid_out = None if runtime.stale else runtime.layout.low_latency
-        if laid_out is None or not covers(laid_out, plan) or runtime.rebuild_requested:
-            # what is wrong on this rank alone is told to the others, who would wait for it
-            objection = ""
-            try:
-                self._check_idle(plan)
-                kernels = self._new_kernels(plan)
-                kernels.check(runtime.settings)
-                # before the ranks meet: a rank that compiles while others wait would eat into their deadline
-                self._compile_dispatch(plan, kernels, x, coding, round_scale, reduced)
-                self.compile_combine(plan, kernels, VALUE_CODES[x.dtype], reduced)
-            except ConfigError as error:
-                objection = str(error)
-            runtime.rebuild(plan, objection)
-            laid_out = plan
-        if self._serving is None or self.epoch != runtime.epoch:
-            self._refuse_capture(f"the windows for {laid_out} are not in use yet")
-            kernels = self._new_kernels(laid_out)
-            space = self._gpu.space()
-            device = self._memory.device
-            state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, runtime.settings.channels, device))
+        runtime, source = self._runtime, VALUE_CODES[x.dtype]
+
+        def prepare() -> None:
+            self._refuse_capture(f"{plan} is new")
+            kernels = self._new_kernels(plan)
+            kernels.check(runtime.settings)
+            # before the ranks meet: a rank that compiles while others wait would eat into their deadline
+            self._compile_dispatch(kernels, source, coding.dtype, round_scale, reduced)
+            self.compile_combine(kernels, source, reduced)
+
+        served = self.epoch.make_room(phase, plan, prepare)
+        if self._serving is None or not self.epoch.present:
+            self._refuse_capture(f"the windows for {served} are not in use yet")
+            kernels, space = self._new_kernels(served), self._gpu.space()
+            device, channels = self._gpu.memory.device, runtime.settings.channels
+            state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, channels, device))
             runtime.before_unmapping(lambda: self._gpu.keep(state))
-            self._serving = Serving(state, kernels, space)
-            self.epoch = runtime.epoch
-            self._combine_buffers = {}
-            self.dispatches.clear()
-            self.combines.clear()
-        self._compile_dispatch(laid_out, self._serving.kernels, x, coding, round_scale, reduced)
+            self._serving, self._combine_buffers = Serving(state, kernels, space), {}
+            self.epoch.enter()
+        self._compile_dispatch(self._serving.kernels, source, coding.dtype, round_scale, reduced)
         return self._serving
 
-    def _new_kernels(self, plan: LowLatencyPlan) -> DeviceLowLatencyKernels:
+    def of(self, phase: str, handle: LowLatencyHandle, owner: object) -> Serving:
+        """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or of another epoch."""
+        self.epoch.check_handle(phase, handle, owner)
+        assert self._serving is not None
+        return self._serving
+
+    def _new_kernels(self, plan: LowLatencyPlan) -> TritonLowLatencyKernels:
         with self._gpu.on_its_device():
             return device_low_latency_kernels(plan, self._gpu.interpreted)
 
     def _compile_dispatch(
-        self,
-        plan: LowLatencyPlan,
-        kernels: DeviceLowLatencyKernels,
-        x: torch.Tensor,
-        coding: Coding,
-        round_scale: bool,
-        reduced: bool,
+        self, kernels: TritonLowLatencyKernels, source: int, coding: int, round_scale: bool, reduced: bool
     ) -> None:
         """Compile what a dispatch launches, unless that was done. Raises ConfigError while a graph is captured."""
-        source = VALUE_CODES[x.dtype]
-        kind = (source, coding.dtype, round_scale, reduced)
-        if (plan, kind) not in self._compiled:
-            self._refuse_capture("its kernels are not compiled for these dtypes yet")
-            with self._gpu.on_its_device():
-                kernels.warm_dispatch(source, coding.dtype, round_scale, reduced)
-            self._compiled.add((plan, kind))
+        kind = (source, coding, round_scale, reduced)
+        self._compile_once(kernels.plan, kind, lambda: kernels.warm_dispatch(*kind))
 
-    def compile_combine(
-        self, plan: LowLatencyPlan, kernels: DeviceLowLatencyKernels, dtype: int, reduced: bool
-    ) -> None:
+    def compile_combine(self, kernels: TritonLowLatencyKernels, dtype: int, reduced: bool) -> None:
         """The same for a combine of rows of DTYPE_* ``dtype``."""
         kind = (dtype, reduced)
+        self._compile_once(kernels.plan, kind, lambda: kernels.warm_combine(*kind))
+
+    def _compile_once(self, plan: LowLatencyPlan, kind: tuple[int | bool, ...], warm: Callable[[], None]) -> None:
         if (plan, kind) not in self._compiled:
             self._refuse_capture("its kernels are not compiled for these dtypes yet")
             with self._gpu.on_its_device():
-                kernels.warm_combine(dtype, reduced)
+                warm()
             self._compiled.add((plan, kind))
 
     def _refuse_capture(self, why: str) -> None:
-        if self._order.capturing:
+        if self._gpu.order.capturing:
             raise ConfigError(
-                f"low-latency mode: {why}, and what that takes cannot be captured in a graph: dispatch and combine "
-                "once with the same shapes and dtypes before the capture"
+                f"low-latency mode: {why}, and what that takes cannot be captured in a graph. Next step: dispatch and "
+                "combine once with the same shapes and dtypes before the capture"
             )
 
-    def _check_idle(self, plan: LowLatencyPlan) -> None:
-        """Raise ConfigError where the windows cannot be laid out anew for ``plan`` now."""
-        self._refuse_capture(f"{plan} is new")
-        stale = self._runtime.stale or self.epoch != self._runtime.epoch
-        if not stale and (self.dispatches.count or self.combines.count):
-            raise ConfigError(
-                f"low-latency dispatch: {plan} needs another window layout, and an operation is in flight: call its "
-                "recv hook first"
-            )
+    def launch(
+        self,
+        phase: str,
+        flight: InFlight,
+        send: tuple[Launch, ...],
+        receive: tuple[Launch, ...],
+        used: Sequence[torch.Tensor],
+        received: Callable[[int], None],
+        *,
+        async_finish: bool,
+        return_recv_hook: bool,
+    ) -> tuple[EventOverlap, RecvHook | None]:
+        """Launch an operation, or its first half.
 
-    def of(self, handle: object, owner: object, phase: str) -> Serving:
-        """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or older than the window."""
-        if not isinstance(handle, LowLatencyHandle) or handle.owner is not owner:
-            raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
-        if handle.epoch != self._runtime.epoch:
-            raise ConfigError(
-                f"{phase}: the handle is older than the present window layout (another T, hidden, number of experts, "
-                "top-k or dtype was dispatched since): combine before dispatching other shapes"
-            )
-        assert self._serving is not None
-        return self._serving
+        Args:
+            used: tensors that its kernels touch.
+            received: called once the receive is launched, with the nanoseconds that launching took.
+            async_finish: the current stream does not wait: the caller waits for the event.
+            return_recv_hook: launch the first half only; the hook launches the second.
 
-    def still(self, phase: str, epoch: int) -> None:
-        """Raise what is known to be wrong, or that the window of ``epoch`` is gone."""
-        self.check(phase)
-        if epoch != self._runtime.epoch:
-            raise ConfigError(f"{phase}: the window was laid out anew since this operation was sent")
+        Returns:
+            The event of what was launched, and the hook or None.
+        """
+        started = time.monotonic_ns()
+        epoch, order, interpreted = self.epoch, self._gpu.order, self._gpu.interpreted
+        operation = epoch.operation(phase, flight)
+        if self._runtime.rebuild_requested:
+            # for other windows, since this call began
+            epoch.check(phase)
+
+        def run(launches: tuple[Launch, ...], own_stream: bool, finish: bool) -> EventOverlap:
+            return order.run(lambda: _run_all(launches), used, own_stream=own_stream, finish=finish)
+
+        def done(nanoseconds: int) -> None:
+            received(nanoseconds)
+            if interpreted:
+                # kernels are over when their launch returns, so this call can raise what they report
+                epoch.check(phase)
+
+        if not return_recv_hook:
+            with operation:
+                event = run((*send, *receive), True, not async_finish)
+                operation.received()
+            done(time.monotonic_ns() - started)
+            return event, None
+        with operation:
+            event = run(send, False, True)
+        sent = time.monotonic_ns() - started
+        later = f"{phase} recv"
+        return event, RecvHook(
+            epoch, operation, later, lambda: run(receive, False, True), lambda nanoseconds: done(sent + nanoseconds)
+        )
 
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:
-        """[L, R * T, H] for the experts' output, the same tensor for a dtype as long as the window serves ``plan``."""
+        """[L, R * T, H] for the experts' output, the same tensor for a dtype as long as the windows serve ``plan``."""
         if dtype not in self._combine_buffers:
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
-            buffer = self._combine_buffers[dtype] = torch.empty(shape, dtype=dtype, device=self._memory.device)
+            buffer = self._combine_buffers[dtype] = torch.empty(shape, dtype=dtype, device=self._gpu.memory.device)
             # experts of a captured graph may write to it
             self._runtime.before_unmapping(lambda: self._gpu.keep(buffer))
         return self._combine_buffers[dtype]
+
+
+def _run_all(launches: tuple[Launch, ...]) -> None:
+    for one in launches:
+        one.run()

@@ -8,46 +8,33 @@ import torch
 
 from ..handles import NodeRoute
 from ..kernels.blocks import normal as block
-from ..kernels.interface import NormalKernels
+from ..kernels.cpu import normal as kernels
 from ..protocol.layout import WindowLayout
 from ..protocol.message import NormalNotify
+from .row_format import mark_bytes
 
-__all__ = ["NodeRelay", "mark_bytes"]
+__all__ = ["NodeRelay"]
 
 Int64s = npt.NDArray[np.int64]
-
-
-def mark_bytes(node_ranks: int) -> int:
-    """Bytes with a bit for each of ``node_ranks`` ranks."""
-    return -(-node_ranks // 8)
 
 
 class NodeRelay:
     """The part of one Buffer's normal mode that knows nodes.
 
     Args:
-        kernels: the implementation for CPU tensors.
         rank, ranks: of the group.
     """
 
-    def __init__(self, kernels: NormalKernels, rank: int, ranks: int) -> None:
-        self._kernels = kernels
+    def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
         self._cursors: Int64s = np.zeros(ranks, dtype=np.int64)
-        self._warm = False
-
-    def warm(self) -> None:
-        """Compile, once, before time matters."""
-        if not self._warm:
-            self._kernels.warm_nodes()
-            self._warm = True
 
     def route(self, in_rank: torch.Tensor, node_ranks: int) -> NodeRoute:
         """Which tokens cross to each node, from a layout bool [tokens, R] that has been checked."""
         tokens, nodes = len(in_rank), self._ranks // node_ranks
         rows = torch.empty(nodes, dtype=torch.int64)
         lists = torch.empty(nodes, tokens, dtype=torch.int32)
-        self._kernels.route_nodes(
+        kernels.route_nodes(
             in_rank.data_ptr(), tokens, self._ranks, node_ranks, self._rank, rows.data_ptr(), lists.data_ptr()
         )
         return NodeRoute(rows, lists)
@@ -65,14 +52,14 @@ class NodeRelay:
             template[word] = value
 
     def prepare(self, context: int, operation: Int64s, peers: int, route: NodeRoute, in_rank: torch.Tensor) -> None:
-        """Fill the rails' words of the peers' blocks at address ``peers``, after ``NormalKernels.prepare``."""
+        """Fill the rails' words of the peers' blocks at address ``peers``, after ``kernels.cpu.normal.prepare``."""
         operation[block.MARKS] = in_rank.data_ptr()
         taken = 0
         if route.relay_rows is not None and route.relay_marks is not None:
             taken = route.relay_rows.data_ptr()
             if operation[block.KIND] == NormalNotify.OPERATION_COMBINE:
                 operation[block.RELAY_MARKS] = route.relay_marks.data_ptr()
-        self._kernels.prepare_nodes(
+        kernels.prepare_nodes(
             context, operation.ctypes.data, peers, route.node_rows.data_ptr(), taken, route.node_tokens.data_ptr()
         )
 

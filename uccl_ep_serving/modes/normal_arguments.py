@@ -1,154 +1,292 @@
-"""Checks of what callers hand to normal mode: everything is refused by name before anything moves."""
+"""What callers of normal mode pass, on CPU and GPU alike: checked, with the format that all ranks must agree on.
+
+Everything wrong is a ConfigError before anything moves.
+"""
 
 from __future__ import annotations
 
-import operator
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from ..errors import ConfigError
-from ..handles import DispatchOrigin, NormalHandle
+from ..handles import NormalGpuHandle, NormalHandle
 from ..protocol.command import UNIT
-from ..protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32, DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK
+from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, NormalNotify
+from .arguments import VALUE_CODES, check_device, check_integer, check_start, in_words
+from .row_format import RowFormat
 
-__all__ = [
-    "bias_pair",
-    "check_alignment",
-    "check_device",
-    "check_experts",
-    "check_handle",
-    "check_integer",
-    "check_layout",
-    "check_origin",
-    "check_topk",
-    "combine_dtype",
-    "combine_weights",
-    "plain_dtype",
-    "rows_and_scales",
-]
+__all__ = ["CombineArguments", "DispatchArguments", "Layout", "NormalArguments", "check_experts", "check_ids"]
 
-_PLAIN = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 #: Values per int32 of packed UE8M0 scales: four exponent bytes.
 _PACKED_BLOCK = 4 * SCALE_BLOCK
 
-
-def _words(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+_Handle = TypeVar("_Handle", NormalHandle, NormalGpuHandle)
 
 
-_CPU = torch.device("cpu")
+class Layout(NamedTuple):
+    """Who gets which tokens, as the caller has counted it; all tensors are contiguous. T tokens, R ranks, E experts.
+
+    Attributes:
+        per_rank: int32 [R], tokens for each rank.
+        in_rank: bool [T, R], which tokens go there.
+        per_expert: int32 [E], tokens for each expert.
+    """
+
+    per_rank: torch.Tensor
+    in_rank: torch.Tensor
+    per_expert: torch.Tensor
 
 
-def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    """Kernels read addresses: a tensor of another device would be a wild read. Raises ConfigError."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
-        if tensor is not None and tensor.device != device:
-            raise ConfigError(f"{name} is on {tensor.device}: this Buffer serves tensors on {device} in normal mode")
+class DispatchArguments(NamedTuple, Generic[_Handle]):
+    """Of a dispatch of T tokens to R ranks. Tensors are contiguous.
+
+    Attributes:
+        form: what all ranks must agree on, but for the way between nodes.
+        rows: [T, hidden].
+        scales: of float8 rows, [T, ...], or None.
+        topk_idx, topk_weights: int64 and float32 [T, K], both or none.
+        layout: None from a handle.
+        handle: what a cached dispatch takes its layout from, or None.
+        copies: most ranks that a token goes to.
+    """
+
+    form: RowFormat
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    layout: Layout | None
+    handle: _Handle | None
+    copies: int
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is moved."""
+        return [self.rows, *(one for one in (self.scales, self.topk_idx, self.topk_weights) if one is not None)]
 
 
-def _check_rows(name: str, x: object, device: torch.device) -> torch.Tensor:
-    """``x`` as a contiguous matrix on ``device`` whose rows are multiples of 16 bytes."""
-    if not isinstance(x, torch.Tensor):
-        raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
-    if x.device != device:
-        check_device(device, **{name: x})
-    if x.dim() != 2 or x.shape[1] == 0:
-        raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {_words(x)}")
-    if not x.is_contiguous():
-        raise ConfigError(f"{name} {_words(x)} must be contiguous, its strides are {x.stride()}")
-    if x.shape[1] * x.element_size() % UNIT:
-        raise ConfigError(
-            f"{name} {_words(x)}: a row of {x.shape[1] * x.element_size()} bytes is no multiple of {UNIT} bytes"
+class CombineArguments(NamedTuple, Generic[_Handle]):
+    """Of a combine. Tensors are contiguous.
+
+    Attributes:
+        form: what all ranks must agree on, but for the way between nodes.
+        rows: [rows of the dispatch, hidden].
+        topk_weights: float32 [rows of the dispatch, K], or None.
+        biases: none, one or two, [tokens, hidden] of the dtype of ``rows``.
+        handle: of the dispatch.
+    """
+
+    form: RowFormat
+    rows: torch.Tensor
+    topk_weights: torch.Tensor | None
+    biases: tuple[torch.Tensor, ...]
+    handle: _Handle
+
+
+class NormalArguments(Generic[_Handle]):
+    """What one Buffer's normal mode takes.
+
+    Args:
+        ranks: of the group.
+        device: of the tensors.
+        handles: class of the handles.
+        aligned: kernels move 16 bytes at a time, and so tensors must start.
+    """
+
+    def __init__(self, ranks: int, device: torch.device, handles: type[_Handle], aligned: bool) -> None:
+        self._ranks, self._device, self._aligned = ranks, device, aligned
+        self._handles: type[_Handle] = handles
+
+    def dispatch(
+        self,
+        owner: object,
+        x: object,
+        handle: object,
+        layout: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        expert_alignment: int,
+        num_worst_tokens: int,
+    ) -> DispatchArguments[_Handle]:
+        """Take apart what dispatch is given. Contents of tensors are not looked at. Raises ConfigError.
+
+        Args:
+            owner: from whom a handle must come.
+            layout: num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert.
+        """
+        rows, scales, dtype = self._rows_and_scales(x)
+        tokens, hidden = rows.shape
+        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+        row_bytes = hidden * rows.element_size()
+        if handle is not None:
+            known = self._check_handle(handle, owner, tokens)
+            if any(one is not None for one in (*layout, topk_idx, topk_weights)) or num_worst_tokens:
+                raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
+            kind, origin = NormalNotify.OPERATION_CACHED_DISPATCH, known.origin.name
+            form = RowFormat(kind, dtype, hidden, row_bytes, scale_bytes=scale_bytes, origin=origin)
+            return DispatchArguments(form, rows, scales, None, None, None, known, self._ranks)
+        _check_alignment(expert_alignment, num_worst_tokens)
+        counted, topk = self._check_layout(layout, tokens), 0
+        if topk_idx is not None or topk_weights is not None:
+            topk_idx, topk_weights = _check_topk(topk_idx, topk_weights, tokens, self._device)
+            topk = topk_idx.shape[1]
+        kind, local_experts = NormalNotify.OPERATION_DISPATCH, len(counted.per_expert) // self._ranks
+        form = RowFormat(kind, dtype, hidden, row_bytes, topk, scale_bytes, local_experts)
+        copies = min(topk or self._ranks, self._ranks)
+        return DispatchArguments(form, rows, scales, topk_idx, topk_weights, counted, None, copies)
+
+    def combine(
+        self,
+        owner: object,
+        x: object,
+        handle: object,
+        topk_weights: torch.Tensor | None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> CombineArguments[_Handle]:
+        """Take apart what combine is given; ``owner``: from whom the handle must come. Raises ConfigError."""
+        known = self._check_handle(handle, owner, None)
+        rows = self._check_rows("x", x)
+        if rows.dtype not in VALUE_CODES:
+            raise ConfigError(f"x {in_words(rows)}: combine takes bfloat16, float16 or float32")
+        if len(rows) not in known.rows_returned:
+            raise ConfigError(
+                f"x {in_words(rows)} must have the {known.rows_returned[0]} rows that the dispatch of this handle "
+                "returned"
+            )
+        hidden = rows.shape[1]
+        biases = self._biases(bias, known.origin.tokens, rows)
+        topk = 0
+        if topk_weights is not None:
+            check_device(self._device, topk_weights=topk_weights)
+            if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != len(rows):
+                raise ConfigError(f"topk_weights must be float32[{len(rows)}, topk], not {in_words(topk_weights)}")
+            topk_weights, topk = topk_weights.contiguous(), topk_weights.shape[1]
+        kind, dtype, origin = NormalNotify.OPERATION_COMBINE, VALUE_CODES[rows.dtype], known.origin.name
+        form = RowFormat(kind, dtype, hidden, hidden * rows.element_size(), topk, origin=origin)
+        return CombineArguments(form, rows, topk_weights, biases, known)
+
+    def _check_handle(self, handle: object, owner: object, tokens: int | None) -> _Handle:
+        """``handle`` must come from ``owner``, and (cached dispatch) from a dispatch of ``tokens`` tokens."""
+        if not isinstance(handle, self._handles):
+            raise ConfigError(f"handle must come from a normal-mode dispatch on {self._device}, not {in_words(handle)}")
+        origin = handle.origin
+        if origin.owner is not owner:
+            raise ConfigError("handle comes from another Buffer")
+        if tokens is not None and origin.tokens != tokens:
+            raise ConfigError(f"handle belongs to a dispatch of {origin.tokens} tokens, x has {tokens}")
+        return handle
+
+    def _check_rows(self, name: str, x: object) -> torch.Tensor:
+        """``x`` as a contiguous matrix on the device whose rows are multiples of 16 bytes."""
+        check_device(self._device, **{name: x})
+        if not isinstance(x, torch.Tensor):
+            raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.dim() != 2 or x.shape[1] == 0:
+            raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {in_words(x)}")
+        if not x.is_contiguous():
+            raise ConfigError(f"{name} {in_words(x)} must be contiguous, its strides are {x.stride()}")
+        if x.shape[1] * x.element_size() % UNIT:
+            raise ConfigError(
+                f"{name} {in_words(x)}: a row of {x.shape[1] * x.element_size()} bytes is no multiple of {UNIT} bytes"
+            )
+        if self._aligned:
+            check_start(name, x, self._device)
+        return x
+
+    def _rows_and_scales(self, x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Take apart dispatch's ``x``: rows, contiguous scales or None, DTYPE_*."""
+        if not isinstance(x, tuple):
+            rows = self._check_rows("x", x)
+            if rows.dtype in _FLOAT8:
+                raise ConfigError(f"x {in_words(rows)} needs its scales: pass the pair (x, scales)")
+            if rows.dtype not in VALUE_CODES:
+                raise ConfigError(f"x {in_words(rows)}: not bfloat16, float16, float32, or float8_e4m3 with scales")
+            return rows, None, VALUE_CODES[rows.dtype]
+        if len(x) != 2 or not isinstance(x[1], torch.Tensor):
+            raise ConfigError("x must be a tensor or a pair (float8 rows, scales)")
+        rows, scales = self._check_rows("x[0]", x[0]), x[1]
+        if rows.dtype not in _FLOAT8:
+            raise ConfigError(f"x[0] {in_words(rows)} beside scales must be float8_e4m3")
+        check_device(self._device, scales=scales)
+        tokens, hidden = rows.shape
+        if hidden % SCALE_BLOCK:
+            raise ConfigError(f"hidden = {hidden}: block-scaled FP8 needs a multiple of {SCALE_BLOCK}")
+        expected = {torch.float32: hidden // SCALE_BLOCK, torch.int32: -(-hidden // _PACKED_BLOCK)}
+        if scales.dtype not in expected or scales.shape != (tokens, expected[scales.dtype]):
+            raise ConfigError(
+                f"scales must be float32[{tokens}, {expected[torch.float32]}] or packed int32[{tokens}, "
+                f"{expected[torch.int32]}], not {in_words(scales)}"
+            )
+        return rows, scales.contiguous(), DTYPE_FP8 if scales.dtype == torch.float32 else DTYPE_FP8_UE8M0
+
+    def _check_layout(
+        self, layout: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], tokens: int
+    ) -> Layout:
+        """num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, contiguous."""
+        per_rank, in_rank, per_expert = layout
+        if per_rank is None or in_rank is None or per_expert is None:
+            raise ConfigError(
+                "dispatch without a handle needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: call "
+                "get_dispatch_layout first"
+            )
+        ranks, experts = self._ranks, per_expert
+        check_device(
+            self._device, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=experts
         )
-    return x
+        if per_rank.dtype != torch.int32 or per_rank.shape != (ranks,):
+            raise ConfigError(f"num_tokens_per_rank must be int32[{ranks}], not {in_words(per_rank)}")
+        if in_rank.dtype != torch.bool or in_rank.shape != (tokens, ranks):
+            raise ConfigError(f"is_token_in_rank must be bool[{tokens}, {ranks}], not {in_words(in_rank)}")
+        if experts.dtype != torch.int32 or experts.dim() != 1 or not experts.numel() or experts.numel() % ranks:
+            raise ConfigError(
+                f"num_tokens_per_expert must be int32[experts], experts a multiple of {ranks}, not {in_words(experts)}"
+            )
+        return Layout(per_rank.contiguous(), in_rank.contiguous(), experts.contiguous())
+
+    def _biases(
+        self, bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, tokens: int, x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """No, one or two biases, contiguous."""
+        if bias is None:
+            return ()
+        biases = bias if isinstance(bias, tuple) else (bias,)
+        if len(biases) > 2:
+            raise ConfigError(f"bias must be one tensor or two, not {len(biases)}")
+        for one in biases:
+            check_device(self._device, bias=one)
+            if one.dtype != x.dtype or one.shape != (tokens, x.shape[1]):
+                raise ConfigError(f"bias must be {x.dtype}[{tokens}, {x.shape[1]}], not {in_words(one)}")
+        found = tuple(one.contiguous() for one in biases)
+        for one in found if self._aligned else ():
+            check_start("bias", one, self._device)
+        return found
 
 
-def rows_and_scales(x: object, device: torch.device = _CPU) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Take apart dispatch's ``x``: rows, contiguous scales or None, DTYPE_*. Raises ConfigError."""
-    if not isinstance(x, tuple):
-        rows = _check_rows("x", x, device)
-        if rows.dtype in _FLOAT8:
-            raise ConfigError(f"x {_words(rows)} needs its scales: pass the pair (x, scales)")
-        if rows.dtype not in _PLAIN:
-            raise ConfigError(f"x {_words(rows)}: not bfloat16, float16, float32, or float8_e4m3 with scales")
-        return rows, None, _PLAIN[rows.dtype]
-    if len(x) != 2 or not isinstance(x[1], torch.Tensor):
-        raise ConfigError("x must be a tensor or a pair (float8 rows, scales)")
-    rows, scales = _check_rows("x[0]", x[0], device), x[1]
-    if rows.dtype not in _FLOAT8:
-        raise ConfigError(f"x[0] {_words(rows)} beside scales must be float8_e4m3")
-    check_device(device, scales=scales)
-    tokens, hidden = rows.shape
-    if hidden % SCALE_BLOCK:
-        raise ConfigError(f"hidden = {hidden}: block-scaled FP8 needs a multiple of {SCALE_BLOCK}")
-    expected = {torch.float32: hidden // SCALE_BLOCK, torch.int32: -(-hidden // _PACKED_BLOCK)}
-    if scales.dtype not in expected or scales.shape != (tokens, expected[scales.dtype]):
-        raise ConfigError(
-            f"scales must be float32[{tokens}, {expected[torch.float32]}] or packed int32[{tokens}, "
-            f"{expected[torch.int32]}], not {_words(scales)}"
-        )
-    return rows, scales.contiguous(), DTYPE_FP8 if scales.dtype == torch.float32 else DTYPE_FP8_UE8M0
-
-
-def check_topk(
-    topk_idx: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    tokens: int | None,
-    device: torch.device = _CPU,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous ids and weights. ``tokens`` None: only the ids are there. Ranges are checked when they are counted."""
-    if topk_idx is None or (topk_weights is None and tokens is not None):
-        raise ConfigError("topk_idx and topk_weights go together: give both or none")
-    check_device(device, topk_idx=topk_idx, topk_weights=topk_weights)
+def check_ids(topk_idx: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Contiguous expert ids. Their range is checked when they are counted. Raises ConfigError."""
+    if topk_idx is None:
+        raise ConfigError("topk_idx must be int64 [tokens, topk], not NoneType")
+    check_device(device, topk_idx=topk_idx)
     if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2 or topk_idx.shape[1] == 0:
-        raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {_words(topk_idx)}")
-    if topk_weights is None or tokens is None:
-        return topk_idx, topk_idx
-    if topk_idx.shape[0] != tokens:
-        raise ConfigError(f"topk_idx {_words(topk_idx)} does not belong to the {tokens} tokens of x")
-    if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_idx.shape:
-        raise ConfigError(f"topk_weights must be float32{list(topk_idx.shape)}, not {_words(topk_weights)}")
-    return topk_idx.contiguous(), topk_weights.contiguous()
+        raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {in_words(topk_idx)}")
+    return topk_idx.contiguous()
 
 
-def check_layout(
-    per_rank: torch.Tensor | None,
-    in_rank: torch.Tensor | None,
-    per_expert: torch.Tensor | None,
-    tokens: int,
-    ranks: int,
-    device: torch.device = _CPU,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert, contiguous. Raises ConfigError."""
-    if per_rank is None or in_rank is None or per_expert is None:
-        raise ConfigError(
-            "dispatch without a handle needs num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert: call "
-            "get_dispatch_layout first"
-        )
-    check_device(device, num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
-    if per_rank.dtype != torch.int32 or per_rank.shape != (ranks,):
-        raise ConfigError(f"num_tokens_per_rank must be int32[{ranks}], not {_words(per_rank)}")
-    if in_rank.dtype != torch.bool or in_rank.shape != (tokens, ranks):
-        raise ConfigError(f"is_token_in_rank must be bool[{tokens}, {ranks}], not {_words(in_rank)}")
-    if per_expert.dtype != torch.int32 or per_expert.dim() != 1 or not per_expert.numel() or per_expert.numel() % ranks:
-        raise ConfigError(
-            f"num_tokens_per_expert must be int32[experts], experts a multiple of {ranks}, not {_words(per_expert)}"
-        )
-    return per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
-
-
-def check_integer(name: str, value: object, least: int | None = None) -> int:
-    """``value``, of NumPy or not, as a plain integer, not below ``least``. Raises ConfigError."""
-    try:
-        integer = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError(f"{name} = {value!r} is no integer") from None
-    if least is not None and integer < least:
-        raise ConfigError(f"{name} = {integer} must be at least {least}")
-    return integer
+def _check_topk(
+    topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous ids and weights of ``tokens`` tokens."""
+    if topk_idx is None or topk_weights is None:
+        raise ConfigError("topk_idx and topk_weights go together: give both or none")
+    check_device(device, topk_weights=topk_weights)
+    ids = check_ids(topk_idx, device)
+    if ids.shape[0] != tokens:
+        raise ConfigError(f"topk_idx {in_words(ids)} does not belong to the {tokens} tokens of x")
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != ids.shape:
+        raise ConfigError(f"topk_weights must be float32{list(ids.shape)}, not {in_words(topk_weights)}")
+    return ids, topk_weights.contiguous()
 
 
 def check_experts(num_experts: object, ranks: int) -> int:
@@ -159,68 +297,10 @@ def check_experts(num_experts: object, ranks: int) -> int:
     return experts
 
 
-def check_alignment(expert_alignment: int, num_worst_tokens: int) -> None:
-    """Raises ConfigError unless both are sensible."""
+def _check_alignment(expert_alignment: int, num_worst_tokens: int) -> None:
     check_integer("expert_alignment", expert_alignment)
     check_integer("num_worst_tokens", num_worst_tokens)
     if expert_alignment < 1:
         raise ConfigError(f"expert_alignment = {expert_alignment} must be at least 1")
     if num_worst_tokens < 0:
         raise ConfigError(f"num_worst_tokens = {num_worst_tokens} must not be negative")
-
-
-def check_handle(handle: object, owner: object, tokens: int | None) -> None:
-    """``handle`` must come from ``owner``, and (cached dispatch) from a dispatch of ``tokens`` tokens."""
-    if not isinstance(handle, NormalHandle):
-        raise ConfigError(f"handle must come from a normal-mode dispatch, not {type(handle).__name__}")
-    check_origin(handle.origin, owner, tokens)
-
-
-def check_origin(origin: DispatchOrigin, owner: object, tokens: int | None) -> None:
-    """What :func:`check_handle` holds a handle of either kind to. Raises ConfigError."""
-    if origin.owner is not owner:
-        raise ConfigError("handle comes from another Buffer")
-    if tokens is not None and origin.tokens != tokens:
-        raise ConfigError(f"handle belongs to a dispatch of {origin.tokens} tokens, x has {tokens}")
-
-
-def plain_dtype(x: object, device: torch.device = _CPU) -> tuple[torch.Tensor, int]:
-    """Combine's ``x`` and its DTYPE_*. Raises ConfigError."""
-    rows = _check_rows("x", x, device)
-    if rows.dtype not in _PLAIN:
-        raise ConfigError(f"x {_words(rows)}: combine takes bfloat16, float16 or float32")
-    return rows, _PLAIN[rows.dtype]
-
-
-def combine_dtype(x: object, handle: NormalHandle) -> int:
-    """DTYPE_* of combine's ``x``, whose rows must be those of the dispatch. Raises ConfigError."""
-    rows, dtype = plain_dtype(x)
-    if rows.shape[0] not in (handle.received, handle.capacity):
-        raise ConfigError(
-            f"x {_words(rows)} must have the {handle.received} rows that the dispatch of this handle received"
-        )
-    return dtype
-
-
-def combine_weights(topk_weights: torch.Tensor, rows: int, device: torch.device = _CPU) -> torch.Tensor:
-    """Contiguous float32 [rows, K] weights to bring back. Raises ConfigError."""
-    check_device(device, topk_weights=topk_weights)
-    if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or topk_weights.shape[0] != rows:
-        raise ConfigError(f"topk_weights must be float32[{rows}, topk], not {_words(topk_weights)}")
-    return topk_weights.contiguous()
-
-
-def bias_pair(
-    bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, tokens: int, x: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """No, one or two biases, contiguous. Raises ConfigError."""
-    if bias is None:
-        return ()
-    biases = bias if isinstance(bias, tuple) else (bias,)
-    if len(biases) > 2:
-        raise ConfigError(f"bias must be one tensor or two, not {len(biases)}")
-    for one in biases:
-        check_device(x.device, bias=one)
-        if one.dtype != x.dtype or one.shape != (tokens, x.shape[1]):
-            raise ConfigError(f"bias must be {x.dtype}[{tokens}, {x.shape[1]}], not {_words(one)}")
-    return tuple(one.contiguous() for one in biases)

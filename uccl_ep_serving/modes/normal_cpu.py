@@ -12,30 +12,18 @@ import time
 
 import torch
 
-from ..errors import ConfigError
-from ..handles import DispatchOrigin, EventOverlap, NodeRoute, NormalHandle, wait_for
+from ..data_plane.runtime import Runtime
+from ..handles import DispatchOrigin, EventOverlap, NormalHandle, wait_for
 from ..kernels.blocks import normal as block
 from ..protocol.message import NormalNotify
-from .normal_arguments import (
-    bias_pair,
-    check_alignment,
-    check_experts,
-    check_handle,
-    check_topk,
-    combine_dtype,
-    combine_weights,
-    rows_and_scales,
-)
-from .normal_layout import Layout, count_layout, given_layout, refuse_layout
-from .row_exchange import ExchangeRuntime, RowExchange
-from .row_format import RowFormat
+from .arguments import CPU
+from .normal_arguments import DispatchArguments, NormalArguments, check_experts, check_ids
+from .row_exchange import RowExchange, count_layout
+from .row_format import RowFormat, overflow
 
 __all__ = ["Normal"]
 
 Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_DISPATCH = NormalNotify.OPERATION_DISPATCH
-_CACHED = NormalNotify.OPERATION_CACHED_DISPATCH
-_COMBINE = NormalNotify.OPERATION_COMBINE
 
 
 class Normal:
@@ -45,8 +33,9 @@ class Normal:
     change nothing, the event that is returned is complete, and a ``previous_event`` is waited for first.
     """
 
-    def __init__(self, runtime: ExchangeRuntime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._arguments = NormalArguments(runtime.ranks, CPU, NormalHandle, aligned=False)
         self._exchange = RowExchange(runtime)
 
     def get_dispatch_layout(
@@ -73,11 +62,10 @@ class Normal:
         """
         wait_for(previous_event)
         ranks = self._runtime.ranks
-        check_topk(topk_idx, None, None)
-        experts = check_experts(num_experts, ranks)
-        topk_idx = topk_idx.contiguous()
-        per_rank, per_expert, in_rank = count_layout(self._exchange.kernels, topk_idx, experts, ranks)
-        return per_rank, self._per_node(per_rank, in_rank), per_expert, in_rank, EventOverlap()
+        ids = check_ids(topk_idx, CPU)
+        layout = count_layout(ids, check_experts(num_experts, ranks), ranks)
+        per_node = self._per_node(layout.per_rank, layout.in_rank)
+        return layout.per_rank, per_node, layout.per_expert, layout.in_rank, EventOverlap()
 
     def dispatch(
         self,
@@ -98,7 +86,7 @@ class Normal:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         """Send every token once to each rank that owns one of its experts; where nodes are equal groups of
-        consecutive ranks, once to each other node that does, and on from there.
+        consecutive ranks, once to each other node that does, and forwarded there.
 
         Args:
             x: [T, H] bfloat16, float16 or float32, contiguous, H x itemsize a multiple of 16; or a pair of
@@ -124,48 +112,56 @@ class Normal:
         """
         started = time.monotonic_ns()
         wait_for(previous_event)
-        rows, scales, dtype = rows_and_scales(x)
-        layout, tokens = None, rows.shape[0]
-        given = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-        if handle is not None:
-            check_handle(handle, self, tokens)
-            if any(one is not None for one in given) or num_worst_tokens:
-                raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
-            form = self._dispatch_form(rows, scales, dtype, None, handle)
-            route, nodes, in_rank = handle.route, handle.nodes, handle.is_token_in_rank
-        else:
-            check_alignment(expert_alignment, num_worst_tokens)
-            layout = given_layout(*given, tokens, self._runtime.ranks)
-            form = self._dispatch_form(rows, scales, dtype, layout, None)
-            route, nodes = self._route(layout, form.node_ranks)
-            in_rank = layout.in_rank
+        runtime, exchange, operation = self._runtime, self._exchange, self._exchange.operation
 
-        exchange = self._exchange
-        self._begin_dispatch(form, rows, scales, layout)
-        exchange.prepare(route, nodes, in_rank)
-        exchange.open(form)
-        if layout is not None and nodes is not None:
-            nodes = exchange.relay.keep_marks(exchange.operation, exchange.peers, nodes)
-        total = int(exchange.operation[block.RECV_TOTAL])
-        capacity = max(total, num_worst_tokens) if handle is None else handle.capacity
-        received, recv_idx, recv_weights = self._run_dispatch(form, total, capacity, rows, scales)
+        # What is given, and what all ranks must agree on: nothing has moved when it is refused.
+        counted = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+        args = self._arguments.dispatch(
+            self, x, handle, counted, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+        )
+        form = exchange.enter(args.form, handle)
+
+        # Who gets which tokens.
+        if args.layout is not None:
+            route, in_rank = exchange.route(args.layout, args.topk_idx), args.layout.in_rank
+            nodes = exchange.relay.route(in_rank, form.node_ranks) if form.node_ranks else None
+        else:
+            assert handle is not None
+            route, nodes, in_rank = handle.route, handle.nodes, handle.is_token_in_rank
+
+        with exchange.epoch.operation(form.name) as whole:
+            # Open: tell every rank what comes, hear what every rank has.
+            self._begin_dispatch(form, args)
+            exchange.prepare(route, nodes, in_rank)
+            exchange.open(form, whole)
+            if handle is None and nodes is not None:
+                nodes = exchange.relay.keep_marks(operation, exchange.peers, nodes)
+
+            # Place: where the rows of every rank land, in memory that becomes what is returned.
+            total = int(operation[block.RECV_TOTAL])
+            capacity = max(total, num_worst_tokens) if handle is None else handle.capacity
+            landing = exchange.place(form, capacity)
+            received = self._allocate(form, landing.rows, capacity, args)
+
+            # Exchange: rows go where the others have placed them, rows of the others come.
+            exchange.run(form)
+
+        if landing.meta >= 0:
+            runtime.heap.give(landing.meta)
         if handle is None:
-            origin = DispatchOrigin(self, *exchange.origin, tokens)
+            origin = DispatchOrigin(self, *exchange.origin, len(args.rows))
             handle = NormalHandle(route, total, capacity, in_rank, origin, nodes)
-        sent_away = int(exchange.operation[block.SENT_AWAY])
-        self._runtime.record("normal_dispatch", tokens, sent_away, time.monotonic_ns() - started)
+        remote_rows = int(operation[block.SENT_AWAY])
+        runtime.record("normal_dispatch", len(args.rows), remote_rows, time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
-            raise ConfigError(
-                f"{total} rows arrived where num_worst_tokens = {num_worst_tokens} was promised; all ranks received, "
-                "the group goes on. Next step: num_worst_tokens = ranks x the most tokens of a rank"
-            )
+            raise overflow(total, f"= {num_worst_tokens} was promised")
         per_local: list[int] = []
-        if layout is not None and not num_worst_tokens:
+        if args.layout is not None and not num_worst_tokens:
             counts = exchange.expert_counts[: form.local_experts]
-            per_local = (
-                counts if expert_alignment == 1 else -(-counts // expert_alignment) * expert_alignment
-            ).tolist()
-        return received, recv_idx, recv_weights, per_local, handle, EventOverlap()
+            if expert_alignment != 1:
+                counts = -(-counts // expert_alignment) * expert_alignment
+            per_local = counts.tolist()
+        return *received, per_local, handle, EventOverlap()
 
     def combine(
         self,
@@ -198,127 +194,82 @@ class Normal:
         """
         started = time.monotonic_ns()
         wait_for(previous_event)
-        check_handle(handle, self, None)
-        dtype = combine_dtype(x, handle)
-        tokens, hidden = handle.origin.tokens, x.shape[1]
-        biases = bias_pair(bias, tokens, x)
-        topk = 0
-        if topk_weights is not None:
-            topk_weights = combine_weights(topk_weights, x.shape[0])
-            topk = topk_weights.shape[1]
-        runtime, exchange = self._runtime, self._exchange
-        form = RowFormat(
-            _COMBINE,
-            dtype,
-            hidden,
-            hidden * x.element_size(),
-            topk,
-            node_ranks=exchange.node_ranks(_COMBINE, handle),
-            origin=handle.origin[1:3],
-        )
-        exchange.check(form)
+        runtime, exchange, operation = self._runtime, self._exchange, self._exchange.operation
 
-        exchange.begin(form, tokens)
-        operation = exchange.operation
-        weights = None
-        operation[block.X] = x.data_ptr()
-        if topk_weights is not None:
-            weights = torch.empty(tokens, topk, dtype=torch.float32)
-            operation[block.WEIGHTS] = topk_weights.data_ptr()
-            operation[block.OUT_WEIGHTS] = weights.data_ptr()
-        for word, one in zip((block.BIAS_0, block.BIAS_1), biases, strict=False):
-            operation[word] = one.data_ptr()
-        exchange.prepare(handle.route, handle.nodes, handle.is_token_in_rank)
-        exchange.open(form)
-        placement = exchange.place(form, int(operation[block.RECV_REMOTE]))
-        room = runtime.heap.take(tokens * form.row_bytes) if tokens else None
-        combined = self._tensor(-1 if room is None else room, tokens, x)
-        operation[block.OUT] = combined.data_ptr()
-        exchange.run(form)
-        for offset in placement:
+        # What is given, and what all ranks must agree on: nothing has moved when it is refused.
+        args = self._arguments.combine(self, x, handle, topk_weights, bias)
+        form = exchange.enter(args.form, handle)
+        tokens = handle.origin.tokens
+        weights = None if args.topk_weights is None else torch.empty(tokens, form.topk, dtype=torch.float32)
+
+        with exchange.epoch.operation(form.name) as whole:
+            # Open: tell every rank what goes back, hear what every rank has.
+            exchange.begin(form, tokens)
+            operation[block.X] = x.data_ptr()
+            if args.topk_weights is not None and weights is not None:
+                operation[block.WEIGHTS] = args.topk_weights.data_ptr()
+                operation[block.OUT_WEIGHTS] = weights.data_ptr()
+            for word, bias_rows in zip((block.BIAS_0, block.BIAS_1), args.biases, strict=False):
+                operation[word] = bias_rows.data_ptr()
+            exchange.prepare(handle.route, handle.nodes, handle.is_token_in_rank)
+            exchange.open(form, whole)
+
+            # Place: where the rows of every rank land, and where their sums go.
+            landing = exchange.place(form, int(operation[block.RECV_REMOTE]))
+            room = runtime.heap.take(tokens * form.row_bytes) if tokens else None
+            combined = self._tensor(-1 if room is None else room, tokens, x)
+            operation[block.OUT] = combined.data_ptr()
+
+            # Exchange: rows go back to the ranks of their tokens, which sum them in rank order.
+            exchange.run(form)
+
+        for offset in landing:
             if offset >= 0:
                 runtime.heap.give(offset)
-        runtime.record("normal_combine", tokens, int(operation[block.SENT_AWAY]), time.monotonic_ns() - started)
+        remote_rows = int(operation[block.SENT_AWAY])
+        runtime.record("normal_combine", tokens, remote_rows, time.monotonic_ns() - started)
         return combined, weights, EventOverlap()
 
-    def _dispatch_form(
-        self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        dtype: int,
-        layout: Layout | None,
-        handle: NormalHandle | None,
-    ) -> RowFormat:
-        """What ranks must agree on in a dispatch of ``layout``, or of ``handle``. Raises ConfigError when no window can
-        carry it."""
-        kind, hidden = _CACHED if layout is None else _DISPATCH, rows.shape[1]
-        form = RowFormat(
-            kind,
-            dtype,
-            hidden,
-            hidden * rows.element_size(),
-            0 if layout is None else layout.topk,
-            0 if scales is None else scales.shape[1] * scales.element_size(),
-            0 if layout is None else layout.per_expert.shape[0] // self._runtime.ranks,
-            self._exchange.node_ranks(kind, handle),
-            (-1, -1) if handle is None else handle.origin[1:3],
-        )
-        self._exchange.check(form)
-        return form
+    # -- inside -------------------------------------------------------------------------------------------------
 
-    def _route(self, layout: Layout, node_ranks: int) -> tuple[torch.Tensor, NodeRoute | None]:
-        """Who gets which tokens: the first parts of a handle. Raises ConfigError when the layout contradicts itself or
-        the ids."""
-        exchange = self._exchange
-        verdict, route = exchange.route(layout.topk_idx, layout.in_rank, layout.per_rank, layout.per_expert)
-        if verdict != block.LAYOUT_RIGHT:
-            refuse_layout(exchange.kernels, layout)
-        return route, exchange.relay.route(layout.in_rank, node_ranks) if node_ranks else None
-
-    def _begin_dispatch(
-        self, form: RowFormat, rows: torch.Tensor, scales: torch.Tensor | None, layout: Layout | None
-    ) -> None:
+    def _begin_dispatch(self, form: RowFormat, args: DispatchArguments[NormalHandle]) -> None:
         """Take the next number for a dispatch and say where its arguments are; they must live until it has run."""
         exchange = self._exchange
-        exchange.begin(form, rows.shape[0])
+        exchange.begin(form, len(args.rows))
         operation = exchange.operation
-        operation[block.X] = rows.data_ptr()
-        if scales is not None:
-            operation[block.SCALES] = scales.data_ptr()
-        if layout is not None:
-            operation[block.EXPERT_COUNTS_SENT] = layout.per_expert.data_ptr()
-            if layout.topk_idx is not None and layout.topk_weights is not None:
-                operation[block.TOPK_IDX] = layout.topk_idx.data_ptr()
-                operation[block.WEIGHTS] = layout.topk_weights.data_ptr()
+        operation[block.X] = args.rows.data_ptr()
+        if args.scales is not None:
+            operation[block.SCALES] = args.scales.data_ptr()
+        if args.layout is not None:
+            operation[block.EXPERT_COUNTS_SENT] = args.layout.per_expert.data_ptr()
+        if args.topk_idx is not None and args.topk_weights is not None:
+            operation[block.TOPK_IDX] = args.topk_idx.data_ptr()
+            operation[block.WEIGHTS] = args.topk_weights.data_ptr()
 
-    def _run_dispatch(
-        self, form: RowFormat, total: int, capacity: int, x: torch.Tensor, scales: torch.Tensor | None
+    def _allocate(
+        self, form: RowFormat, offset: int, capacity: int, args: DispatchArguments[NormalHandle]
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None]:
-        """Exchange the rows of an opened dispatch: the ``total`` rows that arrive, their ids and their weights, in
-        tensors of ``capacity`` rows like ``x`` and ``scales``."""
-        exchange, operation = self._exchange, self._exchange.operation
-        placement = exchange.place(form, capacity)
-        recv_x = self._tensor(placement.rows, capacity, x)
-        recv_scales = recv_idx = recv_weights = None
-        operation[block.OUT] = recv_x.data_ptr()
-        operation[block.IN_PLACE] = placement.rows >= 0
-        if scales is not None:
-            recv_scales = torch.empty(capacity, scales.shape[1], dtype=scales.dtype)
-            operation[block.OUT_SCALES] = recv_scales.data_ptr()
+        """What an opened dispatch returns, ``capacity`` rows of each; those of x at ``offset`` of the window when it is
+        not -1. Only what no row fills has content: ids -1, weights 0."""
+        operation = self._exchange.operation
+        rows = self._tensor(offset, capacity, args.rows)
+        scales = idx = weights = None
+        operation[block.OUT] = rows.data_ptr()
+        operation[block.IN_PLACE] = offset >= 0
+        if args.scales is not None:
+            scales = torch.empty(capacity, args.scales.shape[1], dtype=args.scales.dtype)
+            operation[block.OUT_SCALES] = scales.data_ptr()
         if form.topk:
-            recv_idx = torch.empty(capacity, form.topk, dtype=torch.int64)
-            recv_weights = torch.empty(capacity, form.topk, dtype=torch.float32)
-            if capacity > total:
-                recv_idx[total:] = -1
-                recv_weights[total:] = 0
-            operation[block.OUT_IDX] = recv_idx.data_ptr()
-            operation[block.OUT_WEIGHTS] = recv_weights.data_ptr()
-        if form.kind == _CACHED and operation[block.MASKED]:
-            recv_x.view(torch.uint8).zero_()
-        exchange.run(form)
-        if placement.meta >= 0:
-            self._runtime.heap.give(placement.meta)
-        return recv_x if recv_scales is None else (recv_x, recv_scales), recv_idx, recv_weights
+            idx = torch.empty(capacity, form.topk, dtype=torch.int64)
+            weights = torch.empty(capacity, form.topk, dtype=torch.float32)
+            if capacity > (total := int(operation[block.RECV_TOTAL])):
+                idx[total:] = -1
+                weights[total:] = 0
+            operation[block.OUT_IDX] = idx.data_ptr()
+            operation[block.OUT_WEIGHTS] = weights.data_ptr()
+        if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and operation[block.MASKED]:
+            rows.view(torch.uint8).zero_()
+        return rows if scales is None else (rows, scales), idx, weights
 
     def _per_node(self, per_rank: torch.Tensor, in_rank: torch.Tensor) -> torch.Tensor | None:
         """Tokens with an expert on each node, None when there is one node."""

@@ -1,12 +1,12 @@
-"""Normal-mode dispatch and combine of tensors on a device: the host launches kernels and, at most once, looks.
+"""Normal-mode dispatch and combine of tensors on a device: the host launches kernels and, at most once, reads back.
 
-The same operations, arguments and wire as :mod:`.normal`. A first dispatch must know how many rows to return, so the
-host waits until the opening has told it; with ``num_worst_tokens``, from a handle, and in a combine it reads nothing
-back: numbers, routing and counts stay in device memory, and a captured graph replays. Returned tensors are the
+The same operations, arguments and wire as :mod:`.normal_cpu`. A first dispatch must know how many rows to return, so
+the host waits until the opening has told it; with ``num_worst_tokens``, from a handle, and in a combine it reads
+nothing back: numbers, routing and counts stay in device memory, and a captured graph replays. Returned tensors are the
 caller's allocator's; peers write to the window, from where kernels copy.
 
 What a kernel reports (a silent peer, a refused claim) is raised by the next call; until then ids are -1 and sums zero.
-An expert id out of range counts as -1; it is raised by the call whose host looks, else by the next.
+An expert id out of range counts as -1; it is raised by the call whose host reads back, else by the next.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
-from ..kernels.interface import NodeTensors, NormalFormat, NormalTensors
+from ..kernels.normal_format import NodeTensors, NormalFormat, NormalTensors
 from ..protocol.message import META_LINE, NormalNotify
-from .normal_arguments import check_experts, check_topk
-from .normal_gpu_arguments import DispatchArguments, check_combine, check_dispatch
+from .epoch import Operation
+from .normal_arguments import DispatchArguments, NormalArguments, check_experts, check_ids
 from .normal_gpu_route import Marks, Route, all_of, new_marks, node_tensors, run_all, without_nodes
-from .normal_gpu_session import DeviceNormalRuntime, Generation, NormalGpuSession
+from .normal_gpu_session import NormalGpuSession, Present
 from .row_format import RowFormat
 
 __all__ = ["NormalGpu"]
@@ -44,12 +45,13 @@ class NormalGpu:
         gpu: what it shares with low-latency mode.
     """
 
-    def __init__(self, runtime: DeviceNormalRuntime, gpu: GpuContext) -> None:
+    def __init__(self, runtime: Runtime, gpu: GpuContext) -> None:
         self._runtime = runtime
         self._gpu = gpu
         self._device = gpu.memory.device
         self._session = NormalGpuSession(runtime, gpu)
         self._kernels = self._session.kernels
+        self._arguments = NormalArguments(runtime.ranks, self._device, NormalGpuHandle, aligned=True)
 
     # -- layout -------------------------------------------------------------------------------------------------
 
@@ -64,10 +66,8 @@ class NormalGpu:
         """See :meth:`Normal.get_dispatch_layout`. Ids out of range count nowhere here; dispatch refuses them."""
         with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
             ranks = self._runtime.ranks
-            check_topk(topk_idx, None, None, self._device)
-            experts = check_experts(num_experts, ranks)
-            ids = topk_idx.contiguous()
-            marks = Marks(ids, experts, ranks)
+            ids = check_ids(topk_idx, self._device)
+            marks = Marks(ids, check_experts(num_experts, ranks), ranks)
             nodes = self._new_node_counts(marks)
             steps, used = all_of(marks.launches(self._kernels, 0, 0)), [*marks.tensors, *_copied(topk_idx)]
             if nodes is not None and nodes is not marks.per_rank:
@@ -120,51 +120,43 @@ class NormalGpu:
         with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
             session, order = self._session, self._gpu.order
             layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            asked = check_dispatch(
-                x,
-                handle,
-                self,
-                layout,
-                topk_idx,
-                topk_weights,
-                expert_alignment,
-                num_worst_tokens,
-                self._runtime.ranks,
-                self._device,
+            args = self._arguments.dispatch(
+                self, x, handle, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens
             )
-            asked, before = self._crossing(asked)
-            form, tokens = asked.form, len(asked.rows)
-            looks = asked.handle is None and not num_worst_tokens
-            if looks and order.capturing:
+            args, before = self._crossing(args)
+            form, tokens = args.form, len(args.rows)
+            reads_back = args.handle is None and not num_worst_tokens
+            if reads_back and order.capturing:
                 raise ConfigError(
                     f"{form.name}: how many rows come is read back, which no graph can capture: give num_worst_tokens"
                 )
-            here, wire = session.adopt(form, 0)
+            present, wire = session.enter(form, 0)
 
-            opening = self._prepare(asked, before, here, wire, num_worst_tokens)
-            steps, handle, used = opening
+            opening = self._prepare(args, before, present, wire, num_worst_tokens)
+            work, handle, used = opening
             per_local: list[int] = []
-            session.begin(form, looks)
-            if looks:
-                handle, counted = self._open(opening, form, here)
-                per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
-                steps = ()
-
-            outputs = _Outputs(asked, handle.capacity, self._device)
-            if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
-                outputs.rows.view(torch.uint8).zero_()
-            steps += self._exchange(asked, outputs, handle, here, wire, config)
-            used = [*used, *outputs.tensors, *_copied(x, topk_idx, topk_weights, *layout)]
-            event = session.launch(form, lambda: run_all(steps), used, finish=not async_finish)
-            session.end(form, tokens, handle.sent_away, started)
+            with session.operation(form) as operation:
+                if reads_back:
+                    handle, counted = self._open(operation, opening, form, present)
+                    per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
+                    work = ()
+                outputs = _Outputs(args, handle.capacity, self._device)
+                if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
+                    outputs.rows.view(torch.uint8).zero_()
+                work += self._exchange(args, outputs, handle, present, wire, config)
+                used = [*used, *outputs.tensors, *_copied(x, topk_idx, topk_weights, *layout)]
+                event = session.launch(operation, lambda: run_all(work), used, finish=not async_finish)
+            session.end(form, tokens, handle.remote_rows, started, reads_back)
             return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, handle, event
 
-    def _crossing(self, asked: DispatchArguments) -> tuple[DispatchArguments, tuple[Callable[[], None], ...]]:
+    def _crossing(
+        self, args: DispatchArguments[NormalGpuHandle]
+    ) -> tuple[DispatchArguments[NormalGpuHandle], tuple[Callable[[], None], ...]]:
         """With how rows cross to other nodes, and what must be launched first where a handle knows another way."""
-        crossed = self._session.node_ranks(asked.form.name)
-        handle, steps = self._on_its_way(asked.handle, crossed)
+        crossed = self._session.node_ranks(args.form.name)
+        handle, steps = self._on_its_way(args.handle, crossed)
         crossed = crossed if handle is None or handle.nodes is not None else 0
-        return asked._replace(form=asked.form._replace(node_ranks=crossed), handle=handle), steps
+        return args._replace(form=args.form._replace(node_ranks=crossed), handle=handle), steps
 
     def _on_its_way(
         self, handle: NormalGpuHandle | None, crossed: int
@@ -176,30 +168,30 @@ class NormalGpu:
 
     def _prepare(
         self,
-        asked: DispatchArguments,
+        args: DispatchArguments[NormalGpuHandle],
         before: tuple[Callable[[], None], ...],
-        here: Generation,
+        present: Present,
         wire: NormalFormat,
         num_worst_tokens: int,
     ) -> _Opening:
         """The route, where no handle has it, and the opening. Nothing is launched yet."""
-        used, handle = asked.tensors, asked.handle
+        used, handle = args.tensors, args.handle
         cached = handle is not None
         if handle is None:
-            assert asked.layout is not None
+            assert args.layout is not None
             runtime = self._runtime
-            route = Route(*asked.layout, asked.topk_idx, runtime.ranks, runtime.rank, wire.node_ranks)
+            route = Route(args.layout, args.topk_idx, runtime.ranks, runtime.rank, wire.node_ranks)
             used += route.tensors
-            before = route.steps(self._kernels, here.addresses)
-            origin = DispatchOrigin(self, self._runtime.epoch, -1, len(asked.rows))
-            handle = route.new_handle(origin, asked.copies, num_worst_tokens)
+            before = route.steps(self._kernels, present.addresses)
+            origin = DispatchOrigin(self, self._runtime.epoch, -1, len(args.rows))
+            handle = route.new_handle(origin, args.copies, num_worst_tokens)
             counts = route.per_expert
         else:
             counts = handle.recv_rows
         used += [handle.send_rows, handle.recv_rows, handle.send_tokens, handle.number, counts]
         used += node_tensors(handle)
         launches = self._kernels.open(
-            *here.addresses,
+            *present.addresses,
             wire,
             handle.send_rows.data_ptr(),
             handle.recv_rows.data_ptr() if cached else 0,
@@ -207,7 +199,7 @@ class NormalGpu:
             handle.number.data_ptr() if cached else 0,
             handle.number.data_ptr(),
             handle.recv_rows.data_ptr(),
-            here.told.address,
+            present.reply.address,
             self._session.new_ticket(),
             num_worst_tokens,
             0 if handle.nodes is None else handle.nodes.passing.data_ptr(),
@@ -215,38 +207,38 @@ class NormalGpu:
         return _Opening((*before, *all_of(launches)), handle, used)
 
     def _open(
-        self, opening: _Opening, form: RowFormat, here: Generation
+        self, operation: Operation, opening: _Opening, form: RowFormat, present: Present
     ) -> tuple[NormalGpuHandle, npt.NDArray[np.int64]]:
-        """Open and look: the handle with what comes in it, and the rows of each local expert."""
-        told, kernels = here.told, self._kernels
-        self._session.launch(form, lambda: run_all(opening.steps), opening.used, finish=False)
-        self._session.wait_told(form, here)
+        """Open and read back: the handle with what comes in it, and the rows of each local expert."""
+        reply, kernels = present.reply, self._kernels
+        self._session.launch(operation, lambda: run_all(opening.work), opening.used, finish=False)
+        self._session.wait_reply(operation, form, present)
         handle = opening.handle._replace(
-            capacity=told[kernels.total], sent_away=told[kernels.away], most=told[kernels.most]
+            capacity=reply[kernels.total], remote_rows=reply[kernels.away], most=reply[kernels.most]
         )
         if handle.nodes is not None:
-            marks = new_marks(told[kernels.relayed], handle.nodes.node_ranks, handle.send_rows)
+            marks = new_marks(reply[kernels.relayed], handle.nodes.node_ranks, handle.send_rows)
             handle = handle._replace(nodes=handle.nodes._replace(relay_marks=marks))
-        return handle, told.counts(form.local_experts)
+        return handle, reply.counts(form.local_experts)
 
     def _exchange(
         self,
-        asked: DispatchArguments,
+        args: DispatchArguments[NormalGpuHandle],
         outputs: _Outputs,
         handle: NormalGpuHandle,
-        here: Generation,
+        present: Present,
         wire: NormalFormat,
         config: Any,
     ) -> tuple[Callable[[], None], ...]:
         """What moves the rows of an opened dispatch."""
-        tokens = len(asked.rows)
+        tokens = len(args.rows)
         tensors = NormalTensors(
-            asked.rows.data_ptr(),
+            args.rows.data_ptr(),
             handle.send_tokens.data_ptr(),
             tokens,
-            _address(asked.topk_idx),
-            _address(asked.topk_weights),
-            _address(asked.scales),
+            _address(args.topk_idx),
+            _address(args.topk_weights),
+            _address(args.scales),
             outputs.rows.data_ptr(),
             _address(outputs.topk_idx),
             _address(outputs.topk_weights),
@@ -267,9 +259,9 @@ class NormalGpu:
                 len(marks),
                 0,
             )
-        turns = self._turns(wire, here, handle, tokens)
-        programs = self._session.programs(asked.form, here, tokens, handle.copies, turns, config)
-        return all_of(self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs))
+        steps = self._steps(wire, present, handle, tokens)
+        programs = self._session.programs(args.form, present, tokens, handle.copies, steps, config)
+        return all_of(self._kernels.exchange(*present.addresses, wire, tensors, nodes, steps, programs))
 
     # -- combine ------------------------------------------------------------------------------------------------
 
@@ -288,13 +280,13 @@ class NormalGpu:
         """See :meth:`Normal.combine`; ``config`` and errors as for :meth:`dispatch`."""
         started = time.monotonic_ns()
         with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
-            asked = check_combine(x, handle, self, topk_weights, bias, self._device)
-            form, rows, weights, biases, handle = asked
+            args = self._arguments.combine(self, x, handle, topk_weights, bias)
+            form, rows, weights, biases, handle = args
             crossed = self._session.node_ranks(form.name)
             handle, before = self._on_its_way(handle, crossed)
             form = form._replace(node_ranks=0 if handle.nodes is None else crossed)
             tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
-            here, wire = self._session.adopt(form, len(biases))
+            present, wire = self._session.enter(form, len(biases))
             out = torch.empty(tokens, hidden, dtype=rows.dtype, device=self._device)
             out_weights = None
             if topk:
@@ -303,7 +295,7 @@ class NormalGpu:
             gathered = torch.empty(back, hidden, dtype=rows.dtype, device=self._device)
             gathered_weights = torch.empty(back, topk, dtype=torch.float32, device=self._device)
             launches = self._kernels.open(
-                *here.addresses,
+                *present.addresses,
                 wire,
                 handle.send_rows.data_ptr(),
                 handle.recv_rows.data_ptr(),
@@ -311,7 +303,7 @@ class NormalGpu:
                 handle.number.data_ptr(),
                 0,
                 0,
-                here.told.address,
+                present.reply.address,
                 self._session.new_ticket(),
                 0,
                 0 if handle.nodes is None else handle.nodes.passing.data_ptr(),
@@ -337,11 +329,11 @@ class NormalGpu:
                 0,
                 back,
             )
-            turns = self._turns(wire, here, handle, tokens)
-            programs = self._session.programs(form, here, tokens, handle.copies, turns, config)
-            launches += self._kernels.exchange(*here.addresses, wire, tensors, nodes, turns, programs)
+            steps = self._steps(wire, present, handle, tokens)
+            programs = self._session.programs(form, present, tokens, handle.copies, steps, config)
+            launches += self._kernels.exchange(*present.addresses, wire, tensors, nodes, steps, programs)
             launches += self._kernels.reduce(
-                *here.addresses,
+                *present.addresses,
                 wire,
                 rows.data_ptr(),
                 len(rows),
@@ -357,42 +349,42 @@ class NormalGpu:
             )
             used = [rows, out, gathered, gathered_weights, *biases, *handle[:6], *scratch, *_copied(topk_weights, bias)]
             used += [one for one in (weights, out_weights) if one is not None]
-            self._session.begin(form, looks=False)
-            steps = before + all_of(launches)
-            event = self._session.launch(form, lambda: run_all(steps), used, finish=not async_finish)
-            self._session.end(form, tokens, handle.sent_away, started)
+            work = before + all_of(launches)
+            with self._session.operation(form) as operation:
+                event = self._session.launch(operation, lambda: run_all(work), used, finish=not async_finish)
+            self._session.end(form, tokens, handle.remote_rows, started, reads_back=False)
             return out, out_weights, event
 
     def _rows_to_gather(self, form: RowFormat, handle: NormalGpuHandle) -> int:
         """How many rows a combine gathers before it sums them: 0 where they fit the heap, from where kernels sum."""
-        back = handle.sent_away if handle.sent_away >= 0 else handle.origin.tokens * handle.copies
+        back = handle.remote_rows if handle.remote_rows >= 0 else handle.origin.tokens * handle.copies
         room = back * (form.row_bytes + form.meta_bytes) + META_LINE * (self._runtime.ranks + 1)
         return 0 if room <= self._runtime.layout.normal.heap else back
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _turns(self, wire: NormalFormat, here: Generation, handle: NormalGpuHandle, tokens: int) -> int:
+    def _steps(self, wire: NormalFormat, present: Present, handle: NormalGpuHandle, tokens: int) -> int:
         runtime = self._runtime
         ranks, layout = runtime.ranks, runtime.layout
-        # where the host has not looked: what the advice for num_worst_tokens comes to
+        # where the host reads nothing back: what the advice for num_worst_tokens comes to
         most = handle.most if handle.most >= 0 else max(tokens, -(-handle.capacity // ranks))
         room = ranks * max(most, tokens) * (wire.row_bytes + wire.meta_bytes) + META_LINE * (ranks + 1)
         fits = room <= layout.normal.heap
-        turns = self._kernels.turns(layout, runtime.settings.channels, wire, most, not here.space.all_mapped, fits)
+        steps = self._kernels.turns(layout, runtime.settings.channels, wire, most, not present.space.all_mapped, fits)
         # a rank alone still copies its own rows
-        return self._session.with_spare(turns or 1, wire.kind, here)
+        return self._session.with_spare(steps or 1, wire.kind, present)
 
 
 class _Opening(NamedTuple):
     """A dispatch that is ready to be opened.
 
     Attributes:
-        steps: what is launched, up to and with the opening.
-        handle: what the steps fill.
-        used: tensors that they use.
+        work: what is launched, up to and with the opening.
+        handle: what that fills.
+        used: tensors that it uses.
     """
 
-    steps: tuple[Callable[[], None], ...]
+    work: tuple[Callable[[], None], ...]
     handle: NormalGpuHandle
     used: list[torch.Tensor]
 
@@ -400,8 +392,8 @@ class _Opening(NamedTuple):
 class _Outputs:
     """What dispatch returns, on the device. Only ids and weights have content before the kernels have run: -1 and 0."""
 
-    def __init__(self, asked: DispatchArguments, capacity: int, device: torch.device) -> None:
-        rows, scales, topk = asked.rows, asked.scales, asked.form.topk
+    def __init__(self, args: DispatchArguments[NormalGpuHandle], capacity: int, device: torch.device) -> None:
+        rows, scales, topk = args.rows, args.scales, args.form.topk
         self.rows = torch.empty(capacity, rows.shape[1], dtype=rows.dtype, device=device)
         self.scales = self.topk_idx = self.topk_weights = None
         self.scratch: list[torch.Tensor] = []

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..handles import DispatchOrigin, GpuNodeRoute, NormalGpuHandle
-from ..kernels.interface import DeviceNormalKernels, KernelLaunch
-from .node_relay import mark_bytes
+from .normal_arguments import Layout
+from .row_format import mark_bytes
+
+if TYPE_CHECKING:
+    from ..kernels.triton.launch import Launch
+    from ..kernels.triton.normal import TritonNormalKernels
 
 __all__ = ["Marks", "Route", "all_of", "new_marks", "node_tensors", "run_all", "without_nodes"]
 
@@ -16,7 +21,7 @@ __all__ = ["Marks", "Route", "all_of", "new_marks", "node_tensors", "run_all", "
 _NO_POSITION = (1 << 63) - 1
 
 
-def all_of(launches: tuple[KernelLaunch, ...]) -> tuple[Callable[[], None], ...]:
+def all_of(launches: tuple[Launch, ...]) -> tuple[Callable[[], None], ...]:
     """Launches as steps."""
     return tuple(launch.run for launch in launches)
 
@@ -28,7 +33,7 @@ def run_all(steps: tuple[Callable[[], None], ...]) -> None:
 
 
 def new_marks(rows: int, node_ranks: int, like: torch.Tensor) -> torch.Tensor:
-    """Room for the marks of rows that are handed on, on the device of ``like``."""
+    """Room for the marks of rows that are forwarded, on the device of ``like``."""
     return torch.empty(rows, mark_bytes(node_ranks), dtype=torch.uint8, device=like.device)
 
 
@@ -40,7 +45,7 @@ def node_tensors(handle: NormalGpuHandle) -> list[torch.Tensor]:
 
 
 def without_nodes(
-    handle: NormalGpuHandle, kernels: DeviceNormalKernels
+    handle: NormalGpuHandle, kernels: TritonNormalKernels
 ) -> tuple[NormalGpuHandle, tuple[Callable[[], None], ...]]:
     """A handle for rows that go to each rank, of one made when they crossed once to a node, and what fills it."""
     assert handle.nodes is not None
@@ -57,7 +62,7 @@ def without_nodes(
         recv_rows=handle.nodes.passing[1],
         send_tokens=lists,
         places=places,
-        sent_away=-1,
+        remote_rows=-1,
         most=-1,
         nodes=None,
     )
@@ -89,7 +94,7 @@ class Marks:
 
         return count
 
-    def launches(self, kernels: DeviceNormalKernels, context: int, state: int) -> tuple[KernelLaunch, ...]:
+    def launches(self, kernels: TritonNormalKernels, context: int, state: int) -> tuple[Launch, ...]:
         """``context`` not 0: the host is told of an id out of range."""
         tokens, topk = self._ids.shape
         return kernels.mark(
@@ -111,13 +116,13 @@ class Route:
 
     def __init__(
         self,
-        in_rank: torch.Tensor,
-        per_expert: torch.Tensor,
+        layout: Layout,
         topk_idx: torch.Tensor | None,
         ranks: int,
         rank: int,
         node_ranks: int,
     ) -> None:
+        _, in_rank, per_expert = layout
         device, tokens = in_rank.device, len(in_rank)
         self._rank, self._node_ranks = rank, node_ranks
         self._marks = None if topk_idx is None else Marks(topk_idx, len(per_expert), ranks)
@@ -136,7 +141,7 @@ class Route:
         own = [self.in_rank, self.per_expert, self._given, self.rows, self.lists, self.places, self.passing]
         return own + marks
 
-    def steps(self, kernels: DeviceNormalKernels, addresses: tuple[int, int]) -> tuple[Callable[[], None], ...]:
+    def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> tuple[Callable[[], None], ...]:
         """In the order of the stream."""
         ranks, tokens = self.lists.shape
         marking = () if self._marks is None else self._marks.launches(kernels, *addresses)
@@ -166,11 +171,11 @@ class Route:
 
         Args:
             copies: most ranks that a token goes to.
-            capacity: rows that dispatch is going to return, 0 where the host looks first.
+            capacity: rows that dispatch is going to return, 0 where the host reads back how many.
         """
         nodes = None
         if self._node_ranks:
-            # each row that is handed on goes to a rank of this node, and none of these gets more than ``capacity``
+            # each row that is forwarded goes to a rank of this node, and none of these gets more than ``capacity``
             nodes = GpuNodeRoute(
                 self._node_ranks, self.passing, new_marks(capacity * self._node_ranks, self._node_ranks, self.rows)
             )

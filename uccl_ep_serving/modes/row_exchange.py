@@ -7,67 +7,31 @@ and run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..config import Settings
 from ..data_plane.nodes import crossed_once
+from ..data_plane.runtime import Runtime
 from ..data_plane.segments import HeapAllocator
-from ..errors import ConfigError, UcclEpError
+from ..errors import ConfigError
 from ..handles import NodeRoute, NormalHandle
 from ..kernels.blocks import normal as block
-from ..kernels.select import normal_kernels
+from ..kernels.cpu import normal as cpu_kernels
 from ..native.copy import last_cache_bytes
-from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..protocol.message import LEAST_CHUNK_BYTES, NormalNotify
 from ..protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
+from .epoch import Epoch, Operation
 from .node_relay import NodeRelay
-from .row_format import RowFormat, check_room, in_words, operation_name
+from .normal_arguments import Layout
+from .row_format import RowFormat, check_room, shape_mismatch
 
-__all__ = ["ExchangeRuntime", "Placement", "RowExchange"]
+__all__ = ["Placement", "RowExchange", "count_layout"]
 
 Int64s = npt.NDArray[np.int64]
-
-
-class ExchangeRuntime(Protocol):
-    """What normal mode needs of a ``runtime.Runtime``; see there for the meaning."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def layout(self) -> WindowLayout: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def progress(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def mask(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def heap(self) -> HeapAllocator: ...
-    @property
-    def record(self) -> Callable[[str, int, int, int], None]: ...
-    def check(self, phase: str = ...) -> None: ...
-    def begin_operation(self) -> None: ...
-    @property
-    def all_direct(self) -> bool: ...
-    @property
-    def node_ranks(self) -> int: ...
-    @property
-    def stale(self) -> str: ...
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str = ...) -> None: ...
-    def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = ...) -> None: ...
 
 
 class Placement(NamedTuple):
@@ -86,22 +50,22 @@ class RowExchange:
     """The blocks and counters of one Buffer's normal mode. Not thread-safe, like the Buffer.
 
     Attributes:
-        kernels: the implementation for CPU tensors.
+        kernels: ``kernels.cpu.normal``.
+        epoch: that the counters belong to.
         relay: what an operation between nodes adds.
         operation: int64[OPERATION_WORDS], see ``kernels.blocks.normal``.
         peers: int64[ranks, PEER_WORDS].
         expert_counts: int64[local experts]: rows that a dispatch received for each.
     """
 
-    def __init__(self, runtime: ExchangeRuntime) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         ranks = runtime.ranks
-        self.kernels = normal_kernels("cpu")
-        self.relay = NodeRelay(self.kernels, runtime.rank, ranks)
+        self.kernels = cpu_kernels
+        self.epoch = Epoch(runtime)
+        self.relay = NodeRelay(runtime.rank, ranks)
         self._runtime = runtime
-        self._epoch = -1
         self._number = 0
         self._notices = 0
-        self._broken = ""
         self._counts: Int64s = np.zeros((ranks, block.COUNT_WORDS), dtype=np.int64)
         self._templates: dict[tuple[Any, ...], Int64s] = {}
         self._scratch: Int64s = np.zeros(block.SCRATCH_BYTES // 8 + ranks + 2, dtype=np.int64)
@@ -110,69 +74,48 @@ class RowExchange:
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
         if self._node_ranks:
-            self.relay.warm()
+            self.kernels.warm_nodes()
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property
     def origin(self) -> tuple[int, int]:
         """(epoch, number) of the operation that was begun last: its name, equal on all ranks."""
-        return self._epoch, self._number - 1
+        return self.epoch.number, self._number - 1
 
-    def node_ranks(self, operation: int, handle: NormalHandle | None) -> int:
-        """Before the format of an operation can be said: ranks of a node when its rows cross once to a node, else 0.
+    def enter(self, form: RowFormat, handle: NormalHandle | None) -> RowFormat:
+        """``form`` as its rows go in the windows that are there, which are rebuilt first where they are stale.
 
-        The same on every rank. An operation with a handle goes the way of the dispatch that the handle comes from,
-        unless a rank has been masked since.
+        It is the same on every rank. An operation with a handle goes the way of the dispatch that the handle comes
+        from, unless a rank has been masked since.
 
         Raises:
-            UcclEpError: an earlier operation ended half-way. What ``Runtime.check`` and ``Runtime.rebuild`` raise.
+            ConfigError: a row does not fit a chunk or a round slot. What ``Epoch.check`` and ``Runtime.rebuild`` raise.
         """
-        self._catch_up(operation_name(operation))
-        return 0 if handle is not None and handle.nodes is None else self._node_ranks
+        runtime = self._runtime
+        self.epoch.check(form.name, begins=True)
+        if runtime.stale:
+            runtime.rebuild(None)
+        if self.epoch.enter():
+            self._number = self._notices = 0
+            self._counts.fill(0)
+            self._templates.clear()
+        if handle is None or handle.nodes is not None:
+            form = form._replace(node_ranks=self._node_ranks)
+        if runtime.ranks > 1 and form[:-1] not in self._templates:
+            check_room(form, runtime.layout.normal)
+        return form
 
     @property
     def _node_ranks(self) -> int:
+        """Ranks of a node when its rows cross once to a node, else 0."""
         runtime = self._runtime
         return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
 
-    def _catch_up(self, name: str) -> None:
-        """Begin anew where the windows did."""
-        runtime = self._runtime
-        runtime.check(name)
-        if runtime.stale:
-            runtime.rebuild(None)
-        if self._epoch != runtime.epoch:
-            # new windows with new connections: every count restarts, on every rank
-            self._epoch, self._number, self._notices, self._broken = runtime.epoch, 0, 0, ""
-            self._counts.fill(0)
-            self._templates.clear()
-        if self._broken:
-            raise UcclEpError(
-                f"{name}: an earlier operation of this Buffer ended half-way ({self._broken}), so the ranks no "
-                "longer agree on message numbers. Close this Buffer on all ranks and build a new one"
-            )
-
-    def check(self, form: RowFormat) -> None:
-        """Refuse what no window can carry, with the same answer on every rank; :meth:`node_ranks` comes before it.
-
-        Raises:
-            ConfigError: a row does not fit a chunk or a round slot.
-        """
-        runtime = self._runtime
-        if runtime.ranks == 1 or form[:-1] in self._templates:
-            return
-        check_room(form, runtime.layout.normal)
-
-    def route(
-        self,
-        topk_idx: torch.Tensor | None,
-        in_rank: torch.Tensor,
-        rank_counts: torch.Tensor,
-        expert_counts: torch.Tensor,
-    ) -> tuple[int, torch.Tensor]:
-        """``blocks.normal.LAYOUT_*`` of a layout, and the route that follows from it (see ``handles.NormalHandle``)."""
-        tokens, ranks = in_rank.shape
-        (experts,) = expert_counts.shape
+    def route(self, layout: Layout, topk_idx: torch.Tensor | None) -> torch.Tensor:
+        """Who gets which tokens: ``NormalHandle.route``. Raises ConfigError when the layout contradicts itself or the
+        ids."""
+        tokens, ranks = layout.in_rank.shape
+        (experts,) = layout.per_expert.shape
         if len(self._tally) < 2 * ranks + experts:
             self._tally = np.zeros(2 * ranks + experts, dtype=np.int64)
             self._tally_address = self._tally.ctypes.data
@@ -186,17 +129,20 @@ class RowExchange:
             topk,
             experts,
             ranks,
-            in_rank.data_ptr(),
-            rank_counts.data_ptr(),
-            expert_counts.data_ptr(),
+            layout.in_rank.data_ptr(),
+            layout.per_rank.data_ptr(),
+            layout.per_expert.data_ptr(),
             self._tally_address,
             address,
             address + 16 * ranks,
         )
-        return verdict, route
+        if verdict != block.LAYOUT_RIGHT:
+            _refuse_layout(layout, topk_idx)
+        return route
 
     def begin(self, form: RowFormat, tokens: int) -> None:
-        """Fill the words that the format and the window fix; the caller adds its addresses, then :meth:`prepare`."""
+        """Take the next number and fill the words that the format and the window fix; the caller adds its addresses,
+        which must live until the operation has run, then :meth:`prepare`."""
         runtime, operation = self._runtime, self.operation
         template = self._templates.get(form[:-1])
         if template is None:
@@ -211,7 +157,6 @@ class RowExchange:
         operation[block.NOTICES] = self._notices
         operation[block.SHAPE] = form.digest
         operation[block.TOKENS] = tokens
-        runtime.begin_operation()
         self._number += 1
         self._notices += 1 if form.kind == NormalNotify.OPERATION_COMBINE else 2
 
@@ -269,7 +214,7 @@ class RowExchange:
         if nodes is not None and self.operation[block.NODE_RANKS]:
             self.relay.prepare(context, self.operation, peers, nodes, in_rank)
 
-    def open(self, form: RowFormat) -> None:
+    def open(self, form: RowFormat, operation: Operation) -> None:
         """Tell every peer and hear every peer; afterwards RECV_ROWS and RECV_TOTAL hold what this rank will receive.
 
         Raises:
@@ -277,30 +222,18 @@ class RowExchange:
                 the group goes on as it was.
             PeerError, ProtocolError, TransportError, ProxyDied: see ``Runtime.wait``.
         """
-        runtime, (_, operation, peers) = self._runtime, self._addresses
-        context, progress, kernel = runtime.context, runtime.progress, self.kernels.open_operation
-        self._wait(f"{form.name}, opening", lambda end: kernel(context, operation, peers, progress, end))
+        space, (_, block_address, peers) = self._runtime.space, self._addresses
+        step = partial(self.kernels.open_operation, space.context, block_address, peers, space.progress)
+        self._runtime.wait(f"{form.name}, opening", step, self._steps)
         if self.operation[block.DIFFERENT]:
-            told = self.peers[:, block.TOLD] != 0
-            differ = told & (self.peers[:, block.TOLD_SHAPE] != self.operation[block.SHAPE])
             # nobody gets as far as saying that writes are over
             self._notices -= 0 if form.kind == NormalNotify.OPERATION_COMBINE else 1
-            raise ConfigError(self._difference(form, np.flatnonzero(differ)))
-        # the peers count on the rows now: whatever keeps this rank from run() leaves the group apart
-        self._broken = f"{form.name}: opened and not run"
-
-    def _difference(self, form: RowFormat, ranks: npt.NDArray[np.intp]) -> str:
-        words = []
-        for rank in ranks[:8]:
-            _, coding, row_bytes, meta_bytes = (
-                int(word) for word in self.peers[rank, block.TOLD_SHAPE : block.TOLD_META_BYTES + 1]
-            )
-            words.append(f"rank {rank} {in_words(coding, row_bytes, meta_bytes)}")
-        return (
-            f"the ranks were given different operations, nothing was sent: rank {self._runtime.rank} {form.words} "
-            f"(hidden {form.hidden}, top-k {form.topk}, {form.local_experts} local experts, handle {form.origin}); "
-            f"{'; '.join(words)}. Where these agree, hidden, top-k, the experts or the handle differ"
-        )
+            operation.void = True
+            told = self.peers[:, block.TOLD] != 0
+            ranks = np.flatnonzero(told & (self.peers[:, block.TOLD_SHAPE] != self.operation[block.SHAPE]))
+            words = self.peers[ranks, block.TOLD_CODING : block.TOLD_META_BYTES + 1].tolist()
+            others = [(int(rank), *shape) for rank, shape in zip(ranks[:8], words[:8], strict=True)]
+            raise shape_mismatch(form, self._runtime.rank, others)
 
     def place(self, form: RowFormat, capacity: int) -> Placement:
         """Decide where the rows of every peer land and tell the kernels.
@@ -332,19 +265,45 @@ class RowExchange:
 
     def run(self, form: RowFormat) -> None:
         """Exchange the rows. Raises as :meth:`open`, ConfigError excepted; the operation cannot be taken up again."""
-        runtime, (counts, operation, peers) = self._runtime, self._addresses
-        context, progress = runtime.context, runtime.progress
         kernel = self.kernels.exchange_nodes if form.node_ranks else self.kernels.exchange
-        self._wait(form.name, lambda end: kernel(context, counts, operation, peers, progress, end))
-        self._broken = ""
-
-    def _wait(self, phase: str, step: Callable[[int], int]) -> None:
-        """Wait for a kernel. Whatever ends it early leaves the group apart."""
-        try:
-            self._runtime.wait(phase, step, self._steps)
-        except BaseException as failure:
-            self._broken = f"{phase}: {type(failure).__name__}"
-            raise
+        space = self._runtime.space
+        self._runtime.wait(form.name, partial(kernel, space.context, *self._addresses, space.progress), self._steps)
 
     def _steps(self) -> int:
         return int(self.operation[block.STEPS])
+
+
+def count_layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> Layout:
+    """Who gets which tokens. Raises ConfigError for an id out of range.
+
+    Args:
+        topk_idx: int64 [T, K], contiguous.
+        experts: E, a multiple of R.
+    """
+    tokens, topk = topk_idx.shape
+    per_rank = torch.empty(ranks, dtype=torch.int32)
+    per_expert = torch.empty(experts, dtype=torch.int32)
+    in_rank = torch.empty(tokens, ranks, dtype=torch.bool)
+    addresses = per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()
+    bad = cpu_kernels.layout(topk_idx.data_ptr(), tokens, topk, experts, ranks, *addresses)
+    if bad >= 0:
+        raise ConfigError(
+            f"topk_idx[{bad // topk}, {bad % topk}] = {int(topk_idx.flatten()[bad])} is not an expert: ids are "
+            f"-1 .. {experts - 1}"
+        )
+    return Layout(per_rank, in_rank, per_expert)
+
+
+def _refuse_layout(layout: Layout, topk_idx: torch.Tensor | None) -> NoReturn:
+    """Say what is wrong with a layout that contradicts itself or its ids. Raises ConfigError."""
+    per_rank, in_rank, per_expert = layout
+    if topk_idx is not None:
+        counted = count_layout(topk_idx, len(per_expert), in_rank.shape[1])
+        if not torch.equal(counted.per_expert, per_expert):
+            raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
+        if not torch.equal(counted.in_rank, in_rank):
+            raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")
+    raise ConfigError(
+        f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks "
+        f"{in_rank.sum(dim=0).tolist()}"
+    )

@@ -1,17 +1,18 @@
-"""What all ranks must agree on in an operation of normal mode: its name, its digest, and its words for errors."""
+"""What all ranks must agree on in an operation of normal mode: its name, its digest, and the words when they do not."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..kernels.normal_format import NormalFormat
 from ..protocol.layout import NormalPlan
 from ..protocol.message import NormalNotify, round_up
-from .node_relay import mark_bytes
 
-__all__ = ["RowFormat", "check_room", "in_words", "operation_name"]
+__all__ = ["RowFormat", "check_room", "mark_bytes", "overflow", "shape_mismatch", "wire_format"]
 
 _NAMES = {
     NormalNotify.OPERATION_DISPATCH: "normal dispatch",
@@ -20,20 +21,10 @@ _NAMES = {
 }
 _DTYPES = ("bfloat16", "float16", "float32", "float8 with scales", "float8 with packed scales")
 _NO_ORIGIN = (-1, -1)
+#: Of 63 bits.
+_MOST = (1 << 63) - 1
 #: Odd, so that for one format every operation number gives another digest; far apart, so that epochs do too.
 _NUMBER_STEP, _EPOCH_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-
-
-def operation_name(kind: int) -> str:
-    """NormalNotify.OPERATION_* in words, whatever a peer told."""
-    return _NAMES.get(kind, f"operation {kind}")
-
-
-def in_words(coding: int, row_bytes: int, meta_bytes: int) -> str:
-    """What a rank was given, from what it told: an operation, a dtype and the bytes of a row."""
-    dtype = coding & 0xFFFF
-    kind = _DTYPES[dtype] if dtype < len(_DTYPES) else f"dtype {dtype}"
-    return f"a {operation_name(coding >> 16)} of {kind}, {row_bytes} bytes a row, {meta_bytes} bytes of meta"
 
 
 class RowFormat(NamedTuple):
@@ -64,17 +55,12 @@ class RowFormat(NamedTuple):
     @property
     def name(self) -> str:
         """The operation in words."""
-        return operation_name(self.kind)
+        return _NAMES[self.kind]
 
     @property
     def coding(self) -> int:
-        """Operation and dtype as peers tell them each other: for :func:`in_words`."""
+        """Operation and dtype as peers tell them each other."""
         return self.kind << 16 | self.dtype
-
-    @property
-    def words(self) -> str:
-        """The operation and what a row is, for an error."""
-        return in_words(self.coding, self.row_bytes, self.meta_bytes)
 
     @property
     def meta_bytes(self) -> int:
@@ -88,7 +74,7 @@ class RowFormat(NamedTuple):
         """Word SHAPE of the notify: 63 bits."""
         epoch, number = self.origin
         mixed = _digest(self[:-1]) + (epoch + 1) * _EPOCH_STEP + (number + 1) * _NUMBER_STEP
-        return mixed & ((1 << 63) - 1)
+        return mixed & _MOST
 
 
 def check_room(form: RowFormat, plan: NormalPlan) -> None:
@@ -113,3 +99,57 @@ def check_room(form: RowFormat, plan: NormalPlan) -> None:
 def _digest(fields: tuple[Any, ...]) -> int:
     """63 bits that stand for a format. A hash costs microseconds and engines repeat a few formats for ever."""
     return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def mark_bytes(node_ranks: int) -> int:
+    """Bytes with a bit for each of ``node_ranks`` ranks."""
+    return -(-node_ranks // 8)
+
+
+def wire_format(form: RowFormat) -> NormalFormat:
+    """``form`` for kernels of a device: the number of the dispatch of a handle is known to the device only."""
+    epoch, number = form.origin
+    step = form._replace(origin=(epoch, number + 1)).digest - form.digest
+    return NormalFormat(
+        form.kind,
+        form.dtype,
+        form.row_bytes,
+        form.meta_bytes,
+        form.scale_bytes,
+        form.topk,
+        form.local_experts,
+        form.digest,
+        step & _MOST,
+        form.node_ranks,
+    )
+
+
+def shape_mismatch(form: RowFormat, rank: int, others: Iterable[tuple[int, int, int, int]]) -> ConfigError:
+    """What to raise when peers were given another operation than ``form``.
+
+    Args:
+        rank: of this process.
+        others: (rank, coding, bytes of a row, bytes of meta) that these peers told.
+    """
+    told = "; ".join(f"rank {peer} {_words(*shape)}" for peer, *shape in others)
+    return ConfigError(
+        f"{form.name}: the ranks were given different operations, nothing was sent: rank {rank} "
+        f"{_words(form.coding, form.row_bytes, form.meta_bytes)} (hidden {form.hidden}, top-k {form.topk}, "
+        f"{form.local_experts} local experts, handle {form.origin}); {told}. Where these agree, hidden, top-k, the "
+        "experts or the handle differ. Next step: make the same call on every rank; the group goes on"
+    )
+
+
+def overflow(rows: int, promised: str) -> ConfigError:
+    """What to raise when more rows arrived than ``num_worst_tokens`` promised."""
+    return ConfigError(
+        f"{rows} rows arrived where num_worst_tokens {promised}; all ranks received, the group goes on. Next step: "
+        "num_worst_tokens = ranks x the most tokens of a rank"
+    )
+
+
+def _words(coding: int, row_bytes: int, meta_bytes: int) -> str:
+    """What a rank was given: an operation, a dtype and the bytes of a row."""
+    kind, dtype = coding >> 16, coding & 0xFFFF
+    of = _DTYPES[dtype] if dtype < len(_DTYPES) else f"dtype {dtype}"
+    return f"a {_NAMES.get(kind, f'operation {kind}')} of {of}, {row_bytes} bytes a row, {meta_bytes} bytes of meta"

@@ -1,4 +1,4 @@
-"""Memory for what low-latency dispatch returns, used again once the caller has dropped the tensors.
+"""What low-latency dispatch returns, and memory for it that is used again once the caller has dropped the tensors.
 
 Received rows have the shape of the worst case (every token of every rank at one expert), of which a call touches
 little. Fresh memory for each call would cost a page fault for every page touched, more than the copy itself.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import mmap
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,9 @@ from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import DTYPE_FP8, SCALE_BLOCK
 from .low_latency_arguments import Coding
 
-__all__ = ["DispatchOutputs", "OutputMemory", "rows_of"]
+__all__ = ["DispatchOutputs", "OutputMemory", "Rows"]
 
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _Bytes = npt.NDArray[np.uint8]
 
 #: Unused blocks kept per size: two operations in flight, and one in the caller's hands.
@@ -46,38 +48,50 @@ class OutputMemory:
         weakref.finalize(lent, free.append, block).atexit = False
         return torch.from_numpy(lent)
 
+    def rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Tensor of ``shape`` and ``dtype``, content undefined."""
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        return self.take(nbytes).view(dtype).view(shape)
+
     def clear(self) -> None:
         """Forget the unused blocks: shapes have changed."""
         self._free.clear()
 
 
-def rows_of(memory: OutputMemory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Tensor of ``shape`` and ``dtype`` over a block of ``memory``, content undefined."""
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    return memory.take(nbytes).view(dtype).view(shape)
-
-
 class DispatchOutputs:
-    """What dispatch returns, allocated before it is filled.
+    """What dispatch returns, allocated before it is filled. Only the counts have content until then: zero.
+
+    Args:
+        fp8: dtype of quantised values.
+        allocate: memory for rows, of a shape and a dtype, on ``device``.
 
     Attributes:
         rows: what the caller gets: values, or (values, scales).
-        values: [L, R * T, H]. count: int32[L], zero. src_info: int32[L, R * T]. layout_range: int64[L, R].
+        values: [L, R * T, H]. count: int32[L]. src_info: int32[L, R * T]. layout_range: int64[L, R].
         scales_address: of the scales' memory, [L, groups, R * T], or 0.
+        tensors: all of them.
     """
 
-    def __init__(self, memory: OutputMemory, plan: LowLatencyPlan, coding: Coding) -> None:
+    def __init__(
+        self,
+        plan: LowLatencyPlan,
+        coding: Coding,
+        device: torch.device,
+        fp8: torch.dtype,
+        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+    ) -> None:
         experts, capacity = plan.local_experts, plan.ranks * plan.tokens
-        self.values = rows_of(memory, (experts, capacity, plan.hidden), coding.output)
-        self.count = torch.zeros(experts, dtype=torch.int32)
-        self.src_info = torch.empty(experts, capacity, dtype=torch.int32)
-        self.layout_range = torch.empty(experts, plan.ranks, dtype=torch.int64)
-        self.rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.values
+        self.values = allocate((experts, capacity, plan.hidden), fp8 if coding.quantised else coding.output)
+        self.count = torch.zeros(experts, dtype=torch.int32, device=device)
+        self.src_info = torch.empty(experts, capacity, dtype=torch.int32, device=device)
+        self.layout_range = torch.empty(experts, plan.ranks, dtype=torch.int64, device=device)
+        self.rows: Rows = self.values
         self.scales_address = 0
+        self.tensors = [self.values, self.count, self.src_info, self.layout_range]
         if coding.quantised:
-            if coding.dtype == DTYPE_FP8:
-                columns = rows_of(memory, (experts, plan.hidden // SCALE_BLOCK, capacity), torch.float32)
-            else:
-                columns = rows_of(memory, (experts, plan.hidden // (4 * SCALE_BLOCK), capacity), torch.int32)
+            plain = coding.dtype == DTYPE_FP8
+            groups = plan.hidden // (SCALE_BLOCK if plain else 4 * SCALE_BLOCK)
+            columns = allocate((experts, groups, capacity), torch.float32 if plain else torch.int32)
             self.scales_address = columns.data_ptr()
             self.rows = (self.values, columns.transpose(1, 2))
+            self.tensors.append(columns)

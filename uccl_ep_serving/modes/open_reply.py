@@ -50,14 +50,15 @@ class OpenReply:
         """Rows of each local expert."""
         return self._words[self._ranks.stop : self._ranks.stop + experts].copy()
 
-    def of_ranks(self) -> list[tuple[int, int, int, int]]:
-        """(shape, coding, bytes of a row, bytes of meta) that each rank told, zeros where it was the same."""
+    def take_shapes(self) -> list[tuple[int, int, int, int]]:
+        """(rank, coding, bytes of a row, bytes of meta) of the ranks that told of another shape, at most eight; they
+        are forgotten, since the host raises them now."""
         words = self._words[self._ranks].reshape(-1, _RANK_WORDS)
-        return [(int(one[0]), int(one[1]), int(one[2]), int(one[3])) for one in words]
-
-    def forget_ranks(self) -> None:
-        """Zeros again, once the host has raised them."""
-        self._words[self._ranks] = 0
+        found = [
+            (rank, int(coding), int(row), int(meta)) for rank, (shape, coding, row, meta) in enumerate(words) if shape
+        ]
+        words[:] = 0
+        return found[:8]
 
     def close(self) -> None:
         """Unmap once the device has finished."""

@@ -1,0 +1,205 @@
+"""Ready, stale, broken, in flight: what an operation is told, the same in every mode, and what a new epoch forgets."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError
+from uccl_ep_serving.handles import LowLatencyHandle
+from uccl_ep_serving.modes.epoch import Epoch, InFlight, RecvHook
+from uccl_ep_serving.protocol.layout import LowLatencyPlan
+
+PLAN = LowLatencyPlan(ranks=2, tokens=8, hidden=128, experts=8, topk=4, element=2)
+WIDER = LowLatencyPlan(ranks=2, tokens=8, hidden=128, experts=8, topk=4, element=4)
+MASK_OR_BUILD = (
+    "Next step: mask the rank that is lost, or was interrupted, on every rank that is left, or close this Buffer on "
+    "all of them and build the group again"
+)
+
+
+class Ranks:
+    """A Runtime that rebuilds when it is asked, and notes what for."""
+
+    def __init__(self, low_latency: LowLatencyPlan | None = PLAN) -> None:
+        self.epoch, self.stale, self.rebuild_requested, self.begun = 0, "", False, 0
+        self.layout = SimpleNamespace(low_latency=low_latency)
+        self.objections: list[str] = []
+
+    def check(self, phase: str) -> None:
+        pass
+
+    def begin_operation(self) -> None:
+        self.begun += 1
+
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+        self.objections.append(objection)
+        if objection:
+            raise ConfigError(objection)
+        self.epoch, self.stale, self.layout.low_latency = self.epoch + 1, "", plan
+
+
+@pytest.fixture
+def ranks() -> Any:
+    return Ranks()
+
+
+def entered(ranks: Any, *flights: InFlight, gpu: Any = None) -> Epoch:
+    epoch = Epoch(ranks, flights, gpu)
+    epoch.enter()
+    return epoch
+
+
+def test_counters_restart_once_in_every_epoch(ranks: Any) -> None:
+    flight = InFlight("dispatches")
+    epoch = Epoch(ranks, (flight,))
+    assert [epoch.enter(), epoch.enter()] == [True, False]
+    with epoch.operation("dispatch", flight):
+        pass
+    assert (flight.count, ranks.begun) == (1, 1)
+    ranks.rebuild(PLAN)
+    assert [epoch.enter(), epoch.number, flight.count] == [True, 1, 0]
+
+
+def test_what_needs_an_earlier_dispatch_is_void_once_a_rank_is_masked(ranks: Any) -> None:
+    epoch = entered(ranks)
+    ranks.stale = "rank 1 was masked"
+    epoch.check("dispatch", begins=True)
+    words = "combine: rank 1 was masked, so what was sent before is void. Next step: go on with a dispatch on every"
+    with pytest.raises(ConfigError, match=words):
+        epoch.check("combine")
+
+
+def test_an_interrupted_operation_has_one_next_step_and_a_new_epoch_forgets_it(ranks: Any) -> None:
+    epoch = entered(ranks)
+    with pytest.raises(KeyboardInterrupt), epoch.operation("dispatch"):
+        raise KeyboardInterrupt
+    for begins in (True, False):
+        with pytest.raises(UcclEpError, match=rf"an earlier dispatch \(KeyboardInterrupt\) was .*{MASK_OR_BUILD}"):
+            epoch.check("combine", begins=begins)
+    ranks.rebuild(PLAN)
+    epoch.check("dispatch", begins=True)
+
+
+def test_what_all_ranks_refuse_alike_interrupts_nothing(ranks: Any) -> None:
+    epoch = entered(ranks)
+    operation = epoch.operation("dispatch")
+    operation.void = True
+    with pytest.raises(ConfigError, match="different"), operation:
+        raise ConfigError("different operations")
+    epoch.check("dispatch")
+
+
+def test_what_is_only_captured_interrupts_nothing(ranks: Any) -> None:
+    order = SimpleNamespace(capturing=True)
+    gpu = SimpleNamespace(order=order, take_report=lambda: None, check_ids=lambda phase: None)
+    flight = InFlight("dispatches")
+    epoch = entered(ranks, flight, gpu=gpu)
+    for capturing in (True, False):
+        order.capturing = capturing
+        epoch.check("dispatch")
+        with pytest.raises(TransportError), epoch.operation("dispatch", flight):
+            raise TransportError("out of resources")
+        assert flight.count == 0
+    with pytest.raises(UcclEpError, match=r"an earlier dispatch \(TransportError: out of resources\) was interrupted"):
+        epoch.check("dispatch")
+
+
+def test_at_most_two_are_in_flight_in_whatever_order_they_are_received() -> None:
+    flight = InFlight("dispatches")
+    first = flight.start()
+    assert flight.has_room
+    second = flight.start()
+    assert not flight.has_room
+    words = "dispatch: 2 dispatches are in flight and the one before last is not received: at most two at a time. Next"
+    assert words in str(flight.refusal("dispatch"))
+    flight.end(second)
+    assert not flight.has_room
+    flight.end(first)
+    assert (flight.count, flight.has_room) == (0, True)
+
+
+def test_an_operation_that_was_not_sent_takes_no_slot() -> None:
+    flight = InFlight("combines")
+    flight.start()
+    flight.withdraw(flight.start())
+    assert (flight.count, flight.has_room) == (1, True)
+
+
+def test_other_sizes_are_refused_on_every_rank_while_an_operation_is_in_flight(ranks: Any) -> None:
+    flight = InFlight("dispatches")
+    epoch = entered(ranks, flight)
+    assert epoch.make_room("dispatch", PLAN, lambda: None) is PLAN
+    with epoch.operation("dispatch", flight) as operation:
+        pass
+    with pytest.raises(ConfigError, match=r"is in flight\. Next step: call its recv hook first"):
+        epoch.make_room("dispatch", WIDER, lambda: None)
+    operation.received()
+    assert epoch.make_room("dispatch", WIDER, lambda: None) is WIDER
+    assert [bool(objection) for objection in ranks.objections] == [True, False]
+
+
+def test_what_keeps_this_rank_from_new_windows_is_told_to_the_others(ranks: Any) -> None:
+    def prepare() -> None:
+        raise ConfigError("a ring is too short")
+
+    with pytest.raises(ConfigError, match="a ring is too short"):
+        Epoch(ranks).make_room("dispatch", WIDER, prepare)
+    assert ranks.objections == ["a ring is too short"]
+    # a peer asks for other windows: this rank meets it, although its own have room
+    ranks.rebuild_requested = True
+    assert Epoch(ranks).make_room("dispatch", PLAN, lambda: None) is PLAN
+    assert ranks.epoch == 1
+
+
+def test_a_hook_runs_once_and_only_in_its_epoch(ranks: Any) -> None:
+    flight, calls = InFlight("dispatches"), []
+    epoch = entered(ranks, flight)
+
+    def receive() -> None:
+        calls.append("receive")
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    def sent() -> RecvHook:
+        with epoch.operation("dispatch", flight) as operation:
+            pass
+        return RecvHook(epoch, operation, "dispatch recv", receive, lambda nanoseconds: calls.append("received"))
+
+    hook = sent()
+    with pytest.raises(KeyboardInterrupt):
+        hook()
+    assert flight.count == 1
+    hook()
+    hook()
+    assert (calls, flight.count) == (["receive", "receive", "received"], 0)
+    late = sent()
+    ranks.rebuild(PLAN)
+    with pytest.raises(
+        ConfigError, match=r"the windows were rebuilt since this operation was sent .* so what was sent"
+    ):
+        late()
+
+
+def test_a_handle_of_another_epoch_or_buffer_is_refused(ranks: Any) -> None:
+    epoch, owner, nothing = entered(ranks), object(), torch.empty(0)
+    handle = LowLatencyHandle.build(
+        (nothing, nothing, 8, 128, 8),
+        owner=owner,
+        epoch=epoch.number,
+        route=None,
+        topk_idx=nothing,
+        topk_weights=None,
+        dtype=torch.bfloat16,
+    )
+    epoch.check_handle("combine", handle, owner)
+    for wrong, of in ((handle, object()), ((1, 2, 3, 4, 5), owner)):
+        with pytest.raises(ConfigError, match="the handle must be what low-latency dispatch of the same Buffer"):
+            epoch.check_handle("combine", wrong, of)
+    ranks.rebuild(PLAN)
+    words = "the windows were rebuilt since the dispatch of this handle was sent .* go on with a dispatch on every rank"
+    with pytest.raises(ConfigError, match=words):
+        epoch.check_handle("combine", handle, owner)

@@ -1,0 +1,62 @@
+"""Checks that both modes make of what callers pass: everything wrong is a ConfigError before anything moves."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import ConfigError
+from ..protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32
+
+__all__ = ["CPU", "VALUE_CODES", "check_device", "check_integer", "check_start", "in_words", "is_tensor"]
+
+CPU = torch.device("cpu")
+#: DTYPE_* of the dtypes in which tokens and experts' outputs may come.
+VALUE_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+
+
+def in_words(tensor: object) -> str:
+    """Dtype and shape, or what it is when it is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def is_tensor(tensor: object, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether ``tensor`` is one of ``dtype`` and ``shape``."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype and tensor.shape == torch.Size(shape)
+
+
+def check_integer(name: str, value: object, least: int | None = None) -> int:
+    """``value``, of NumPy or not, as a plain integer, not below ``least``. Raises ConfigError."""
+    try:
+        integer = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name} = {value!r} is no integer") from None
+    if least is not None and integer < least:
+        raise ConfigError(f"{name} = {integer} must be at least {least}")
+    return integer
+
+
+def check_device(device: torch.device, **tensors: object) -> None:
+    """Kernels read addresses: a tensor of another device would be a wild read. Raises ConfigError."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.device != device:
+            raise ConfigError(
+                f"{name} is on {tensor.device}, and this Buffer serves tensors on {device}: UCCL_EP_DEVICE says so, or "
+                f"its first tensor was there. Next step: pass tensors on {device}, or build another Buffer with "
+                f"UCCL_EP_DEVICE={tensor.device.type}"
+            )
+
+
+def check_start(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Kernels on a device move 16 bytes at a time. Raises ConfigError."""
+    check_device(device, **{name: tensor})
+    if tensor.numel() and tensor.data_ptr() % 16:
+        raise ConfigError(f"{name} must start on a multiple of 16 bytes")

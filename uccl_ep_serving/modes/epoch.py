@@ -1,0 +1,265 @@
+"""Whether one mode of a Buffer may go on: ready, stale, broken, in flight. The only place that says so, and what next.
+
+An epoch is the time of one data plane: its windows, connections and counters. The ranks begin a new one together
+(``Runtime.rebuild``) for sizes that the windows have no room for, or once a rank was masked. Each mode counts its
+messages from 0 in it; what was sent before is void.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..data_plane.runtime import Runtime
+from ..errors import ConfigError, UcclEpError
+from ..handles import LowLatencyHandle
+from ..protocol.layout import LowLatencyPlan
+
+if TYPE_CHECKING:
+    from ..gpu.context import GpuContext
+
+__all__ = ["RECEIVE_FIRST", "Epoch", "InFlight", "Operation", "RecvHook"]
+
+_VOID = "so what was sent before is void. Next step: go on with a dispatch on every rank"
+#: What an operation is told that needs another one to be received.
+RECEIVE_FIRST = "Next step: call its recv hook first"
+
+
+class InFlight:
+    """Operations of one kind that were sent and are not received yet, in the order of the calls.
+
+    The count is the host's, on CPU and GPU alike: kernels know message numbers, not which hooks will still be called.
+    A slot is used again by the operation after next, so that one must have been received.
+
+    Args:
+        kind: what several of them are called.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._next = 0
+        self._open: set[int] = set()
+
+    @property
+    def count(self) -> int:
+        """Operations in flight."""
+        return len(self._open)
+
+    @property
+    def has_room(self) -> bool:
+        """False while the operation before last is in flight."""
+        return not self._open or min(self._open) > self._next - 2
+
+    def refusal(self, phase: str) -> ConfigError:
+        """What to raise for one more where there is no room."""
+        return ConfigError(
+            f"{phase}: {self.count} {self._kind} are in flight and the one before last is not received: at most two at "
+            f"a time. {RECEIVE_FIRST}"
+        )
+
+    def start(self) -> int:
+        """A new operation's number."""
+        self._open.add(self._next)
+        self._next += 1
+        return self._next - 1
+
+    def end(self, number: int) -> None:
+        """Operation ``number`` was received."""
+        self._open.discard(number)
+
+    def withdraw(self, number: int) -> None:
+        """The latest operation, ``number``, was not sent: nobody will receive it."""
+        self._open.discard(number)
+        self._next = number
+
+    def clear(self) -> None:
+        """A new epoch begins."""
+        self._open.clear()
+        self._next = 0
+
+
+class Operation:
+    """Around everything that sends an operation: whatever ends it early leaves the ranks apart.
+
+    Attributes:
+        void: nothing of it counts: all ranks refused it alike.
+    """
+
+    __slots__ = ("_epoch", "_flight", "_number", "_phase", "void")
+
+    def __init__(self, epoch: Epoch, phase: str, flight: InFlight | None) -> None:
+        self._epoch, self._phase, self._flight = epoch, phase, flight
+        self._number = 0
+        self.void = False
+
+    def __enter__(self) -> Operation:
+        if self._flight is not None:
+            self._number = self._flight.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if self._flight is not None:
+            self._flight.withdraw(self._number)
+        if not self.void:
+            self._epoch.interrupt(self._phase, error)
+
+    def received(self) -> None:
+        """It has been received."""
+        if self._flight is not None:
+            self._flight.end(self._number)
+
+
+class RecvHook:
+    """The receiving half of an operation, for the caller to call: runs once, calling it again does nothing.
+
+    It can be called again after ``receive`` raised. Once it has run it keeps nothing alive.
+
+    Args:
+        operation: what was sent in the present epoch.
+        receive: receives it.
+        received: called after that, with the nanoseconds that it took.
+        kept: what ``receive`` uses by address.
+    """
+
+    __slots__ = ("_epoch", "_number", "_operation", "_pending", "_phase")
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        operation: Operation,
+        phase: str,
+        receive: Callable[[], object],
+        received: Callable[[int], None],
+        kept: object = None,
+    ) -> None:
+        self._epoch, self._number = epoch, epoch.number
+        self._operation = operation
+        self._phase = phase
+        self._pending: tuple[Callable[[], object], Callable[[int], None], object] | None = receive, received, kept
+
+    def __call__(self) -> None:
+        if self._pending is None:
+            return
+        receive, received, _ = self._pending
+        self._epoch.check(self._phase)
+        self._epoch.check_number(self._phase, self._number, "this operation")
+        started = time.monotonic_ns()
+        receive()
+        self._pending = None
+        self._operation.received()
+        received(time.monotonic_ns() - started)
+
+
+class Epoch:
+    """The epoch that the counters of one mode of a Buffer belong to.
+
+    Args:
+        runtime: of the Buffer.
+        flights: what low-latency mode has in flight.
+        gpu: where kernels run, None for CPU tensors. What they report is raised here.
+
+    Attributes:
+        number: of the epoch, -1 before the first operation.
+    """
+
+    def __init__(self, runtime: Runtime, flights: tuple[InFlight, ...] = (), gpu: GpuContext | None = None) -> None:
+        self.number = -1
+        self._runtime = runtime
+        self._flights = flights
+        self._gpu = gpu
+        self._interrupted = ""
+
+    @property
+    def present(self) -> bool:
+        """True when the counters belong to the windows that are there, and operations may go on in them."""
+        return self.number == self._runtime.epoch and not self._runtime.stale
+
+    def check(self, phase: str, begins: bool = False) -> None:
+        """Raise what is known to be wrong before an operation; ``begins``: it needs nothing that was sent before."""
+        runtime, gpu = self._runtime, self._gpu
+        if gpu is not None:
+            gpu.take_report()
+        runtime.check(phase)
+        if gpu is not None:
+            gpu.check_ids(phase)
+        if runtime.stale:
+            if not begins:
+                raise ConfigError(f"{phase}: {runtime.stale}, {_VOID}")
+        elif self._interrupted and self.number == runtime.epoch:
+            raise UcclEpError(
+                f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so the "
+                "ranks no longer agree on what comes next. Next step: mask the rank that is lost, or was interrupted, "
+                "on every rank that is left, or close this Buffer on all of them and build the group again"
+            )
+
+    def check_number(self, phase: str, number: int, what: str) -> None:
+        """Raise ConfigError unless ``what`` was sent in the present epoch."""
+        if number != self._runtime.epoch:
+            raise ConfigError(
+                f"{phase}: the windows were rebuilt since {what} was sent (another T, hidden, number of experts, top-k "
+                f"or dtype was dispatched, or a rank was masked), {_VOID}"
+            )
+
+    def check_handle(self, phase: str, handle: object, owner: object) -> None:
+        """Raise ConfigError unless a low-latency dispatch of ``owner`` returned ``handle`` in the present epoch."""
+        if not isinstance(handle, LowLatencyHandle) or handle.owner is not owner:
+            raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
+        self.check_number(phase, handle.epoch, "the dispatch of this handle")
+
+    def make_room(self, phase: str, plan: LowLatencyPlan, prepare: Callable[[], None]) -> LowLatencyPlan:
+        """The plan that the windows serve, rebuilt on all ranks where they have no room for ``plan``.
+
+        Args:
+            prepare: makes this rank ready for ``plan`` before the ranks meet; raises ConfigError when it cannot be.
+
+        Raises:
+            ConfigError: a rank cannot, or has an operation in flight; on every rank, and the group stays usable.
+        """
+        runtime = self._runtime
+        served = None if runtime.stale else runtime.layout.low_latency
+        if served is not None and _covers(served, plan) and not runtime.rebuild_requested:
+            return served
+        # what is wrong on this rank alone is told to the others, who would wait for it
+        objection = ""
+        try:
+            if self.present and not self._interrupted and any(flight.count for flight in self._flights):
+                raise ConfigError(
+                    f"{phase}: {plan} needs other windows than {served}, and an operation is in flight. {RECEIVE_FIRST}"
+                )
+            prepare()
+        except ConfigError as error:
+            objection = str(error)
+        runtime.rebuild(plan, objection)
+        return plan
+
+    def enter(self) -> bool:
+        """Begin in the windows that are there; True when they are new to this mode: every counter restarts."""
+        if self.number == self._runtime.epoch:
+            return False
+        self.number, self._interrupted = self._runtime.epoch, ""
+        for flight in self._flights:
+            flight.clear()
+        return True
+
+    def operation(self, phase: str, flight: InFlight | None = None) -> Operation:
+        """What goes around sending an operation, which counts as begun."""
+        self._runtime.begin_operation()
+        return Operation(self, phase, flight)
+
+    def interrupt(self, phase: str, error: BaseException) -> None:
+        """``error`` has ended an operation: some peers may have its message and others not, so that it can be neither
+        repeated nor skipped. Of what is captured, nothing has run."""
+        if self._gpu is None or not self._gpu.order.capturing:
+            self._interrupted = f"{phase} ({type(error).__name__}: {error}".rstrip(": ") + ")"
+
+
+def _covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
+    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
+    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
+    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element
