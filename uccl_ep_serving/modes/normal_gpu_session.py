@@ -213,7 +213,12 @@ class NormalGpuSession:
         if different:
             operation.void = different > 0
             self.check(form.name)
-            raise UcclEpError(f"{form.name}: a kernel failed and has not said why")
+            raise UcclEpError(
+                f"{form.name}: the opening on {device} gave up, because an earlier kernel of this Buffer had failed, "
+                "of which no report has reached the host. Likely cause: that kernel was stopped, or the memory of its "
+                "report was overwritten. Next step: look for the first error in the log of the device, then close this "
+                "Buffer on all ranks and build the group again"
+            )
 
     def end(self, form: RowFormat, tokens: int, remote_rows: int, started: int, reads_back: bool) -> None:
         """Count an operation that is launched, and raise what its opening has told where the host has waited for it; in
