@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,54 @@ from .control_plane.bootstrap import Exchange, TorchExchange, refusing
 from .data_plane.nics import nic_transports
 from .data_plane.runtime import Runtime
 from .errors import ConfigError
-from .gpu.context import GpuContext
 from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import warm_cpu_kernels
 from .modes.arguments import check_integer
-from .modes.low_latency_cpu import LowLatency
-from .modes.low_latency_gpu import LowLatencyGpu
-from .modes.normal_cpu import Normal
-from .modes.normal_gpu import NormalGpu
 from .proxy.service import warm as warm_proxies
 
+if TYPE_CHECKING:
+    from .gpu.context import GpuContext
+    from .modes.low_latency_cpu import LowLatency
+    from .modes.low_latency_gpu import LowLatencyGpu
+    from .modes.normal_cpu import Normal
+    from .modes.normal_gpu import NormalGpu
+
 __all__ = ["Buffer", "Config"]
+
+
+class Backend(NamedTuple):
+    """Both modes for tensors of one kind of device.
+
+    Attributes:
+        gpu: None for CPU tensors.
+    """
+
+    low_latency: LowLatency | LowLatencyGpu
+    normal: Normal | NormalGpu
+    gpu: GpuContext | None
+
+
+# Each is imported when a Buffer needs it: the other's kernels are neither imported nor compiled.
+
+
+def cpu_backend(runtime: Runtime) -> Backend:
+    """Both modes for CPU tensors."""
+    from .modes.low_latency_cpu import LowLatency
+    from .modes.normal_cpu import Normal
+
+    return Backend(LowLatency(runtime), Normal(runtime), None)
+
+
+def gpu_backend(runtime: Runtime, device: torch.device) -> Backend:
+    """Both modes for tensors on ``device``; "cpu" for kernels in Triton's interpreter. Raises ConfigError for a package
+    that is missing."""
+    from .gpu.context import GpuContext
+    from .modes.low_latency_gpu import LowLatencyGpu
+    from .modes.normal_gpu import NormalGpu
+
+    gpu = GpuContext(runtime, device)
+    return Backend(LowLatencyGpu(runtime, gpu), NormalGpu(runtime, gpu), gpu)
 
 
 class Buffer:
@@ -97,18 +133,20 @@ class Buffer:
                 for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes))
             ]
             settings = settings or Settings.from_environment()
+            found = torch.cuda.is_available()
+            if settings.device == "cuda" and not found:
+                raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
+            # with a GPU, auto leaves it to the first tensor
+            on_cpu = settings.device == "cpu" or (settings.device == "auto" and not found)
             # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
             # while another waits for it would eat into the deadline.
-            warm_cpu_kernels()
+            if on_cpu:
+                warm_cpu_kernels()
             warm_proxies(settings.transport, nic_transports(settings))
-            if settings.device == "cuda" and not torch.cuda.is_available():
-                raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
         self.runtime = Runtime(exchange, settings, sizes[0] if low_latency_mode else sum(sizes))
         try:
             self._device = settings.device
-            self._gpu: GpuContext | None = None
-            self._low_latency: LowLatency | LowLatencyGpu = LowLatency(self.runtime)
-            self._normal: Normal | NormalGpu = Normal(self.runtime)
+            self._backend = cpu_backend(self.runtime) if on_cpu else None
             if settings.device in ("cuda", "interpreter"):
                 self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
         except BaseException:
@@ -140,13 +178,13 @@ class Buffer:
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
             UcclEpError: the Buffer is closed.
         """
-        phase = "replayed operations"
-        if self._gpu is not None:
-            self._gpu.take_report()
+        phase, gpu = "replayed operations", self._gpu
+        if gpu is not None:
+            gpu.take_report()
         self.runtime.check(phase)
-        if self._gpu is not None:
-            self._gpu.check_ids(phase)
-            self._gpu.check_graphs(phase)
+        if gpu is not None:
+            gpu.check_ids(phase)
+            gpu.check_graphs(phase)
 
     # -- class-level contract -----------------------------------------------------------------------------------
 
@@ -239,8 +277,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Where tokens go. See :meth:`Normal.get_dispatch_layout`."""
-        self._serve_kind_of(topk_idx)
-        return self._normal.get_dispatch_layout(
+        return self._serving(topk_idx).normal.get_dispatch_layout(
             topk_idx,
             num_experts,
             previous_event=previous_event,
@@ -266,9 +303,8 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         """Send every token to the ranks of its experts, normal mode. See :meth:`Normal.dispatch`."""
-        self._serve_kind_of(x[0] if isinstance(x, tuple) and x else x)
         check_config(config)
-        return self._normal.dispatch(
+        return self._serving(x[0] if isinstance(x, tuple) and x else x).normal.dispatch(
             x,
             handle=handle,
             num_tokens_per_rank=num_tokens_per_rank,
@@ -298,7 +334,7 @@ class Buffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Bring rows back and sum them, normal mode. See :meth:`Normal.combine`."""
         check_config(config)
-        return self._normal.combine(
+        return self._serving(x).normal.combine(
             x,
             handle,
             topk_weights=topk_weights,
@@ -309,21 +345,30 @@ class Buffer:
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
 
-    def _serve_kind_of(self, tensor: object) -> None:
-        """With ``device`` = auto the first tensor decides."""
+    @property
+    def _gpu(self) -> GpuContext | None:
+        return None if self._backend is None else self._backend.gpu
+
+    def _serving(self, tensor: object) -> Backend:
+        """What serves ``tensor``. With ``device`` = auto the first tensor decides."""
         if self._device == "auto" and isinstance(tensor, torch.Tensor):
             self._serve(tensor.device)
+        if self._backend is None:
+            raise ConfigError(
+                "the first operation of a Buffer decides with its tensors whether it serves a CPU or a GPU "
+                f"(UCCL_EP_DEVICE=auto), and this one has a {type(tensor).__name__} where a tensor belongs"
+            )
+        return self._backend
 
     def _serve(self, device: torch.device) -> None:
         """Decide what kind of tensors this Buffer serves, once: kernels of both kinds cannot share counters."""
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"a tensor is on {device}: a Buffer serves tensors on cpu or cuda (CUDA or ROCm)")
         if self._device == "interpreter" or device.type == "cuda":
-            # all or nothing: a package may be missing
-            gpu = GpuContext(self.runtime, device)
-            low_latency = LowLatencyGpu(self.runtime, gpu)
-            normal = NormalGpu(self.runtime, gpu)
-            self._gpu, self._low_latency, self._normal = gpu, low_latency, normal
+            self._backend = gpu_backend(self.runtime, device)
+        elif self._backend is None:
+            warm_cpu_kernels()
+            self._backend = cpu_backend(self.runtime)
         self._device = device.type
 
     # -- low latency --------------------------------------------------------------------------------------------
@@ -357,8 +402,7 @@ class Buffer:
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
-        self._serve_kind_of(x)
-        return self._low_latency.dispatch(
+        return self._serving(x).low_latency.dispatch(
             x,
             topk_idx,
             num_max_dispatch_tokens_per_rank,
@@ -406,7 +450,7 @@ class Buffer:
                 "low_latency_combine(overlap=True) needs per-block signals of the down projection, which this version "
                 "does not read. Next step: start the engine without single-batch overlap of the down projection"
             )
-        return self._low_latency.combine(
+        return self._serving(x).low_latency.combine(
             x,
             topk_idx,
             topk_weights,
@@ -424,7 +468,7 @@ class Buffer:
         Its dtype is that of the dispatched tokens. The same tensor is returned for the same shape and dtype; combine
         reads it before it returns, on a device in the order of the stream.
         """
-        return self._low_latency.next_combine_buffer(handle)
+        return self._serving(None).low_latency.next_combine_buffer(handle)
 
     # -- masks --------------------------------------------------------------------------------------------------
 

@@ -228,7 +228,7 @@ def engine_replay(model: str) -> list[str]:
         SimpleNamespace(closed=False, check=lost),
         SimpleNamespace(closed=True, check=lost),
     ):
-        buffer.runtime, buffer._gpu = runtime, None
+        buffer.runtime, buffer._backend = runtime, None
         try:
             adapter.replay()
             raised.append("")

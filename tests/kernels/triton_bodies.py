@@ -16,7 +16,7 @@ import torch
 
 from tests.support import bodies, ll_cases
 from tests.support.ll_replay import Layer, RecordingOrder
-from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.buffer import Backend, Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError
 
@@ -27,6 +27,17 @@ PATHS: dict[str, dict[str, Any]] = {
     "tcp": {"window": "host", "direct": False, "transport": "tcp"},
     "ipc": {"window": "device"},
 }
+
+
+def serve_interpreted(buffer: Buffer, order: Any = None) -> Any:
+    """Have low latency of ``buffer`` run in Triton's interpreter, in ``order``. Returns its GpuContext."""
+    from uccl_ep_serving.gpu.context import GpuContext
+    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
+
+    gpu = GpuContext(buffer.runtime, torch.device("cpu"), order)
+    assert buffer._backend is not None
+    buffer._backend = Backend(LowLatencyGpu(buffer.runtime, gpu), buffer._backend.normal, gpu)
+    return gpu
 
 
 def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
@@ -72,12 +83,9 @@ def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.gpu.context import GpuContext
-    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
-
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     if exchange.rank % 2:
-        buffer._low_latency = LowLatencyGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu")))
+        serve_interpreted(buffer)
     for case in cases:
         inputs = case.inputs()
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
@@ -188,12 +196,9 @@ def two_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
     """What a graph would hold, run once and then replayed without the host."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.gpu.context import GpuContext
-    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
-
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order = RecordingOrder()
-    buffer._low_latency = LowLatencyGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu"), order))
+    serve_interpreted(buffer, order)
     layer = Layer(buffer, form, torch.device("cpu"), order.compute)
     layer.run()
     before = buffer.runtime._begun
@@ -222,7 +227,7 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
     try:
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
-        gpu = buffer._low_latency._session._gpu  # type: ignore[union-attr]
+        gpu = buffer._backend.low_latency._session._gpu  # type: ignore[union-attr]
         assert gpu.space()._window is None  # type: ignore[union-attr]
     except TransportError as error:
         return str(error)
@@ -295,12 +300,9 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
 def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """What a graph cannot capture is refused before anything moves; what has run once is captured."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.gpu.context import GpuContext
-    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
-
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order: Any = RecordingOrder()
-    buffer._low_latency = LowLatencyGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu"), order))
+    serve_interpreted(buffer, order)
     case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1, dtype=torch.float32)
     narrow = ll_cases.Case(**{**case.__dict__, "dtype": torch.bfloat16})
     given, other = case.inputs()[exchange.rank], narrow.inputs()[exchange.rank]
@@ -378,18 +380,13 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
     replays says that it must be captured again, until one is. Returns what was raised."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.gpu.context import GpuContext
-    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
-
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order = RecordingOrder()
-    gpu: Any = GpuContext(buffer.runtime, torch.device("cpu"), order)
-    buffer._gpu = gpu
-    low_latency = buffer._low_latency = LowLatencyGpu(buffer.runtime, gpu)
+    gpu = serve_interpreted(buffer, order)
     layer = Layer(buffer, "plain", torch.device("cpu"), order.compute)
     layer.run()
     buffer.check()
-    state: Any = low_latency._session._serving.state  # type: ignore[union-attr]
+    state: Any = buffer._backend.low_latency._session._serving.state  # type: ignore[union-attr]
     looked_at = [weakref.ref(one) for one in (*gpu.space()._tensors, state.words)]
     del state
     order.eager = True
@@ -416,13 +413,9 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
 def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from uccl_ep_serving.gpu.context import GpuContext
-    from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
-
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 3.0, **overrides})
     order = RecordingOrder()
-    gpu = buffer._gpu = GpuContext(buffer.runtime, torch.device("cpu"), order)
-    buffer._low_latency = LowLatencyGpu(buffer.runtime, gpu)
+    serve_interpreted(buffer, order)
     Layer(buffer, "plain", torch.device("cpu"), order.compute).run()
     buffer.check()
     if exchange.rank == 1:

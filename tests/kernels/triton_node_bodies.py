@@ -23,13 +23,13 @@ def turn_of(buffer: Buffer) -> int:
     """Turns that the last operation has begun."""
     from uccl_ep_serving.kernels.blocks.normal_device import STEP
 
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     return int(normal._session._present.state.words[STEP])
 
 
 def count_turns(buffer: Buffer) -> list[int]:
     """Of each operation from now on: turns that move rows and that the host has not launched."""
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     chosen, end = normal._steps, normal._session.end
     launched, late = [0], []
 
@@ -98,7 +98,7 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any], tokens: i
     for own, ids in enumerate(inputs.topk_idx):
         # one expert a rank: all tokens go to both ranks of the other node
         ids[:] = torch.tensor([2, 3]) if own < 2 else torch.tensor([0, 1])
-    session: Any = buffer._normal._session
+    session: Any = buffer._backend.normal._session
     empty = torch.empty
 
     def used_before(*size: int, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -160,7 +160,7 @@ def slow_rank(exchange: StoreExchange, overrides: dict[str, Any], case: Case, sl
     """One rank naps before each kernel: nobody overtakes it, and it holds nobody for ever."""
     buffer, rank = plain.opened(exchange, overrides), exchange.rank
     if rank == slow:
-        normal: Any = buffer._normal
+        normal: Any = buffer._backend.normal
         exchanged = normal._kernels.exchange
 
         def exchange_slowly(*arguments: Any) -> Any:
@@ -220,7 +220,7 @@ def silent(exchange: StoreExchange, overrides: dict[str, Any], who: int) -> tupl
     inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
     checked(buffer, rank, inputs)
     if rank == who:
-        normal: Any = buffer._normal
+        normal: Any = buffer._backend.normal
         normal._exchange = lambda *_: ()
         normal._session.end = lambda *_, **__: None
         normal_cases.dispatch(buffer, inputs, rank)
@@ -242,7 +242,7 @@ def forged_board(exchange: StoreExchange, overrides: dict[str, Any], word: int, 
     buffer, rank = plain.opened(exchange, {**overrides, "timeout": 8.0}), exchange.rank
     inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
     if rank == 0:
-        normal: Any = buffer._normal
+        normal: Any = buffer._backend.normal
 
         def lie(*_: Any) -> tuple[Any, ...]:
             layout, window = buffer.runtime.layout, buffer.runtime.space.window_bytes

@@ -63,13 +63,15 @@ def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buff
     if not cpu:
         from uccl_ep_serving.gpu.context import GpuContext
 
-        buffer._normal = NormalGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu")))
+        buffer._backend = buffer._backend._replace(
+            normal=NormalGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu")))
+        )
     return buffer
 
 
 def launch_no_turns(buffer: Buffer) -> list[int]:
     """No turns are launched from now on, of formats that are in use. Of each operation: how many would have been."""
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     exchanged = normal._kernels.exchange
     asked: list[int] = []
 
@@ -122,7 +124,7 @@ def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str
     def refused(one: Launch) -> None:
         raise RuntimeError("out of resources")
 
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     step()
     for capturing in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +171,7 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     inputs = Case(tokens=(4, 4), experts=4, topk=2, lost=0.0, hidden=128).inputs()
     for own, ids in enumerate(inputs.topk_idx):
         ids[:] = torch.tensor([2 * own, 2 * own + 1])
-    session: Any = buffer._normal._session
+    session: Any = buffer._backend.normal._session
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "check", lambda phase: None)
         rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=1)
@@ -352,7 +354,7 @@ def looks(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, list[
     """What each operation reads on the host, by its name."""
     buffer, rank = opened(exchange, overrides), exchange.rank
     inputs = Case(tokens=(5, 3), experts=4, topk=2).inputs()
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     found: dict[str, list[str]] = {}
 
     def watched(name: str, call: Callable[[], Any]) -> Any:
@@ -602,14 +604,14 @@ def beside_other_work(exchange: StoreExchange, overrides: dict[str, Any]) -> Non
 
 
 def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
-    """A graph that is replayed after the windows were laid out anew reaches no memory that others have by then, what
+    """A graph that is replayed after the windows were rebuilt reaches no memory that others have by then, what
     tells the host included, and sums nothing."""
     buffer = opened(exchange, overrides)
     gpu: Any = buffer._gpu
     order = gpu.order = RecordingOrder()
     inputs = Case(tokens=(5,), experts=4, topk=2, hidden=128).inputs()
     outcome = normal_cases.round_trip(buffer, inputs, 0, num_worst_tokens=5)
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     present = normal._session._present
     looked_at = [weakref.ref(one) for one in (present.told, present.state, *present.space._tensors)]
     del present
@@ -642,7 +644,7 @@ def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[i
     log.setLevel(logging.INFO)
     buffer, rank = opened(exchange, overrides), exchange.rank
     inputs = Case(tokens=(16, 16), experts=4, topk=2, lost=0.0, hidden=3840).inputs()
-    normal: Any = buffer._normal
+    normal: Any = buffer._backend.normal
     exchanged, choose = normal._kernels.exchange, normal._session.programs
     launched: list[int] = []
     asked: list[Any] = []

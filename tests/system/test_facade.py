@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from uccl_ep_serving import buffer as module
+from tests.support.source_tree import ROOT
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
@@ -45,18 +49,27 @@ def dispatch(buffer: Buffer, dtype: torch.dtype = torch.bfloat16, device: str = 
     return buffer.low_latency_dispatch(x, ids, 2, 2, use_fp8=False)
 
 
-@pytest.mark.parametrize("missing", ["GpuContext", "LowLatencyGpu", "NormalGpu"])
+#: What a backend of a GPU is built of.
+GPU_PARTS = ["gpu.context.GpuContext", "modes.low_latency_gpu.LowLatencyGpu", "modes.normal_gpu.NormalGpu"]
+
+
+def replace_parts(monkeypatch: pytest.MonkeyPatch, made: Callable[..., Any]) -> None:
+    """What a backend of a GPU is built of is what ``made`` makes."""
+    for part in GPU_PARTS:
+        monkeypatch.setattr(f"uccl_ep_serving.{part}", made)
+
+
+@pytest.mark.parametrize("missing", GPU_PARTS)
 def test_a_device_that_cannot_be_served_leaves_the_buffer_as_it_was(
     buffer: Buffer, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """A package is missing: every call on a GPU says so, and CPU tensors are served."""
-    for name in ("GpuContext", "LowLatencyGpu", "NormalGpu"):
-        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    replace_parts(monkeypatch, lambda *_, **__: None)
 
     def refused(*_: Any, **__: Any) -> None:
         raise ConfigError("pip install it")
 
-    monkeypatch.setattr(module, missing, refused)
+    monkeypatch.setattr(f"uccl_ep_serving.{missing}", refused)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for _ in range(2):
         with pytest.raises(ConfigError, match="pip install it"):
@@ -153,8 +166,7 @@ def test_a_window_that_may_lie_in_gpu_memory_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, window: str, shown: bool
 ) -> None:
     """There is one in host memory beside it, which kernels do not use."""
-    for name in ("GpuContext", "LowLatencyGpu", "NormalGpu"):
-        monkeypatch.setattr(module, name, lambda *_, **__: SimpleNamespace(comm_stream="theirs"))
+    replace_parts(monkeypatch, lambda *_, **__: SimpleNamespace(comm_stream="theirs"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     buffer = opened(window=window)
     try:
@@ -167,3 +179,34 @@ def test_a_window_that_may_lie_in_gpu_memory_is_not_shown(
                 buffer.get_local_buffer_tensor(torch.uint8)
     finally:
         buffer.destroy()
+
+
+def imported_by(device: str) -> set[str]:
+    """Modules of this package in a process that has opened one Buffer for ``device`` and dispatched with it."""
+    code = """
+import sys
+from tests.system.test_facade import dispatch, opened
+buffer = opened(device=sys.argv[1])
+assert dispatch(buffer)[1].tolist() == [2, 0]
+buffer.destroy()
+print(*(name for name in sys.modules if name.startswith("uccl_ep_serving.")))
+"""
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "interpreter" else {})
+    done = subprocess.run(
+        [sys.executable, "-c", code, device], check=True, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    return {name.removeprefix("uccl_ep_serving.") for name in done.stdout.split()}
+
+
+def test_a_buffer_of_cpu_tensors_imports_nothing_of_a_gpu() -> None:
+    found = imported_by("cpu")
+    assert {"modes.low_latency_cpu", "modes.normal_cpu", "kernels.cpu.normal"} <= found
+    assert not {name for name in found if name.startswith("kernels.triton") or "_gpu" in name}
+    assert "gpu.context" not in found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_buffer_of_a_device_neither_imports_nor_compiles_the_kernels_of_cpu_tensors() -> None:
+    found = imported_by("interpreter")
+    assert {"modes.low_latency_gpu", "modes.normal_gpu", "kernels.triton.low_latency", "kernels.triton.normal"} <= found
+    assert not {name for name in found if name.startswith("kernels.cpu") or name.endswith("_cpu")}
