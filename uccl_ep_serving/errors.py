@@ -15,6 +15,7 @@ Exception
 from __future__ import annotations
 
 __all__ = [
+    "AFTER_INTERRUPTION",
     "REBUILD_GROUP",
     "BootstrapError",
     "ConfigError",
@@ -132,6 +133,10 @@ class PeerLost(PeerError, ConnectionError):
 REBUILD_GROUP = "Next step: close this Buffer on all ranks and build the group again"
 
 _WITHOUT_IT = "mask it on every rank that is left, or close this Buffer on all of them and build the group again"
+
+
+#: What to do when an operation ended on a rank after part of it may have been sent.
+AFTER_INTERRUPTION = f"Next step: find the rank that is lost or was interrupted; then {_WITHOUT_IT}"
 
 
 def after_loss(peer: int) -> str:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..data_plane.runtime import Runtime
-from ..errors import ConfigError, UcclEpError
+from ..errors import AFTER_INTERRUPTION, ConfigError, UcclEpError
 from ..handles import LowLatencyHandle
 from ..protocol.layout import LowLatencyPlan
 
@@ -194,8 +194,7 @@ class Epoch:
         elif self._interrupted and self.number == runtime.epoch:
             raise UcclEpError(
                 f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so the "
-                "ranks no longer agree on what comes next. Next step: mask the rank that is lost, or was interrupted, "
-                "on every rank that is left, or close this Buffer on all of them and build the group again"
+                f"ranks no longer agree on what comes next. {AFTER_INTERRUPTION}"
             )
 
     def check_number(self, phase: str, number: int, what: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ..data_plane.kernel_space import SLICE_NS
 from ..data_plane.runtime import Runtime
-from ..errors import ConfigError, TransportError, UcclEpError
+from ..errors import REBUILD_GROUP, ConfigError, TransportError, UcclEpError
 from ..gpu.context import GpuContext
 from ..gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
 from ..gpu.spare_steps import SpareSteps
@@ -216,8 +216,7 @@ class NormalGpuSession:
             raise UcclEpError(
                 f"{form.name}: the opening on {device} gave up, because an earlier kernel of this Buffer had failed, "
                 "of which no report has reached the host. Likely cause: that kernel was stopped, or the memory of its "
-                "report was overwritten. Next step: look for the first error in the log of the device, then close this "
-                "Buffer on all ranks and build the group again"
+                f"report was overwritten; the log of the device has its first error. {REBUILD_GROUP}"
             )
 
     def end(self, form: RowFormat, tokens: int, remote_rows: int, started: int, reads_back: bool) -> None:
