@@ -12,7 +12,7 @@ from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, NOTICE
 from ..blocks import low_latency as block
-from .context import channel_count, is_masked, own_rank, peer_window, rank_count, window_address
+from .context import channel_count, is_masked, own_rank, rank_count, window_address
 from .elements import float_view
 from .ll_message import (
     AT_CODING,
@@ -39,6 +39,7 @@ from .ll_message import (
     wait_message,
     write_acks,
 )
+from .publish import message_address
 from .quant import accumulate, narrow
 from .wait import end_spin, note_progress
 from .words import get, put
@@ -163,7 +164,6 @@ def combine_send(
             packed = peer_word(context, state, block.COMBINE_PACKED, peer)
             posted = peer_word(context, state, block.COMBINE_POSTED, peer)
             sent_ack = peer_word(context, state, block.SENT_ACK_COMBINE, peer)
-            mapped = peer_window(context, peer)
             source = staging + peek(route_word(context, route, block.COMBINE_STAGE, peer))
             target = region + peek(route_word(context, route, block.RETURN_TO, peer))
             if peek(packed) != number + 1:
@@ -182,7 +182,7 @@ def combine_send(
                         note_progress(progress, peer, NOTICE, peek(recv_ack), number - 1)
                 # rule: a combine waits for the completion of the one before
                 elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
-                    message = mapped + target if mapped != 0 else window_address(context) + source
+                    message = message_address(context, peer, source, target)
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
                     poke(message + AT_NUMBER, number)
                     write_acks(context, state, peer, message, free)

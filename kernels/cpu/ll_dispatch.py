@@ -47,6 +47,7 @@ from .ll_message import (
     wait_message,
     write_acks,
 )
+from .publish import message_address
 from .wait import end_spin, note_progress
 from .words import get, put
 
@@ -191,7 +192,7 @@ def dispatch_send(
                         # again, for the progress block
                         staging_free = _staging_is_free(context, progress, number)
                     continue
-                message = mapped + target if mapped != 0 else window_address(context) + source
+                message = message_address(context, peer, source, target)
                 _pack(
                     context,
                     state,

@@ -29,7 +29,7 @@ from .context import (
     rank_count,
     window_address,
 )
-from .publish import put_write, store_flag
+from .publish import message_address, publish, put_write, store_flag
 from .wait import end_spin, note_progress
 from .words import get
 
@@ -324,15 +324,11 @@ def send_notice(context: int, state: int, progress: int, peer: int, free: int) -
     slot = number % NOTICE_SLOTS
     source = get(state, block.NOTICE_SEND) + (peer * NOTICE_SLOTS + slot) * HEADER_BYTES
     target = get(state, block.NOTICE_RECV) + (own_rank(context) * NOTICE_SLOTS + slot) * HEADER_BYTES
-    mapped = peer_window(context, peer)
-    notice = mapped + target if mapped != 0 else window_address(context) + source
+    notice = message_address(context, peer, source, target)
     poke(notice + _NOTICE_TAG, _NOTICE_TAG_VALUE)
     poke(notice + _NOTICE_NUMBER, number)
     write_acks(context, state, peer, notice, free)
-    if mapped != 0:
-        status = store_flag(context, peer, NOTICE, number + 1)
-    else:
-        status = put_write(context, peer, NOTICE, source, target, HEADER_BYTES, 1)
+    status = publish(context, peer, NOTICE, source, target, HEADER_BYTES, number + 1)
     if status == STATUS_OK:
         poke(sent, number + 1)
     else:

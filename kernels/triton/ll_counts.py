@@ -1,6 +1,6 @@
 """Which messages have been read: the acknowledgements that this rank sends and receives.
 
-The same rules as :mod:`..cpu.ll_counts`; all of this runs in one program of one warp, LANES peers at a time. A rank
+The same rules as :mod:`..cpu.ll_message`; all of this runs in one program of one warp, LANES peers at a time. A rank
 first tells every peer what that peer may be waiting for, then waits itself: two ranks that wait for each other's word
 have both spoken. Normally every header has said all in time, and nothing here touches memory of the host.
 """
@@ -94,7 +94,7 @@ def mark_read(state: tl.tensor, READ: tl.constexpr, AHEAD: tl.constexpr, number:
 @triton.jit
 def free_spaces(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
     """Combine messages whose space here is free again, by the arrivals that kernels have seen; see
-    :func:`..cpu.ll_counts.spaces_free`."""
+    :func:`..cpu.ll_message.spaces_free`."""
     free = peek(state + S_COMBINE_READ)
     ranks = rank_count(context)
     for first in range(0, ranks, LANES):

@@ -274,7 +274,7 @@ def place(
     KIND: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> None:
-    """Say where the rows of every peer land: all of them in the heap, or in rounds; see :mod:`..cpu.normal_prepare`."""
+    """Say where the rows of every peer land: all of them in the heap, or in rounds; see :mod:`..cpu.normal_open`."""
     me, ranks = own_rank(context), rank_count(context)
     peers = tl.arange(0, RANKS).to(tl.int64)
     inside = peers < ranks
