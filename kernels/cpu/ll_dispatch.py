@@ -73,34 +73,23 @@ def _place_messages(context: int, state: int, route: int, row_bytes: int) -> Non
 
 
 @compiled
-def _pack(
-    context: int,
-    state: int,
-    route: int,
-    peer: int,
-    message: int,
-    rows: int,
-    stride: int,
-    payload: int,
-    row_bytes: int,
-    topk_idx: int,
-    weights: int,
-    coding: int,
-) -> None:
-    """Metas and rows for ``peer`` at address ``message``, and the header except for its number and counts."""
-    topk, meta_size = get(state, block.TOPK), get(state, block.META)
-    local_experts = get(state, block.EXPERTS) // rank_count(context)
-    lowest = peer * local_experts
-    tokens = peek(route_word(context, route, block.COUNTS, peer))
-    order = get(route, block.ORDER) + 4 * peek(route_word(context, route, block.STARTS, peer))
+def _pack_header(context: int, state: int, route: int, peer: int, message: int, coding: int) -> None:
+    """The header of the message to ``peer``, except for its number and counts."""
     poke(message + AT_TAG, _DISPATCH_TAG)
-    poke(message + AT_ROWS, tokens)
+    poke(message + AT_ROWS, peek(route_word(context, route, block.COUNTS, peer)))
     poke(message + AT_CODING, coding | (_WEIGHTED if get(route, block.FORM) == FORM_REDUCED else 0))
     poke(message + AT_PLAN, get(state, block.DIGEST))
     poke(message + AT_RETURN_OFFSET, peek(route_word(context, route, block.RETURN_BASE, peer)))
-    meta = message + HEADER_BYTES
-    row = meta + tokens * meta_size
-    for index in range(tokens):
+
+
+@compiled
+def _pack_metas(context: int, state: int, route: int, peer: int, meta: int, topk_idx: int, weights: int) -> None:
+    """The metas of the tokens for ``peer``, from address ``meta`` on."""
+    topk, meta_size = get(state, block.TOPK), get(state, block.META)
+    local_experts = get(state, block.EXPERTS) // rank_count(context)
+    lowest = peer * local_experts
+    order = get(route, block.ORDER) + 4 * peek(route_word(context, route, block.STARTS, peer))
+    for index in range(peek(route_word(context, route, block.COUNTS, peer))):
         token = peek32(order + 4 * index)
         poke32(meta, token)
         for slot in range(topk):
@@ -109,8 +98,17 @@ def _pack(
             poke32(meta + 4 + 4 * slot, expert if here else -1)
         if weights != 0:
             copy(meta + 4 + 4 * topk, weights + 4 * token * topk, 4 * topk)
-        copy(row, rows + token * stride, payload)
         meta += meta_size
+
+
+@compiled
+def _pack_rows(
+    context: int, route: int, peer: int, row: int, rows: int, stride: int, payload: int, row_bytes: int
+) -> None:
+    """The rows of the tokens for ``peer``, from address ``row`` on."""
+    order = get(route, block.ORDER) + 4 * peek(route_word(context, route, block.STARTS, peer))
+    for index in range(peek(route_word(context, route, block.COUNTS, peer))):
+        copy(row, rows + peek32(order + 4 * index) * stride, payload)
         row += row_bytes
 
 
@@ -193,20 +191,11 @@ def dispatch_send(
                         staging_free = _staging_is_free(context, progress, number)
                     continue
                 message = message_address(context, peer, source, target)
-                _pack(
-                    context,
-                    state,
-                    route,
-                    peer,
-                    message,
-                    rows,
-                    stride,
-                    payload,
-                    row_bytes,
-                    topk_idx,
-                    weights,
-                    coding,
-                )
+                meta = message + HEADER_BYTES
+                row = meta + peek(route_word(context, route, block.COUNTS, peer)) * get(state, block.META)
+                _pack_header(context, state, route, peer, message, coding)
+                _pack_metas(context, state, route, peer, meta, topk_idx, weights)
+                _pack_rows(context, route, peer, row, rows, stride, payload, row_bytes)
                 poke(message + AT_NUMBER, number)
                 write_acks(context, state, peer, message, free)
                 poke(packed, number + 1)
@@ -286,27 +275,20 @@ def _unpack_row(
 
 
 @compiled
-def _unpack(
+def _place_rows(
     context: int,
     state: int,
     route: int,
     source: int,
-    number: int,
     message: int,
-    coding: int,
-    recv_x: int,
-    payload: int,
-    row_bytes: int,
-    scales: int,
     recv_count: int,
     src_info: int,
     layout_range: int,
 ) -> int:
-    """Check the metas of a source's message and copy its rows to their experts."""
-    stream = streams_of(LL_DISPATCH, number)
+    """Check the metas of a source's message and give each of its rows a place with each of its experts."""
+    stream = streams_of(LL_DISPATCH, get(route, block.NUMBER))
     ranks, me = rank_count(context), own_rank(context)
-    most, topk = get(state, block.TOKENS), get(state, block.TOPK)
-    hidden, meta_size = get(state, block.HIDDEN), get(state, block.META)
+    most, topk, meta_size = get(state, block.TOKENS), get(state, block.TOPK), get(state, block.META)
     local_experts = get(state, block.EXPERTS) // ranks
     capacity = ranks * most
     tokens = peek(route_word(context, route, block.RECEIVED, source))
@@ -317,7 +299,6 @@ def _unpack(
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert))
     pairs = 0
     meta = message + HEADER_BYTES
-    row = meta + tokens * meta_size
     for _ in range(tokens):
         token = peek32(meta)
         if token >= most:
@@ -342,14 +323,12 @@ def _unpack(
                 poke32(recv_count + 4 * expert, position + 1)
                 place = expert * capacity + position
                 poke32(src_info + 4 * place, token)
-                _unpack_row(row, place, recv_x, payload, scales, coding, hidden, capacity)
             poke32(places + 4 * slot, place)
         if weighted:
             copy(weights, meta + 4 + 4 * topk, 4 * topk)
         places += 4 * topk
         weights += 4 * topk
         meta += meta_size
-        row += row_bytes
     for expert in range(local_experts):
         entry = layout_range + 8 * (expert * ranks + source)
         begin = peek(entry)
@@ -360,6 +339,34 @@ def _unpack(
     if HEADER_BYTES + back * get(state, block.ROW) > room:
         return refuse(context, source, stream, HEADER_BYTES + back * get(state, block.ROW), room)
     return STATUS_OK
+
+
+@compiled
+def _unpack_rows(
+    context: int,
+    state: int,
+    route: int,
+    source: int,
+    message: int,
+    coding: int,
+    recv_x: int,
+    payload: int,
+    row_bytes: int,
+    scales: int,
+) -> None:
+    """Copy the rows of a source's message to the places that :func:`_place_rows` gave them."""
+    most, topk, hidden = get(state, block.TOKENS), get(state, block.TOPK), get(state, block.HIDDEN)
+    capacity = rank_count(context) * most
+    tokens = peek(route_word(context, route, block.RECEIVED, source))
+    places = get(route, block.PLACES) + 4 * source * most * topk
+    row = message + HEADER_BYTES + tokens * get(state, block.META)
+    for _ in range(tokens):
+        for slot in range(topk):
+            place = peek32(places + 4 * slot)
+            if place != _NO_EXPERT:
+                _unpack_row(row, place, recv_x, payload, scales, coding, hidden, capacity)
+        places += 4 * topk
+        row += row_bytes
 
 
 @compiled
@@ -419,24 +426,10 @@ def dispatch_recv(
             status = _take_header(context, state, route, source, number, message, coding)
             if status != STATUS_OK:
                 return status
-            status = _unpack(
-                context,
-                state,
-                route,
-                source,
-                number,
-                message,
-                coding,
-                recv_x,
-                payload,
-                row_bytes,
-                scales,
-                recv_count,
-                src_info,
-                layout_range,
-            )
+            status = _place_rows(context, state, route, source, message, recv_count, src_info, layout_range)
             if status != STATUS_OK:
                 return status
+            _unpack_rows(context, state, route, source, message, coding, recv_x, payload, row_bytes, scales)
         put(route, block.UNPACKED, source + 1)
     mark_read(state, block.DISPATCH_READ, block.DISPATCH_AHEAD, number)
     if stats != 0:
