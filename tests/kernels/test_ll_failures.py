@@ -18,7 +18,6 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.blocks import low_latency as block
 from uccl_ep_serving.kernels.blocks.low_latency import RouteBlock
-from uccl_ep_serving.modes import low_latency_cpu as module
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 from uccl_ep_serving.protocol.message import HEADER_BYTES, LowLatencyHeader, Notice
@@ -286,7 +285,7 @@ def test_masked_rank_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*sizes)
             self.words[block.ROUTE_TABLES : block.ROUTE_TABLES + 10 * self._ranks] = -1
 
-    monkeypatch.setattr(module, "RouteBlock", UsedMemory)
+    monkeypatch.setattr(block, "RouteBlock", UsedMemory)
     case = replace(CASE, ranks=3, experts=12, reduced=False)
     inputs = case.inputs()
     group = DirectGroup(3, settings=Settings(timeout=5.0))
