@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from uccl_ep_serving.config import Settings
 from uccl_ep_serving.native.atomics import peek, poke
 from uccl_ep_serving.native.jit import c_function
 from uccl_ep_serving.proxy.state import ProxyState, aligned_zeros
@@ -91,20 +92,21 @@ class Stub:
 
 def proxy_state(stub: Stub, error: np.ndarray, peers: int) -> ProxyState:
     """State of a proxy of rank 0 that reaches ``peers`` other ranks through ``stub``."""
-    return ProxyState(
-        rank=0,
-        ranks=1 + peers,
-        proxy=0,
-        proxies=1,
-        window=1 << 20,
-        window_bytes=1 << 20,
-        error=error.ctypes.data,
-        paths=[stub.data_path()],
-        capabilities=[stub.capabilities],
-        route=[-1] + [0] * peers,
+    settings = Settings(
         ring_slots=SLOTS,
         quantum=1 << 20,
         bytes_in_flight=64 << 20,
         peer_bytes_in_flight=16 << 20,
         writes_in_flight=4096,
+    )
+    return ProxyState(
+        settings,
+        rank=0,
+        ranks=1 + peers,
+        proxy=0,
+        window=1 << 20,
+        window_bytes=1 << 20,
+        error=error.ctypes.data,
+        endpoints=[stub],
+        route=[-1] + [0] * peers,
     )

@@ -106,22 +106,15 @@ class ProxyService:
         #: One per proxy, for tests and statistics.
         self.states = [
             ProxyState(
+                settings,
                 rank=rank,
                 ranks=ranks,
                 proxy=proxy,
-                proxies=settings.proxies,
                 window=window,
                 window_bytes=window_bytes,
                 error=error,
-                paths=[endpoint.data_path() for endpoint in row],
-                capabilities=[endpoint.capabilities for endpoint in row],
+                endpoints=row,
                 route=route,
-                ring_slots=settings.ring_slots,
-                quantum=settings.quantum,
-                bytes_in_flight=settings.bytes_in_flight,
-                peer_bytes_in_flight=settings.peer_bytes_in_flight,
-                writes_in_flight=settings.writes_in_flight,
-                die_after=settings.fault_proxy_after if proxy == 0 else 0,
                 spins=_SPINS if cores >= _CORES_TO_SPIN else 0,
             )
             for proxy, row in enumerate(endpoints)

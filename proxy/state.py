@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import Settings
 from ..errors import ConfigError
 from ..native.atomics import fetch_add, load64, store64
 from ..native.jit import compiled
@@ -15,7 +16,7 @@ from ..protocol.command import COMMAND_BYTES, MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from ..protocol.ring import CAPACITY, SLOTS, ring_bytes
 from ..protocol.streams import STREAMS, exists, proxy_of
 from . import words
-from .transport.base import EVENT_BYTES, Capabilities, DataPath
+from .transport.base import EVENT_BYTES, Capabilities, Endpoint
 
 Words = NDArray[np.int64]
 
@@ -37,9 +38,7 @@ def _check_capacity(rank: int, ranks: int, route: Sequence[int], endpoints: int,
         raise ConfigError(f"a window of {window_bytes} bytes: 1..{MAX_WINDOW_BYTES} are possible")
 
 
-def _caps(
-    capabilities: Sequence[Capabilities], quantum: int, bytes_in_flight: int, peer_bytes_in_flight: int
-) -> dict[int, int]:
+def _caps(capabilities: Sequence[Capabilities], settings: Settings) -> dict[int, int]:
     """Header words QUANTUM, BYTE_CAP and PEER_BYTE_CAP: what is asked for, as far as the transports can.
 
     A NIC's own limit leaves room for four of the longest writes, so that small ones pass between them.
@@ -48,13 +47,13 @@ def _caps(
         ConfigError: a transport writes less than a unit at once.
     """
     limits = [c.bytes_in_flight for c in capabilities if c.bytes_in_flight]
-    quantum = min([quantum, *(c.max_write for c in capabilities), *(n // 4 for n in limits)]) // UNIT * UNIT
+    quantum = min([settings.quantum, *(c.max_write for c in capabilities), *(n // 4 for n in limits)]) // UNIT * UNIT
     if quantum <= 0:
         raise ConfigError(f"a transport that writes fewer than {UNIT} bytes at once cannot be used")
     return {
         words.QUANTUM: quantum,
-        words.BYTE_CAP: min([bytes_in_flight, *limits]),
-        words.PEER_BYTE_CAP: min([peer_bytes_in_flight, *(n // 2 for n in limits)]),
+        words.BYTE_CAP: min([settings.bytes_in_flight, *limits]),
+        words.PEER_BYTE_CAP: min([settings.peer_bytes_in_flight, *(n // 2 for n in limits)]),
     }
 
 
@@ -62,14 +61,13 @@ class ProxyState:
     """Memory of one proxy, filled in and ready for the loop.
 
     Args:
+        settings: sizes and caps, and which streams a proxy owns.
         rank, ranks: EP rank of this process and number of EP ranks.
-        proxy, proxies: index of this proxy and number of proxies: which streams it owns.
+        proxy: index of this proxy.
         window, window_bytes: this rank's window.
         error: address of the sticky error.
-        paths, capabilities: data path and capabilities of each endpoint.
-        route: per peer, index into ``paths``, or -1 when the peer is not reached through a proxy.
-        ring_slots, quantum, bytes_in_flight, peer_bytes_in_flight, writes_in_flight: see Settings.
-        die_after: fault injection, commands after which the loop ends; 0 = never.
+        endpoints: connected.
+        route: per peer, index into ``endpoints``, or -1 when the peer is not reached through a proxy.
         spins: idle iterations before the loop yields its core.
 
     Raises:
@@ -78,27 +76,21 @@ class ProxyState:
 
     def __init__(
         self,
+        settings: Settings,
         *,
         rank: int,
         ranks: int,
         proxy: int,
-        proxies: int,
         window: int,
         window_bytes: int,
         error: int,
-        paths: Sequence[DataPath],
-        capabilities: Sequence[Capabilities],
+        endpoints: Sequence[Endpoint],
         route: Sequence[int],
-        ring_slots: int,
-        quantum: int,
-        bytes_in_flight: int,
-        peer_bytes_in_flight: int,
-        writes_in_flight: int,
-        die_after: int = 0,
         spins: int = 0,
     ) -> None:
-        _check_capacity(rank, ranks, route, len(paths), window_bytes)
-        caps = _caps(capabilities, quantum, bytes_in_flight, peer_bytes_in_flight)
+        _check_capacity(rank, ranks, route, len(endpoints), window_bytes)
+        caps = _caps([endpoint.capabilities for endpoint in endpoints], settings)
+        ring_slots = settings.ring_slots
         self.rank, self.ranks, self.proxy = rank, ranks, proxy
         streams = ranks * STREAMS
         # what kernels of a device reach
@@ -107,7 +99,7 @@ class ProxyState:
         self._send = aligned_zeros(streams * words.SEND_ENTRY)
         self._receive = aligned_zeros(streams * words.RECEIVE_ENTRY)
         self._peers = aligned_zeros(ranks * words.PEER_ENTRY)
-        self._endpoints = aligned_zeros(max(1, len(paths)) * words.ENDPOINT_ENTRY)
+        self._endpoints = aligned_zeros(max(1, len(endpoints)) * words.ENDPOINT_ENTRY)
         self._owned = aligned_zeros(STREAMS * 8)
         self._arrived = own_pages(streams * 8)
         self._completed = own_pages(streams * 8)
@@ -133,9 +125,9 @@ class ProxyState:
 
         self._ring.view(np.int64)[CAPACITY // 8] = ring_slots
         self._owned.view(np.int64)[:] = [
-            exists(stream) and proxy_of(stream, proxies) == proxy for stream in range(STREAMS)
+            exists(stream) and proxy_of(stream, settings.proxies) == proxy for stream in range(STREAMS)
         ]
-        self._connect(paths, capabilities, route)
+        self._connect(endpoints, route)
         self._fill_header(
             {
                 words.RANK: rank,
@@ -145,10 +137,10 @@ class ProxyState:
                 words.ERROR: error,
                 words.RING_MASK: ring_slots - 1,
                 words.RING_SHIFT: ring_slots.bit_length() - 1,
-                words.ENDPOINT_COUNT: len(paths),
-                words.WRITE_CAP: writes_in_flight,
+                words.ENDPOINT_COUNT: len(endpoints),
+                words.WRITE_CAP: settings.writes_in_flight,
                 words.QUOTA: words.DESTINATION_QUOTA,
-                words.DIE_AFTER: die_after,
+                words.DIE_AFTER: settings.fault_proxy_after if proxy == 0 else 0,
                 words.SPINS: spins,
                 words.PROXY: proxy,
                 words.PROXIES: 1,
@@ -157,16 +149,17 @@ class ProxyState:
         )
         assert SLOTS + ring_slots * COMMAND_BYTES == self._ring.nbytes
 
-    def _connect(self, paths: Sequence[DataPath], capabilities: Sequence[Capabilities], route: Sequence[int]) -> None:
+    def _connect(self, endpoints: Sequence[Endpoint], route: Sequence[int]) -> None:
         """Enter the endpoints, and which of them reaches each peer."""
         endpoint_words = self._endpoints.view(np.int64).reshape(-1, words.ENDPOINT_ENTRY // 8)
-        for entry, path in zip(endpoint_words, paths, strict=False):
+        for entry, endpoint in zip(endpoint_words, endpoints, strict=False):
+            path = endpoint.data_path()
             entry[:5] = path.context, path.post, path.flush, path.poll, path.drop
         for peer, k in enumerate(route):
             if k >= 0:
                 self.peers[peer, words.PEER_STATE // 8] = words.UP
                 self.peers[peer, words.PEER_ENDPOINT // 8] = self._endpoints.ctypes.data + k * words.ENDPOINT_ENTRY
-                self.peers[peer, words.PEER_EXACT // 8] = int(capabilities[k].in_sequence)
+                self.peers[peer, words.PEER_EXACT // 8] = int(endpoints[k].capabilities.in_sequence)
 
     def _fill_header(self, configuration: Mapping[int, int]) -> None:
         """Enter ``configuration``, by byte offset, and where the tables are."""

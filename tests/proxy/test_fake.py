@@ -37,7 +37,7 @@ class TestFakeContract(TransportContract):
     def open_group(self) -> OpenGroup:
         @contextlib.contextmanager
         def open_group(ranks: int, window_bytes: int) -> Iterator[Group]:
-            _, group = open_fabric(ranks, window_bytes, self.adversary)
+            _, group = open_fabric(ranks, window_bytes, self.adversary, in_sequence=self.adversary == Adversary())
             yield group
             for endpoint in group.endpoints:
                 endpoint.close()

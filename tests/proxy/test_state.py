@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import resource
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import HIGH, KIND_WRITE, LOW
 from uccl_ep_serving.protocol.context import ERROR_WORDS
@@ -22,24 +24,30 @@ from uccl_ep_serving.proxy.transport.fake import FakeFabric
 
 def _state(ranks: int = 2, **changes: object) -> ProxyState:
     fabric = FakeFabric(2, 1 << 16)
+    settings = Settings(
+        ring_slots=64,
+        quantum=1 << 20,
+        bytes_in_flight=1 << 26,
+        peer_bytes_in_flight=1 << 24,
+        writes_in_flight=4096,
+    )
     arguments: dict[str, object] = {
         "rank": 0,
         "ranks": ranks,
         "proxy": 0,
-        "proxies": 1,
         "window": 1 << 20,
         "window_bytes": 1 << 16,
         "error": 1 << 20,
-        "paths": [fabric.endpoint(0).data_path()],
-        "capabilities": [fabric.capabilities],
+        "endpoints": [fabric.endpoint(0)],
         "route": [-1, *[0] * (ranks - 1)],
-        "ring_slots": 64,
-        "quantum": 1 << 20,
-        "bytes_in_flight": 1 << 26,
-        "peer_bytes_in_flight": 1 << 24,
-        "writes_in_flight": 4096,
     }
-    return ProxyState(**{**arguments, **changes})  # type: ignore[arg-type]
+    return ProxyState(settings, **{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def _endpoint(max_write: int) -> SimpleNamespace:
+    """An endpoint whose transport writes at most ``max_write`` bytes at once."""
+    offered = Capabilities("small", proves_source=True, max_write=max_write)
+    return SimpleNamespace(capabilities=offered, data_path=FakeFabric(2, 1 << 16).endpoint(0).data_path)
 
 
 def test_4096_ranks_cost_address_space_and_not_memory() -> None:
@@ -67,7 +75,7 @@ def test_the_last_of_4096_ranks_is_reached() -> None:
             route=[-1 if peer == rank else 0 for peer in range(4096)],
             window=window.ctypes.data,
             error=errors[rank].ctypes.data,
-            paths=[fabric.endpoint(rank).data_path()],
+            endpoints=[fabric.endpoint(rank)],
         )
     ring = states[0]._ring.view(np.int64)
     ring[SLOTS // 8] = LOW.pack(lap=1, length=4)
@@ -98,8 +106,7 @@ def test_header_groups_keep_to_their_cache_lines() -> None:
 
 
 def test_the_quantum_is_what_the_transport_can_write() -> None:
-    small = Capabilities("small", proves_source=True, max_write=1000)
-    state = _state(2, capabilities=[small])
+    state = _state(2, endpoints=[_endpoint(1000)])
     assert state.word(words.QUANTUM) == 992
 
 
@@ -113,7 +120,7 @@ def test_the_quantum_is_what_the_transport_can_write() -> None:
         ({"route": [0, 0]}, "route"),
         ({"window_bytes": 0}, "window of 0 bytes"),
         ({"window_bytes": (1 << 40) + 16}, "window of"),
-        ({"capabilities": [Capabilities("none", proves_source=True, max_write=8)]}, "fewer than 16 bytes"),
+        ({"endpoints": [_endpoint(8)]}, "fewer than 16 bytes"),
     ],
 )
 def test_contradictions_are_refused_by_name(wrong: dict[str, object], message: str) -> None:

@@ -66,12 +66,24 @@ def test_a_message_over_two_queue_pairs_is_not_published_early() -> None:
     """The last write of a message overtakes the first by 300 ms: its immediate is there, its message is not."""
     with open_endpoints(2, 1 << 20, settings=Settings(nic_qps=2)) as (group, endpoints):
         error = np.zeros(ERROR_WORDS, np.int64)
-        path = endpoints[1].data_path()
+        settings = Settings(
+            ring_slots=64,
+            quantum=1 << 20,
+            bytes_in_flight=1 << 20,
+            peer_bytes_in_flight=1 << 20,
+            writes_in_flight=64,
+        )
         receiver = ProxyState(
-            rank=1, ranks=2, proxy=0, proxies=1, window=group.windows[1].ctypes.data, window_bytes=1 << 20,
-            error=error.ctypes.data, paths=[path], capabilities=[endpoints[1].capabilities], route=[0, -1],
-            ring_slots=64, quantum=1 << 20, bytes_in_flight=1 << 20, peer_bytes_in_flight=1 << 20, writes_in_flight=64,
-        )  # fmt: skip
+            settings,
+            rank=1,
+            ranks=2,
+            proxy=0,
+            window=group.windows[1].ctypes.data,
+            window_bytes=1 << 20,
+            error=error.ctypes.data,
+            endpoints=[endpoints[1]],
+            route=[0, -1],
+        )
         sender = Port(group, 0)
         group.windows[0][:8192] = pattern(1, 8192)
         first = endpoints[1]._rails[0].links[0][0].number
