@@ -21,7 +21,7 @@ def connect(endpoints: Sequence[EfaEndpoint]) -> None:
     addresses: list[bytes | None] = [endpoint.address() for endpoint in endpoints]
     for rank, endpoint in enumerate(endpoints):
         others = [None if peer == rank else address for peer, address in enumerate(addresses)]
-        endpoint.connect(others, time.monotonic() + 1)
+        endpoint.connect(others, time.monotonic() + 30)
 
 
 def open_endpoints(

@@ -42,7 +42,7 @@ def connect(endpoints: list[RoceEndpoint]) -> None:
     """All to all, as the runtime does it: addresses, connect, then the word that everybody has."""
     addresses = [one.address() for one in endpoints]
     for rank, one in enumerate(endpoints):
-        one.connect([None if peer == rank else a for peer, a in enumerate(addresses)], time.monotonic() + 1)
+        one.connect([None if peer == rank else a for peer, a in enumerate(addresses)], time.monotonic() + 30)
     for one in endpoints:
         one.established()
 

@@ -38,7 +38,7 @@ class SrdWorld(World):
                 addresses = [
                     None if peer == rank else self.endpoints[peer][proxy].address() for peer in range(self.ranks)
                 ]
-                endpoint.connect(addresses, time.monotonic() + 1)
+                endpoint.connect(addresses, time.monotonic() + 30)
         self.services = [self._service_of(rank) for rank in range(self.ranks)]
         self._producers: dict[tuple[int, int], RingProducer] = {}
         self.watchers = []
