@@ -108,11 +108,11 @@ SLOT_ROWS = next(_word)  # K: rows per grant
 SLOT_STRIDE = next(_word)  # K: bytes between the two landing slots
 CHUNK_ROWS = next(_word)  # K: rows per chunk message; divides SLOT_ROWS, unless one grant holds everything
 NOTIFIED = next(_word)  # K: 1 = the notify to the peer is published
-TOLD = next(_word)  # K: 1 = the peer's notify has been taken
-TOLD_SHAPE = next(_word)  # K: its words SHAPE, CODING, ROW_BYTES, META_BYTES, for the error when they differ
-TOLD_CODING = next(_word)  # K
-TOLD_ROW_BYTES = next(_word)  # K
-TOLD_META_BYTES = next(_word)  # K
+PEER_NOTIFIED = next(_word)  # K: 1 = the notify of the peer is read
+PEER_SHAPE = next(_word)  # K: word SHAPE of that, kept for the error when it differs
+PEER_CODING = next(_word)  # K: likewise
+PEER_ROW_BYTES = next(_word)  # K: likewise
+PEER_META_BYTES = next(_word)  # K: likewise
 GRANTS = next(_word)  # K: grants taken from the peer in this operation
 GRANT_LEFT = next(_word)  # K: rows of the current grant not yet sent
 GRANT_ROW = next(_word)  # K: offset in the peer's window of the next row

@@ -162,7 +162,7 @@ def measure(context: int, operation: int, peers: int) -> None:
         if rank != me:
             remote += rows
             room += meta_room(rows * meta)
-        if get(state, block.TOLD) != 0 and get(state, block.TOLD_SHAPE) != get(operation, block.SHAPE):
+        if get(state, block.PEER_NOTIFIED) != 0 and get(state, block.PEER_SHAPE) != get(operation, block.SHAPE):
             different += 1
     put(operation, block.DIFFERENT, different)
     put(operation, block.RECV_REMOTE, remote)
@@ -290,11 +290,11 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
     at = window_address(context) + get(operation, block.NOTIFY_RECV) + peer * get(operation, block.NOTIFY_STRIDE)
     tag, number, rows = get(at, _AT_TAG), get(at, _AT_NUMBER), get(at, _AT_ROWS)
     shape, rail = get(at, _AT_SHAPE), get(at, _AT_RAIL_ROWS)
-    put(state, block.TOLD, 1)
-    put(state, block.TOLD_SHAPE, shape)
-    put(state, block.TOLD_CODING, get(at, _AT_CODING))
-    put(state, block.TOLD_ROW_BYTES, get(at, _AT_ROW_BYTES))
-    put(state, block.TOLD_META_BYTES, get(at, _AT_META_BYTES))
+    put(state, block.PEER_NOTIFIED, 1)
+    put(state, block.PEER_SHAPE, shape)
+    put(state, block.PEER_CODING, get(at, _AT_CODING))
+    put(state, block.PEER_ROW_BYTES, get(at, _AT_ROW_BYTES))
+    put(state, block.PEER_META_BYTES, get(at, _AT_META_BYTES))
     if tag != _TAG:
         set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, tag, _TAG)
         return STATUS_PROTOCOL
@@ -365,7 +365,7 @@ def open_operation(context: int, operation: int, peers: int, progress: int, slic
                     unsent = peer
                 else:
                     return status
-            if get(state, block.TOLD) == 0:
+            if get(state, block.PEER_NOTIFIED) == 0:
                 # rule: an operation opens only when every peer's notify has arrived
                 if arrived_count(context, peer, NORMAL_NOTIFY) < expected:
                     missing = peer

@@ -31,6 +31,12 @@ _SUMMED, _SUM_ROWS, _TOGETHER, _SUMMING = 1024, 2, 4, 4
 #: Tokens that a program marks together; (token, rank) pairs that it holds.
 _MARKED, _PAIRS = 128, 4096
 
+#: Nanoseconds that a step of a combine waits for more once it has something to move: about what a step costs. In the
+#: interpreter a step takes far longer than that.
+_PATIENCE, _PATIENCE_INTERPRETED = 20_000, 200_000_000
+#: Rows whose marks a program reads together.
+_LISTED = 256
+
 
 def _power_of_two(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
@@ -45,20 +51,6 @@ class TritonNormalKernels:
     """
 
     name = "triton"
-    #: Words of what the opening tells the host, see ``blocks.normal_device``.
-    ticket, different, total, most, away, in_heap, beyond, parted, relayed = (
-        block.INFO_TICKET,
-        block.INFO_DIFFERENT,
-        block.INFO_TOTAL,
-        block.INFO_MOST,
-        block.INFO_REMOTE_ROWS,
-        block.INFO_IN_HEAP,
-        block.INFO_OVERFLOW_ROWS,
-        block.INFO_SHAPE_MISMATCH,
-        block.INFO_RELAYED,
-    )
-    late = (block.INFO_MISSED_DISPATCH_STEPS, block.INFO_MISSED_COMBINE_STEPS)
-    told, told_words = block.INFO_WORDS, block.PEER_INFO_WORDS
 
     def __init__(self, ranks: int, target: Target | None = None) -> None:
         self.ranks = ranks
@@ -202,10 +194,10 @@ class TritonNormalKernels:
         form: NormalFormat,
         tensors: NormalTensors,
         nodes: NodeTensors | None,
-        turns: int,
+        steps: int,
         programs: int,
     ) -> tuple[Launch, ...]:
-        """Move the rows of an opened operation in ``turns`` steps of ``programs`` programs, then what is left."""
+        """Move the rows of an opened operation in ``steps`` steps of ``programs`` programs, then what is left."""
         programs = max(min(programs, self._most_programs), 1)
         arguments = (context, state, *tensors, form.local_experts)
         words = form.row_bytes // 4
@@ -220,21 +212,8 @@ class TritonNormalKernels:
             "BLOCK": min(_BLOCK if nodes is None else _NODE_BLOCK, _power_of_two(words)),
         }
         if nodes is not None:
-            return exchange_nodes(
-                self.target,
-                self.ranks,
-                context,
-                state,
-                form,
-                tensors,
-                nodes,
-                turns,
-                programs,
-                constants,
-                self._rows,
-                _WARPS,
-            )
-        turn = (
+            return self._exchange_nodes(context, state, form, tensors, nodes, steps, programs, constants)
+        step = (
             Launch(advance, (1,), (context, state), self._lanes),
             Launch(
                 move_rows,
@@ -250,7 +229,69 @@ class TritonNormalKernels:
             arguments,
             {**constants, "ROWS": self._rows if self.target.interpreted else 1, **self._lanes},
         )
-        return turn * turns + (rest,)
+        return step * steps + (rest,)
+
+    def _exchange_nodes(
+        self,
+        context: int,
+        state: int,
+        form: NormalFormat,
+        tensors: NormalTensors,
+        nodes: NodeTensors,
+        steps: int,
+        programs: int,
+        constants: dict[str, int],
+    ) -> tuple[Launch, ...]:
+        """The same between nodes; ``constants``: of ``normal_rows.move_rows``, without ROWS."""
+        combine = form.kind == NormalNotify.OPERATION_COMBINE
+        interpreted, rows = self.target.interpreted, self._rows
+        patience = {"PATIENCE": _PATIENCE_INTERPRETED if interpreted else _PATIENCE}
+        waiting = {"COMBINE": combine, **patience, **self._lanes}
+        # a dispatch may have values of a byte, which nobody sums
+        summed = {"HIDDEN": form.row_bytes // element_bytes(form.dtype) if combine else 0, "DTYPE": form.dtype}
+        arguments = (
+            context,
+            state,
+            *tensors,
+            form.local_experts,
+            nodes.in_rank,
+            nodes.passes,
+            nodes.pass_rows,
+            nodes.counts,
+        )
+        moving = {**constants, **summed, "BACKEND": self.target.backend}
+        begin = Launch(advance_nodes, (1,), (context, state, nodes.counts), waiting)
+        move = Launch(move_node_rows, (programs,), arguments, {**moving, "ROWS": rows}, warps=_WARPS, fused=False)
+        block = 32 if interpreted else _LISTED
+        first: tuple[Launch, ...] = ()
+        step: tuple[Launch, ...] = (begin, move)
+        if combine:
+            count = Launch(
+                count_marks,
+                (self.ranks,),
+                (context, state, nodes.marks, nodes.room, nodes.counts),
+                {"BLOCK": block},
+                warps=4,
+            )
+            first = (count,)
+        else:
+            used = 2 * form.topk + form.scale_bytes // 4
+            listing = Launch(
+                list_passed,
+                (self.ranks,),
+                (context, state, nodes.passes, nodes.pass_rows, nodes.marks, nodes.room),
+                {"USED": used, "BLOCK": block},
+                warps=4,
+            )
+            step = (begin, listing, move)
+        rest = Launch(
+            finish_nodes,
+            (1,),
+            (*arguments, nodes.marks, nodes.room),
+            {**moving, "ROWS": rows if interpreted else 1, **patience, **self._lanes},
+            fused=False,
+        )
+        return first + step * steps + (rest,)
 
     def reduce(
         self,
@@ -316,7 +357,7 @@ class TritonNormalKernels:
 
     # -- how much there is to launch ----------------------------------------------------------------------------
 
-    def turns(
+    def steps(
         self, layout: WindowLayout, channels: int, form: NormalFormat, rows: int, proxied: bool, fits: bool
     ) -> int:
         """Turns after which an exchange of ``rows`` rows between each two ranks is over.
@@ -359,82 +400,3 @@ class TritonNormalKernels:
         lanes = form.node_ranks + self.ranks // form.node_ranks
         slot = layout.normal.round_slot * self.ranks // lanes // META_LINE * META_LINE
         return max(slot // (form.row_bytes + form.meta_bytes), 1)
-
-
-#: Nanoseconds that a step of a combine waits for more once it has something to move: about what a step costs. In the
-#: interpreter a step takes far longer than that.
-_PATIENCE, _PATIENCE_INTERPRETED = 20_000, 200_000_000
-#: Rows whose marks a program looks at together.
-_LISTED = 256
-
-
-def exchange_nodes(
-    target: Target,
-    ranks: int,
-    context: int,
-    state: int,
-    form: NormalFormat,
-    tensors: NormalTensors,
-    nodes: NodeTensors,
-    turns: int,
-    programs: int,
-    constants: dict[str, int],
-    rows: int,
-    warps: int,
-) -> tuple[Launch, ...]:
-    """Move the rows of an opened operation in ``turns`` steps of ``programs`` programs, then what is left.
-
-    Args:
-        constants: of ``normal_rows.move_rows``, without ROWS.
-        rows: that a program moves together, of ``warps`` warps.
-    """
-    combine = form.kind == NormalNotify.OPERATION_COMBINE
-    interpreted = target.interpreted
-    lanes = {"LANES": target.warp, "BACKEND": target.backend}
-    patience = {"PATIENCE": _PATIENCE_INTERPRETED if interpreted else _PATIENCE}
-    waiting = {"COMBINE": combine, **patience, **lanes}
-    # a dispatch may have values of a byte, which nobody sums
-    summed = {"HIDDEN": form.row_bytes // element_bytes(form.dtype) if combine else 0, "DTYPE": form.dtype}
-    arguments = (
-        context,
-        state,
-        *tensors,
-        form.local_experts,
-        nodes.in_rank,
-        nodes.passes,
-        nodes.pass_rows,
-        nodes.counts,
-    )
-    moving = {**constants, **summed, "BACKEND": target.backend}
-    begin = Launch(advance_nodes, (1,), (context, state, nodes.counts), waiting)
-    move = Launch(move_node_rows, (programs,), arguments, {**moving, "ROWS": rows}, warps=warps, fused=False)
-    block = 32 if interpreted else _LISTED
-    first: tuple[Launch, ...] = ()
-    turn: tuple[Launch, ...] = (begin, move)
-    if combine:
-        count = Launch(
-            count_marks,
-            (ranks,),
-            (context, state, nodes.marks, nodes.room, nodes.counts),
-            {"BLOCK": block},
-            warps=4,
-        )
-        first = (count,)
-    else:
-        used = 2 * form.topk + form.scale_bytes // 4
-        listing = Launch(
-            list_passed,
-            (ranks,),
-            (context, state, nodes.passes, nodes.pass_rows, nodes.marks, nodes.room),
-            {"USED": used, "BLOCK": block},
-            warps=4,
-        )
-        turn = (begin, listing, move)
-    rest = Launch(
-        finish_nodes,
-        (1,),
-        (*arguments, nodes.marks, nodes.room),
-        {**moving, "ROWS": rows if interpreted else 1, **patience, **lanes},
-        fused=False,
-    )
-    return first + turn * turns + (rest,)

@@ -24,6 +24,7 @@ from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
+from ..kernels.blocks import normal_device as block
 from ..kernels.normal_format import NodeTensors, NormalFormat, NormalTensors
 from ..protocol.message import META_LINE, NormalNotify
 from .epoch import Operation
@@ -210,14 +211,14 @@ class NormalGpu:
         self, operation: Operation, opening: _Opening, form: RowFormat, present: Present
     ) -> tuple[NormalGpuHandle, npt.NDArray[np.int64]]:
         """Open and read back: the handle with what comes in it, and the rows of each local expert."""
-        reply, kernels = present.reply, self._kernels
+        reply = present.reply
         self._session.launch(operation, lambda: run_all(opening.work), opening.used, finish=False)
         self._session.wait_reply(operation, form, present)
         handle = opening.handle._replace(
-            capacity=reply[kernels.total], remote_rows=reply[kernels.away], most=reply[kernels.most]
+            capacity=reply[block.INFO_TOTAL], remote_rows=reply[block.INFO_REMOTE_ROWS], most=reply[block.INFO_MOST]
         )
         if handle.nodes is not None:
-            marks = new_marks(reply[kernels.relayed], handle.nodes.node_ranks, handle.send_rows)
+            marks = new_marks(reply[block.INFO_RELAYED], handle.nodes.node_ranks, handle.send_rows)
             handle = handle._replace(nodes=handle.nodes._replace(relay_marks=marks))
         return handle, reply.counts(form.local_experts)
 
@@ -370,7 +371,7 @@ class NormalGpu:
         most = handle.most if handle.most >= 0 else max(tokens, -(-handle.capacity // ranks))
         room = ranks * max(most, tokens) * (wire.row_bytes + wire.meta_bytes) + META_LINE * (ranks + 1)
         fits = room <= layout.normal.heap
-        steps = self._kernels.turns(layout, runtime.settings.channels, wire, most, not present.space.all_mapped, fits)
+        steps = self._kernels.steps(layout, runtime.settings.channels, wire, most, not present.space.all_mapped, fits)
         # a rank alone still copies its own rows
         return self._session.with_spare(steps or 1, wire.kind, present)
 

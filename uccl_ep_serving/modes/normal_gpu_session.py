@@ -22,6 +22,7 @@ from ..gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH
 from ..gpu.spare_steps import SpareSteps
 from ..gpu.window import DeviceSpace
 from ..handles import EventOverlap
+from ..kernels.blocks import normal_device as block
 from ..kernels.normal_format import NormalFormat
 from ..kernels.select import device_normal_kernels
 from ..protocol.message import NormalNotify
@@ -41,6 +42,8 @@ _log = logging.getLogger("uccl_ep_serving")
 _GRACE = 30.0
 #: More than any device has multiprocessors.
 _MOST_PROGRAMS = 1 << 16
+#: Where an opening tells how many steps were not launched, of dispatches and of combines.
+_MISSED_STEPS = (block.INFO_MISSED_DISPATCH_STEPS, block.INFO_MISSED_COMBINE_STEPS)
 
 
 class Present(NamedTuple):
@@ -96,13 +99,13 @@ class NormalGpuSession:
         self.epoch.check(phase, begins=True)
         if self._present is None or self.epoch.number != self._runtime.epoch:
             return
-        reply, kernels = self._present.reply, self.kernels
-        if reply[kernels.parted]:
-            reply.clear(kernels.parted)
+        reply = self._present.reply
+        if reply[block.INFO_SHAPE_MISMATCH]:
+            reply.clear(block.INFO_SHAPE_MISMATCH)
             assert self._last is not None
             raise shape_mismatch(self._last, self._runtime.rank, reply.take_shapes())
-        if overflow_rows := reply[kernels.beyond]:
-            reply.clear(kernels.beyond)
+        if overflow_rows := reply[block.INFO_OVERFLOW_ROWS]:
+            reply.clear(block.INFO_OVERFLOW_ROWS)
             raise overflow(overflow_rows, "promised fewer")
 
     def node_ranks(self, phase: str) -> int:
@@ -146,7 +149,8 @@ class NormalGpuSession:
         runtime, kernels, memory = self._runtime, self.kernels, self._gpu.memory
         space = self._gpu.space()
         nbytes = kernels.info_bytes(runtime.layout.normal.local_experts)
-        reply = self._gpu.prepare(lambda: OpenReply(memory, nbytes, kernels.told, kernels.told_words * runtime.ranks))
+        ranks_at, rank_words = block.INFO_WORDS, block.PEER_INFO_WORDS * runtime.ranks
+        reply = self._gpu.prepare(lambda: OpenReply(memory, nbytes, ranks_at, rank_words))
         states: list[object] = []
 
         def release() -> None:
@@ -195,9 +199,9 @@ class NormalGpuSession:
             TransportError: the device has not run the opening in time.
             UcclEpError: what a kernel has reported.
         """
-        runtime, kernels, device = self._runtime, self.kernels, self._gpu.memory.device
+        runtime, device = self._runtime, self._gpu.memory.device
         begun = watched = time.monotonic()
-        while present.reply[kernels.ticket] != self._ticket:
+        while present.reply[block.INFO_TICKET] != self._ticket:
             now = time.monotonic()
             if now - watched > SLICE_NS * 1e-9:
                 watched = now
@@ -209,7 +213,7 @@ class NormalGpuSession:
                 )
             if now - begun > 1e-3:
                 time.sleep(20e-6)
-        different = present.reply[kernels.different]
+        different = present.reply[block.INFO_DIFFERENT]
         if different:
             operation.void = different > 0
             self.check(form.name)
@@ -238,7 +242,7 @@ class NormalGpuSession:
     def with_spare(self, steps: int, kind: int, present: Present) -> int:
         """``steps`` of an operation, and as many more as those before it have missed."""
         which = int(kind == NormalNotify.OPERATION_COMBINE)
-        return steps + self._spare[which].of(steps, present.reply[self.kernels.late[which]])
+        return steps + self._spare[which].of(steps, present.reply[_MISSED_STEPS[which]])
 
     def programs(self, form: RowFormat, present: Present, tokens: int, copies: int, steps: int, config: Any) -> int:
         """Programs that move the rows of an operation; each new reason for their number is logged once.

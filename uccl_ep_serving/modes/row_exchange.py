@@ -229,9 +229,9 @@ class RowExchange:
             # nobody gets as far as saying that writes are over
             self._notices -= 0 if form.kind == NormalNotify.OPERATION_COMBINE else 1
             operation.void = True
-            told = self.peers[:, block.TOLD] != 0
-            ranks = np.flatnonzero(told & (self.peers[:, block.TOLD_SHAPE] != self.operation[block.SHAPE]))
-            words = self.peers[ranks, block.TOLD_CODING : block.TOLD_META_BYTES + 1].tolist()
+            told = self.peers[:, block.PEER_NOTIFIED] != 0
+            ranks = np.flatnonzero(told & (self.peers[:, block.PEER_SHAPE] != self.operation[block.SHAPE]))
+            words = self.peers[ranks, block.PEER_CODING : block.PEER_META_BYTES + 1].tolist()
             others = [(int(rank), *shape) for rank, shape in zip(ranks[:8], words[:8], strict=True)]
             raise shape_mismatch(form, self._runtime.rank, others)
 
