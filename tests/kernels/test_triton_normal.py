@@ -147,13 +147,13 @@ def test_a_graph_of_windows_that_are_gone_does_nothing_and_must_be_captured_agai
 
 
 def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
-    """369 KB in two turns of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
+    """369 KB in two steps of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
     for launched, found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):
         assert launched == [4, 4]
         assert found == [4, 4, 2, 2, 3, 3, 24, 24, 1, 1]
         # each reason once for each operation, however often it decides
         assert len(said) == 10
-        reasons = ["the turns of the operation", "all that are allowed", "PROGRAMS=3", "PROGRAMS=30", "the links to"]
+        reasons = ["the steps of the operation", "all that are allowed", "PROGRAMS=3", "PROGRAMS=30", "the links to"]
         assert all(reason in line for reason, line in zip(reasons, said[::2], strict=True)), said
         assert all("normal combine" in line for line in said[1::2]), said
 

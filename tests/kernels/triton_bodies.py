@@ -201,10 +201,10 @@ def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times
     serve_interpreted(buffer, order)
     layer = Layer(buffer, form, torch.device("cpu"), order.compute)
     layer.run()
-    before = buffer.runtime._begun
+    before = buffer.runtime._epochs.begun
     layer.check(order.replay, times)
     # the host has begun nothing: what ran was in device memory
-    assert buffer.runtime._begun == before
+    assert buffer.runtime._epochs.begun == before
     check_drained(buffer)
     buffer.destroy()
     return times

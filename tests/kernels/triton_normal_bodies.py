@@ -613,7 +613,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     outcome = normal_cases.round_trip(buffer, inputs, 0, num_worst_tokens=5)
     normal: Any = buffer._backend.normal
     present = normal._session._present
-    looked_at = [weakref.ref(one) for one in (present.told, present.state, *present.space._tensors)]
+    looked_at = [weakref.ref(one) for one in (present.reply, present.state, *present.space._tensors)]
     del present
     order.eager = True
     buffer.check()
