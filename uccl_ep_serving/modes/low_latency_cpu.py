@@ -1,8 +1,8 @@
 """Low-latency dispatch and combine of CPU tensors: what the host does around the kernels.
 
-:meth:`LowLatency.dispatch` and :meth:`LowLatency.combine` are the sequence diagram of ARCHITECTURE.md, seen from the
-host. Counters and routing live in blocks that only kernels advance (``kernels.blocks.low_latency``). Every rank calls
-dispatch and combine in the same order; recv hooks may be called later and in another order.
+:meth:`LowLatency.dispatch` and :meth:`LowLatency.combine` are the sequence diagram of docs/architecture/overview.md,
+seen from the host. Counters and routing live in blocks that only kernels advance (``kernels.blocks.low_latency``).
+Every rank calls dispatch and combine in the same order; recv hooks may be called later and in another order.
 """
 
 from __future__ import annotations
