@@ -104,7 +104,8 @@ class LowLatency:
         check_finish(phase, async_finish, return_recv_hook)
         plan = check_dispatch(runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights)
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
-        check_device(CPU, x=x)
+        if x.device != CPU:
+            check_device(CPU, x=x)
         counts_address = check_stats("cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, CPU)
         waits_address = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, CPU)
         # what the handle keeps must not change under it; contiguous for the kernels
@@ -312,22 +313,22 @@ class LowLatency:
         """A dispatch is received: it may be combined, and counts."""
         handle.received = True
         rank, route = self._runtime.rank, handle.route
-        counts, pairs = route.table(block.COUNTS), route.table(block.PAIRS)
+        counts, pairs = route.table(block.COUNTS).tolist(), route.table(block.PAIRS).tolist()
         self._runtime.record(
             "ll_dispatch",
             handle.topk_idx.shape[0],
-            int(counts.sum() - counts[rank]),
+            sum(counts) - counts[rank],
             nanoseconds,
-            expert_rows=int(pairs.sum() - pairs[rank]),
+            expert_rows=sum(pairs) - pairs[rank],
         )
 
     def _combined(self, handle: LowLatencyHandle, nanoseconds: int) -> None:
         """A combine is received, and counts."""
-        returned = handle.route.table(block.RETURN_ROWS)
+        returned = handle.route.table(block.RETURN_ROWS).tolist()
         self._runtime.record(
             "ll_combine",
             handle.topk_idx.shape[0],
-            int(returned.sum() - returned[self._runtime.rank]),
+            sum(returned) - returned[self._runtime.rank],
             nanoseconds,
             reduced=0 if handle.topk_weights is None else 1,
         )

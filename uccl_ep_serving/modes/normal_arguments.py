@@ -132,7 +132,7 @@ class NormalArguments(Generic[_Handle]):
         if topk_idx is not None or topk_weights is not None:
             topk_idx, topk_weights = _check_topk(topk_idx, topk_weights, tokens, self._device)
             topk = topk_idx.shape[1]
-        kind, local_experts = NormalNotify.OPERATION_DISPATCH, len(counted.per_expert) // self._ranks
+        kind, local_experts = NormalNotify.OPERATION_DISPATCH, counted.per_expert.shape[0] // self._ranks
         form = RowFormat(kind, dtype, hidden, row_bytes, topk, scale_bytes, local_experts)
         copies = min(topk or self._ranks, self._ranks)
         return DispatchArguments(form, rows, scales, topk_idx, topk_weights, counted, None, copies)
@@ -150,7 +150,7 @@ class NormalArguments(Generic[_Handle]):
         rows = self._check_rows("x", x)
         if rows.dtype not in VALUE_CODES:
             raise ConfigError(f"x {in_words(rows)}: combine takes bfloat16, float16 or float32")
-        if len(rows) not in known.rows_returned:
+        if rows.shape[0] not in known.rows_returned:
             raise ConfigError(
                 f"x {in_words(rows)} must have the {known.rows_returned[0]} rows that the dispatch of this handle "
                 "returned"
@@ -160,8 +160,9 @@ class NormalArguments(Generic[_Handle]):
         topk = 0
         if topk_weights is not None:
             check_device(self._device, topk_weights=topk_weights)
-            if topk_weights.dtype != torch.float32 or topk_weights.dim() != 2 or len(topk_weights) != len(rows):
-                raise ConfigError(f"topk_weights must be float32[{len(rows)}, topk], not {in_words(topk_weights)}")
+            shape = topk_weights.shape
+            if topk_weights.dtype != torch.float32 or len(shape) != 2 or shape[0] != rows.shape[0]:
+                raise ConfigError(f"topk_weights must be float32[{rows.shape[0]}, topk], not {in_words(topk_weights)}")
             topk_weights, topk = topk_weights.contiguous(), topk_weights.shape[1]
         kind, dtype, origin = NormalNotify.OPERATION_COMBINE, VALUE_CODES[rows.dtype], known.origin.name
         form = RowFormat(kind, dtype, hidden, hidden * rows.element_size(), topk, origin=origin)
@@ -180,9 +181,10 @@ class NormalArguments(Generic[_Handle]):
 
     def _check_rows(self, name: str, x: object) -> torch.Tensor:
         """``x`` as a contiguous matrix on the device whose rows are multiples of 16 bytes."""
-        check_device(self._device, **{name: x})
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.device != self._device:
+            check_device(self._device, **{name: x})
         if x.dim() != 2 or x.shape[1] == 0:
             raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {in_words(x)}")
         if not x.is_contiguous():
@@ -269,6 +271,10 @@ def check_ids(topk_idx: torch.Tensor, device: torch.device) -> torch.Tensor:
     if topk_idx is None:
         raise ConfigError("topk_idx must be int64 [tokens, topk], not NoneType")
     check_device(device, topk_idx=topk_idx)
+    return _contiguous_ids(topk_idx)
+
+
+def _contiguous_ids(topk_idx: torch.Tensor) -> torch.Tensor:
     if topk_idx.dtype != torch.int64 or topk_idx.dim() != 2 or topk_idx.shape[1] == 0:
         raise ConfigError(f"topk_idx must be int64 [tokens, topk], not {in_words(topk_idx)}")
     return topk_idx.contiguous()
@@ -280,8 +286,8 @@ def _check_topk(
     """Contiguous ids and weights of ``tokens`` tokens."""
     if topk_idx is None or topk_weights is None:
         raise ConfigError("topk_idx and topk_weights go together: give both or none")
-    check_device(device, topk_weights=topk_weights)
-    ids = check_ids(topk_idx, device)
+    check_device(device, topk_idx=topk_idx, topk_weights=topk_weights)
+    ids = _contiguous_ids(topk_idx)
     if ids.shape[0] != tokens:
         raise ConfigError(f"topk_idx {in_words(ids)} does not belong to the {tokens} tokens of x")
     if topk_weights.dtype != torch.float32 or topk_weights.shape != ids.shape:

@@ -119,7 +119,7 @@ class Normal:
         args = self._arguments.dispatch(
             self, x, handle, counted, topk_idx, topk_weights, expert_alignment, num_worst_tokens
         )
-        form = exchange.enter(args.form, handle)
+        form, tokens = exchange.enter(args.form, handle), args.rows.shape[0]
 
         # Who gets which tokens.
         if args.layout is not None:
@@ -149,10 +149,10 @@ class Normal:
         if landing.meta >= 0:
             runtime.heap.give(landing.meta)
         if handle is None:
-            origin = DispatchOrigin(self, *exchange.origin, len(args.rows))
+            origin = DispatchOrigin(self, *exchange.origin, tokens)
             handle = NormalHandle(route, total, capacity, in_rank, origin, nodes)
         remote_rows = int(operation[block.SENT_AWAY])
-        runtime.record("normal_dispatch", len(args.rows), remote_rows, time.monotonic_ns() - started)
+        runtime.record("normal_dispatch", tokens, remote_rows, time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
             raise overflow(total, f"= {num_worst_tokens} was promised")
         per_local: list[int] = []
@@ -216,7 +216,8 @@ class Normal:
 
             # Place: where the rows of every rank land, and where their sums go.
             landing = exchange.place(form, int(operation[block.RECV_REMOTE]))
-            room = runtime.heap.take(tokens * form.row_bytes) if tokens else None
+            heap = runtime.heap
+            room = heap.take(tokens * form.row_bytes) if tokens else None
             combined = self._tensor(-1 if room is None else room, tokens, x)
             operation[block.OUT] = combined.data_ptr()
 
@@ -225,7 +226,7 @@ class Normal:
 
         for offset in landing:
             if offset >= 0:
-                runtime.heap.give(offset)
+                heap.give(offset)
         remote_rows = int(operation[block.SENT_AWAY])
         runtime.record("normal_combine", tokens, remote_rows, time.monotonic_ns() - started)
         return combined, weights, EventOverlap()
@@ -235,7 +236,7 @@ class Normal:
     def _begin_dispatch(self, form: RowFormat, args: DispatchArguments[NormalHandle]) -> None:
         """Take the next number for a dispatch and say where its arguments are; they must live until it has run."""
         exchange = self._exchange
-        exchange.begin(form, len(args.rows))
+        exchange.begin(form, args.rows.shape[0])
         operation = exchange.operation
         operation[block.X] = args.rows.data_ptr()
         if args.scales is not None:

@@ -99,8 +99,8 @@ class RowExchange:
             self._number = self._notices = 0
             self._counts.fill(0)
             self._templates.clear()
-        if handle is None or handle.nodes is not None:
-            form = form._replace(node_ranks=self._node_ranks)
+        if (handle is None or handle.nodes is not None) and (node_ranks := self._node_ranks):
+            form = form._replace(node_ranks=node_ranks)
         if runtime.ranks > 1 and form[:-1] not in self._templates:
             check_room(form, runtime.layout.normal)
         return form
@@ -241,13 +241,13 @@ class RowExchange:
         Args:
             capacity: rows for which there must be room in a heap range (all ranks' rows lie in it in order).
         """
-        runtime, operation = self._runtime, self.operation
+        space, operation = self._runtime.space, self.operation
         placement = Placement(-1, -1)
         if operation[block.RECV_REMOTE]:
-            placement = self._take(runtime.heap, capacity * form.row_bytes, int(operation[block.META_ROOM]))
+            placement = self._take(space.heap, capacity * form.row_bytes, int(operation[block.META_ROOM]))
             operation[block.ROW_RANGE], operation[block.META_RANGE] = placement
         _, address, peers = self._addresses
-        self.kernels.place(runtime.context, address, peers)
+        self.kernels.place(space.context, address, peers)
         return placement
 
     @staticmethod
