@@ -27,7 +27,7 @@ from uccl_ep_serving.native.calls import call1, call3, call8
 from uccl_ep_serving.native.jit import compiled
 from uccl_ep_serving.proxy.transport.nic import efa_words as srd
 from uccl_ep_serving.proxy.transport.nic import words
-from uccl_ep_serving.proxy.transport.nic.efa_data import warm
+from uccl_ep_serving.proxy.transport.nic.efa_data import FUNCTIONS
 from uccl_ep_serving.proxy.transport.nic.window import WHOLE_SHIFT, KeyTable
 
 __all__ = ["measure"]
@@ -112,7 +112,7 @@ class Numba:
             state.links[link, [srd.AH, srd.QPN, srd.QKEY]] = 4096 + peer, 100 + peer, 200 + peer
             own, there = KeyTable(WHOLE_SHIFT, (77,)), KeyTable(WHOLE_SHIFT, (300 + peer,))
             state.use_keys([link], words.HOST_KEYS, own, there)
-        self._post, self._flush, self._poll, _ = warm()
+        self._post, self._flush, self._poll, _ = FUNCTIONS.addresses
         self._events = np.zeros(64 * 4, np.int64)
 
     def post(self, writes: np.ndarray) -> None:

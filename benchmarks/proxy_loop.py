@@ -24,6 +24,7 @@ from benchmarks.stub_transport import COUNT, FEED, FEED_END, SLOTS, TAKEN, Stub,
 from benchmarks.twins import compile_twin, figures, markdown, result
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.native.atomics import load64, peek, poke, store64
+from uccl_ep_serving.native.groups import load
 from uccl_ep_serving.native.jit import compiled
 from uccl_ep_serving.protocol import command, context, imm, ring, streams
 from uccl_ep_serving.proxy import loop as numba_loop
@@ -188,7 +189,7 @@ class Receiver:
 def measure(rounds: int) -> dict[str, Any]:
     """Nanoseconds by case: summaries of the Numba loop, of the twin, and of their quotients round by round."""
     machine = describe()
-    numba_loop.warm()
+    load(numba_loop.LOOP)
     ours: Until = (_until_taken, _until_fed)
     cases: dict[str, Callable[[Until], Sender | Receiver]] = {
         "command, ring to completion": Sender,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..native.groups import Group
 from ..protocol.layout import LowLatencyPlan
 
 if TYPE_CHECKING:
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
 _TRITON = "triton>=3.4"
 
 
-def warm_cpu_kernels() -> None:
-    """Compile the CPU kernels of both modes, or load them from the cache; once in a process."""
-    # imported late: a process that serves a device needs neither Numba's kernels nor their compiled code
+def cpu_groups() -> list[Group]:
+    """The CPU kernels of both modes, to compile."""
+    # imported late: a process that serves a device needs none of them
     from .cpu import low_latency, normal
 
-    low_latency.warm()
-    normal.warm()
+    return [low_latency.LOW_LATENCY, normal.NORMAL]
 
 
 def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> TritonLowLatencyKernels:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numba import int64
-
 from ..native.atomics import peek, poke
 from ..native.calls import call8, monotonic_ns
 from ..native.jit import compiled, inlined
@@ -164,8 +162,7 @@ def _refused(state: int, entry: int, peer: int, stream: int, status: int, nbytes
         poke(entry + words.PEER_BUSY, peek(state + words.STAMP))
         words.count(state, words.C_RETRIES)
         return BUSY
-    # int64(): a literal argument would make Numba compile a copy of the callee for it.
-    blame_peer(state, peer, int64(FAULT_POST), stream, status, nbytes)
+    blame_peer(state, peer, FAULT_POST, stream, status, nbytes)
     return REFUSED
 
 
@@ -198,12 +195,12 @@ def complete(state: int, word: int) -> None:
         done = peek(record + words.DONE + PREFIX)
         known = (word - done) & SEQUENCE_MASK < peek(record + words.NEXT) - done
     if not known:
-        blame_self(state, int64(FAULT_SENT_TWICE), peer, stream, word)
+        blame_self(state, FAULT_SENT_TWICE, peer, stream, word)
         return
     # The low bits of a ticket are the sequence number, and note() looks at nothing else of it.
     # rule: a completion counts once
     if note(record + words.DONE, peek(state + words.COMPLETED) + index * 8, word, ticket_last(word)) == REPEATED:
-        blame_self(state, int64(FAULT_SENT_TWICE), peer, stream, word)
+        blame_self(state, FAULT_SENT_TWICE, peer, stream, word)
         return
     if stream >= CREDIT:
         poke(entry + words.PEER_CREDITS, peek(entry + words.PEER_CREDITS) - 1)

@@ -7,15 +7,10 @@ from the ring and rings the doorbells; each part is bounded, so none starves the
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
-
-from numba import int64
-
 from ..native.atomics import fetch_add, load32, load64, pause, peek, poke
 from ..native.calls import call1, call3, futex_wait, futex_wake, monotonic_ns, nanosleep_ns, sched_yield
-from ..native.failure import set_failure
-from ..native.jit import compile_lock, compiled
+from ..native.groups import Group
+from ..native.jit import compiled
 from ..protocol.ring import HEAD
 from ..protocol.ring import TAIL as TAIL_OF_RING
 from . import words
@@ -49,23 +44,22 @@ _LONG_IDLE = _SLEEP_SHARE * SLEEP_MOST
 def _break_endpoint(state: int, endpoint: int, status: int) -> None:
     """poll or flush failed: the endpoint is of no use any more, and all of its peers are out of reach."""
     poke(endpoint + words.EP_BROKEN, 1)
-    # int64(): a literal argument would make Numba compile a copy of the callee for it.
-    blame_self(state, int64(FAULT_DEVICE), int64(-1), int64(-1), status)
+    blame_self(state, FAULT_DEVICE, -1, -1, status)
     for peer in range(peek(state + words.RANKS)):
         if peek(words.peer_entry(state, peer) + words.PEER_ENDPOINT) == endpoint:
-            blame_peer(state, peer, int64(FAULT_DEVICE), int64(-1), status, int64(0))
+            blame_peer(state, peer, FAULT_DEVICE, -1, status, 0)
 
 
 @compiled
 def _peer_event(state: int, kind: int, value: int, peer: int, status: int) -> None:
     """DOWN or FAULT; a kind or rank that does not exist is the transport's own mistake."""
     if not 0 <= peer < peek(state + words.RANKS) or (kind != DOWN and kind != FAULT):
-        blame_self(state, int64(FAULT_DEVICE), peer, int64(-1), kind)
+        blame_self(state, FAULT_DEVICE, peer, -1, kind)
         return
     if kind == DOWN:
-        blame_peer(state, peer, int64(FAULT_DOWN), int64(-1), status, value)
+        blame_peer(state, peer, FAULT_DOWN, -1, status, value)
     else:
-        blame_peer(state, peer, status & (1 << FAULT_BITS) - 1, int64(-1), value, status >> FAULT_BITS)
+        blame_peer(state, peer, status & (1 << FAULT_BITS) - 1, -1, value, status >> FAULT_BITS)
 
 
 @compiled
@@ -196,17 +190,5 @@ def run(state: int) -> int:
             _sleep(state, idle, now, wakeups)
 
 
-@functools.cache
-def warm() -> None:
-    """Compile (or load from the cache) what a proxy runs. Call before starting threads and before any fork."""
-    with compile_lock("the proxy loop"):
-        for function, signature in (
-            (step, "int64(int64)"),
-            (run, "int64(int64)"),
-            (read, "int64(int64)"),
-            (request_stop, "void(int64)"),
-            (request_forget, "void(int64, int64, int64)"),
-            (acknowledge, "void(int64, int64)"),
-            (set_failure, "boolean(int64, int64, int64, int64, int64, int64)"),
-        ):
-            cast(Any, function).compile(signature)
+#: What a proxy runs, and the host's access to its words.
+LOOP = Group("proxy loop", step, run, read, request_stop, request_forget, acknowledge)

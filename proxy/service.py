@@ -17,6 +17,7 @@ from ..config import Settings
 from ..errors import ConfigError, ProxyDied
 from ..native.background import start_thread
 from ..native.failure import set_failure
+from ..native.groups import Group, load
 from ..protocol.context import FAILURE_PROXY_DIED
 from ..protocol.streams import STREAMS, proxy_of
 from . import loop, words
@@ -38,20 +39,18 @@ _SPINS = 200
 _AUTO = (SHM, TCP)
 
 
-def warm(transport: str, nics: Iterable[str] = ()) -> None:
-    """Compile, or load from the cache, the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT).
-
-    Call it before the ranks meet: compiling takes seconds to a minute the first time, and differs between hosts. A rank
-    that did it once the others count on it would use up their deadlines.
+def proxy_groups(transport: str, nics: Iterable[str] = ()) -> list[Group]:
+    """What proxies run, to compile: the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT).
 
     Args:
         nics: transports for which this host has NICs, which ``auto`` may come to as well.
     """
-    loop.warm()
+    groups = [loop.LOOP]
     for name in (*_AUTO, *nics) if transport == "auto" else (transport,):
         # only the module of a transport that is used is imported
         folder = ".transport.nic" if name in NIC_TRANSPORTS else ".transport"
-        importlib.import_module(f"{folder}.{name}_data", __package__).warm()
+        groups.append(importlib.import_module(f"{folder}.{name}_data", __package__).FUNCTIONS)
+    return groups
 
 
 class ProxyService:
@@ -93,7 +92,7 @@ class ProxyService:
             raise ConfigError(
                 f"UCCL_EP_PROXY_CPUS names {bad_cpus}, this machine has cores 0..{(os.cpu_count() or 1) - 1}"
             )
-        loop.warm()
+        load(loop.LOOP)
         self._rank, self._ranks = rank, ranks
         self._proxies = settings.proxies
         self._cpus = settings.proxy_cpus

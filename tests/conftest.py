@@ -71,11 +71,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     if any(item.path.relative_to(here).parts[0] in _COMPILED for item in session.items):
-        from uccl_ep_serving.kernels.select import warm_cpu_kernels
-        from uccl_ep_serving.proxy.service import warm
+        from uccl_ep_serving.kernels.select import cpu_groups
+        from uccl_ep_serving.native.groups import load
+        from uccl_ep_serving.proxy.service import proxy_groups
 
-        warm_cpu_kernels()
-        warm("auto")
+        load(*cpu_groups(), *proxy_groups("auto"))
 
 
 def _describe(process: psutil.Process) -> str:

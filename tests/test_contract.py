@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import inspect
-from pathlib import Path
 
 import pytest
 
 from uccl_ep_serving.buffer import Buffer, Config
-from uccl_ep_serving.native import jit
 
 #: Method -> its parameters in DeepEP's order, with their defaults; ``*`` starts what ours adds, by keyword only.
 DEEPEP = {
@@ -67,14 +64,3 @@ def test_config_takes_deepeps_numbers_by_position() -> None:
         288,
     )
     assert (config.num_max_rdma_chunked_send_tokens, config.num_max_rdma_chunked_recv_tokens) == (32, 128)
-
-
-def test_a_rank_that_hangs_while_compiling_does_not_hang_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(jit, "_LOCK_SECONDS", 0.1)
-    with open(tmp_path / ".lock", "w") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        with jit.compile_lock("kernels"):
-            pass

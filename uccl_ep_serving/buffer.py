@@ -23,9 +23,11 @@ from .data_plane.runtime import Runtime
 from .errors import ConfigError
 from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
-from .kernels.select import warm_cpu_kernels
+from .kernels.select import cpu_groups
 from .modes.arguments import check_integer
-from .proxy.service import warm as warm_proxies
+from .native.failure import STICKY_ERROR
+from .native.groups import load
+from .proxy.service import proxy_groups
 
 if TYPE_CHECKING:
     from .gpu.context import GpuContext
@@ -140,9 +142,8 @@ class Buffer:
             on_cpu = settings.device == "cpu" or (settings.device == "auto" and not found)
             # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
             # while another waits for it would eat into the deadline.
-            if on_cpu:
-                warm_cpu_kernels()
-            warm_proxies(settings.transport, nic_transports(settings))
+            proxies = proxy_groups(settings.transport, nic_transports(settings))
+            load(STICKY_ERROR, *(cpu_groups() if on_cpu else ()), *proxies)
         self.runtime = Runtime(exchange, settings, sizes[0] if low_latency_mode else sum(sizes))
         try:
             self._device = settings.device
@@ -367,7 +368,7 @@ class Buffer:
         if self._device == "interpreter" or device.type == "cuda":
             self._backend = gpu_backend(self.runtime, device)
         elif self._backend is None:
-            warm_cpu_kernels()
+            load(*cpu_groups())
             self._backend = cpu_backend(self.runtime)
         self._device = device.type
 

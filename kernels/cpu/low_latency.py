@@ -1,13 +1,9 @@
-"""The low-latency kernels for CPU tensors: what the host calls, and how it is compiled before time matters."""
+"""The low-latency kernels for CPU tensors: what the host calls."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from numba import types
-
-from ...native.jit import compile_lock, compiled
+from ...native.groups import Group
+from ...native.jit import compiled
 from ...protocol.message import FORM_REDUCED
 from ..blocks import low_latency as block
 from .context import rank_count
@@ -20,6 +16,7 @@ from .routing import route as _fill_lists
 from .words import get
 
 __all__ = [
+    "LOW_LATENCY",
     "combine_recv",
     "combine_send",
     "dispatch_recv",
@@ -27,7 +24,6 @@ __all__ = [
     "first_bad_id",
     "quantise",
     "route",
-    "warm",
 ]
 
 
@@ -49,21 +45,7 @@ def route(context: int, state: int, route_block: int, topk_idx: int) -> None:
     )
 
 
-#: Numba dispatchers, which the decorator's type does not show, and how many int64 arguments each takes.
-_ENTRY_POINTS: tuple[tuple[Any, int], ...] = (
-    (first_bad_id, 3),
-    (route, 4),
-    (quantise, 9),
-    (dispatch_send, 12),
-    (dispatch_recv, 15),
-    (combine_send, 10),
-    (combine_recv, 12),
+#: What the host calls.
+LOW_LATENCY = Group(
+    "low-latency mode", first_bad_id, route, quantise, dispatch_send, dispatch_recv, combine_send, combine_recv
 )
-
-
-@functools.cache
-def warm() -> None:
-    """Compile everything for int64 arguments; of many ranks that start together one compiles, the others load."""
-    with compile_lock(f"{len(_ENTRY_POINTS)} kernels of the low-latency mode"):
-        for entry, arity in _ENTRY_POINTS:
-            entry.compile((types.int64,) * arity)

@@ -42,7 +42,8 @@ from typing import Protocol, runtime_checkable
 
 from ...errors import BootstrapError, TransportError
 from ...native.atomics import poke
-from ...native.jit import c_function, compile_lock, compiled
+from ...native.groups import Group, load
+from ...native.jit import compiled
 
 ACCEPTED = 0
 BUSY = 1
@@ -72,23 +73,31 @@ def put_event(events: int, index: int, kind: int, value: int, peer: int, status:
     poke(address + 24, status)
 
 
-#: Machine code must not be unloaded while a loop may call it.
-_KEPT: list[object] = []
+class DataFunctions(Group):
+    """The compiled data path of one transport.
 
+    Args:
+        transport: its name.
+        post, flush, poll, drop: as the text above says.
+    """
 
-def c_functions(
-    transport: str,
-    post: Callable[[int, int, int, int, int, int, int, int], int],
-    flush: Callable[[int], int],
-    poll: Callable[[int, int, int], int],
-    drop: Callable[[int, int, int], int],
-) -> tuple[int, int, int, int]:
-    """Compile (or load) the data path of ``transport``: addresses of its four functions, in the order given."""
-    one, three, eight = (f"int64({', '.join(['int64'] * count)})" for count in (1, 3, 8))
-    with compile_lock(f"the transport {transport}"):
-        made = c_function(eight)(post), c_function(one)(flush), c_function(three)(poll), c_function(three)(drop)
-    _KEPT.extend(made)
-    return made[0].address, made[1].address, made[2].address, made[3].address
+    def __init__(
+        self,
+        transport: str,
+        post: Callable[[int, int, int, int, int, int, int, int], int],
+        flush: Callable[[int], int],
+        poll: Callable[[int, int, int], int],
+        drop: Callable[[int, int, int], int],
+    ) -> None:
+        self._functions = compiled(post), compiled(flush), compiled(poll), compiled(drop)
+        super().__init__(f"transport {transport}", *self._functions)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Addresses of post, flush, poll and drop; compiles or loads them where nobody has."""
+        load(self)
+        post, flush, poll, drop = (function.address for function in self._functions)
+        return post, flush, poll, drop
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ...errors import BootstrapError, ConfigError
 from ..state import aligned_zeros
 from . import fake_data as data
 from .base import EVENT_BYTES, Capabilities, DataPath
-from .fake_data import warm
+from .fake_data import FUNCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class FakeEndpoint:
 
     def data_path(self) -> DataPath:
         """Addresses for the proxy loop."""
-        post, flush, poll, drop = warm()
+        post, flush, poll, drop = FUNCTIONS.addresses
         return DataPath(int(self._memory.ctypes.data), post=post, flush=flush, poll=poll, drop=drop)
 
     def inject(self, kind: int, value: int, peer: int, status: int = 0) -> None:

@@ -5,13 +5,12 @@ Everything is under one lock per fabric, so a poll sees the writes of all ranks 
 
 from __future__ import annotations
 
-import functools
 from errno import ECONNRESET
 
 from ...native.atomics import compare_exchange, copy, peek, poke, store64
 from ...native.calls import sched_yield
 from ...native.jit import compiled
-from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT, c_functions, put_event
+from .base import ACCEPTED, ARRIVED, BUSY, DOWN, EVENT_BYTES, SENT, DataFunctions, put_event
 
 # Fabric words (byte offsets). LOCK: 1 = taken (compare-and-exchange, release store). All others: under the lock.
 # Probabilities are thresholds for 32 random bits.
@@ -365,7 +364,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
     return 0
 
 
-@functools.cache
-def warm() -> tuple[int, int, int, int]:
-    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    return c_functions("fake", _post, _flush, _poll, _drop)
+FUNCTIONS = DataFunctions("fake", _post, _flush, _poll, _drop)

@@ -25,7 +25,7 @@ from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.mailbox import ring_offset
 from . import shm_data as data
 from .base import NO_DESCRIPTORS, Capabilities, DataPath, refused
-from .shm_data import warm
+from .shm_data import FUNCTIONS
 
 _ADDRESS = struct.Struct("<4sIHHQQQ")
 _ADDRESS_MAGIC = b"UEPM"
@@ -103,7 +103,7 @@ class ShmEndpoint:
                 self._peers[peer, data.WINDOW] = window
                 self._peers[peer, data.OUT] = their_mailbox + ring_offset(ranks, proxy, rank)
                 self._peers[peer, data.IN] = mailbox + ring_offset(ranks, proxy, peer)
-        self._data_path = DataPath(self._context.ctypes.data, *warm())
+        self._data_path = DataPath(self._context.ctypes.data, *FUNCTIONS.addresses)
 
     @property
     def capabilities(self) -> Capabilities:

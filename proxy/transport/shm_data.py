@@ -8,14 +8,11 @@ blocks, allocates or raises.
 from __future__ import annotations
 
 import errno
-import functools
 import os
-
-from numba import types
 
 from ...native.atomics import copy, load64, peek, peek32, poke, store64
 from ...native.calls import monotonic_ns
-from ...native.jit import compiled
+from ...native.jit import compiled, external
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.imm import IMM
 from ...protocol.mailbox import SLOTS, SLOTS_OFFSET, TAIL, TAIL_CLOSED, WORD
@@ -31,7 +28,7 @@ from .base import (
     FAULT_TOO_LONG,
     FAULT_WRONG_SOURCE,
     SENT,
-    c_functions,
+    DataFunctions,
     put_event,
 )
 
@@ -84,7 +81,7 @@ _EINVAL = errno.EINVAL
 _ESRCH = errno.ESRCH
 _ECONNRESET = errno.ECONNRESET
 
-_epoll_wait = types.ExternalFunction("epoll_wait", types.int32(types.int32, types.int64, types.int32, types.int32))
+_epoll_wait = external("epoll_wait", "int32(int32, int64, int32, int32)")
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
@@ -260,7 +257,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
     return 0
 
 
-@functools.cache
-def warm() -> tuple[int, int, int, int]:
-    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    return c_functions("shm", _post, _flush, _poll, _drop)
+FUNCTIONS = DataFunctions("shm", _post, _flush, _poll, _drop)

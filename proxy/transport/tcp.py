@@ -27,7 +27,7 @@ from ...protocol.handshake import Identity
 from . import tcp_link as tcp
 from .base import Capabilities, DataPath, refused
 from .tcp_connect import meet
-from .tcp_data import warm
+from .tcp_data import FUNCTIONS
 
 #: HMAC-SHA256 keys shorter than this could be guessed from one recorded handshake.
 MIN_SECRET_BYTES = 16
@@ -143,7 +143,7 @@ class TcpEndpoint:
         self._how = ["not connected"] * ranks
         self._fds: list[int] = []
         self._epoll: select.epoll | None = None
-        self._data_path = DataPath(self._state.address, *warm())
+        self._data_path = DataPath(self._state.address, *FUNCTIONS.addresses)
         self._listener: socket.socket | None = _listen(rank, host)
         self._address = encode_address(*self._listener.getsockname()[:2])
 

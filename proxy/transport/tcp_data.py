@@ -11,18 +11,15 @@ What a time slice does is in :mod:`.tcp_link`. No function here blocks, allocate
 from __future__ import annotations
 
 import errno
-import functools
 import socket
-
-from numba import types
 
 from ...native.atomics import copy, peek, peek32, poke
 from ...native.calls import monotonic_ns
-from ...native.jit import compiled
+from ...native.jit import compiled, external
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET, connection_of
 from . import tcp_link as tcp
-from .base import ACCEPTED, BUSY, DOWN, EVENT_BYTES, c_functions
+from .base import ACCEPTED, BUSY, DOWN, EVENT_BYTES, DataFunctions
 
 _EINTR = errno.EINTR
 _EINVAL = errno.EINVAL
@@ -31,9 +28,9 @@ _SHUT_WR = int(socket.SHUT_WR)
 _EPOLLIN, _EPOLLOUT, _EPOLLERR, _EPOLLHUP, _EPOLLRDHUP = 0x1, 0x4, 0x8, 0x10, 0x2000
 _LOW32 = 0xFFFFFFFF
 
-_shutdown = types.ExternalFunction("shutdown", types.int32(types.int32, types.int32))
-_errno_location = types.ExternalFunction("__errno_location", types.int64())
-_epoll_wait = types.ExternalFunction("epoll_wait", types.int32(types.int32, types.int64, types.int32, types.int32))
+_shutdown = external("shutdown", "int32(int32, int32)")
+_errno_location = external("__errno_location", "int64()")
+_epoll_wait = external("epoll_wait", "int32(int32, int64, int32, int32)")
 
 _connection_of = compiled(connection_of)
 
@@ -222,7 +219,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
     return 0
 
 
-@functools.cache
-def warm() -> tuple[int, int, int, int]:
-    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    return c_functions("tcp", _post, _flush, _poll, _drop)
+FUNCTIONS = DataFunctions("tcp", _post, _flush, _poll, _drop)

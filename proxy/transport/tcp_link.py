@@ -13,11 +13,9 @@ import errno
 import os
 import socket
 
-from numba import int64, types
-
 from ...native.atomics import copy, peek, peek32, poke
 from ...native.calls import monotonic_ns
-from ...native.jit import compiled
+from ...native.jit import compiled, external
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import FRAME_BYTES, FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET
 from ...protocol.imm import IMM
@@ -132,10 +130,10 @@ _SHUT_RDWR = int(socket.SHUT_RDWR)
 _SOURCE_SHIFT = IMM["source"].shift
 _LOW32 = 0xFFFFFFFF
 
-_sendmsg = types.ExternalFunction("sendmsg", types.int64(types.int32, types.int64, types.int32))
-_recvmsg = types.ExternalFunction("recvmsg", types.int64(types.int32, types.int64, types.int32))
-_shutdown = types.ExternalFunction("shutdown", types.int32(types.int32, types.int32))
-_errno_location = types.ExternalFunction("__errno_location", types.int64())
+_sendmsg = external("sendmsg", "int64(int32, int64, int32)")
+_recvmsg = external("recvmsg", "int64(int32, int64, int32)")
+_shutdown = external("shutdown", "int32(int32, int32)")
+_errno_location = external("__errno_location", "int64()")
 
 
 @compiled
@@ -204,17 +202,16 @@ def _check_header(context: int, link: int) -> bool:
     limit = peek(context + 8 * WINDOW_BYTES) - length
     imm = (first >> 32) & _LOW32
     peer = peek(link + 8 * PEER)
-    # int64(): literal arguments would make Numba compile copies of the callee for them.
     if first & _LOW32 != FRAME_MAGIC:
-        return _fault(context, link, int64(FAULT_BAD_FRAME), first & _LOW32, int64(FRAME_MAGIC))
+        return _fault(context, link, FAULT_BAD_FRAME, first & _LOW32, FRAME_MAGIC)
     if peek(header + FRAME_NUMBER) != number:
-        return _fault(context, link, int64(FAULT_NUMBER), peek(header + FRAME_NUMBER), number)
+        return _fault(context, link, FAULT_NUMBER, peek(header + FRAME_NUMBER), number)
     if length < 0 or length > MAX_WRITE_BYTES:
-        return _fault(context, link, int64(FAULT_TOO_LONG), length, int64(MAX_WRITE_BYTES))
+        return _fault(context, link, FAULT_TOO_LONG, length, MAX_WRITE_BYTES)
     if target < 0 or target > limit:
-        return _fault(context, link, int64(FAULT_OUTSIDE_WINDOW), target, limit)
+        return _fault(context, link, FAULT_OUTSIDE_WINDOW, target, limit)
     if imm >> _SOURCE_SHIFT != peer:
-        return _fault(context, link, int64(FAULT_WRONG_SOURCE), imm, peer)
+        return _fault(context, link, FAULT_WRONG_SOURCE, imm, peer)
     poke(link + 8 * IN_NUMBER, number + 1)
     poke(link + 8 * IN_IMM, imm)
     poke(link + 8 * IN_LEFT, length)

@@ -17,7 +17,8 @@ from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.plane import DataPlane
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import TransportError, UcclEpError
-from uccl_ep_serving.native.failure import warm
+from uccl_ep_serving.native.failure import STICKY_ERROR
+from uccl_ep_serving.native.groups import load
 from uccl_ep_serving.protocol.context import STATUS_PENDING
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
@@ -29,7 +30,7 @@ def _plane() -> DataPlane:
     window = Segment.create("window", layout.nbytes)
     plane.segments += [window, Segment.create("peer", layout.nbytes)]
     plane.space = KernelSpace(0, 2, 1, window, layout, timeout=20.0)
-    warm()
+    load(STICKY_ERROR)
     plane.space.connect_direct(1, plane.segments[1].address)
     return plane
 

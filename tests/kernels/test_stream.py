@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import platform
 import re
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numba import njit, types
 
 from tests.support.direct_ranks import DirectGroup
 from tests.support.normal_cases import Case, check, round_trip
@@ -19,7 +18,10 @@ from uccl_ep_serving.modes import row_exchange
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native import copy as native_copy
 from uccl_ep_serving.native.atomics import store64
+from uccl_ep_serving.native.compiler import optimised
 from uccl_ep_serving.native.copy import last_cache_bytes, stream, stream_fence
+from uccl_ep_serving.native.jit import c_function
+from uccl_ep_serving.native.machine import target_machine
 from uccl_ep_serving.protocol.layout import NormalPlan
 from uccl_ep_serving.protocol.message import NormalNotify
 
@@ -42,10 +44,8 @@ def test_exactly_the_bytes_are_copied(nbytes: int, target: int, source: int) -> 
 
 def assembly(function: Any, arguments: int) -> str:
     """Machine code of ``function`` compiled anew for int64 arguments."""
-    fresh: Any = njit(nogil=True, error_model="numpy")(getattr(function, "py_func", function))
-    fresh.compile((types.int64,) * arguments)
-    (code,) = fresh.inspect_asm().values()
-    return cast(str, code)
+    kind = c_function(f"void({', '.join(['int64'] * arguments)})")
+    return str(target_machine().emit_assembly(optimised({"entry": kind(getattr(function, "function", function))})))
 
 
 @X86

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from numba.core.errors import NumbaError
 
-from uccl_ep_serving import buffer, native
+from uccl_ep_serving import buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Nic, Topology
-from uccl_ep_serving.kernels.select import warm_cpu_kernels
-from uccl_ep_serving.native import failure, jit
-from uccl_ep_serving.proxy import loop
-from uccl_ep_serving.proxy.transport import shm_data, tcp_data
-from uccl_ep_serving.proxy.transport.nic import efa_data, roce_data
+from uccl_ep_serving.native import cache, groups
+from uccl_ep_serving.native.compiler import optimised
+from uccl_ep_serving.native.groups import Group, load
+from uccl_ep_serving.native.jit import compiled
 
 
 @pytest.fixture
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What is talked about after a second is so after a tenth; the cache directory is the test's own."""
-    monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(jit, "_SAY_SECONDS", 0.1)
-    caplog.set_level(logging.INFO, logger=native.jit._log.name)
+    monkeypatch.setattr(groups, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(groups, "_SAY_SECONDS", 0.1)
+    caplog.set_level(logging.INFO, logger=groups._log.name)
 
 
 def test_a_directory_that_was_asked_for_and_cannot_be_used_is_talked_about_once(
@@ -34,7 +36,7 @@ def test_a_directory_that_was_asked_for_and_cannot_be_used_is_talked_about_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     monkeypatch.setenv("UCCL_EP_CACHE_DIR", str(tmp_path / "mine"))
-    choose = functools.cache(jit.cache_directory.__wrapped__)
+    choose = functools.cache(cache.cache_directory.__wrapped__)
     assert choose().is_relative_to(tmp_path / "mine")
     assert caplog.messages == []
     monkeypatch.setenv("UCCL_EP_CACHE_DIR", "/dev/null/nowhere")  # below a file: not even root can make it
@@ -47,10 +49,20 @@ def test_a_directory_that_was_asked_for_and_cannot_be_used_is_talked_about_once(
     assert str(directory) in said
 
 
+@compiled
+def twice(value: int) -> int:
+    """Twice as much."""
+    return value + value
+
+
 @pytest.mark.usefixtures("impatient")
-def test_a_long_compilation_is_talked_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with jit.compile_lock("7 kernels"):
-        time.sleep(0.3)
+def test_a_long_compilation_is_talked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group("7 kernels", twice)
+    compile_group = group.compile
+    monkeypatch.setattr(group, "compile", lambda: (time.sleep(0.3), compile_group()))
+    load(group)
     first, last = caplog.messages
     assert first == f"uccl_ep compiles 7 kernels: once, then cached in {tmp_path}"
     assert last.startswith("uccl_ep: 7 kernels ready after")
@@ -58,28 +70,117 @@ def test_a_long_compilation_is_talked_about(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.usefixtures("impatient")
 def test_loading_is_not_talked_about(caplog: pytest.LogCaptureFixture) -> None:
+    Group("7 kernels", twice).compile()
     threads = threading.active_count()
-    with jit.compile_lock("7 kernels"):
-        pass
+    again = Group("7 kernels", twice)
+    assert again.cached
+    load(again)
+    assert twice(21) == 42
     assert threading.active_count() == threads
     time.sleep(0.2)
     assert caplog.messages == []
 
 
 @pytest.mark.usefixtures("impatient")
-def test_waiting_for_another_rank_is_talked_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_another_rank_is_talked_about(caplog: pytest.LogCaptureFixture) -> None:
+    """What it compiles is loaded, and not compiled once more."""
+    group = Group("the proxy loop", twice)
+
     def finish() -> None:
         time.sleep(0.3)
+        Group("the proxy loop", twice).compile()
         fcntl.flock(holder, fcntl.LOCK_UN)
 
-    with open(tmp_path / ".lock", "w") as holder:
+    with open(group.path.with_suffix(".lock"), "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         other = threading.Thread(target=finish)
         other.start()
-        with jit.compile_lock("the proxy loop"):
-            pass
+        group.compile = None  # type: ignore[assignment, method-assign]
+        load(group)
         other.join()
     assert caplog.messages[0].startswith("uccl_ep waits for another process to compile the proxy loop")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_hangs_while_compiling_does_not_hang_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_LOCK_SECONDS", 0.1)
+    group = Group("kernels", twice)
+    with open(group.path.with_suffix(".lock"), "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        load(group)
+    assert group.loaded
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_share_the_work() -> None:
+    """While another process compiles the first group, the second one is compiled here."""
+    first, second = Group("first", twice), Group("second", twice)
+    done = threading.Event()
+
+    def finish() -> None:
+        assert done.wait(60)
+        Group("first", twice).compile()
+        fcntl.flock(holder, fcntl.LOCK_UN)
+
+    compile_second = second.compile
+
+    def noted() -> None:
+        compile_second()
+        done.set()
+
+    with open(first.path.with_suffix(".lock"), "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        other = threading.Thread(target=finish)
+        other.start()
+        second.compile = noted  # type: ignore[assignment, method-assign]
+        load(first, second)
+        other.join()
+    assert first.loaded
+    assert second.loaded
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
+def test_a_damaged_file_is_compiled_again_and_said_so(damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    group = Group("kernels", twice)
+    group.compile()
+    content = group.path.read_bytes()
+    changed = bytearray(content)
+    changed[-1] ^= 1
+    group.path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "changed": bytes(changed)}[damage])
+    load(Group("kernels", twice))
+    assert twice(4) == 8
+    assert group.path.read_bytes() == content
+    (said,) = caplog.messages
+    assert said == f"compiled code in {group.path} is damaged: it is compiled again"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_full_disk_costs_time_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    group = Group("kernels", twice)
+    load(group)
+    assert twice(3) == 6
+    assert not group.cached
+    (said,) = caplog.messages
+    assert "No space left on device" in said
+    assert list(group.path.parent.glob("*.o*")) == []
+
+
+def test_what_raises_is_refused() -> None:
+    @compiled
+    def raises(value: int) -> int:
+        if value > 3:
+            raise ValueError(value)
+        return value
+
+    with pytest.raises(NumbaError):
+        optimised({"entry": raises})
 
 
 _EFA, _BROADCOM = ("rdmap0s6", "efa", "Unknown"), ("bnxt_re0", "bnxt_en", "Ethernet")
@@ -107,10 +208,7 @@ def test_everything_is_compiled_before_the_ranks_meet(
     ]
     monkeypatch.setattr(Topology, "read", lambda: Topology(nics=tuple(present)))
     warmed: set[str] = set()
-    monkeypatch.setattr(loop, "warm", lambda: warmed.add("loop"))
-    monkeypatch.setattr(buffer, "warm_cpu_kernels", lambda: warmed.add("kernels"))
-    for name, module in (("shm", shm_data), ("tcp", tcp_data), ("roce", roce_data), ("efa", efa_data)):
-        monkeypatch.setattr(module, "warm", lambda name=name: warmed.add(name))
+    monkeypatch.setattr(buffer, "load", lambda *groups: warmed.update(group.name for group in groups))
 
     class Meeting:
         """The launcher's all-gather: the first thing that ranks do together."""
@@ -118,25 +216,9 @@ def test_everything_is_compiled_before_the_ranks_meet(
         rank, size = 0, 2
 
         def all_gather(self, payload: bytes) -> list[bytes]:
-            raise ConnectionError(f"met with {' '.join(sorted(warmed))}")
+            raise ConnectionError(f"met with {', '.join(sorted(warmed))}")
 
-    everything = {"loop", "kernels", *expected}
-    with pytest.raises(ConnectionError, match=f"met with {' '.join(sorted(everything))}$"):
+    everything = {"sticky error", "low-latency mode", "normal mode", "proxy loop"}
+    everything |= {f"transport {name}" for name in expected}
+    with pytest.raises(ConnectionError, match=f"met with {', '.join(sorted(everything))}$"):
         buffer.Buffer(Meeting(), settings=Settings(transport=transport))
-
-
-@pytest.mark.timeout(300)  # compiles everything where nothing is cached
-def test_what_is_compiled_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another Buffer, or a rebuilt window, while another program of this user compiles: nobody waits for it."""
-    everything = (loop.warm, failure.warm, shm_data.warm, tcp_data.warm)
-    for warm in everything:
-        warm()
-    warm_cpu_kernels()
-    monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
-    with open(tmp_path / ".lock", "w") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        started = time.monotonic()
-        for warm in everything:
-            warm()
-        warm_cpu_kernels()
-        assert time.monotonic() - started < 1.0

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from uccl_ep_serving.kernels.cpu import elements
+from uccl_ep_serving.native.compiler import optimised
+from uccl_ep_serving.native.groups import Group
+from uccl_ep_serving.native.jit import compiled
 
 
 @pytest.fixture(params=["instructions", "integers"])
@@ -24,23 +26,27 @@ def converters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(elements, "half_instructions", lambda: request.param == "instructions")
     to_f32, to_f16 = elements.f16_to_f32, elements.f32_to_f16
 
-    @numba.njit
-    def widen(bits, values):  # type: ignore[no-untyped-def]
-        for i in range(len(bits)):
-            values[i] = to_f32(bits[i])
+    @compiled
+    def widen(bits: int, values: int, count: int) -> None:
+        halves, floats = elements.short_view(bits, count), elements.float_view(values, count)
+        for i in range(count):
+            floats[i] = to_f32(halves[i])
 
-    @numba.njit
-    def narrow(values, bits):  # type: ignore[no-untyped-def]
-        for i in range(len(values)):
-            bits[i] = to_f16(values[i])
+    @compiled
+    def narrow(values: int, bits: int, count: int) -> None:
+        floats, halves = elements.float_view(values, count), elements.short_view(bits, count)
+        for i in range(count):
+            halves[i] = to_f16(floats[i])
 
-    widen(np.zeros(0, np.uint16), np.zeros(0, np.float32))
-    narrow(np.zeros(0, np.float32), np.zeros(0, np.uint16))
     for function in (widen, narrow):
-        (code,) = function.inspect_llvm().values()
-        conversions = re.findall("fpext half|fptrunc float .* to half", code)
+        conversions = re.findall("fpext .*half|fptrunc .*float.* to .*half", str(optimised({"entry": function})))
         assert bool(conversions) == (request.param == "instructions")
-    return widen, narrow
+        Group("one way", function).compile(keep=False)
+
+    def over_arrays(function: Any) -> Any:
+        return lambda source, target: function(source.ctypes.data, target.ctypes.data, len(source))
+
+    return over_arrays(widen), over_arrays(narrow)
 
 
 def test_every_float16_value_and_every_rounding(converters: Any) -> None:

@@ -12,7 +12,7 @@ from uccl_ep_serving.native.calls import futex_wait
 from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.streams import LL_DISPATCH
 from uccl_ep_serving.proxy import words
-from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, wake_others, warm
+from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, wake_others
 from uccl_ep_serving.proxy.state import read
 
 PROXIES = 4
@@ -45,7 +45,6 @@ def test_a_proxy_sees_the_commands_of_the_others_and_not_its_own() -> None:
 
 
 def test_a_wakeup_ends_a_sleep_and_one_before_it_prevents_it() -> None:
-    warm()
     world = _world()
     state = world.services[0].states[0]
     word = state.word(words.WAKEUP)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from numba import njit, types
 
 from uccl_ep_serving.native import atomics
+from uccl_ep_serving.native.compiler import optimised
+from uccl_ep_serving.native.jit import c_function
 from uccl_ep_serving.proxy.state import request_forget
 
 
 def test_a_request_to_forget_is_visible_before_its_number() -> None:
     """The loop that sees the number and not the request would never look at the request again."""
-    function: Any = njit(cast(Any, request_forget).py_func)
-    function.compile("void(int64, int64, int64)")
-    (code,) = function.inspect_llvm().values()
+    code = str(optimised({"entry": request_forget}))
     add = re.search(r"atomicrmw add .*", code)
     assert add is not None
     assert "acq_rel" in add[0] or "release" in add[0]
@@ -38,7 +37,7 @@ def test_flags_are_released_and_acquired(name: str, arguments: int, pattern: str
     names = ", ".join("abc"[:arguments])
     scope: dict[str, Any] = {"operation": operation}
     exec(f"def call({names}):\n    return operation({names})\n", scope)
-    function: Any = njit(scope["call"])
-    function.compile((types.int64,) * arguments)
-    (code,) = function.inspect_llvm().values()
+    result = "void" if name in ("store64", "poke") else "int64"
+    function = c_function(f"{result}({', '.join(['int64'] * arguments)})")(scope["call"])
+    code = str(optimised({"entry": function}))
     assert re.search(pattern, code), code

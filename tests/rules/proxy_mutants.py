@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import numba
 import numpy as np
 
 from tests.rules.mutation import ALWAYS, BEFORE, INSTEAD, NEVER, SKIP, Rules, Way, find, mutated
-from uccl_ep_serving.native import jit
+from uccl_ep_serving.native.groups import Group
 
 _PACKAGE = "uccl_ep_serving.proxy"
 #: In the order in which they import each other.
@@ -62,21 +60,6 @@ RULES = Rules[Way](
 )
 
 
-def _quick(function: Any) -> Any:
-    """Compiled without cache: a mutant must never be found by somebody else."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
-
-
-@contextmanager
-def _without_cache() -> Iterator[None]:
-    kept = jit.compiled, jit.inlined
-    jit.compiled = jit.inlined = _quick
-    try:
-        yield
-    finally:
-        jit.compiled, jit.inlined = kept
-
-
 class Mutants:
     """A compiled family whose rules can be switched off one at a time."""
 
@@ -85,7 +68,8 @@ class Mutants:
         loop = self._execute()["loop"]
         #: Takes the address of a proxy's state, as the production ``loop.step`` does.
         self.step: Callable[[int], int] = loop.step
-        loop.step.compile("int64(int64)")
+        # a mutant must never be found by somebody else
+        Group("mutants of the proxy", loop.step).compile(keep=False)
 
     @contextmanager
     def without(self, rule: str) -> Iterator[None]:
@@ -104,15 +88,14 @@ class Mutants:
         mutants = {path.stem: source for path, source in mutated(RULES, find(RULES), self._switch.ctypes.data).items()}
         assert mutants.keys() <= set(_FAMILY), f"rules outside the family: {mutants.keys() - set(_FAMILY)}"
         try:
-            with _without_cache():
-                for short, name in zip(_FAMILY, names, strict=True):
-                    path = Path(str(kept[name].__file__))
-                    family[short] = fresh = ModuleType(name)
-                    fresh.__package__ = _PACKAGE
-                    sys.modules[name] = fresh
-                    setattr(package, short, fresh)
-                    source = mutants.get(short) or path.read_text()
-                    exec(compile(source, f"<mutant of {path.name}>", "exec"), fresh.__dict__)
+            for short, name in zip(_FAMILY, names, strict=True):
+                path = Path(str(kept[name].__file__))
+                family[short] = fresh = ModuleType(name)
+                fresh.__package__ = _PACKAGE
+                sys.modules[name] = fresh
+                setattr(package, short, fresh)
+                source = mutants.get(short) or path.read_text()
+                exec(compile(source, f"<mutant of {path.name}>", "exec"), fresh.__dict__)
         finally:
             for short, name in zip(_FAMILY, names, strict=True):
                 sys.modules[name] = kept[name]

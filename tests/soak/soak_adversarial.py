@@ -31,10 +31,11 @@ from tests.support.direct_ranks import DirectRuntime
 from tests.support.fake_ranks import FakeGroup
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import PeerError, UcclEpError
-from uccl_ep_serving.kernels.cpu.normal import warm_nodes
-from uccl_ep_serving.kernels.select import warm_cpu_kernels
+from uccl_ep_serving.kernels.cpu.normal import NORMAL_NODES
+from uccl_ep_serving.kernels.select import cpu_groups
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
+from uccl_ep_serving.native.groups import load
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
@@ -329,8 +330,7 @@ class Stretch:
 
 def stretch(_exchange: object, seeds: range, repeat: int) -> Stretch:
     """Run the cases of ``seeds``, each ``repeat`` times, up to the first that fails."""
-    warm_cpu_kernels()  # compiled before the first deadline runs
-    warm_nodes()
+    load(*cpu_groups(), NORMAL_NODES)  # compiled before the first deadline runs
     done = Stretch(sample(seeds.start))
     for seed in seeds:
         case = draw(seed)

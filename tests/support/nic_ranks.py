@@ -17,8 +17,9 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.data_plane import nics as nic_endpoints
 from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.data_plane.topology import Nic, Topology
-from uccl_ep_serving.kernels.select import warm_cpu_kernels
-from uccl_ep_serving.proxy.service import warm as warm_proxies
+from uccl_ep_serving.kernels.select import cpu_groups
+from uccl_ep_serving.native.groups import load
+from uccl_ep_serving.proxy.service import proxy_groups
 
 __all__ = ["efa_nics", "install", "roce_nics", "run_ranks"]
 
@@ -73,8 +74,7 @@ def run_ranks(
     ``failed``: takes the failures by rank, instead of one being raised.
     """
     # as Buffer does: a rank that compiles in its first operation eats into the time of the one that waits for it
-    warm_cpu_kernels()
-    warm_proxies(settings.transport, nic_endpoints._LIBRARIES)
+    load(*cpu_groups(), *proxy_groups(settings.transport, nic_endpoints._LIBRARIES))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
     results: list[Any] = [None] * network.ranks

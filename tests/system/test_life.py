@@ -22,7 +22,8 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.data_plane.plane import DataPlane
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError, ProxyDied, TransportError, UcclEpError
-from uccl_ep_serving.kernels.select import warm_cpu_kernels
+from uccl_ep_serving.kernels.select import cpu_groups
+from uccl_ep_serving.native.groups import load
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
 
@@ -148,7 +149,7 @@ def interrupted_group(exchange: StoreExchange) -> tuple[str, float]:
         time.sleep(2.0)
         return "", 0.0
     # loaded beforehand: an interrupt inside a destructor of the compiler would be lost
-    warm_cpu_kernels()
+    load(*cpu_groups())
     start = time.monotonic()
     _ctrl_c_after(0.3, 0.3)
     text = _told(lambda: Buffer(dist.group.WORLD, settings=bodies.settings()))

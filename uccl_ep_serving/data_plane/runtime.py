@@ -25,7 +25,8 @@ from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
 from ..errors import PeerError, ProxyDied, TransportError, UcclEpError
-from ..native.failure import warm
+from ..native.failure import STICKY_ERROR
+from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
 from ..stats import LiveServer, OperationLog
@@ -69,7 +70,7 @@ class Runtime:
         self.operations = OperationLog()
         self.record = self.operations.record
         with refusing(exchange):
-            warm()
+            load(STICKY_ERROR)
             normal = normal_plan(self.ranks, settings, heap_bytes)
             self._mesh = ControlMesh(self.rank, self.ranks, settings)
         self._liveness = self._mesh.liveness

@@ -85,13 +85,14 @@ class Run:
 
     def compile(self, transport: Transport) -> None:
         """Put what the servers' ranks would compile at their first request into the cache of compiled code."""
-        from uccl_ep_serving.kernels.select import warm_cpu_kernels
-        from uccl_ep_serving.proxy.service import warm
+        from uccl_ep_serving.kernels.select import cpu_groups
+        from uccl_ep_serving.native.failure import STICKY_ERROR
+        from uccl_ep_serving.native.groups import load
+        from uccl_ep_serving.proxy.service import proxy_groups
 
         started = time.monotonic()
         with self.console.status("compiling the kernels and the proxy loop, once"):
-            warm_cpu_kernels()
-            warm(transport.value)
+            load(STICKY_ERROR, *cpu_groups(), *proxy_groups(transport.value))
         self.console.print(f"kernels and proxy loop: ready after {time.monotonic() - started:.0f} s", highlight=False)
 
     def wait(self, server: DemoServer, title: str) -> None:

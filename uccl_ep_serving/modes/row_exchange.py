@@ -22,6 +22,7 @@ from ..handles import NodeRoute, NormalHandle
 from ..kernels.blocks import normal as block
 from ..kernels.cpu import normal as cpu_kernels
 from ..native.copy import last_cache_bytes
+from ..native.groups import load
 from ..protocol.message import LEAST_CHUNK_BYTES, NormalNotify
 from ..protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 from .epoch import Epoch, Operation
@@ -74,7 +75,7 @@ class RowExchange:
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
         if self._node_ranks:
-            self.kernels.warm_nodes()
+            load(self.kernels.NORMAL_NODES)
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+from .jit import intrinsic
 
 __all__ = [
     "compare_exchange",
@@ -31,149 +30,115 @@ __all__ = [
     "zero",
 ]
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 def _pointer(builder: Any, address: Any, bits: int) -> Any:
     return builder.inttoptr(address, ir.IntType(bits).as_pointer())
 
 
-def _loader(bits: int, ordering: str) -> Any:
-    def typing(typingctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load_atomic(_pointer(builder, args[0], bits), ordering, bits // 8)
-            return value if bits == 64 else builder.zext(value, _I64)
-
-        return types.int64(types.int64), codegen
-
-    return typing
+def _load(builder: Any, address: Any, bits: int, ordering: str) -> Any:
+    value = builder.load_atomic(_pointer(builder, address, bits), ordering, bits // 8)
+    return value if bits == 64 else builder.zext(value, _I64)
 
 
-def _storer(bits: int, ordering: str) -> Any:
-    def typing(typingctx: Any, address: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            word = args[1] if bits == 64 else builder.trunc(args[1], ir.IntType(bits))
-            builder.store_atomic(word, _pointer(builder, args[0], bits), ordering, bits // 8)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
-
-    return typing
+def _store(builder: Any, address: Any, value: Any, bits: int, ordering: str) -> None:
+    word = value if bits == 64 else builder.trunc(value, ir.IntType(bits))
+    builder.store_atomic(word, _pointer(builder, address, bits), ordering, bits // 8)
 
 
-@intrinsic
-def load64(typingctx, address):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64)")
+def load64(builder: Any, address: Any) -> Any:
     """int64 at ``address``, acquire."""
-    return _loader(64, "acquire")(typingctx, address)
+    return _load(builder, address, 64, "acquire")
 
 
-@intrinsic
-def load32(typingctx, address):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64)")
+def load32(builder: Any, address: Any) -> Any:
     """Unsigned 32-bit value at ``address`` as int64, acquire."""
-    return _loader(32, "acquire")(typingctx, address)
+    return _load(builder, address, 32, "acquire")
 
 
-@intrinsic
-def peek(typingctx, address):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64)")
+def peek(builder: Any, address: Any) -> Any:
     """int64 at ``address``, relaxed."""
-    return _loader(64, "monotonic")(typingctx, address)
+    return _load(builder, address, 64, "monotonic")
 
 
-@intrinsic
-def peek32(typingctx, address):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64)")
+def peek32(builder: Any, address: Any) -> Any:
     """Unsigned 32-bit value at ``address`` as int64, relaxed."""
-    return _loader(32, "monotonic")(typingctx, address)
+    return _load(builder, address, 32, "monotonic")
 
 
-@intrinsic
-def peek8(typingctx, address):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64)")
+def peek8(builder: Any, address: Any) -> Any:
     """Byte at ``address`` as int64, relaxed."""
-    return _loader(8, "monotonic")(typingctx, address)
+    return _load(builder, address, 8, "monotonic")
 
 
-@intrinsic
-def store64(typingctx, address, value):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64)")
+def store64(builder: Any, address: Any, value: Any) -> None:
     """Store int64, release."""
-    return _storer(64, "release")(typingctx, address, value)
+    _store(builder, address, value, 64, "release")
 
 
-@intrinsic
-def poke(typingctx, address, value):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64)")
+def poke(builder: Any, address: Any, value: Any) -> None:
     """Store int64, relaxed."""
-    return _storer(64, "monotonic")(typingctx, address, value)
+    _store(builder, address, value, 64, "monotonic")
 
 
-@intrinsic
-def poke32(typingctx, address, value):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64)")
+def poke32(builder: Any, address: Any, value: Any) -> None:
     """Store the low 32 bits, relaxed."""
-    return _storer(32, "monotonic")(typingctx, address, value)
+    _store(builder, address, value, 32, "monotonic")
 
 
-@intrinsic
-def poke8(typingctx, address, value):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64)")
+def poke8(builder: Any, address: Any, value: Any) -> None:
     """Store the low 8 bits, relaxed."""
-    return _storer(8, "monotonic")(typingctx, address, value)
+    _store(builder, address, value, 8, "monotonic")
 
 
-@intrinsic
-def fetch_add(typingctx, address, value):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64)")
+def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Add to the int64 at ``address`` (acquire-release); returns the value before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, args[0], 64), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.atomic_rmw("add", _pointer(builder, address, 64), value, "acq_rel")
 
 
-@intrinsic
-def compare_exchange(typingctx, address, expected, desired):  # type: ignore[no-untyped-def]
+@intrinsic("boolean(int64, int64, int64)")
+def compare_exchange(builder: Any, address: Any, expected: Any, desired: Any) -> Any:
     """Store ``desired`` if the int64 equals ``expected`` (acquire-release); True when it did."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], 64)
-        result = builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "monotonic")
-        return builder.extract_value(result, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    result = builder.cmpxchg(_pointer(builder, address, 64), expected, desired, "acq_rel", "monotonic")
+    return builder.extract_value(result, 1)
 
 
-@intrinsic
-def pause(typingctx):  # type: ignore[no-untyped-def]
+def call_void(builder: Any, name: str, *args: Any) -> None:
+    """Call one of LLVM's instructions that returns nothing."""
+    kind = ir.FunctionType(ir.VoidType(), [value.type for value in args])
+    builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), args)
+
+
+@intrinsic("void()")
+def pause(builder: Any) -> None:
     """Tell the core that this is a spin loop (x86 ``pause``; aarch64 ``isb``, whose ``yield`` does nothing)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if "x86" in builder.module.triple:
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.VoidType(), ()), "llvm.x86.sse2.pause"
-            )
-            builder.call(function, ())
-        elif "aarch64" in builder.module.triple:
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.VoidType(), (_I32,)), "llvm.aarch64.isb"
-            )
-            builder.call(function, (_I32(15),))  # option SY, the only one there is
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if "x86" in builder.module.triple:
+        call_void(builder, "llvm.x86.sse2.pause")
+    elif "aarch64" in builder.module.triple:
+        call_void(builder, "llvm.aarch64.isb", _I32(15))  # option SY, the only one there is
 
 
-@intrinsic
-def copy(typingctx, target, source, nbytes):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64, int64)")
+def copy(builder: Any, target: Any, source: Any, nbytes: Any) -> None:
     """memcpy of ``nbytes`` between two addresses that do not overlap."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        cgutils.raw_memcpy(builder, _pointer(builder, args[0], 8), _pointer(builder, args[1], 8), args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointers = _pointer(builder, target, 8), _pointer(builder, source, 8)
+    memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_I8.as_pointer(), _I8.as_pointer(), _I64])
+    builder.call(memcpy, [*pointers, nbytes, ir.IntType(1)(0)])
 
 
-@intrinsic
-def zero(typingctx, target, nbytes):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64)")
+def zero(builder: Any, target: Any, nbytes: Any) -> None:
     """Set ``nbytes`` bytes to 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        cgutils.memset(builder, _pointer(builder, args[0], 8), args[1], 0)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    memset = builder.module.declare_intrinsic("llvm.memset", [_I8.as_pointer(), _I64])
+    builder.call(memset, [_pointer(builder, target, 8), _I8(0), nbytes, ir.IntType(1)(0)])

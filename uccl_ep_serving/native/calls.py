@@ -1,7 +1,7 @@
 """Calls through C function addresses, and the few libc functions that compiled loops need.
 
-Addresses are passed at run time: a ctypes function captured as a global would disable Numba's cache. Libc symbols are
-resolved by name when the compiled code is loaded (``types.ExternalFunction``), which caches well.
+Addresses are passed at run time: they differ between processes, and code is cached. Symbols of libc are resolved by
+name when the code is loaded.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .atomics import peek, poke
-from .jit import compiled
+from .jit import compiled, external, intrinsic
 
 __all__ = [
     "call1",
@@ -32,67 +29,57 @@ __all__ = [
 _I64 = ir.IntType(64)
 
 
-def _caller(arity: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_I64, [_I64] * arity)
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-
-    return types.int64(*[types.int64] * (arity + 1)), codegen
-
-
-def _int_caller(arity: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [_I64] * arity)
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), _I64)
-
-    return types.int64(*[types.int64] * (arity + 1)), codegen
+def _call(builder: Any, function: Any, args: tuple[Any, ...], bits: int = 64) -> Any:
+    """Call the C function at an address; its result has so many bits, and is sign-extended."""
+    kind = ir.FunctionType(ir.IntType(bits), [_I64] * len(args))
+    result = builder.call(builder.inttoptr(function, kind.as_pointer()), args)
+    return result if bits == 64 else builder.sext(result, _I64)
 
 
-@intrinsic
-def call1(typingctx, function, a):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64)")
+def call1(builder: Any, function: Any, a: Any) -> Any:
     """``int64 function(int64)``."""
-    return _caller(1)
+    return _call(builder, function, (a,))
 
 
-@intrinsic
-def call3(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64, int64, int64)")
+def call3(builder: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
     """``int64 function(int64 x 3)``."""
-    return _caller(3)
+    return _call(builder, function, (a, b, c))
 
 
-@intrinsic
-def call1_int(typingctx, function, a):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64)")
+def call1_int(builder: Any, function: Any, a: Any) -> Any:
     """``int function(int64)``: a C function that returns 32 bits, sign-extended here."""
-    return _int_caller(1)
+    return _call(builder, function, (a,), 32)
 
 
-@intrinsic
-def call3_int(typingctx, function, a, b, c):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64, int64, int64)")
+def call3_int(builder: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
     """``int function(int64 x 3)``: likewise."""
-    return _int_caller(3)
+    return _call(builder, function, (a, b, c), 32)
 
 
-@intrinsic
-def call4(typingctx, function, a, b, c, d):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64, int64, int64, int64)")
+def call4(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """``int64 function(int64 x 4)``.
 
     A function that takes 32-bit arguments looks at the lower halves only; what one that returns nothing leaves in the
     register means nothing.
     """
-    return _caller(4)
+    return _call(builder, function, (a, b, c, d))
 
 
-@intrinsic
-def call8(typingctx, function, a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+@intrinsic("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def call8(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
     """``int64 function(int64 x 8)``."""
-    return _caller(8)
+    return _call(builder, function, (a, b, c, d, e, f, g, h))
 
 
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-_nanosleep = types.ExternalFunction("nanosleep", types.int32(types.int64, types.int64))
-
-_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+sched_yield = external("sched_yield", "int32()")
+_clock_gettime = external("clock_gettime", "int32(int32, int64)")
+_nanosleep = external("nanosleep", "int32(int64, int64)")
+_syscall = external("syscall", "int64(int64, int64, int64, int64, int64, int64, int64)")
 
 _CLOCK_MONOTONIC = 1
 #: futex has no wrapper in libc, and each machine its own number for it; 0 = unknown here, naps then end by time only.
@@ -102,14 +89,11 @@ _WAIT, _WAKE = 9 | 128, 1 | 128
 _EVERY_BIT, _EVERY_WAITER = 0xFFFFFFFF, 0x7FFFFFFF
 
 
-@intrinsic
-def _two_words(typingctx):  # type: ignore[no-untyped-def]
+@intrinsic("int64()")
+def _two_words(builder: Any) -> Any:
     """Address of 16 bytes of the caller's stack, allocated once per function."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_I64, 2)), _I64)
-
-    return types.int64(), codegen
+    with builder.goto_entry_block():
+        return builder.ptrtoint(builder.alloca(ir.ArrayType(_I64, 2)), _I64)
 
 
 @compiled

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from .atomics import copy
-from .jit import compiled
+from .atomics import call_void, copy
+from .jit import compiled, intrinsic
 
 __all__ = ["last_cache_bytes", "stream", "stream_fence"]
 
@@ -34,40 +31,27 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _CACHE_BYTES = 32 << 20
 
 
-@intrinsic
-def _stream_line(typingctx, target, source):  # type: ignore[no-untyped-def]
+@intrinsic("void(int64, int64)")
+def _stream_line(builder: Any, target: Any, source: Any) -> None:
     """Copy a line to ``target``, a multiple of its size, past the caches. ``source`` may lie anywhere."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _LINE_VALUES.as_pointer()
-        values = builder.load(builder.inttoptr(args[1], pointer), align=1)
-        store = builder.store(values, builder.inttoptr(args[0], pointer), align=_LINE)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    pointer = _LINE_VALUES.as_pointer()
+    values = builder.load(builder.inttoptr(source, pointer), align=1)
+    store = builder.store(values, builder.inttoptr(target, pointer), align=_LINE)
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
-@intrinsic
-def stream_fence(typingctx):  # type: ignore[no-untyped-def]
+@intrinsic("void()")
+def stream_fence(builder: Any) -> None:
     """Order every :func:`stream` before it against every store after it.
 
     x86: ``sfence``, because its release stores are plain ones and those do not wait for non-temporal stores. On aarch64
     "non-temporal" (``stnp``) is a hint about caches only: the release store that publishes orders it like any other
     store. Elsewhere LLVM makes plain stores of them. There a release fence keeps the compiler's order.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if "x86" in builder.module.triple:
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(ir.VoidType(), ()), "llvm.x86.sse.sfence"
-            )
-            builder.call(function, ())
-        else:
-            builder.fence("release")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if "x86" in builder.module.triple:
+        call_void(builder, "llvm.x86.sse.sfence")
+    else:
+        builder.fence("release")
 
 
 @compiled

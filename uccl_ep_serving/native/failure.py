@@ -6,9 +6,6 @@ before it publishes and while it waits, every proxy loop, the host before every 
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
-
 from ..protocol.context import (
     ERROR_ARRIVED,
     ERROR_CODE,
@@ -19,9 +16,10 @@ from ..protocol.context import (
     FAILURE_NONE,
 )
 from .atomics import compare_exchange, load64, poke, store64
-from .jit import compile_lock, compiled
+from .groups import Group
+from .jit import compiled
 
-__all__ = ["failed", "failure_code", "set_failure", "warm"]
+__all__ = ["STICKY_ERROR", "failed", "failure_code", "set_failure"]
 
 
 @compiled
@@ -49,10 +47,5 @@ def set_failure(error: int, code: int, peer: int, stream: int, arrived: int, exp
     return True
 
 
-@functools.cache
-def warm() -> None:
-    """Compile (or load from the cache) what the host calls."""
-    with compile_lock("access to the sticky error"):
-        cast(Any, failed).compile("boolean(int64)")
-        cast(Any, failure_code).compile("int64(int64)")
-        cast(Any, set_failure).compile("boolean(int64, int64, int64, int64, int64, int64)")
+#: What the host calls.
+STICKY_ERROR = Group("sticky error", failed, failure_code, set_failure)

@@ -1,175 +1,170 @@
-"""``@compiled``: a nogil, cached Numba function whose cache can never be stale or unwritable.
+"""What compiled code is written in: ``@compiled`` and ``@inlined`` functions, ``@intrinsic`` instructions, libc's own.
 
-Numba invalidates a cached function when its own file changes, not when a *callee in another file* or an imported
-constant changes. So the cache directory carries a digest of every source file that compiled code can come from. It is
-created below the user's cache directory, or in a temporary one when that cannot be written (a read-only install
-with an unwritable HOME must not fail at import).
+Nothing here imports Numba. A decorated function is a name: Numba sees it when a group of entry points is compiled
+(:mod:`.compiler`), and a process that finds the group's machine code in the cache (:mod:`.groups`) never imports it.
+
+Compiled functions take and return integers, hold no Python object, and never raise: they return status codes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import hashlib
-import logging
-import os
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import numba
-from numba import njit
+__all__ = [
+    "Compiled",
+    "External",
+    "Intrinsic",
+    "View",
+    "c_function",
+    "compiled",
+    "external",
+    "inlined",
+    "intrinsic",
+    "view",
+]
 
-from ..config import cache_base, cache_wanted
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
-__all__ = ["c_function", "cache_directory", "compile_lock", "compiled", "inlined"]
-
-_log = logging.getLogger("uccl_ep_serving")
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-#: Longest wait for another rank's compilation; a cold one takes tens of seconds on a slow core.
-_LOCK_SECONDS = 300.0
-#: A compilation that lasts longer is talked about.
-_SAY_SECONDS = 1.0
-
-_PACKAGE = Path(__file__).resolve().parent.parent
+#: What an annotation means to the machine, in Numba's words. Arguments of other kinds can only be passed by compiled
+#: code, whose types Numba infers.
+_TYPES = {"int": "int64", "bool": "boolean", "float": "float64", "np.float32": "float32", "None": "void"}
 
 
-def _source_digest() -> str:
-    """Digest of all sources that compiled functions can inline, and of the compiler."""
-    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:3]}".encode())
-    for part in ("protocol", "native", "proxy", "kernels"):
-        # The two top-level packages are reached through symlinks in a checkout, hence resolve().
-        root = (_PACKAGE / part).resolve()
-        for path in sorted(root.rglob("*.py")):
-            if root / "triton" in path.parents:
-                continue  # Triton's own cache knows those
-            digest.update(f"{part}/{path.relative_to(root)}".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+class Compiled(Generic[P, R]):
+    """A function that compiled code calls, and Python as well: without the GIL, through its machine code.
+
+    The first call from Python compiles what no group has brought: see :func:`.groups.load`.
+
+    Attributes:
+        function: as it is written.
+        inline: LLVM puts it into every caller.
+        given: signature of a C function, as Numba writes them; empty where the annotations say it.
+    """
+
+    def __init__(self, function: Callable[P, R], inline: bool = False, given: str = "") -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.inline = inline
+        self.given = given
+        self._entry: Callable[..., Any] | None = None
+        self._address = 0
+
+    @property
+    def name(self) -> str:
+        """Where it is defined: unique in a process."""
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+    @property
+    def signature(self) -> str:
+        """Result and arguments of the entry point, as Numba writes them: ``int64(int64, int64)``.
+
+        Raises:
+            TypeError: an annotation means nothing to the machine.
+        """
+        if self.given:
+            return self.given
+        described = inspect.signature(self.function)
+        words = [parameter.annotation for parameter in described.parameters.values()]
+        try:
+            result, *kinds = (_TYPES[str(word)] for word in (described.return_annotation, *words))
+        except KeyError as error:
+            raise TypeError(f"{self.name}: Python cannot pass or take a value of kind {error}") from None
+        return f"{result}({', '.join(kinds)})"
+
+    @property
+    def address(self) -> int:
+        """Address of its machine code, a C function."""
+        if self._entry is None:
+            self._load()
+        return self._address
+
+    def bind(self, entry: Callable[..., Any], address: int) -> None:
+        """From now on Python calls ``entry``, at ``address``."""
+        self._entry, self._address = entry, address
+
+    def _load(self) -> None:
+        from .groups import Group, load
+
+        load(Group(self.name, self))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._entry is None:
+            self._load()
+            assert self._entry is not None
+        result: R = self._entry(*args, **kwargs)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<compiled {self.name}>"
 
 
-def _writable(directory: Path) -> bool:
-    """Create ``directory`` (mode 0700) and try a file in it."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return True
-    except OSError:
-        return False
+def compiled(function: Callable[P, R]) -> Compiled[P, R]:
+    """Decorator: a function for compiled code. No bounds checks, no exceptions."""
+    return Compiled(function)
 
 
-@functools.cache
-def cache_directory() -> Path:
-    """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
-    temporary directory, the first that can be written. Says once when that is not the one that was asked for."""
-    directory, wanted = _first_writable(), cache_wanted()
-    if wanted and not directory.is_relative_to(wanted):
-        _log.warning(
-            "UCCL_EP_CACHE_DIR=%s cannot be written: compiled code is kept in %s instead. Next step: make it writable "
-            "for this user, or unset it",
-            wanted,
-            directory,
-        )
-    return directory
-
-
-def _first_writable() -> Path:
-    digest = _source_digest()
-    for base in cache_base():
-        if _writable(directory := Path(base) / "uccl_ep_serving" / digest):
-            return directory
-    directory = Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.getuid()}" / digest
-    # Someone else's directory in a shared /tmp must not feed us machine code.
-    if _writable(directory) and directory.stat().st_uid == os.getuid() == directory.parent.stat().st_uid:
-        return directory
-    return Path(tempfile.mkdtemp(prefix="uccl_ep_serving-"))
-
-
-@contextlib.contextmanager
-def _numba_cache_directory(directory: Path) -> Iterator[None]:
-    """Numba reads this setting while a function is decorated; other users of Numba in the process keep theirs."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(directory)
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
-
-
-def compiled(function: F) -> F:
-    """Decorator: Numba-compiled on first use, nogil, cached. No bounds checks, no exceptions: return status codes."""
-    with _numba_cache_directory(cache_directory()):
-        return cast(F, njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function))
-
-
-def inlined(function: F) -> F:
+def inlined(function: Callable[P, R]) -> Compiled[P, R]:
     """:func:`compiled`, and LLVM puts its code into every caller: for the small functions on a hot path.
 
     A call that stays one costs 2 to 5 ns here, because each passes a status and a result through memory.
     """
-    with _numba_cache_directory(cache_directory()):
-        options = {"nogil": True, "cache": True, "error_model": "numpy", "boundscheck": False}
-        return cast(F, njit(**options, forceinline=True)(function))
+    return Compiled(function, inline=True)
 
 
-def c_function(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: a cached C-callable function; its ``.address`` goes into transport tables."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        with _numba_cache_directory(cache_directory()):
-            return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)
-
-    return decorate
-
-
-@contextlib.contextmanager
-def compile_lock(what: str) -> Iterator[None]:
-    """Hold this while compiling: of many ranks that start together one compiles and the others load its result.
-
-    Only a courtesy: without it (a holder that hangs, a file system without locks) two ranks compile the same code.
+def c_function(signature: str) -> Callable[[Callable[..., Any]], Compiled[..., Any]]:
+    """Decorator: a function whose ``.address`` goes to C code or into a table, with a C signature of its own.
 
     Args:
-        what: what is compiled, for the log. A cold compilation takes up to a minute on a slow core, so one that is
-            still under way after a second is talked about; loading from the cache takes less.
+        signature: as Numba writes them, for example ``"int32(int64, uint32)"``.
     """
-    started = time.monotonic()
-    doing = "waits for another process to compile"
-    said = threading.Event()
-
-    def say() -> None:
-        said.set()
-        _log.info("uccl_ep %s %s: once, then cached in %s", doing, what, cache_directory())
-
-    timer = threading.Timer(_SAY_SECONDS, say)
-    timer.daemon = True
-    timer.start()
-    try:
-        with open(cache_directory() / ".lock", "w") as file:
-            _lock(file)
-            doing = "compiles"
-            yield
-    finally:
-        timer.cancel()
-        timer.join(_SAY_SECONDS)
-    if said.is_set():
-        _log.info("uccl_ep: %s ready after %.0f s", what, time.monotonic() - started)
+    return functools.partial(Compiled, given=signature)
 
 
-def _lock(file: IO[str]) -> None:
-    """Lock ``file``, waiting a bounded time; without a lock in the end where that is not possible."""
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(0.02)
-        except OSError:
-            return
+class Intrinsic:
+    """Instructions that compiled code may use like a function; Python cannot call it.
+
+    Attributes:
+        emit: called with an ``llvmlite.ir.IRBuilder`` and the values of the arguments; returns the value of the result,
+            None for a void one.
+    """
+
+    def __init__(self, emit: Callable[..., Any], signature: str) -> None:
+        self.__doc__ = emit.__doc__
+        self.emit = emit
+        self.signature = signature
+
+
+def intrinsic(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator for what emits the instructions of an intrinsic, with this signature in Numba's words."""
+    return lambda emit: Intrinsic(emit, signature)
+
+
+class View:
+    """Makes a typed view of memory, for compiled code; see :func:`view`."""
+
+    def __init__(self, element: str) -> None:
+        self.element = element
+
+
+def view(element: str) -> Any:
+    """A function for compiled code that takes an address and a count and returns an array of ``element`` there.
+
+    Atomic accesses cannot be vectorised: this is for memory that nobody else touches meanwhile.
+    """
+    return View(element)
+
+
+class External:
+    """A function of libc, resolved by name when machine code is loaded."""
+
+    def __init__(self, symbol: str, signature: str) -> None:
+        self.symbol, self.signature = symbol, signature
+
+
+def external(symbol: str, signature: str) -> Any:
+    """The function ``symbol`` of libc, for compiled code; ``signature`` in Numba's words."""
+    return External(symbol, signature)

@@ -21,7 +21,7 @@ from ..verbs.library import VerbsLibrary
 from ..verbs.objects import AddressHandle, MemoryRegion, Path
 from . import efa_words as srd
 from . import words
-from .efa_data import warm
+from .efa_data import FUNCTIONS
 from .efa_device import EfaLimits, SrdQueuePair, address_number, explain_completion, load_libefa, query_limits
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress
 
@@ -182,7 +182,7 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
         )
         for index, rail in enumerate(self._rails):
             rail.enter(state, index)
-        self._data_path = DataPath(state.address, *warm())
+        self._data_path = DataPath(state.address, *FUNCTIONS.addresses)
 
     def _own_address(self) -> EfaAddress:
         rails = tuple(rail.address() for rail in self._rails)

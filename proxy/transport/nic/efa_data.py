@@ -16,13 +16,12 @@ No function here blocks, allocates or raises.
 from __future__ import annotations
 
 import errno
-import functools
 
 from ....native.atomics import peek, peek32, poke, poke32
 from ....native.calls import call1, call1_int, call3_int, call4
 from ....native.jit import compiled, inlined
 from ....protocol.imm import IMM
-from ..base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, c_functions, put_event
+from ..base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, DataFunctions, put_event
 from ..verbs.abi import QP_EX as QP_EX_STRUCT
 from ..verbs.abi import RECV_WR, WC
 from ..verbs.codes import SEND_SIGNALED, SUCCESS, WC_WITH_IMM, WR_FLUSH_ERR
@@ -273,7 +272,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
     return 0
 
 
-@functools.cache
-def warm() -> tuple[int, int, int, int]:
-    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    return c_functions("efa", _post, _flush, _poll, _drop)
+FUNCTIONS = DataFunctions("efa", _post, _flush, _poll, _drop)

@@ -26,7 +26,7 @@ from . import roce_words as rc
 from . import words
 from .defaults import Family, family_of
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress, one_device_reports
-from .roce_data import warm
+from .roce_data import FUNCTIONS
 
 _POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 #: An InfiniBand or Ethernet path MTU of 4096, as verbs counts them.
@@ -306,7 +306,7 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
         for index, rail in enumerate(self._rails):
             # With one NIC the caps of the proxy are its caps.
             rail.enter(state, index, rail.share if len(self._rails) > 1 else 0)
-        self._data_path = DataPath(state.address, *warm())
+        self._data_path = DataPath(state.address, *FUNCTIONS.addresses)
         for peer in self._peers:
             for rail in self._rails:
                 for place in range(self._qps):

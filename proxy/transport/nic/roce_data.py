@@ -10,7 +10,6 @@ What a link does is in :mod:`.roce_link`. No function here blocks, allocates or 
 from __future__ import annotations
 
 import errno
-import functools
 
 from ....native.atomics import load64, peek, peek32, poke
 from ....native.calls import call3_int, monotonic_ns
@@ -26,7 +25,7 @@ from ..base import (
     FAULT_BAD_FRAME,
     FAULT_WRONG_SOURCE,
     SENT,
-    c_functions,
+    DataFunctions,
     put_event,
 )
 from ..verbs import codes
@@ -336,7 +335,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
     return 0
 
 
-@functools.cache
-def warm() -> tuple[int, int, int, int]:
-    """Compile (or load) the data path; addresses of post, flush, poll and drop."""
-    return c_functions("roce", _post, _flush, _poll, _drop)
+FUNCTIONS = DataFunctions("roce", _post, _flush, _poll, _drop)

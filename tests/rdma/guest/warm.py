@@ -21,11 +21,10 @@ def serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> None
 
 
 def main() -> None:
-    from uccl_ep_serving.proxy import loop
-    from uccl_ep_serving.proxy.transport.nic import roce
+    from uccl_ep_serving.native.groups import load
+    from uccl_ep_serving.proxy.service import proxy_groups
 
-    loop.warm()
-    roce.warm()
+    load(*proxy_groups("roce"))
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as directory:

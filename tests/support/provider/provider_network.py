@@ -14,44 +14,13 @@ any, took a receive and made a completion there -> DONE: its sender has its comp
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import numba
 import numpy as np
 
-from uccl_ep_serving.native import jit
 from uccl_ep_serving.native.atomics import compare_exchange, copy, load64, pause, peek, peek32, poke, poke32, store64
 from uccl_ep_serving.native.calls import monotonic_ns
+from uccl_ep_serving.native.jit import compiled
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.abi import CQ, QP, WC
-
-
-def _cache() -> Path:
-    """A directory for the compiled provider: production's holds no digest of these sources."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return jit.cache_directory() / f"provider-{digest.hexdigest()[:16]}"
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """As ``native.jit.compiled``, cached by the provider's sources too."""
-    with jit._numba_cache_directory(_cache()):
-        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-
-
-def c_function(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """As ``native.jit.c_function``, cached by the provider's sources too."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        with jit._numba_cache_directory(_cache()):
-            return numba.cfunc(signature, nopython=True, cache=True, error_model="numpy")(function)
-
-    return decorate
-
 
 # --- the network: int64 words --------------------------------------------------------------------------------
 LOCK = 0

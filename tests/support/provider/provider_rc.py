@@ -27,9 +27,7 @@ from tests.support.provider.provider_network import (
     STEPS,
     accept,
     answers,
-    c_function,
     chance,
-    compiled,
     enter_error,
     finish,
     flight_at,
@@ -43,6 +41,7 @@ from tests.support.provider.provider_network import (
     unlock,
 )
 from uccl_ep_serving.native.atomics import peek, peek32, poke, poke32
+from uccl_ep_serving.native.jit import c_function, compiled
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.abi import QP, QP_ATTR, SEND_WR, SGE
 

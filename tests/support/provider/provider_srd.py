@@ -12,7 +12,6 @@ What hardware would do quietly wrong is recorded as a violation, for tests to lo
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from uccl_ep_serving.native.atomics import compare_exchange, copy, pause, peek, peek32, poke, poke32, store64
 from uccl_ep_serving.native.jit import c_function, compiled
@@ -459,8 +458,4 @@ _SIGNATURES = {
 def nic_functions() -> dict[str, int]:
     """Addresses of the functions above, by the field of ``ibv_qp_ex`` or ``ibv_context.ops`` that points at them."""
     functions = {name: c_function(signature)(function) for name, (signature, function) in _SIGNATURES.items()}
-    _keep.extend(functions.values())
     return {name: function.address for name, function in functions.items()}
-
-
-_keep: list[Any] = []

@@ -15,7 +15,7 @@ from packaging.version import Version
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, size
 from uccl_ep_serving.config import cache_wanted
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
-from uccl_ep_serving.native.jit import cache_directory
+from uccl_ep_serving.native.cache import cache_directory
 
 __all__ = ["engines", "environment", "package"]
 

@@ -1,0 +1,136 @@
+"""Where machine code is kept between processes, and what makes it stale.
+
+A file holds the object code of one group of entry points. Its directory carries a digest of every source that the code
+can come from, its name one of the group, the processor and the compiler: nothing in it can be stale. Object code is
+data with a checksum, read without running anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import platform
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from ..config import cache_base, cache_wanted
+
+__all__ = ["cache_directory", "file_digest", "read_object", "write_object"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+#: The folders that compiled code comes from. The two top-level packages are reached through links in a checkout.
+SOURCES = ("protocol", "native", "proxy", "kernels")
+#: The first bytes of a file; a checksum of the rest follows.
+_MAGIC = b"uccl_ep object 1\n"
+
+
+@functools.cache
+def compiler_versions() -> str:
+    """What compiles: part of every digest."""
+    return f"python {sys.version_info[:3]} numba {version('numba')} llvmlite {version('llvmlite')} {platform.machine()}"
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Digest of all sources that compiled functions can inline, and of the compiler."""
+    digest = hashlib.sha256(compiler_versions().encode())
+    for part in SOURCES:
+        root = (_PACKAGE / part).resolve()
+        for path in sorted(root.rglob("*.py")):
+            if root / "triton" in path.parents:
+                continue  # Triton's own cache knows those
+            digest.update(f"{part}/{path.relative_to(root)}".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def file_digest(path: str) -> str:
+    """Digest of a source file with compiled functions that is none of the package's (a test's, say), and of those
+    beside it; empty for the package's own."""
+    file = Path(path).resolve()
+    if any((_PACKAGE / part).resolve() in file.parents for part in SOURCES):
+        return ""
+    digest = hashlib.sha256()
+    for other in sorted(file.parent.glob("*.py")):
+        digest.update(other.read_bytes())
+    return digest.hexdigest()
+
+
+def _writable(directory: Path) -> bool:
+    """Create ``directory`` (mode 0700) and try a file in it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
+
+
+@functools.cache
+def cache_directory() -> Path:
+    """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
+    temporary directory, the first that can be written. Says once when that is not the one that was asked for."""
+    directory, wanted = _first_writable(), cache_wanted()
+    if wanted and not directory.is_relative_to(wanted):
+        _log.warning(
+            "UCCL_EP_CACHE_DIR=%s cannot be written: compiled code is kept in %s instead. Next step: make it writable "
+            "for this user, or unset it",
+            wanted,
+            directory,
+        )
+    return directory
+
+
+def _first_writable() -> Path:
+    digest = _source_digest()
+    for base in cache_base():
+        if _writable(directory := Path(base) / "uccl_ep_serving" / digest):
+            return directory
+    directory = Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.getuid()}" / digest
+    # Someone else's directory in a shared /tmp must not feed us machine code.
+    if _writable(directory) and directory.stat().st_uid == os.getuid() == directory.parent.stat().st_uid:
+        return directory
+    return Path(tempfile.mkdtemp(prefix="uccl_ep_serving-"))
+
+
+def read_object(path: Path) -> bytes | None:
+    """The object code in ``path``; None where there is none. A damaged file counts as none, and goes."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("compiled code in %s cannot be read (%s): it is compiled again", path, error)
+        return None
+    start = len(_MAGIC) + hashlib.sha256().digest_size
+    code = content[start:]
+    if content[:start] == _MAGIC + hashlib.sha256(code).digest():
+        return code
+    _log.warning("compiled code in %s is damaged: it is compiled again", path)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    return None
+
+
+def write_object(path: Path, code: bytes) -> None:
+    """Keep ``code`` in ``path``, whole or not at all. A cache that cannot be written costs time and nothing else."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+            try:
+                file.write(_MAGIC + hashlib.sha256(code).digest() + code)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.name)
+                raise
+    except OSError as error:
+        _log.warning("compiled code is not kept in %s (%s): every process compiles it again", path.parent, error)

@@ -1,0 +1,99 @@
+"""This machine's processor, and machine code in memory: through LLVM, without Numba."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+
+__all__ = ["half_instructions", "load_object", "processor", "target_machine"]
+
+#: C types, by their names in a signature.
+_C = {
+    "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+    "boolean": ctypes.c_bool,
+    "void": None,
+}
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def processor() -> tuple[str, str]:
+    """Name and features of the processor to compile for: this machine's, or what NUMBA_CPU_NAME and
+    NUMBA_CPU_FEATURES say (both or neither)."""
+    name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    if features is None:
+        features = "" if name else llvm.get_host_cpu_features().flatten()
+    return name or llvm.get_host_cpu_name(), features
+
+
+@functools.cache
+def half_instructions() -> bool:
+    """Whether the processor converts float16: x86 with F16C (since 2012), and AArch64.
+
+    Elsewhere LLVM calls ``__extendhfsf2`` of the compiler's run-time library. There is none in memory, and LLVM then
+    aborts the process.
+    """
+    return platform.machine() in ("aarch64", "arm64") or "+f16c" in processor()[1].split(",")
+
+
+@functools.cache
+def target_machine() -> Any:
+    """LLVM's description of this machine, for code that is loaded where it runs."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = processor()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    static = platform.machine() in ("x86_64", "AMD64", "i686")
+    return target.create_target_machine(
+        cpu=name,
+        features=features,
+        opt=3,
+        reloc="static" if static else "default",
+        codemodel="jitdefault",
+        jit=True,
+    )
+
+
+@functools.cache
+def _engine() -> Any:
+    module = llvm.parse_assembly("")
+    module.triple = llvm.get_process_triple()
+    return llvm.create_mcjit_compiler(module, target_machine())
+
+
+def load_object(code: bytes, signatures: dict[str, str]) -> dict[str, tuple[Callable[..., Any], int]]:
+    """Load object code; by symbol, a callable that releases the GIL, and its address. It stays for good.
+
+    Args:
+        code: as :func:`.compiler.emit` returns it.
+        signatures: by symbol.
+
+    Raises:
+        KeyError: a symbol is not there.
+    """
+    with _lock:
+        engine = _engine()
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        found: dict[str, tuple[Callable[..., Any], int]] = {}
+        for symbol, signature in signatures.items():
+            address = engine.get_function_address(symbol)
+            if not address:
+                raise KeyError(symbol)
+            result, _, args = signature.removesuffix(")").partition("(")
+            kinds: list[Any] = [_C[kind.strip()] for kind in args.split(",") if kind.strip()]
+            found[symbol] = ctypes.CFUNCTYPE(_C[result], *kinds)(address), address
+        return found
