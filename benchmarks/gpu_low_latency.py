@@ -251,7 +251,7 @@ def publish(exchange: Any, turns: int) -> dict[str, Any]:
         return hook
 
     dispatch()()
-    plane = buffer.runtime._epochs.plane
+    plane = buffer.runtime._watch.plane
     assert plane is not None
     assert plane.service is not None
     (ring,) = {state.ring for state in plane.service.states if state.ring}

@@ -7,7 +7,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.runtime import Runtime
 
 #: Attributes of a Runtime that its construction sets.
-_SET = {"settings", "rank", "ranks", "record"}
+_SET = {"settings", "rank", "ranks", "record", "check"}
 #: What only the stand-in has, for tests.
 _OWN = {"group", "records"}
 

@@ -53,7 +53,7 @@ def modes(buffer: Buffer) -> Any:
 
 def check_drained(buffer: Buffer) -> None:
     """What the kernels have put into rings, the host sees put, and then taken: else leaving a window takes for ever."""
-    plane = buffer.runtime._epochs.plane
+    plane = buffer.runtime._watch.plane
     assert plane is not None
     assert plane.drain(time.monotonic() + 10.0, buffer.runtime._liveness), plane.stats()
 
@@ -201,10 +201,10 @@ def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times
     serve_interpreted(buffer, order)
     layer = Layer(buffer, form, torch.device("cpu"), order.compute)
     layer.run()
-    before = buffer.runtime._epochs.begun
+    before = buffer.runtime._watch.begun
     layer.check(order.replay, times)
     # the host has begun nothing: what ran was in device memory
-    assert buffer.runtime._epochs.begun == before
+    assert buffer.runtime._watch.begun == before
     check_drained(buffer)
     buffer.destroy()
     return times

@@ -46,10 +46,10 @@ def test_both_modes_over_several_nics(rails: int, proxies: int, qps: int, monkey
             ll_cases.check_combined(case, given, runtime.rank, combined)
         received = normal_cases.round_trip(Normal(runtime), normal, runtime.rank)
         assert set(re.findall(r"': '(\w+)'", str(runtime.stats()["transport_by_peer"]))) == {"roce"}
-        assert runtime._epochs.plane is not None
+        assert runtime._watch.plane is not None
         used = [
             row[0].state.links[:, rc.IMMEDIATES].reshape(3, -1, qps).sum(axis=(0, 2))  # type: ignore[attr-defined]
-            for row in runtime._epochs.plane.endpoints
+            for row in runtime._watch.plane.endpoints
         ]
         assert all((one > 0).all() for one in used), f"a NIC was idle: {used}"
         return received
@@ -142,8 +142,8 @@ def test_a_nic_that_cannot_be_polled_is_named_on_both_sides(kind: str, monkeypat
     def body(runtime: Runtime) -> tuple[str, float]:
         met.wait(30)
         if runtime.rank == 0:
-            assert runtime._epochs.plane is not None
-            endpoint: Any = runtime._epochs.plane.endpoints[0][0]
+            assert runtime._watch.plane is not None
+            endpoint: Any = runtime._watch.plane.endpoints[0][0]
             endpoint._state.rails[0, words.POLL_CQ] = broken.address
         met.wait(30)
         started = time.monotonic()

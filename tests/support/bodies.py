@@ -222,7 +222,7 @@ def stray_command(exchange: StoreExchange, overrides: dict[str, Any]) -> list[st
 
 def put_command(buffer: Buffer, stream: int, target: int) -> None:
     """Put a write of 16 bytes to rank 1 into the ring of ``stream``, and wait until the proxy has taken it."""
-    service = buffer.runtime._epochs.plane.service
+    service = buffer.runtime._watch.plane.service
     ring = service.ring(stream)
     head, tail, capacity = (ctypes.c_int64.from_address(ring + word) for word in (HEAD, TAIL, CAPACITY))
     index = head.value

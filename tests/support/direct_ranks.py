@@ -32,7 +32,7 @@ class DirectRuntime:
         self.node_ranks = group.node_ranks
 
     def __getattr__(self, name: str) -> Any:
-        # layout, window, context, mask, progress, heap and wait are the kernel space's own
+        # layout, window, context, mask, progress, and heap are the kernel space's own
         return getattr(self.space, name)
 
     def check(self, phase: str) -> None:

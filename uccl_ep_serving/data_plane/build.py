@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +31,7 @@ from .nics import HostNics, gpu_address
 from .nodes import equal_nodes, on_one_node
 from .plane import DataPlane
 from .segments import Segment
+from .watch import PlaneWatch
 
 if TYPE_CHECKING:
     from ..proxy.transport.base import Endpoint
@@ -73,12 +73,12 @@ class PlaneBuilder:
         #: What each rank offers over NICs; exchanged by the first build.
         self._offers: list[dict[str, Offer]] = []
 
-    def build(self, plan: LowLatencyPlan | None, epoch: int, watch: Callable[[], None]) -> DataPlane:
+    def build(self, plan: LowLatencyPlan | None, epoch: int, watch: PlaneWatch) -> DataPlane:
         """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
 
         Args:
             epoch: number of the plane, equal on all ranks; connections of another one are refused.
-            watch: see ``KernelSpace.watch``.
+            watch: what waits in the plane ask, and who names what ends them.
 
         Raises:
             ConfigError: the window would exceed what the formats hold.
@@ -275,7 +275,7 @@ class PlaneBuilder:
                     self._liveness.raise_if_absent(_CONNECTING, patience=_NEWS_SECONDS)
                     raise
 
-    def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: Callable[[], None]) -> None:
+    def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: PlaneWatch) -> None:
         """Make the kernel space and the proxies, which meet in its memory."""
         settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
         plane.space = space = KernelSpace(
@@ -302,7 +302,7 @@ class PlaneBuilder:
                 space.connect_direct(peer, windows[peer])
             else:
                 space.connect_proxied(peer, service.arrived, service.completed)
-        space.watch = watch
+        space.watch, space.raise_named = watch.look, watch.raise_named
 
     def _start(self, plane: DataPlane) -> None:
         """Start the proxies, and return when those of all ranks run."""

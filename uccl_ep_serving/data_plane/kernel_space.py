@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UcclEpError
+from ..errors import PeerError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import failed, failure_code, set_failure
 from ..native.pages import own_pages
 from ..protocol import context as ctx
@@ -31,6 +32,13 @@ SLICE_NS = 20_000_000
 CLAIM_TIMEOUT = 1.0
 
 _I64 = npt.NDArray[np.int64]
+
+
+def _raise(error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
+    try:
+        raise error
+    finally:
+        del error  # this frame is in the traceback: a cycle would keep windows mapped
 
 
 class KernelSpace:
@@ -51,6 +59,7 @@ class KernelSpace:
         mask: int32[ranks], 1 = peer masked. Writer: host. Readers: kernels.
         phase: words for the operation that waits, or is about to begin. Writer: the host; reader: ``watch``.
         watch: called between slices of a wait; raises when the host knows more (a lost peer, a dead proxy).
+        raise_named: called with what has ended a wait, and its phase; raises that, or what names the peer at the root.
     """
 
     def __init__(
@@ -71,6 +80,7 @@ class KernelSpace:
         self.heap = HeapAllocator(segment.bytes, layout.normal_heap, layout.normal.heap)
         self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32) if mask is None else mask
         self.watch: Callable[[], None] = lambda: None
+        self.raise_named: Callable[[PeerError | TransportError | ProxyDied, str], NoReturn] = _raise
         self.phase = ""
         self._segment = segment
         #: Threads in :meth:`wait`, and whether more may enter. Who enters says so and then looks whether it may, who
@@ -212,8 +222,17 @@ class KernelSpace:
 
         Raises:
             PeerTimeout: the deadline passed; the sticky error is set.
-            PeerLost, ProxyDied, TransportError, ProtocolError: as the sticky error says.
+            PeerLost, ProxyDied, TransportError, ProtocolError: as the sticky error says. Of the errors that blame a
+                peer, only those that name the one at the root are raised.
         """
+        try:
+            self._run(phase, step, moved)
+        except (PeerError, TransportError, ProxyDied) as error:
+            # outside: this rank waits for nobody any more, and says so to the others
+            self.raise_named(error, phase)
+
+    def _run(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None) -> None:
+        """The slices of a wait."""
         self.phase, me = phase, threading.get_ident()
         started = time.monotonic_ns()
         end, seen, now = started + int(self.timeout * 1e9), moved() if moved else 0, started

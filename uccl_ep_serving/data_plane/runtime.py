@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
-from ..errors import PeerError, ProxyDied, TransportError, UcclEpError
+from ..errors import PeerError, UcclEpError
 from ..native.failure import STICKY_ERROR
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
@@ -54,6 +54,7 @@ class Runtime:
 
     Attributes:
         rank, ranks, settings: of the group.
+        check: raises what is known to be wrong before an operation starts.
 
     Raises:
         ConfigError, BootstrapError, TransportError: nothing is left open.
@@ -76,6 +77,7 @@ class Runtime:
         self._liveness = self._mesh.liveness
         self._epochs = Epochs(self._mesh, settings, normal)
         self._watch = self._epochs.watch
+        self.check = self._watch.check
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -99,7 +101,7 @@ class Runtime:
     def space(self) -> KernelSpace:
         """Kernel space of the present epoch. Raises UcclEpError when the Buffer is closed or broken, and when
         there is none; that the process was forked, :meth:`check` says."""
-        space = self._epochs.present.space
+        space = self._watch.present.space
         assert space is not None
         return space
 
@@ -158,65 +160,20 @@ class Runtime:
     @property
     def nic_bandwidth(self) -> float:
         """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
-        return 0.0 if self._epochs.plane is None else self._epochs.plane.nic_bandwidth
+        return 0.0 if self._watch.plane is None else self._watch.plane.nic_bandwidth
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def check(self, phase: str = "operation") -> None:
-        """Raise what is known to be wrong before an operation starts.
-
-        Commands refused outside operations are named here, once, and never in the middle of an operation.
-        """
-        self._epochs.check_usable()
-        try:
-            if self._epochs.stale:
-                # the old data plane has failed, which is why it is left; what counts is who will be in the new one
-                self._liveness.check(phase)
-                return
-            space = self.space
-            space.phase = phase
-            self._watch.look()
-            if space.failed:
-                raise space.failure(phase)
-        except (PeerError, TransportError, ProxyDied) as error:
-            self._fail(error, phase)
-        service = self._epochs.present.service
-        assert service is not None
-        service.check_commands()
-
     def begin_operation(self) -> None:
         """Count a collective operation, before anything of it is sent."""
-        self._epochs.begun += 1
-
-    def wait(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None = None) -> None:
-        """Run ``step`` until it is done, as :meth:`KernelSpace.wait` says. Of the errors that blame a peer, only those
-        that name the one at the root are raised."""
-        try:
-            self.space.wait(phase, step, moved)
-        except (PeerError, TransportError, ProxyDied) as error:
-            self._fail(error, phase)
+        self._watch.begun += 1
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
         try:
             return [payload for payload, _ in self._mesh.steps.gather(step, payload)]
         except PeerError as error:
-            self._fail(error, step)
-
-    def _fail(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
-        """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
-        if isinstance(error, PeerError):
-            named: UcclEpError = self._watch.resolve_cause(error)
-        else:
-            self._watch.report_local_failure(error, phase)
-            named = error
-        try:
-            if named is error:
-                raise error
-            raise named from error
-        finally:
-            # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
-            del named, error
+            self._watch.raise_named(error, step)
 
     # -- memory on devices --------------------------------------------------------------------------------------
 
@@ -228,7 +185,7 @@ class Runtime:
     @property
     def nic_peers(self) -> frozenset[int]:
         """Ranks that are not masked and that this one reaches over NICs."""
-        routes = self._epochs.present.routes
+        routes = self._watch.present.routes
         return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) & self._liveness.present
 
     @property
@@ -251,23 +208,23 @@ class Runtime:
             TransportError: on every rank, when a NIC of one of them takes the memory in no way.
             PeerError: a rank did not take part.
         """
-        self._epochs.present.register_device_window(start, nbytes, export, objection, self.exchange)
+        self._watch.present.register_device_window(start, nbytes, export, objection, self.exchange)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has
         to end when the sticky error is set: that is how its time is limited."""
-        self._epochs.present.finishes.append(finish)
+        self._watch.present.finishes.append(finish)
 
     def before_unmapping(self, release: Callable[[], object]) -> None:
         """Call ``release`` when the memory of the present epoch goes, once its proxies have stopped."""
-        self._epochs.present.releases.append(release)
+        self._watch.present.releases.append(release)
 
     # -- rebuilding ---------------------------------------------------------------------------------------------
 
     @property
     def stale(self) -> str:
         """Why the next operation must begin with :meth:`rebuild`, in words; empty when it need not."""
-        return self._epochs.stale
+        return self._watch.stale
 
     @property
     def rebuild_requested(self) -> bool:
@@ -302,8 +259,8 @@ class Runtime:
         Raises:
             UcclEpError: the Buffer is closed.
         """
-        if self._epochs.closed or self._epochs.forked:
-            self._epochs.check_usable()  # raises; a broken Buffer, however, may be mended by this
+        if self._watch.closed or self._watch.forked:
+            self._watch.check_usable()  # raises; a broken Buffer, however, may be mended by this
         if self._liveness.mask[peer]:
             return
         self._mesh.mask_out(peer)
@@ -314,7 +271,7 @@ class Runtime:
 
     def stats(self) -> dict[str, Any]:
         """Plain counters of this rank; also what the live socket serves."""
-        plane = self._epochs.plane
+        plane = self._watch.plane
         return {
             "rank": self.rank,
             "world": self.ranks,
@@ -331,11 +288,11 @@ class Runtime:
     @property
     def closed(self) -> bool:
         """True after :meth:`close`."""
-        return self._epochs.closed
+        return self._watch.closed
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Stop, drain, wait for the others (bounded by ``timeout`` seconds), unmap. May be called twice."""
-        if self._epochs.forked or not self._epochs.shut():
+        if self._watch.forked or not self._watch.shut():
             return
         deadline = time.monotonic() + timeout
         try:
@@ -345,11 +302,11 @@ class Runtime:
 
     def _take_leave(self, deadline: float) -> None:
         """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""
-        plane = self._epochs.plane
+        plane = self._watch.plane
         if (
-            self._epochs.broken
+            self._watch.broken
             or self._watch.evicted
-            or self._epochs.stale
+            or self._watch.stale
             or plane is None
             or plane.space is None
             or plane.space.failed
@@ -368,8 +325,8 @@ class Runtime:
 
     def _teardown(self, deadline: float) -> None:
         """Let go of everything, each part whatever becomes of the others (Ctrl-C included)."""
-        self._epochs.shut()
-        plane, self._epochs.plane = self._epochs.plane, None
+        self._watch.shut()
+        plane, self._watch.plane = self._watch.plane, None
         with contextlib.ExitStack() as steps:  # runs from the last to the first
             if self._live is not None:
                 steps.callback(self._live.close)

@@ -1,14 +1,26 @@
-"""What a rank does when it hears of a peer: stop the kernels of the present data plane, and say who is to blame."""
+"""The present data plane of a rank: whether operations may go on in it, what stops its kernels, and who is to blame."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from ..control_plane.failure_report import FailureReport
 from ..control_plane.mesh import ControlMesh
-from ..errors import REBUILD_GROUP, PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss
+from ..errors import (
+    REBUILD_GROUP,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    ProxyDied,
+    TransportError,
+    UcclEpError,
+    after_loss,
+)
 from ..protocol import context as ctx
 from ..protocol.streams import channel_of
 from .agreement import SETUP, read_proposal
@@ -24,28 +36,30 @@ class PlaneWatch:
 
     Args:
         mesh: its callbacks are taken over.
-        plane: returns the present data plane, None when there is none or the Buffer is closed.
-        begun: returns how many operations this rank has begun in it.
         settle: called when a peer asks for other windows before an operation that this rank has begun.
 
     Attributes:
+        plane: the present data plane, None while there is none.
+        begun: operations that this rank has begun in it.
+        stale: why the next operation must begin in another one, in words; empty when it need not.
+        broken: why the ranks cannot go on together, in words; masking a lost rank mends that.
+        closed: no other data plane will be taken into use.
         evicted: in words, that another rank has masked this one; empty while none has.
             Writer: the thread that reads the control connections. Reader: the host.
     """
 
-    def __init__(
-        self,
-        mesh: ControlMesh,
-        plane: Callable[[], DataPlane | None],
-        begun: Callable[[], int],
-        settle: Callable[[DataPlane], None],
-    ) -> None:
+    def __init__(self, mesh: ControlMesh, settle: Callable[[DataPlane], None]) -> None:
+        self.plane: DataPlane | None = None
+        self.begun = 0
+        self.stale = ""
+        self.broken = ""
+        self.closed = False
         self.evicted = ""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._rank = mesh.rank
         self._mesh = mesh
         self._liveness = mesh.liveness
-        self._plane = plane
-        self._begun = begun
         self._settle = settle
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
@@ -53,7 +67,70 @@ class PlaneWatch:
         mesh.on_masked = self._on_masked
         mesh.root_cause.waits_for = self._waits_for
 
+    # -- what is in use -----------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise UcclEpError when the Buffer is closed, forked or broken."""
+        if self.closed:
+            raise UcclEpError("this Buffer is closed")
+        if self.forked:
+            raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
+        if broken := self.broken or self.evicted:
+            raise UcclEpError(broken)
+
+    @property
+    def forked(self) -> bool:
+        """True in a process that has forked off from the one that built the Buffer."""
+        return os.getpid() != self._pid
+
+    @property
+    def present(self) -> DataPlane:
+        """The data plane of the present epoch. Raises UcclEpError when the Buffer is closed or broken, and when there
+        is none."""
+        plane = self.plane
+        if self.closed or self.broken or self.evicted or plane is None or plane.space is None:
+            self.check_usable()
+            raise UcclEpError(f"this rank has no window at present ({self.stale or 'it is being built'})")
+        return plane
+
+    def install(self, plane: DataPlane) -> bool:
+        """Take ``plane`` into use; False when the Buffer was closed meanwhile."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.plane = plane
+        return True
+
+    def shut(self) -> bool:
+        """Take no other data plane into use; True for the first call."""
+        with self._lock:
+            first, self.closed = not self.closed, True
+        return first
+
     # -- what the host asks -------------------------------------------------------------------------------------
+
+    def check(self, phase: str = "operation") -> None:
+        """Raise what is known to be wrong before an operation starts.
+
+        Commands refused outside operations are named here, once, and never in the middle of an operation.
+        """
+        self.check_usable()
+        try:
+            if self.stale:
+                # the old data plane has failed, which is why it is left; what counts is who will be in the new one
+                self._liveness.check(phase)
+                return
+            space = self.present.space
+            assert space is not None
+            space.phase = phase
+            self.look()
+            if space.failed:
+                raise space.failure(phase)
+        except (PeerError, TransportError, ProxyDied) as error:
+            self.raise_named(error, phase)
+        service = self.present.service
+        assert service is not None
+        service.check_commands()
 
     def look(self) -> None:
         """Before an operation and between slices of a wait: raise, or stop the kernels, for what the proxies, the
@@ -95,6 +172,21 @@ class PlaneWatch:
                 cause=cause,
             )
 
+    def raise_named(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
+        """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
+        if isinstance(error, PeerError):
+            named: UcclEpError = self.resolve_cause(error)
+        else:
+            self._report_local_failure(error, phase)
+            named = error
+        try:
+            if named is error:
+                raise error
+            raise named from error
+        finally:
+            # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
+            del named, error
+
     def resolve_cause(self, error: PeerError) -> PeerError:
         """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
 
@@ -108,7 +200,7 @@ class PlaneWatch:
             _log.error("rank %d blames rank %d, not rank %d: %s", self._rank, named.peer, error.peer, named)
         return named
 
-    def report_local_failure(self, error: UcclEpError, phase: str) -> None:
+    def _report_local_failure(self, error: UcclEpError, phase: str) -> None:
         """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
         plane = self._plane()
         if plane is not None and plane.space is not None and plane.space.failed:
@@ -175,10 +267,14 @@ class PlaneWatch:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _plane(self) -> DataPlane | None:
+        """The present data plane, None when there is none or the Buffer is closed."""
+        return None if self.closed else self.plane
+
     def _requested_before(self) -> int | None:
         """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
         for peer, payload in self._mesh.steps.requested(SETUP).items():
-            if read_proposal(peer, payload).begun < self._begun():
+            if read_proposal(peer, payload).begun < self.begun:
                 return peer
         return None
 

@@ -169,17 +169,23 @@ class LowLatency:
             waits_address,
         )
         with epoch.operation(phase, self._dispatches) as operation:
-            runtime.wait(f"{phase} send", send)
+            space.wait(f"{phase} send", send)
             if not return_recv_hook:
-                runtime.wait(f"{phase} recv", receive)
+                space.wait(f"{phase} recv", receive)
                 operation.received()
         spent = time.monotonic_ns() - started
         if not return_recv_hook:
             self._dispatched(handle, spent)
             return outputs.rows, outputs.count, handle, EventOverlap(), None
-        wait = partial(runtime.wait, f"{phase} recv", receive)
-        kept = outputs, counts, waits
-        hook = RecvHook(epoch, operation, f"{phase} recv", wait, lambda ns: self._dispatched(handle, spent + ns), kept)
+        later = f"{phase} recv"
+        hook = RecvHook(
+            epoch,
+            operation,
+            later,
+            lambda: runtime.space.wait(later, receive),
+            lambda ns: self._dispatched(handle, spent + ns),
+            kept=(outputs, counts, waits),
+        )
         return outputs.rows, outputs.count, handle, EventOverlap(), hook
 
     def combine(
@@ -248,17 +254,23 @@ class LowLatency:
         send = partial(kernels.combine_send, *blocks, x.data_ptr(), *form)
         receive = partial(kernels.combine_recv, *blocks, weights.data_ptr(), result.data_ptr(), *form, waits_address)
         with epoch.operation(phase, self._combines) as operation:
-            runtime.wait(f"{phase} send", send)
+            space.wait(f"{phase} send", send)
             if not return_recv_hook:
-                runtime.wait(f"{phase} recv", receive)
+                space.wait(f"{phase} recv", receive)
                 operation.received()
         spent = time.monotonic_ns() - started
         if not return_recv_hook:
             self._combined(handle, spent)
             return result, EventOverlap(), None
-        wait = partial(runtime.wait, f"{phase} recv", receive)
-        kept = weights, result, ticket, waits
-        hook = RecvHook(epoch, operation, f"{phase} recv", wait, lambda ns: self._combined(handle, spent + ns), kept)
+        later = f"{phase} recv"
+        hook = RecvHook(
+            epoch,
+            operation,
+            later,
+            lambda: runtime.space.wait(later, receive),
+            lambda ns: self._combined(handle, spent + ns),
+            kept=(weights, result, ticket, waits),
+        )
         return result, EventOverlap(), hook
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

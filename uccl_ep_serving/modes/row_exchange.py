@@ -221,11 +221,11 @@ class RowExchange:
         Raises:
             ConfigError: the ranks were given different operations or shapes; every rank raises, nothing has moved and
                 the group goes on as it was.
-            PeerError, ProtocolError, TransportError, ProxyDied: see ``Runtime.wait``.
+            PeerError, ProtocolError, TransportError, ProxyDied: see ``KernelSpace.wait``.
         """
         space, (_, block_address, peers) = self._runtime.space, self._addresses
         step = partial(self.kernels.open_operation, space.context, block_address, peers, space.progress)
-        self._runtime.wait(f"{form.name}, opening", step, self._steps)
+        space.wait(f"{form.name}, opening", step, self._steps)
         if self.operation[block.DIFFERENT]:
             # nobody gets as far as saying that writes are over
             self._notices -= 0 if form.kind == NormalNotify.OPERATION_COMBINE else 1
@@ -268,7 +268,7 @@ class RowExchange:
         """Exchange the rows. Raises as :meth:`open`, ConfigError excepted; the operation cannot be taken up again."""
         kernel = self.kernels.exchange_nodes if form.node_ranks else self.kernels.exchange
         space = self._runtime.space
-        self._runtime.wait(form.name, partial(kernel, space.context, *self._addresses, space.progress), self._steps)
+        space.wait(form.name, partial(kernel, space.context, *self._addresses, space.progress), self._steps)
 
     def _steps(self) -> int:
         return int(self.operation[block.STEPS])
