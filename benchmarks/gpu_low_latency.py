@@ -38,7 +38,7 @@ _HELD_UP = 5_000_000
 COPY_TARGET, ROUND_TRIP_TARGET, PUBLISH_TARGET = 0.8, 40.0, 5.0
 
 
-def kernel_times(step: Callable[[], Any], names: tuple[str, ...], turns: int = 30) -> dict[str, float]:
+def kernel_times(step: Callable[[], Any], names: tuple[str, ...], calls: int = 30) -> dict[str, float]:
     """Median microseconds on the device of each kernel whose name begins with one of ``names``."""
     import statistics
 
@@ -49,7 +49,7 @@ def kernel_times(step: Callable[[], Any], names: tuple[str, ...], turns: int = 3
         step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(turns):
+        for _ in range(calls):
             step()
         torch.cuda.synchronize()
     samples: dict[str, list[float]] = {}
@@ -155,7 +155,7 @@ def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
     }
 
 
-def replay_microseconds(step: Callable[[], Any], turns: int = 200) -> dict[str, float]:
+def replay_microseconds(step: Callable[[], Any], calls: int = 200) -> dict[str, float]:
     """Of a replay of a graph that holds ``step``, as events of the stream have it."""
     import torch
 
@@ -168,7 +168,7 @@ def replay_microseconds(step: Callable[[], Any], turns: int = 200) -> dict[str, 
     with torch.cuda.graph(graph):
         step()
     samples = []
-    for _ in range(10 + turns):
+    for _ in range(10 + calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
@@ -232,7 +232,7 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
     return {"rank": exchange.rank, "ranks": exchange.size, "tokens": tokens, **overrides, "replay_us": found}
 
 
-def publish(exchange: Any, turns: int) -> dict[str, Any]:
+def publish(exchange: Any, calls: int) -> dict[str, Any]:
     """Microseconds from a ring's head to its tail, as this rank's host sees them."""
     import torch
 
@@ -257,7 +257,7 @@ def publish(exchange: Any, turns: int) -> dict[str, Any]:
     (ring,) = {state.ring for state in plane.service.states if state.ring}
     head, tail = (ctypes.c_int64.from_address(ring + offset) for offset in (HEAD, TAIL))
     samples = []
-    for _ in range(turns):
+    for _ in range(calls):
         torch.cuda.synchronize()
         exchange.all_gather(b"")
         before, deadline = head.value, time.monotonic() + 10.0
@@ -275,7 +275,7 @@ def publish(exchange: Any, turns: int) -> dict[str, Any]:
         if looked:
             samples.append((taken - seen) / 1e3)
         hook()
-    assert len(samples) > turns / 2, f"of {turns} dispatches {len(samples)} were published after the first look"
+    assert len(samples) > calls / 2, f"of {calls} dispatches {len(samples)} were published after the first look"
     buffer.destroy()
     found = summary(samples)
     return {"rank": exchange.rank, "publish_to_pop_us": found, "target_met": found["median"] < PUBLISH_TARGET}

@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     tokens: int
     hidden: int
     rounds: int
-    turns: int
+    calls: int
     programs: tuple[int, ...]
 
 
@@ -70,13 +70,13 @@ def together(exchange: Any, steps: dict[str, Callable[[], Any]], shape: Shape) -
     samples: dict[str, list[float]] = {name: [] for name in steps}
 
     def often(step: Callable[[], Any]) -> None:
-        for _ in range(shape.turns):
+        for _ in range(shape.calls):
             step()
 
     for _ in range(1 + shape.rounds):
         for name, step in steps.items():
             exchange.all_gather(b"")
-            samples[name].append(seconds_of(lambda step=step: often(step)) / shape.turns)
+            samples[name].append(seconds_of(lambda step=step: often(step)) / shape.calls)
     # the first round warmed up
     return {name: times[1:] for name, times in samples.items()}
 
@@ -216,7 +216,7 @@ def deepep(exchange: Any, shape: Shape, directory: str) -> dict[str, Any]:
         }
         stage = reached(directory, rank, "timing")
         # its kernels wait for each other in the middle of a copy: without MPS that takes long
-        few = shape._replace(rounds=min(shape.rounds, 5), turns=min(shape.turns, 3))
+        few = shape._replace(rounds=min(shape.rounds, 5), calls=min(shape.calls, 3))
         found = figures(together(exchange, steps, few), dict.fromkeys(("dispatch", "combine"), rows.nbytes))
         buffer.destroy()
         return {"rank": rank, "tokens": shape.tokens, "programs": 24, **found}
@@ -230,7 +230,7 @@ def deepep(exchange: Any, shape: Shape, directory: str) -> dict[str, Any]:
 def parts(pool: Any, options: argparse.Namespace) -> dict[str, Callable[[], list[Any]]]:
     """What can be measured, by name."""
     programs = tuple(map(int, options.programs.split(",")))
-    shape = Shape(options.tokens, options.hidden, options.rounds, options.turns, programs)
+    shape = Shape(options.tokens, options.hidden, options.rounds, options.calls, programs)
 
     # the interpreter takes its time
     limit = 580.0 if options.interpreter else 150.0
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
     parser.add_argument("--hidden", type=int, default=7168, help="values of a token, a multiple of 128")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each step")
-    parser.add_argument("--turns", type=int, default=10, help="calls that make a sample")
+    parser.add_argument("--calls", type=int, default=10, help="calls that make a sample")
     parser.add_argument("--programs", default="8,16,24", help="most programs, comma-separated")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of rows, comma-separated")
     parser.add_argument("--interpreter", action="store_true", help="in Triton's interpreter, on CPU tensors")

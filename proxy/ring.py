@@ -198,7 +198,7 @@ def _serve_stream(state: int, index: int) -> int:
     moved = 0
     if peek(entry + words.PEER_WAITER) == stream + 1:
         poke(entry + words.PEER_WAITER, 0)
-    # rule: streams take turns
+    # rule: a stream gets time slices
     while posted < WRITES_PER_SLICE and moved < quantum:
         node = first_node(state, record)
         if node == 0:

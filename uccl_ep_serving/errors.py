@@ -47,8 +47,8 @@ class ProtocolError(UcclEpError, RuntimeError):
     """A header, immediate, frame, command or offset breaks the formats in ``uccl_ep_serving.protocol``.
 
     Attributes:
-        peer: EP rank at the other end of it, -1 when it concerns no peer. A peer that broke the formats was parted
-            from as if it were lost, and can be masked.
+        peer: EP rank at the other end of it, -1 when it concerns no peer. A peer that broke the formats was dropped
+            as if it were lost, and can be masked.
         channel: channel on which it was noticed, -1 when no single one.
     """
 

@@ -87,7 +87,7 @@ def test_ranks_are_new_ones_after_a_failure() -> None:
 def test_normal_mode_is_measured_to_the_end_in_the_interpreter(tmp_path: Path) -> None:
     """Everything but the times: both formats, alone and between two ranks, held against the oracle."""
     kept = tmp_path / "figures.json"
-    small = ("--tokens", "3", "--hidden", "128", "--rounds", "1", "--turns", "1", "--programs", "24")
+    small = ("--tokens", "3", "--hidden", "128", "--rounds", "1", "--calls", "1", "--programs", "24")
     shown = run("gpu_normal.py", "--interpreter", *small, "--json", str(kept))
     assert shown.returncode == 0, shown.stdout + shown.stderr
     found = json.loads(kept.read_text())

@@ -1,4 +1,4 @@
-"""Which writes of NICs a GPU must order: those that other GPUs of the node read as well, where rows are handed on."""
+"""Which writes of NICs a GPU must order: those that other GPUs of the node read as well, where rows are forwarded."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Stand:
         completed[peer * STREAMS : (peer + 1) * STREAMS] = [self._nothing.ctypes.data] * STREAMS
 
     def expire(self) -> None:
-        """From now on the time of every wait is over at its first turn."""
+        """From now on the time of every wait is over at its first spin."""
         self._context[ctx.LIMIT] = 0
 
     @property

@@ -413,7 +413,7 @@ def opened(exchange: StoreExchange) -> None:
 
 
 def finished(exchange: StoreExchange) -> None:
-    """The host of rank 2 has launched no turn of a dispatch in which nobody has rows but for itself."""
+    """The host of rank 2 has launched no step of a dispatch in which nobody has rows but for itself."""
     node_stand, _ = _modules()
     from uccl_ep_serving.kernels.blocks.normal_device import NUMBER, OPEN, RAN, STEP
     from uccl_ep_serving.kernels.triton.normal_node_step import finish_nodes

@@ -1,4 +1,4 @@
-"""Steps of a turn between nodes as kernels of their own. Imported only where Triton is the interpreter."""
+"""Parts of a step between nodes as kernels of their own. Imported only where Triton is the interpreter."""
 
 from __future__ import annotations
 

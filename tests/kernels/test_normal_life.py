@@ -143,7 +143,7 @@ def test_an_operation_that_was_opened_and_not_run_ends_normal_mode_by_name() -> 
 
 
 class SlowKernels:
-    """Kernels of which ``exchange`` makes one turn at a time and naps after it."""
+    """Kernels of which ``exchange`` makes one step at a time and naps after it."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels

@@ -346,7 +346,7 @@ def test_a_row_crosses_once_to_a_node_and_back(ranks: int, node_ranks: int) -> N
 
 
 class SlowExchange:
-    """Kernels of which ``exchange_nodes`` makes one turn at a time and naps before it."""
+    """Kernels of which ``exchange_nodes`` makes one step at a time and naps before it."""
 
     def __init__(self, kernels: Any, seconds: float) -> None:
         self._kernels, self._seconds = kernels, seconds
@@ -361,7 +361,7 @@ class SlowExchange:
 
 @pytest.mark.parametrize("slow", range(4))
 def test_nobody_overtakes_a_slow_rank(slow: int) -> None:
-    """Whoever hands rows on waits for a rank of its node, and it for them, however slow one of them is."""
+    """Whoever forwards rows waits for a rank of its node, and it for them, however slow one of them is."""
     cases = [Case((150, 140, 130, 120), experts=8, lost=0.0, seed=seed, topk=4) for seed in range(2)]
     inputs = [case.inputs() for case in cases]
 

@@ -68,7 +68,7 @@ def test_formats_over_mapped_windows(interpreted: Ranks) -> None:
 
 @pytest.mark.parametrize("programs", [2, 8])
 def test_programs_share_rows_and_blocks_of_rows(interpreted: Ranks, programs: int) -> None:
-    """Tokens of two programs and rows of two blocks: few programs take all of them in turns, more take a block each."""
+    """Tokens of two programs and rows of two blocks: few programs take all of them in steps, more take a block each."""
     sizes: dict[str, Any] = {"tokens": 20, "counts": (20, 17), "hidden": 1280, "experts": 4, "topk": 2}
     cases = [Case(**sizes), Case(**sizes, reduced=False, fp8=True)]
     assert interpreted.run(2, triton_bodies.with_programs, PATHS["mapped"], programs, cases, timeout=300) == [2, 2]

@@ -146,7 +146,7 @@ def test_a_handle_keeps_what_came_from_each_rank(interpreted: Run) -> None:
     interpreted(bodies.opened)
 
 
-def test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched(interpreted: Run) -> None:
+def test_the_last_kernel_takes_the_steps_that_the_host_has_not_launched(interpreted: Run) -> None:
     interpreted(bodies.finished)
 
 

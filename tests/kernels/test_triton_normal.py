@@ -87,9 +87,9 @@ def test_a_launch_that_fails_is_named_by_what_follows(interpreted: Ranks, phase:
         assert words in said
 
 
-def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
-    """The last kernel takes all turns itself, and the host launches as many more from then on."""
-    for asked in interpreted.run(2, bodies.no_turns, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580):
+def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
+    """The last kernel takes all steps itself, and the host launches as many more from then on."""
+    for asked in interpreted.run(2, bodies.no_steps, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580):
         dispatch, combine, next_dispatch, next_combine = asked
         assert dispatch < next_dispatch <= 2 * dispatch
         assert combine < next_combine <= 2 * combine

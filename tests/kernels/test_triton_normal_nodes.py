@@ -61,7 +61,7 @@ def test_every_format(interpreted: Ranks, transport: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", [(), (0, 3), (2, 3)], ids=["triton", "mixed", "a node of Numba's"])
 def test_every_slot_many_times(interpreted: Ranks, cpu: tuple[int, ...]) -> None:
-    """Landing slots, staging and rings of a few rows; the turns that the host launches are enough."""
+    """Landing slots, staging and rings of a few rows; the steps that the host launches are enough."""
     late = interpreted.run(4, bodies.against_the_oracle, {**NODES, **ROUNDS}, [DEEP], cpu, timeout=580)
     assert late == [0] * 4
 
@@ -115,9 +115,9 @@ def test_without_ids(interpreted: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_turns_that_the_host_did_not_launch(interpreted: Ranks) -> None:
-    """The last kernel takes all turns itself, and the host launches as many more from then on."""
-    for asked in interpreted.run(4, bodies.no_turns, {**NODES, **ROUNDS}, SMALL, timeout=580):
+def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
+    """The last kernel takes all steps itself, and the host launches as many more from then on."""
+    for asked in interpreted.run(4, bodies.no_steps, {**NODES, **ROUNDS}, SMALL, timeout=580):
         dispatch, combine, next_dispatch, next_combine = asked
         assert dispatch < next_dispatch <= 2 * dispatch
         assert combine < next_combine <= 2 * combine

@@ -19,30 +19,30 @@ from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpErr
 from uccl_ep_serving.protocol import relay
 
 
-def turn_of(buffer: Buffer) -> int:
-    """Turns that the last operation has begun."""
+def step_of(buffer: Buffer) -> int:
+    """Steps that the last operation has begun."""
     from uccl_ep_serving.kernels.blocks.normal_device import STEP
 
     normal: Any = buffer._backend.normal
     return int(normal._session._present.state.words[STEP])
 
 
-def count_turns(buffer: Buffer) -> list[int]:
-    """Of each operation from now on: turns that move rows and that the host has not launched."""
+def count_missed_steps(buffer: Buffer) -> list[int]:
+    """Of each operation from now on: steps that move rows and that the host has not launched."""
     normal: Any = buffer._backend.normal
     chosen, end = normal._steps, normal._session.end
     launched, late = [0], []
 
-    def turns(*arguments: Any) -> int:
+    def steps(*arguments: Any) -> int:
         launched[0] = chosen(*arguments)
         return launched[0]
 
     def ended(*arguments: Any, **named: Any) -> None:
-        # the last turn only finds that nothing is left
-        late.append(turn_of(buffer) - 1 - launched[0])
+        # the last step only finds that nothing is left
+        late.append(step_of(buffer) - 1 - launched[0])
         end(*arguments, **named)
 
-    normal._steps, normal._session.end = turns, ended
+    normal._steps, normal._session.end = steps, ended
     return late
 
 
@@ -57,15 +57,15 @@ def checked(buffer: Buffer, rank: int, inputs: Inputs, **options: Any) -> Outcom
 def against_the_oracle(
     exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case], cpu: tuple[int, ...] = ()
 ) -> int:
-    """Ranks of ``cpu`` run Numba's kernels, the others Triton's. Returns how many operations needed more turns that
+    """Ranks of ``cpu`` run Numba's kernels, the others Triton's. Returns how many operations needed more steps that
     move rows than the host has launched."""
     rank = exchange.rank
     buffer = plain.mixed(exchange, overrides, rank in cpu)
-    late = [] if rank in cpu else count_turns(buffer)
+    late = [] if rank in cpu else count_missed_steps(buffer)
     for case in cases:
         checked(buffer, rank, case.inputs())
     buffer.destroy()
-    return sum(turns > 0 for turns in late)
+    return sum(steps > 0 for steps in late)
 
 
 def without_a_look(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
@@ -145,11 +145,11 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
-def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
-    """The host launches no turns at all; how many it would have, of a dispatch, its combine, and the same again."""
+def no_steps(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
+    """The host launches no steps at all; how many it would have, of a dispatch, its combine, and the same again."""
     buffer = plain.opened(exchange, overrides)
     checked(buffer, exchange.rank, case.inputs())
-    asked = plain.launch_no_turns(buffer)
+    asked = plain.launch_no_steps(buffer)
     for _ in range(2):
         checked(buffer, exchange.rank, case.inputs())
     buffer.destroy()

@@ -69,26 +69,26 @@ def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buff
     return buffer
 
 
-def launch_no_turns(buffer: Buffer) -> list[int]:
-    """No turns are launched from now on, of formats that are in use. Of each operation: how many would have been."""
+def launch_no_steps(buffer: Buffer) -> list[int]:
+    """No steps are launched from now on, of formats that are in use. Of each operation: how many would have been."""
     normal: Any = buffer._backend.normal
     exchanged = normal._kernels.exchange
     asked: list[int] = []
 
     def exchange(*arguments: Any) -> Any:
-        *given, turns, programs = arguments
-        asked.append(turns)
+        *given, steps, programs = arguments
+        asked.append(steps)
         return exchanged(*given, 0, programs)
 
     normal._kernels.exchange = exchange
     return asked
 
 
-def no_turns(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
-    """The host launches no turns at all; how many it would have, of a dispatch, its combine, and the same again."""
+def no_steps(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
+    """The host launches no steps at all; how many it would have, of a dispatch, its combine, and the same again."""
     buffer, inputs = opened(exchange, overrides), case.inputs()
     normal_cases.check_rank(inputs, exchange.rank, normal_cases.round_trip(buffer, inputs, exchange.rank))
-    asked = launch_no_turns(buffer)
+    asked = launch_no_steps(buffer)
     run_cases(buffer, exchange.rank, [case, case, replace(case, tokens=(14, 9))])
     return asked[:4]
 

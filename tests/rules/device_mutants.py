@@ -16,7 +16,7 @@ DEVICE_MUTANTS = Rules(
         ),
         "a wait ends when the sticky error is set": Mutant(
             NEVER,
-            "tests/kernels/test_device_waits.py::test_the_sticky_error_ends_a_wait_soon[short turns]",
+            "tests/kernels/test_device_waits.py::test_the_sticky_error_ends_a_wait_soon[short spins]",
         ),
         "a waiting kernel leaves memory of the host alone most of the time": Mutant(
             ALWAYS,
@@ -48,7 +48,7 @@ DEVICE_MUTANTS = Rules(
         ),
         "normal mode: the last kernel takes the steps that the host has not launched": Mutant(
             NEVER,
-            _NORMAL + "test_turns_that_the_host_did_not_launch",
+            _NORMAL + "test_steps_that_the_host_did_not_launch",
         ),
         "normal mode: the host is told that more rows came than num_worst_tokens promised": Mutant(
             NEVER,

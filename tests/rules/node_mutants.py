@@ -141,7 +141,7 @@ NODE_MUTANTS = Rules(
         ),
         "the last kernel takes the steps that the host has not launched": Mutant(
             NEVER,
-            _STEPS + "test_the_last_kernel_takes_the_turns_that_the_host_has_not_launched",
+            _STEPS + "test_the_last_kernel_takes_the_steps_that_the_host_has_not_launched",
         ),
     },
 )

@@ -52,7 +52,7 @@ RULES = Rules[Way](
         "a wrong command outside operations ends nothing": SKIP,
         "a number out of sequence is a fault where order is kept": NEVER,
         "a lost peer sets the sticky error": NEVER,
-        "streams take turns": ALWAYS,
+        "a stream gets time slices": ALWAYS,
         "the proxy takes a bounded batch of commands": ALWAYS,
         "writes to a lost peer count as completed": SKIP,
         "a forgotten peer causes no error": INSTEAD("0"),

@@ -63,7 +63,7 @@ CLAUSES: dict[int, list[str]] = {
         "bytes and writes in flight are capped",
         "room under the caps goes to the write that waits for it",
         "a blocked destination does not block its ring",
-        "streams take turns",
+        "a stream gets time slices",
         "the proxy takes a bounded batch of commands",
         "a full ring takes nothing",
     ],

@@ -372,11 +372,11 @@ def a_long_queue_beside_a_short_one(step: Step) -> None:
     step(state.address)
     posted = state.send[1, LL_DISPATCH, words.NEXT // 8], state.send[2, LL_DISPATCH, words.NEXT // 8]
     assert posted[1] == 2, f"the short queue waits: {posted}"
-    assert posted[0] <= 40, f"one turn has no end: {posted}"
+    assert posted[0] <= 40, f"one time slice has no end: {posted}"
 
 
 def a_ring_full_of_commands(step: Step) -> None:
-    """What arrives, and what is queued, has its turn after every batch."""
+    """What arrives, and what is queued, is served after every batch."""
     world = World(2, 1 << 16, step=step, ring_slots=4096, fabric_options={"depth": 4096})
     for _ in range(1000):
         _message(world, 0, 1)
@@ -411,7 +411,7 @@ SCENARIOS: dict[str, Callable[[Step], None]] = {
     "a wrong command outside operations ends nothing": a_stray_command,
     "a number out of sequence is a fault where order is kept": a_gap_on_an_ordered_connection,
     "a lost peer sets the sticky error": a_connection_that_ends,
-    "streams take turns": a_long_queue_beside_a_short_one,
+    "a stream gets time slices": a_long_queue_beside_a_short_one,
     "the proxy takes a bounded batch of commands": a_ring_full_of_commands,
     "writes to a lost peer count as completed": a_kernel_waiting_for_a_lost_peer,
     "a forgotten peer causes no error": a_goodbye_overtaken_by_the_closed_connection,

@@ -103,7 +103,7 @@ def test_normal_mode_in_rounds_equals_the_oracle(ranks: Ranks, path: str) -> Non
 @pytest.mark.parametrize("path", ["shm", "tcp-2-proxies"])
 @pytest.mark.parametrize(("size", "node_ranks"), NODES)
 def test_normal_mode_between_nodes_equals_the_oracle(ranks: Ranks, path: str, size: int, node_ranks: int) -> None:
-    """Rows cross once to a node, and are handed on, and summed, inside it."""
+    """Rows cross once to a node, and are forwarded, and summed, inside it."""
     between = {**PATHS[path], "direct": True, "node_ranks": node_ranks}
     assert ranks.run(size, run_normal_between_nodes, between) == [(32, size // node_ranks)] * size
 

@@ -244,7 +244,7 @@ class WindowLayout:
         add("grant_recv", ranks * GRANT_SLOTS * HEADER_BYTES, "[source rank, slot]: grants received")
         add("grant_send", ranks * GRANT_SLOTS * HEADER_BYTES, "[destination rank, slot]: grants to send")
         add("relay_boards", ranks * BOARD_BYTES, "[node]: what has arrived from a node for this one")
-        add("relay_lines", ranks * LINE_BYTES, "[node, rank of this node]: rows handed on inside this node")
+        add("relay_lines", ranks * LINE_BYTES, "[node, rank of this node]: rows forwarded inside this node")
         plan = low_latency
         add(
             "ll_dispatch_recv",

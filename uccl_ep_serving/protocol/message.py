@@ -139,7 +139,7 @@ class NormalNotify:
     SHAPE = 4
     ROW_BYTES = 5
     META_BYTES = 6
-    #: Rows the sender has for the receiver to hand on or to sum inside its node; 0 when nodes play no part.
+    #: Rows the sender has for the receiver to forward or to sum inside its node; 0 when nodes play no part.
     RAIL_ROWS = 7
 
     OPERATION_DISPATCH = 1

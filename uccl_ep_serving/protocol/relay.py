@@ -1,8 +1,8 @@
-"""Words through which the ranks of a node hand on rows of other nodes: in windows that they map, so no message is sent.
+"""Words through which the ranks of a node forward rows of other nodes: in windows that they map, so no message is sent.
 
 A node is a group of ranks that map each other's windows. Rank i of a node is the *forwarder*, on its node, of rank i of
-every other node. Each window has, for every node, a *board* that tells what has arrived here from that node for this
-one, and for every (node, rank of the own node) a *line* that this rank of the own node writes.
+every other node. Each window has, for every node, a *progress board* that tells what has arrived here from that node
+for this one, and for every (node, rank of the own node) a *progress line* that this rank of the own node writes.
 
 A stamped word holds ``(operation number + 1) << 32 | rows``. It only grows, so a word of an earlier operation reads as
 "nothing yet" and one of a later operation as "everything". It is stored with release after whatever it announces, and
@@ -47,7 +47,7 @@ __all__ = [
 ARRIVED, ROWS, ROW_OFFSET, META_OFFSET, SLOT_ROWS, SLOT_STRIDE = range(6)
 TAKEN, OFFERED, FREED = range(3)
 
-#: No two writers share a cache line; a board is two, since prefetchers fetch pairs.
+#: No two writers share a cache line; a progress board is two, since prefetchers fetch pairs.
 BOARD_BYTES = 128
 LINE_BYTES = 64
 
