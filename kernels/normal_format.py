@@ -55,7 +55,7 @@ class NodeTensors(NamedTuple):
     Attributes:
         in_rank: uint8[tokens, ranks], which ranks a dispatched token goes to.
         passes, pass_rows: int32[ranks, pass_rows], scratch of a dispatch: rows of two landing slots for each rank.
-        marks, room: uint8[room, mark bytes], for which ranks of its node each row was that this rank hands on.
+        marks, room: uint8[room, mark bytes], for which ranks of its node each row was that this rank forwards.
         counts: int32[room + nodes, ranks of a node], scratch of a combine.
     """
 

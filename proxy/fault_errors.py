@@ -20,7 +20,7 @@ from .transport.base import Diagnosed, Endpoint
 _WHAT = {
     base.FAULT_BAD_FRAME: "a frame that the format forbids",
     base.FAULT_TOO_LONG: "a frame longer than any write",
-    base.FAULT_NUMBER: "a frame out of its turn",
+    base.FAULT_NUMBER: "a frame out of sequence",
     base.FAULT_OUTSIDE_WINDOW: "an offset outside the window",
     base.FAULT_WRONG_SOURCE: "a source rank that its connection does not prove",
     faults.FAULT_DOWN: "the connection closed or failed",

@@ -1,6 +1,6 @@
 """The row exchange: one loop per rank that sends what is granted, takes what has arrived and grants what is free.
 
-All peers take turns, one chunk at a time, so that a slow one never holds the others, and no rank waits for anything a
+A step serves every peer, a chunk of each, so that a slow one never holds the others, and no rank waits for anything a
 peer does only in a later operation. The loop ends when every row is sent and its write is over, every row is received
 and consumed, and (dispatch in place) every peer has said that its writes are over.
 

@@ -21,7 +21,7 @@ from .normal_send import chunk_address, publish_chunk
 from .wait import note_progress
 from .words import MOVED, NOTHING, get, put
 
-#: Rows copied or summed in one step, so that the other peers get their turn; about 1 MiB at 7168 bfloat16 values.
+#: Rows copied or summed in one step, so that the other peers are served soon; about 1 MiB at 7168 bfloat16 values.
 _STEP_ROWS = 64
 
 

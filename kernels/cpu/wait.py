@@ -15,9 +15,9 @@ from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING, STATUS_POISONED
 from .context import arrived_count, completed_count, error_address
 
-#: Turns of a waiting loop that only pause (about 40 ns each): a message of a running peer is usually that close.
+#: Spins of a waiting loop that only pause (about 40 ns each): a message of a running peer is usually that close.
 SPINS = 64
-#: Turns after which the loop stops yielding and naps. Yielding is what lets a proxy or a peer on the same core run.
+#: Spins after which the loop stops yielding and naps. Yielding is what lets a proxy or a peer on the same core run.
 YIELDS = 2048
 #: Length of a nap. Only long waits get there; it costs them at most this much and frees the core for the engine.
 NAP_NS = 50_000

@@ -360,7 +360,7 @@ class TritonNormalKernels:
     def steps(
         self, layout: WindowLayout, channels: int, form: NormalFormat, rows: int, proxied: bool, fits: bool
     ) -> int:
-        """Turns after which an exchange of ``rows`` rows between each two ranks is over.
+        """Steps after which an exchange of ``rows`` rows between each two ranks is over.
 
         Args:
             rows: the most that one rank has for another.

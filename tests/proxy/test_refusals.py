@@ -133,7 +133,7 @@ def test_a_wrong_command_outside_operations_is_named_once_and_everything_goes_on
     ("fault", "arrived", "expected", "words"),
     [
         (FAULT_BAD_FRAME, 0xBAD, 0x600D, "that the format forbids: 0xbad arrived, 0x600d was expected"),
-        (FAULT_NUMBER, 7, 5, "out of its turn: 0x7 arrived, 0x5 was expected"),
+        (FAULT_NUMBER, 7, 5, "out of sequence: 0x7 arrived, 0x5 was expected"),
         (FAULT_TOO_LONG, 1 << 40, 1 << 28, "longer than any write: .* at most 0x10000000 bytes"),
         (FAULT_OUTSIDE_WINDOW, 1 << 20, 1 << 16, "an offset outside the window: 0x100000 arrived, .* at most 0x10000"),
         (FAULT_WRONG_SOURCE, 2 << 20, 1, "does not prove: 0x200000 arrived, source rank 1 was expected"),
