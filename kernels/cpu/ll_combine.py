@@ -12,33 +12,9 @@ from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, NOTICE
 from ..blocks import low_latency as block
+from . import ll_message as ll
 from .context import channel_count, is_masked, own_rank, rank_count, window_address
 from .elements import float_view
-from .ll_message import (
-    AT_CODING,
-    AT_CONSUMED_COMBINE,
-    AT_CONSUMED_DISPATCH,
-    AT_NUMBER,
-    AT_PLAN,
-    AT_RETURN_OFFSET,
-    AT_ROWS,
-    AT_TAG,
-    MESSAGE_ALIGNMENT,
-    check_origin,
-    has_completed,
-    mark_read,
-    peer_word,
-    post_message,
-    read_acks,
-    refuse,
-    route_word,
-    send_notice,
-    spaces_free,
-    streams_of,
-    take_acks,
-    wait_message,
-    write_acks,
-)
 from .publish import message_address
 from .quant import accumulate, narrow
 from .wait import end_spin, note_progress
@@ -56,12 +32,12 @@ def _place_messages(context: int, state: int, route: int, number: int, row_bytes
     """Where messages to the sources are packed, and where those of this rank's tokens will land."""
     base = 0
     for rank in range(rank_count(context)):
-        poke(route_word(context, route, block.COMBINE_STAGE, rank), base)
-        nbytes = HEADER_BYTES + peek(route_word(context, route, block.RETURN_ROWS, rank)) * row_bytes
-        base += (nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT
+        poke(ll.route_word(context, route, block.COMBINE_STAGE, rank), base)
+        nbytes = HEADER_BYTES + peek(ll.route_word(context, route, block.RETURN_ROWS, rank)) * row_bytes
+        base += (nbytes + ll.MESSAGE_ALIGNMENT - 1) // ll.MESSAGE_ALIGNMENT * ll.MESSAGE_ALIGNMENT
         poke(
-            peer_word(context, state, block.COMBINE_BASE + (number & 1), rank),
-            peek(route_word(context, route, block.RETURN_BASE, rank)),
+            ll.peer_word(context, state, block.COMBINE_BASE + (number & 1), rank),
+            peek(ll.route_word(context, route, block.RETURN_BASE, rank)),
         )
 
 
@@ -96,16 +72,16 @@ def _pack(
 ) -> None:
     """Rows for ``source`` at address ``message``, and the header except for its number and counts."""
     topk, most = get(state, block.TOPK), get(state, block.TOKENS)
-    form = peek(route_word(context, route, block.RETURN_FORM, source))
+    form = peek(ll.route_word(context, route, block.RETURN_FORM, source))
     places = get(route, block.PLACES) + 4 * source * most * topk
     weights = get(route, block.WEIGHTS) + 4 * source * most * topk
-    poke(message + AT_TAG, _COMBINE_TAG)
-    poke(message + AT_ROWS, peek(route_word(context, route, block.RETURN_ROWS, source)))
-    poke(message + AT_CODING, form << 8 | dtype)
-    poke(message + AT_PLAN, get(state, block.DIGEST))
-    poke(message + AT_RETURN_OFFSET, 0)
+    poke(message + ll.AT_TAG, _COMBINE_TAG)
+    poke(message + ll.AT_ROWS, peek(ll.route_word(context, route, block.RETURN_ROWS, source)))
+    poke(message + ll.AT_CODING, form << 8 | dtype)
+    poke(message + ll.AT_PLAN, get(state, block.DIGEST))
+    poke(message + ll.AT_RETURN_OFFSET, 0)
     row = message + HEADER_BYTES
-    for _ in range(peek(route_word(context, route, block.RECEIVED, source))):
+    for _ in range(peek(ll.route_word(context, route, block.RECEIVED, source))):
         if form == FORM_REDUCED:
             _sum_token(
                 row, places, weights, topk, x, payload, dtype, get(state, block.HIDDEN), get(state, block.SCRATCH)
@@ -156,20 +132,20 @@ def combine_send(
     spin = 0
     while True:
         missing = 0
-        free = spaces_free(context, state, progress)
+        free = ll.spaces_free(context, state, progress)
         for step in range(1, ranks + 1):
             peer = (me + step) % ranks
             if is_masked(context, peer):
                 continue
-            packed = peer_word(context, state, block.COMBINE_PACKED, peer)
-            posted = peer_word(context, state, block.COMBINE_POSTED, peer)
-            sent_ack = peer_word(context, state, block.SENT_ACK_COMBINE, peer)
-            source = staging + peek(route_word(context, route, block.COMBINE_STAGE, peer))
-            target = region + peek(route_word(context, route, block.RETURN_TO, peer))
+            packed = ll.peer_word(context, state, block.COMBINE_PACKED, peer)
+            posted = ll.peer_word(context, state, block.COMBINE_POSTED, peer)
+            sent_ack = ll.peer_word(context, state, block.SENT_ACK_COMBINE, peer)
+            source = staging + peek(ll.route_word(context, route, block.COMBINE_STAGE, peer))
+            target = region + peek(ll.route_word(context, route, block.RETURN_TO, peer))
             if peek(packed) != number + 1:
-                recv_ack = peer_word(context, state, block.RECV_ACK_COMBINE, peer)
+                recv_ack = ll.peer_word(context, state, block.RECV_ACK_COMBINE, peer)
                 if peek(recv_ack) < number - 1:
-                    status = read_acks(context, state, progress, peer, number + 1)
+                    status = ll.read_acks(context, state, progress, peer, number + 1)
                     if status != STATUS_OK:
                         return status
                 # Completed here: the peer may take this message as the proof that nothing of the one before is
@@ -181,23 +157,23 @@ def combine_send(
                     if peer != me:
                         note_progress(progress, peer, NOTICE, peek(recv_ack), number - 1)
                 # rule: a combine waits for the completion of the one before
-                elif has_completed(context, progress, peer, LL_COMBINE, number - 1):
+                elif ll.has_completed(context, progress, peer, LL_COMBINE, number - 1):
                     message = message_address(context, peer, source, target)
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
-                    poke(message + AT_NUMBER, number)
-                    write_acks(context, state, peer, message, free)
+                    poke(message + ll.AT_NUMBER, number)
+                    ll.write_acks(context, state, peer, message, free)
                     poke(packed, number + 1)
                     poke(posted, number * channels)
             if peek(packed) == number + 1 and peek(posted) != (number + 1) * channels:
-                nbytes = HEADER_BYTES + peek(route_word(context, route, block.RETURN_ROWS, peer)) * row_bytes
-                status = post_message(context, peer, LL_COMBINE, number, posted, source, target, nbytes)
+                nbytes = HEADER_BYTES + peek(ll.route_word(context, route, block.RETURN_ROWS, peer)) * row_bytes
+                status = ll.post_message(context, peer, LL_COMBINE, number, posted, source, target, nbytes)
                 if status == STATUS_PENDING:
-                    note_progress(progress, peer, streams_of(LL_COMBINE, number), number // 2, number // 2 + 1)
+                    note_progress(progress, peer, ll.streams_of(LL_COMBINE, number), number // 2, number // 2 + 1)
                 elif status != STATUS_OK:
                     return status
             # Leaving without having told the peer would let it wait for this rank's next call.
             if peek(sent_ack) < number - 1 and peer != me and free >= number - 1:
-                status = send_notice(context, state, progress, peer, free)
+                status = ll.send_notice(context, state, progress, peer, free)
                 if status != STATUS_OK and status != STATUS_PENDING:
                     return status
             if peek(packed) != number + 1 or peek(posted) != (number + 1) * channels:
@@ -206,7 +182,7 @@ def combine_send(
             elif peek(sent_ack) < number - 1 and peer != me:
                 missing += 1
                 if free < number - 1:
-                    spaces_free(context, state, progress)
+                    ll.spaces_free(context, state, progress)
         if missing == 0:
             put(state, block.COMBINE_NUMBER, number + 1)
             return STATUS_OK
@@ -219,20 +195,20 @@ def combine_send(
 @compiled
 def _check_header(context: int, state: int, route: int, peer: int, number: int, header: int, coding: int) -> int:
     """Each word is read once: the peer could change it."""
-    stream = streams_of(LL_COMBINE, number)
-    status = check_origin(context, state, peer, stream, header, _COMBINE_TAG, number)
+    stream = ll.streams_of(LL_COMBINE, number)
+    status = ll.check_origin(context, state, peer, stream, header, _COMBINE_TAG, number)
     if status != STATUS_OK:
         return status
-    word = peek(header + AT_CODING)
+    word = peek(header + ll.AT_CODING)
     if word != coding:
-        return refuse(context, peer, stream, word, coding)
+        return ll.refuse(context, peer, stream, word, coding)
     table = block.COUNTS if get(route, block.FORM) == FORM_REDUCED else block.PAIRS
-    rows = peek(route_word(context, route, table, peer))
-    word = peek(header + AT_ROWS)
+    rows = peek(ll.route_word(context, route, table, peer))
+    word = peek(header + ll.AT_ROWS)
     if word != rows:
-        return refuse(context, peer, stream, word, rows)
-    dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
-    return take_acks(context, state, peer, stream, dispatched, combined)
+        return ll.refuse(context, peer, stream, word, rows)
+    dispatched, combined = peek(header + ll.AT_CONSUMED_DISPATCH), peek(header + ll.AT_CONSUMED_COMBINE)
+    return ll.take_acks(context, state, peer, stream, dispatched, combined)
 
 
 @compiled
@@ -243,7 +219,7 @@ def _row_address(context: int, route: int, region: int, entry: int, row_bytes: i
     rank = entry >> 32
     if is_masked(context, rank):
         return 0
-    base = region + peek(route_word(context, route, block.RETURN_BASE, rank)) + HEADER_BYTES
+    base = region + peek(ll.route_word(context, route, block.RETURN_BASE, rank)) + HEADER_BYTES
     return base + (entry & 0xFFFFFFFF) * row_bytes
 
 
@@ -282,10 +258,10 @@ def combine_recv(
     for peer in range(rank_count(context)):
         if is_masked(context, peer):
             continue
-        status = wait_message(context, progress, peer, LL_COMBINE, number, waited, slice_end_ns)
+        status = ll.wait_message(context, progress, peer, LL_COMBINE, number, waited, slice_end_ns)
         if status != STATUS_OK:
             return status
-        header = region + peek(route_word(context, route, block.RETURN_BASE, peer))
+        header = region + peek(ll.route_word(context, route, block.RETURN_BASE, peer))
         status = _check_header(context, state, route, peer, number, header, form << 8 | dtype)
         if status != STATUS_OK:
             return status
@@ -313,5 +289,5 @@ def combine_recv(
                     factor = np.float32(1.0) if form == FORM_REDUCED else factors[index]
                     accumulate(scratch, part + first * width, count, dtype, factor)
             narrow(row + first * width, scratch, count, dtype)
-    mark_read(state, block.COMBINE_READ, block.COMBINE_AHEAD, number)
+    ll.mark_read(state, block.COMBINE_READ, block.COMBINE_AHEAD, number)
     return STATUS_OK

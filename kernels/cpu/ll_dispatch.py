@@ -21,32 +21,8 @@ from ...protocol.message import (
 )
 from ...protocol.streams import LL_DISPATCH, NOTICE
 from ..blocks import low_latency as block
+from . import ll_message as ll
 from .context import channel_count, is_masked, own_rank, peer_window, rank_count, window_address
-from .ll_message import (
-    AT_CODING,
-    AT_CONSUMED_COMBINE,
-    AT_CONSUMED_DISPATCH,
-    AT_NUMBER,
-    AT_PLAN,
-    AT_RETURN_OFFSET,
-    AT_ROWS,
-    AT_TAG,
-    MESSAGE_ALIGNMENT,
-    check_origin,
-    has_completed,
-    mark_read,
-    peer_word,
-    post_message,
-    read_acks,
-    refuse,
-    route_word,
-    send_notice,
-    spaces_free,
-    streams_of,
-    take_acks,
-    wait_message,
-    write_acks,
-)
 from .publish import message_address
 from .wait import end_spin, note_progress
 from .words import get, put
@@ -63,23 +39,23 @@ def _place_messages(context: int, state: int, route: int, row_bytes: int) -> Non
     widest = get(state, block.ROW)
     rows_table = block.COUNTS if get(route, block.FORM) == FORM_REDUCED else block.PAIRS
     for rank in range(rank_count(context)):
-        poke(route_word(context, route, block.SEND_BASE, rank), send)
-        poke(route_word(context, route, block.RETURN_BASE, rank), back)
-        nbytes = HEADER_BYTES + peek(route_word(context, route, block.COUNTS, rank)) * per_token
-        send += (nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT
+        poke(ll.route_word(context, route, block.SEND_BASE, rank), send)
+        poke(ll.route_word(context, route, block.RETURN_BASE, rank), back)
+        nbytes = HEADER_BYTES + peek(ll.route_word(context, route, block.COUNTS, rank)) * per_token
+        send += (nbytes + ll.MESSAGE_ALIGNMENT - 1) // ll.MESSAGE_ALIGNMENT * ll.MESSAGE_ALIGNMENT
         # the experts' output may have another dtype than the tokens: space for the widest that was planned
-        nbytes = HEADER_BYTES + peek(route_word(context, route, rows_table, rank)) * widest
-        back += (nbytes + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT
+        nbytes = HEADER_BYTES + peek(ll.route_word(context, route, rows_table, rank)) * widest
+        back += (nbytes + ll.MESSAGE_ALIGNMENT - 1) // ll.MESSAGE_ALIGNMENT * ll.MESSAGE_ALIGNMENT
 
 
 @compiled
 def _pack_header(context: int, state: int, route: int, peer: int, message: int, coding: int) -> None:
     """The header of the message to ``peer``, except for its number and counts."""
-    poke(message + AT_TAG, _DISPATCH_TAG)
-    poke(message + AT_ROWS, peek(route_word(context, route, block.COUNTS, peer)))
-    poke(message + AT_CODING, coding | (_WEIGHTED if get(route, block.FORM) == FORM_REDUCED else 0))
-    poke(message + AT_PLAN, get(state, block.DIGEST))
-    poke(message + AT_RETURN_OFFSET, peek(route_word(context, route, block.RETURN_BASE, peer)))
+    poke(message + ll.AT_TAG, _DISPATCH_TAG)
+    poke(message + ll.AT_ROWS, peek(ll.route_word(context, route, block.COUNTS, peer)))
+    poke(message + ll.AT_CODING, coding | (_WEIGHTED if get(route, block.FORM) == FORM_REDUCED else 0))
+    poke(message + ll.AT_PLAN, get(state, block.DIGEST))
+    poke(message + ll.AT_RETURN_OFFSET, peek(ll.route_word(context, route, block.RETURN_BASE, peer)))
 
 
 @compiled
@@ -88,8 +64,8 @@ def _pack_metas(context: int, state: int, route: int, peer: int, meta: int, topk
     topk, meta_size = get(state, block.TOPK), get(state, block.META)
     local_experts = get(state, block.EXPERTS) // rank_count(context)
     lowest = peer * local_experts
-    order = get(route, block.ORDER) + 4 * peek(route_word(context, route, block.STARTS, peer))
-    for index in range(peek(route_word(context, route, block.COUNTS, peer))):
+    order = get(route, block.ORDER) + 4 * peek(ll.route_word(context, route, block.STARTS, peer))
+    for index in range(peek(ll.route_word(context, route, block.COUNTS, peer))):
         token = peek32(order + 4 * index)
         poke32(meta, token)
         for slot in range(topk):
@@ -106,8 +82,8 @@ def _pack_rows(
     context: int, route: int, peer: int, row: int, rows: int, stride: int, payload: int, row_bytes: int
 ) -> None:
     """The rows of the tokens for ``peer``, from address ``row`` on."""
-    order = get(route, block.ORDER) + 4 * peek(route_word(context, route, block.STARTS, peer))
-    for index in range(peek(route_word(context, route, block.COUNTS, peer))):
+    order = get(route, block.ORDER) + 4 * peek(ll.route_word(context, route, block.STARTS, peer))
+    for index in range(peek(ll.route_word(context, route, block.COUNTS, peer))):
         copy(row, rows + peek32(order + 4 * index) * stride, payload)
         row += row_bytes
 
@@ -116,7 +92,7 @@ def _pack_rows(
 def _staging_is_free(context: int, progress: int, number: int) -> bool:
     """True when no proxied message that was packed in this parity's staging can be read again by a NIC."""
     for peer in range(rank_count(context)):
-        if not is_masked(context, peer) and not has_completed(context, progress, peer, LL_DISPATCH, number - 2):
+        if not is_masked(context, peer) and not ll.has_completed(context, progress, peer, LL_DISPATCH, number - 2):
             return False
     return True
 
@@ -156,7 +132,7 @@ def dispatch_send(
     staging = get(state, block.DISPATCH_SEND) + parity * get(state, block.DISPATCH_SEND_STEP)
     target = get(state, block.DISPATCH_RECV) + (parity * ranks + me) * get(state, block.DISPATCH_SLOT)
     per_token = get(state, block.META) + row_bytes
-    free = spaces_free(context, state, progress)
+    free = ll.spaces_free(context, state, progress)
     spin = 0
     while True:
         missing = 0
@@ -167,21 +143,21 @@ def dispatch_send(
             peer = (me + step) % ranks
             if is_masked(context, peer):
                 continue
-            packed = peer_word(context, state, block.DISPATCH_PACKED, peer)
-            posted = peer_word(context, state, block.DISPATCH_POSTED, peer)
+            packed = ll.peer_word(context, state, block.DISPATCH_PACKED, peer)
+            posted = ll.peer_word(context, state, block.DISPATCH_POSTED, peer)
             mapped = peer_window(context, peer)
-            source = staging + peek(route_word(context, route, block.SEND_BASE, peer))
+            source = staging + peek(ll.route_word(context, route, block.SEND_BASE, peer))
             if peek(packed) != number + 1:
-                recv_ack = peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
+                recv_ack = ll.peer_word(context, state, block.RECV_ACK_DISPATCH, peer)
                 if peek(recv_ack) < number - 1:
-                    status = read_acks(context, state, progress, peer, get(state, block.COMBINE_NUMBER))
+                    status = ll.read_acks(context, state, progress, peer, get(state, block.COMBINE_NUMBER))
                     if status != STATUS_OK:
                         return status
                 # rule: a dispatch slot is written again only when the peer has read it
                 if peek(recv_ack) < number - 1 or (mapped == 0 and not staging_free):
                     missing += 1
-                    if peek(peer_word(context, state, block.SENT_ACK_DISPATCH, peer)) < number - 1 and peer != me:
-                        status = send_notice(context, state, progress, peer, free)
+                    if peek(ll.peer_word(context, state, block.SENT_ACK_DISPATCH, peer)) < number - 1 and peer != me:
+                        status = ll.send_notice(context, state, progress, peer, free)
                         if status != STATUS_OK and status != STATUS_PENDING:
                             return status
                     if peek(recv_ack) < number - 1:
@@ -192,21 +168,21 @@ def dispatch_send(
                     continue
                 message = message_address(context, peer, source, target)
                 meta = message + HEADER_BYTES
-                row = meta + peek(route_word(context, route, block.COUNTS, peer)) * get(state, block.META)
+                row = meta + peek(ll.route_word(context, route, block.COUNTS, peer)) * get(state, block.META)
                 _pack_header(context, state, route, peer, message, coding)
                 _pack_metas(context, state, route, peer, meta, topk_idx, weights)
                 _pack_rows(context, route, peer, row, rows, stride, payload, row_bytes)
-                poke(message + AT_NUMBER, number)
-                write_acks(context, state, peer, message, free)
+                poke(message + ll.AT_NUMBER, number)
+                ll.write_acks(context, state, peer, message, free)
                 poke(packed, number + 1)
                 poke(posted, number * channels)
             elif peek(posted) == (number + 1) * channels:
                 continue
-            nbytes = HEADER_BYTES + peek(route_word(context, route, block.COUNTS, peer)) * per_token
-            status = post_message(context, peer, LL_DISPATCH, number, posted, source, target, nbytes)
+            nbytes = HEADER_BYTES + peek(ll.route_word(context, route, block.COUNTS, peer)) * per_token
+            status = ll.post_message(context, peer, LL_DISPATCH, number, posted, source, target, nbytes)
             if status == STATUS_PENDING:
                 missing += 1
-                note_progress(progress, peer, streams_of(LL_DISPATCH, number), number // 2, number // 2 + 1)
+                note_progress(progress, peer, ll.streams_of(LL_DISPATCH, number), number // 2, number // 2 + 1)
             elif status != STATUS_OK:
                 return status
         if missing == 0:
@@ -227,27 +203,27 @@ _NOWHERE = -1
 def _take_header(context: int, state: int, route: int, source: int, number: int, header: int, coding: int) -> int:
     """Check a source's header and note what it says in the route block. Each word is read once: the peer could change
     it."""
-    stream = streams_of(LL_DISPATCH, number)
-    status = check_origin(context, state, source, stream, header, _DISPATCH_TAG, number)
+    stream = ll.streams_of(LL_DISPATCH, number)
+    status = ll.check_origin(context, state, source, stream, header, _DISPATCH_TAG, number)
     if status != STATUS_OK:
         return status
-    word = peek(header + AT_CODING)
+    word = peek(header + ll.AT_CODING)
     if word & ~_WEIGHTED != coding:
-        return refuse(context, source, stream, word, coding)
+        return ll.refuse(context, source, stream, word, coding)
     poke(
-        route_word(context, route, block.RETURN_FORM, source),
+        ll.route_word(context, route, block.RETURN_FORM, source),
         FORM_REDUCED if word & _WEIGHTED else FORM_EXPANDED,
     )
-    word = peek(header + AT_ROWS)
+    word = peek(header + ll.AT_ROWS)
     if word < 0 or word > get(state, block.TOKENS):
-        return refuse(context, source, stream, word, get(state, block.TOKENS))
-    poke(route_word(context, route, block.RECEIVED, source), word)
-    word = peek(header + AT_RETURN_OFFSET)
+        return ll.refuse(context, source, stream, word, get(state, block.TOKENS))
+    poke(ll.route_word(context, route, block.RECEIVED, source), word)
+    word = peek(header + ll.AT_RETURN_OFFSET)
     if word < 0 or word & 15 or word > get(state, block.COMBINE_RECV_STEP) - HEADER_BYTES:
-        return refuse(context, source, stream, word, 0)
-    poke(route_word(context, route, block.RETURN_TO, source), word)
-    dispatched, combined = peek(header + AT_CONSUMED_DISPATCH), peek(header + AT_CONSUMED_COMBINE)
-    return take_acks(context, state, source, stream, dispatched, combined)
+        return ll.refuse(context, source, stream, word, 0)
+    poke(ll.route_word(context, route, block.RETURN_TO, source), word)
+    dispatched, combined = peek(header + ll.AT_CONSUMED_DISPATCH), peek(header + ll.AT_CONSUMED_COMBINE)
+    return ll.take_acks(context, state, source, stream, dispatched, combined)
 
 
 @compiled
@@ -286,13 +262,13 @@ def _place_rows(
     layout_range: int,
 ) -> int:
     """Check the metas of a source's message and give each of its rows a place with each of its experts."""
-    stream = streams_of(LL_DISPATCH, get(route, block.NUMBER))
+    stream = ll.streams_of(LL_DISPATCH, get(route, block.NUMBER))
     ranks, me = rank_count(context), own_rank(context)
     most, topk, meta_size = get(state, block.TOKENS), get(state, block.TOPK), get(state, block.META)
     local_experts = get(state, block.EXPERTS) // ranks
     capacity = ranks * most
-    tokens = peek(route_word(context, route, block.RECEIVED, source))
-    weighted = peek(route_word(context, route, block.RETURN_FORM, source)) == FORM_REDUCED
+    tokens = peek(ll.route_word(context, route, block.RECEIVED, source))
+    weighted = peek(ll.route_word(context, route, block.RETURN_FORM, source)) == FORM_REDUCED
     places = get(route, block.PLACES) + 4 * source * most * topk
     weights = get(route, block.WEIGHTS) + 4 * source * most * topk
     for expert in range(local_experts):
@@ -302,7 +278,7 @@ def _place_rows(
     for _ in range(tokens):
         token = peek32(meta)
         if token >= most:
-            return refuse(context, source, stream, token, most)
+            return ll.refuse(context, source, stream, token, most)
         for slot in range(topk):
             expert = peek32(meta + 4 + 4 * slot)
             if expert == _NO_EXPERT:
@@ -310,7 +286,7 @@ def _place_rows(
                 continue
             expert -= me * local_experts
             if expert < 0 or expert >= local_experts:
-                return refuse(context, source, stream, expert + me * local_experts, local_experts)
+                return ll.refuse(context, source, stream, expert + me * local_experts, local_experts)
             pairs += 1
             place = -1
             # an expert that was named twice gets the row once, and both slots find it there
@@ -334,10 +310,10 @@ def _place_rows(
         begin = peek(entry)
         poke(entry, begin << 32 | (peek32(recv_count + 4 * expert) - begin))
     back = tokens if weighted else pairs
-    poke(route_word(context, route, block.RETURN_ROWS, source), back)
-    room = get(state, block.COMBINE_RECV_STEP) - peek(route_word(context, route, block.RETURN_TO, source))
+    poke(ll.route_word(context, route, block.RETURN_ROWS, source), back)
+    room = get(state, block.COMBINE_RECV_STEP) - peek(ll.route_word(context, route, block.RETURN_TO, source))
     if HEADER_BYTES + back * get(state, block.ROW) > room:
-        return refuse(context, source, stream, HEADER_BYTES + back * get(state, block.ROW), room)
+        return ll.refuse(context, source, stream, HEADER_BYTES + back * get(state, block.ROW), room)
     return STATUS_OK
 
 
@@ -357,7 +333,7 @@ def _unpack_rows(
     """Copy the rows of a source's message to the places that :func:`_place_rows` gave them."""
     most, topk, hidden = get(state, block.TOKENS), get(state, block.TOPK), get(state, block.HIDDEN)
     capacity = rank_count(context) * most
-    tokens = peek(route_word(context, route, block.RECEIVED, source))
+    tokens = peek(ll.route_word(context, route, block.RECEIVED, source))
     places = get(route, block.PLACES) + 4 * source * most * topk
     row = message + HEADER_BYTES + tokens * get(state, block.META)
     for _ in range(tokens):
@@ -374,7 +350,7 @@ def _skip_masked(context: int, state: int, route: int, source: int, recv_count: 
     """A lost source has sent nothing, and nothing returns to it: every word that combine reads says so."""
     ranks = rank_count(context)
     for table in (block.RECEIVED, block.RETURN_ROWS, block.RETURN_TO, block.RETURN_FORM):
-        poke(route_word(context, route, table, source), 0)
+        poke(ll.route_word(context, route, table, source), 0)
     for expert in range(get(state, block.EXPERTS) // ranks):
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert) << 32)
 
@@ -419,7 +395,7 @@ def dispatch_recv(
         if is_masked(context, source):
             _skip_masked(context, state, route, source, recv_count, layout_range)
         else:
-            status = wait_message(context, progress, source, LL_DISPATCH, number, waited, slice_end_ns)
+            status = ll.wait_message(context, progress, source, LL_DISPATCH, number, waited, slice_end_ns)
             if status != STATUS_OK:
                 return status
             message = slots + ((number & 1) * ranks + source) * get(state, block.DISPATCH_SLOT)
@@ -431,7 +407,7 @@ def dispatch_recv(
                 return status
             _unpack_rows(context, state, route, source, message, coding, recv_x, payload, row_bytes, scales)
         put(route, block.UNPACKED, source + 1)
-    mark_read(state, block.DISPATCH_READ, block.DISPATCH_AHEAD, number)
+    ll.mark_read(state, block.DISPATCH_READ, block.DISPATCH_AHEAD, number)
     if stats != 0:
         for expert in range(get(state, block.EXPERTS) // ranks):
             poke32(stats + 4 * expert, peek32(stats + 4 * expert) + peek32(recv_count + 4 * expert))
