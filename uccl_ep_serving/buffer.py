@@ -76,6 +76,8 @@ def gpu_backend(runtime: Runtime, device: torch.device) -> Backend:
 class Buffer:
     """Dispatch and combine among the ranks of ``group``. Construction and use are collective.
 
+    The arguments are DeepEP's.
+
     Args:
         group: a ``torch.distributed`` process group (gloo or NCCL), or any object with ``rank``, ``size`` and
             ``all_gather(bytes) -> list[bytes]`` (``bootstrap.Exchange``).
@@ -303,7 +305,8 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
-        """Send every token to the ranks of its experts, normal mode. See :meth:`Normal.dispatch`."""
+        """Send every token to the ranks of its experts, normal mode. The arguments are DeepEP's; see
+        :meth:`Normal.dispatch`."""
         check_config(config)
         return self._serving(x[0] if isinstance(x, tuple) and x else x).normal.dispatch(
             x,
@@ -398,8 +401,8 @@ class Buffer:
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """Send every token to the ranks of its experts, low latency. See :meth:`LowLatency.dispatch`.
 
-        ``topk_weights`` is ours: given here, the experts' side sums a token's experts and returns one row per
-        (token, rank) instead of one per (token, expert).
+        The arguments are DeepEP's. ``topk_weights`` is ours: given here, the experts' side sums a token's experts and
+        returns one row per (token, rank) instead of one per (token, expert).
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
@@ -442,7 +445,8 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         """Bring the experts' rows back and sum them with the router weights. See :meth:`LowLatency.combine`.
 
-        With ``overlap=False`` the signal keywords of single-batch overlap mean nothing and are accepted.
+        The arguments are DeepEP's. With ``overlap=False`` the signal keywords of single-batch overlap mean nothing and
+        are accepted.
         """
         if use_logfmt:
             raise ConfigError("use_logfmt=True is not supported: combine sends rows in x.dtype")

@@ -243,6 +243,8 @@ def combine_recv(
     Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
     order. Rounded once; a token without experts is zero.
 
+    Twelve arguments: blocks that outlive the call, then what this one is given, which the host puts into no block.
+
     Args:
         weights: float32[tokens, K], used in the expanded form.
         out: [tokens, H], rows of ``payload`` bytes. dtype: DTYPE_* of out and of the rows on the wire.

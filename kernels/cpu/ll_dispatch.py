@@ -114,6 +114,8 @@ def dispatch_send(
 ) -> int:
     """Send the next dispatch message to every rank. The route block has been filled by ``routing.route``.
 
+    Twelve arguments: blocks that outlive the call, then what this one is given, which the host puts into no block.
+
     Args:
         rows: row of token t at ``rows + t * stride``, ``payload`` bytes that go out as rows of ``row_bytes`` bytes.
         topk_idx: int64[tokens, K], global expert ids.
@@ -374,6 +376,8 @@ def dispatch_recv(
     slice_end_ns: int,
 ) -> int:
     """Receive the dispatch message of every rank, for the dispatch that ``route`` belongs to.
+
+    Fifteen arguments: blocks that outlive the call, then each tensor that it fills.
 
     Args:
         coding: DTYPE_* that the rows must have.

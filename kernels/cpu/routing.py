@@ -39,6 +39,8 @@ def route(
 ) -> None:
     """Deal ``tokens`` tokens to ranks. Ids must have passed :func:`first_bad_id`; -1 and masked ranks are skipped.
 
+    Eleven arguments: ids and tables one by one, so that it knows no block of a mode.
+
     Args:
         topk_idx: int64[tokens, topk], global expert ids; expert e lives on rank ``e // local_experts``.
         reduced: 1 = a destination returns one row per token, 0 = one row per (token, slot).
@@ -171,6 +173,8 @@ def route_rows(
 
     A token that misses a rank would silently lose an expert, and a count that is too small would let a peer write
     beyond the rows it was told of: a layout that contradicts itself or the ids is refused before anything moves.
+
+    Eleven arguments: ids, layout and lists one by one, as the host has them.
 
     Args:
         topk_idx: address of int64 [tokens, topk], global expert ids or -1; not read when ``topk`` is 0.

@@ -10,6 +10,9 @@ Rules that every kernel here keeps, because each was a hang, a race or wrong bit
 * A program loads what it stored only after :func:`.words.settle`: one thread stores a scalar, others may load before.
 * Nothing writes or publishes once the verdict is set.
 
+A kernel has many arguments, because a launch has no other way to be told: addresses and sizes, which may change from
+launch to launch, and in capitals the constants that it is compiled for.
+
 ``BACKEND`` is 0 in the interpreter, 1 for CUDA, 2 for ROCm; the interpreter knows no inline assembly and no clock.
 Importing this package imports Triton.
 """

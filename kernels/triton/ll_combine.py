@@ -110,7 +110,7 @@ def pack_combine(
     BACKEND: tl.constexpr,
 ) -> None:
     """Pack and publish the rows for every source; any grid (programs, R). Compile without fused multiply-add: product
-    and sum are rounded separately, as everywhere else.
+    and sum are rounded separately, as everywhere else. Six arguments of a launch, eight constants.
 
     Args:
         x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes.
@@ -204,6 +204,8 @@ def sum_rows(
 
     Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
     order. Rounded once; a token without experts is zero, and after a failure every token is.
+
+    Eight arguments of a launch, eight constants.
 
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.

@@ -80,7 +80,8 @@ def _write_metas(
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    """Token index, the expert ids of the destination, and the router weights of each ``token`` [rows]."""
+    """Token index, the expert ids of the destination, and the router weights of each ``token`` [rows]. Its arguments
+    are those of the kernel that it is a part of."""
     sends = route + peek(state + S_ROUTE_SENDS)
     local = peek(state + S_EXPERTS) // rank_count(context)
     slot = tl.arange(0, SLOTS)[None, :]
@@ -128,7 +129,7 @@ def pack_dispatch(
     BACKEND: tl.constexpr,
 ) -> None:
     """Pack and publish the next dispatch message for every rank; grid (ceil(tokens / ROWS), at least 1; any), the
-    second for the blocks of a row.
+    second for the blocks of a row. Eight arguments of a launch, twelve constants.
 
     Args:
         x: [tokens, HIDDEN] of dtype SOURCE, contiguous, on a multiple of 16 bytes.
@@ -247,7 +248,8 @@ def count_rows(
     EXPERTS: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Number the rows of each local expert from each source; grid (L, R), one warp.
+    """Number the rows of each local expert from each source; grid (L, R), one warp. Six arguments of a launch, six
+    constants.
 
     Args:
         recv_count: int32[L], zero at first; layout_range: int64[L, R]; stats: int32[L] to which counts are added, or 0.
@@ -332,6 +334,8 @@ def unpack_rows(
     BACKEND: tl.constexpr,
 ) -> None:
     """Copy the rows of every source to their experts; any grid (programs, R).
+
+    Eight arguments of a launch, seven constants.
 
     Args:
         recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps.

@@ -139,6 +139,8 @@ class TritonLowLatencyKernels:
     ) -> tuple[Launch, ...]:
         """Route ``tokens`` tokens and send the next dispatch message to every rank.
 
+        Eleven arguments: blocks, tensors and formats, as the kernels of its launches take them.
+
         Args:
             x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
             coding: DTYPE_* of the rows on the wire. reduced: weights are given (their address may be 0 without tokens).
@@ -187,7 +189,10 @@ class TritonLowLatencyKernels:
         stats: int,
         waited: int,
     ) -> tuple[Launch, ...]:
-        """Wait for every rank's message and unpack it. Optional addresses are 0."""
+        """Wait for every rank's message and unpack it. Optional addresses are 0.
+
+        Eleven arguments: blocks, the format, then each tensor that is filled.
+        """
         plan = self.plan
         payload = plan.hidden * (1 if coding in (DTYPE_FP8, DTYPE_FP8_UE8M0) else element_bytes(coding))
         return (

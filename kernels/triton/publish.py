@@ -143,6 +143,8 @@ def put_messages(
 
     A piece is one write and may be empty, so that every stream carries every message; more than 256 MiB of a piece are
     several commands (at most ``parts``), of which only the last ends the message.
+
+    Twelve arguments: the fields of a message as lanes of tensors, for which Triton has no structure.
     """
     channels = channel_count(context)
     first = stream_of(phase, number)

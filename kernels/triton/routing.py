@@ -236,7 +236,8 @@ def route(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Fill a route block and make the messages' space free; grid (R + 1,), one warp.
+    """Fill a route block and make the messages' space free; grid (R + 1,), one warp. Six arguments of a launch, seven
+    constants.
 
     Args:
         topk_idx: int64[tokens, TOPK]. row_bytes: of a row on the wire.
@@ -272,7 +273,8 @@ def mark_tokens(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Count tokens per rank and expert and mark the ranks of each token; grid (ceil(tokens / BLOCK),).
+    """Count tokens per rank and expert and mark the ranks of each token; grid (ceil(tokens / BLOCK),). Eight
+    arguments of a launch, three constants.
 
     Args:
         topk_idx: int64[tokens, TOPK].
@@ -316,7 +318,7 @@ def list_tokens(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """List the tokens of each rank in ascending order; grid (ranks,).
+    """List the tokens of each rank in ascending order; grid (ranks,). Nine arguments of a launch, two constants.
 
     With ``NODES``, nodes of ``node_ranks`` ranks: tokens of a rank of another node pass through the one of them that
     has the place of rank ``me`` in its node, which gets each token of its node once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -19,6 +20,10 @@ from uccl_ep_serving.cli import main as cli
 
 #: Lines that the README may have.
 _README_LINES = 120
+#: Hops that a token may take.
+_HOPS = 25
+#: Arguments that a function may have without saying why it needs them.
+_ARGUMENTS = 10
 
 
 @cache
@@ -180,9 +185,42 @@ def test_every_path_of_source_that_is_named_exists() -> None:
 
 def test_the_hops_of_a_token_exist() -> None:
     hops = re.findall(r"^\* `([\w/]+\.py)`: `(\w+)`", pages()["docs/architecture/overview.md"], re.MULTILINE)
-    assert len(hops) > 15
+    assert 15 < len(hops) <= _HOPS
     for path, name in hops:
         assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}: {name}"
+
+
+def unexplained(tree: ast.AST) -> list[str]:
+    """Functions of ``tree`` with many arguments of which their docstring, or for a constructor the class's, says
+    nothing. Those of a command are its options."""
+    found = []
+    for parent in ast.walk(tree):
+        for function in ast.iter_child_nodes(parent):
+            if not isinstance(function, ast.FunctionDef) or "app.command" in map(_called, function.decorator_list):
+                continue
+            given = function.args
+            names = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self"}
+            documented = parent if isinstance(parent, ast.ClassDef) and function.name == "__init__" else function
+            words = re.findall(r"\w+", ast.get_docstring(documented) or "")
+            if len(names) > _ARGUMENTS and not {"arguments", "constants"} & set(words):
+                found.append(function.name)
+    return found
+
+
+def _called(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+def test_functions_with_many_arguments_say_why() -> None:
+    """Triton's kernels of normal mode are left alone: another design replaces them."""
+    paths = [path for path in python_sources() if "triton/normal" not in str(path)]
+    assert [f"{path}: {name}" for path in paths for name in unexplained(ast.parse(path.read_text()))] == []
+
+
+def test_many_arguments_without_a_word_are_noticed() -> None:
+    names = ", ".join(f"a{number}" for number in range(_ARGUMENTS + 1))
+    assert unexplained(ast.parse(f"class A:\n    def f(self, {names}):\n        'Does it.'")) == ["f"]
+    assert unexplained(ast.parse(f"def f({names}):\n    'Eleven arguments: as the kernel takes them.'")) == []
 
 
 def test_every_variable_in_the_code_is_documented() -> None:

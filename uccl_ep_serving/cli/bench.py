@@ -84,6 +84,7 @@ def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout
 
 
 @app.command()
+# the arguments are the options of the command
 def bench(
     ranks: Annotated[int, typer.Option(help="Ranks to start; under torchrun: must be its number.")] = 0,
     mode: Annotated[str, typer.Option(help="low-latency or normal.")] = "normal",

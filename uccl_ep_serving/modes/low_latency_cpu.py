@@ -67,7 +67,7 @@ class LowLatency:
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """Send every token once to each rank that has one of its experts, and receive the tokens of this rank's
-        experts.
+        experts. The arguments are DeepEP's.
 
         R ranks, T = ``num_max_dispatch_tokens_per_rank``, H hidden, K top-k, L = ``num_experts`` / R local experts.
 

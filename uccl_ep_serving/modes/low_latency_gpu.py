@@ -63,9 +63,9 @@ class LowLatencyGpu:
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, RecvHook | None]:
-        """See :meth:`LowLatency.dispatch`. Ids outside -1 .. experts - 1 count as -1, and the next call raises
-        ConfigError (in the interpreter this one). ``x``, ``topk_idx`` and ``topk_weights`` are read in the order of the
-        stream.
+        """The arguments of :meth:`LowLatency.dispatch`. Ids outside -1 .. experts - 1 count as -1, and the next call
+        raises ConfigError (in the interpreter this one). ``x``, ``topk_idx`` and ``topk_weights`` are read in the order
+        of the stream.
 
         Raises:
             ConfigError: wrong arguments, a third dispatch in flight, a new shape while a graph is captured.

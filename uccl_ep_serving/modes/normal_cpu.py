@@ -86,7 +86,7 @@ class Normal:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
         """Send every token once to each rank that owns one of its experts; where nodes are equal groups of
-        consecutive ranks, once to each other node that does, and forwarded there.
+        consecutive ranks, once to each other node that does, and forwarded there. The arguments are DeepEP's.
 
         Args:
             x: [T, H] bfloat16, float16 or float32, contiguous, H x itemsize a multiple of 16; or a pair of

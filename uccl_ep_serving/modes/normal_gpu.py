@@ -106,7 +106,8 @@ class NormalGpu:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], Any, EventOverlap]:
-        """See :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the device.
+        """The arguments of :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the
+        device.
 
         Args:
             config: its ``num_sms`` is the most programs that move rows; see ``program_budget``.

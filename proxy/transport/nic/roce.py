@@ -234,6 +234,9 @@ class RoceRail(Rail):
 class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
     """Endpoint of one proxy thread over ports of one or more RDMA devices.
 
+    Eleven arguments: those of an endpoint over EFA, the peers, whose queue pairs are made before anybody is met, and
+    ``max_write``, which tests lower.
+
     Args:
         rank, ranks, proxy, window, window_bytes, watch: see :class:`.endpoint.NicEndpoint`.
         peers: ranks that will be connected; both ends must name each other.
