@@ -1,19 +1,29 @@
 """What the loop does when something is wrong: note it where Python finds it, set the sticky error, drop a peer.
 
-The loop never raises and never stops because of a peer: the others go on. :mod:`.fault_errors` turns what is noted here
-into exceptions with words.
+The loop never raises and never stops because of a peer: the others go on. :class:`FaultReader` turns what is noted here
+into exceptions in words: who did what, where, what was expected, what to do next.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from ..errors import PeerLost, ProtocolError, TransportError, UcclEpError, after_loss
 from ..native.atomics import load64, peek, poke, store64
 from ..native.calls import call3
 from ..native.failure import set_failure
 from ..native.jit import compiled
+from ..protocol.command import HIGH, LOW, UNIT
 from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL, FAILURE_TRANSPORT
-from ..protocol.streams import STREAMS
+from ..protocol.streams import STREAMS, channel_of, name_of
 from . import words
 from .queues import release_queue
+from .state import ProxyState, read
+from .transport import base
+from .transport.base import Diagnosed, Endpoint
 
 # Codes of what went wrong, continuing the FAULT_* codes of transport.base (1..15), which pass through unchanged.
 # 16..19: the connection or the transport; 20..: a peer's immediates; 25..: commands of this rank's own kernels.
@@ -136,3 +146,177 @@ def serve_requests(state: int) -> int:
         ):
             _drop_peer(state, peer, words.FORGOTTEN, request - 1)
     return 1
+
+
+#: Words for each code.
+_WHAT = {
+    base.FAULT_BAD_FRAME: "a frame that the format forbids",
+    base.FAULT_TOO_LONG: "a frame longer than any write",
+    base.FAULT_NUMBER: "a frame out of sequence",
+    base.FAULT_OUTSIDE_WINDOW: "an offset outside the window",
+    base.FAULT_WRONG_SOURCE: "a source rank that its connection does not prove",
+    FAULT_DOWN: "the connection closed or failed",
+    FAULT_POST: "posting a write failed",
+    FAULT_DEVICE: "polling or flushing the transport failed",
+    FAULT_SENT_TWICE: "a completion for a write that is not in flight",
+    FAULT_IMMEDIATE: "an immediate that is no 32-bit word",
+    FAULT_SOURCE: "an immediate with an impossible or unproven source rank",
+    FAULT_STREAM_OWNER: "an immediate of a stream that does not exist or that another proxy owns",
+    FAULT_SEQUENCE: "a write out of the sequence of its stream",
+    FAULT_CREDIT: "credits for more writes than were sent",
+    FAULT_COMMAND_KIND: "a command of an unknown kind",
+    FAULT_COMMAND_PEER: "a command for a rank that no proxy reaches",
+    FAULT_COMMAND_STREAM: "a command for a stream that this proxy does not own",
+    FAULT_COMMAND_RANGE: "a command whose bytes lie outside the window",
+}
+
+#: What was expected instead, for faults of a peer; ``detail`` as the loop noted it.
+_EXPECTED = {
+    base.FAULT_BAD_FRAME: "{detail:#x} was expected",
+    base.FAULT_NUMBER: "{detail:#x} was expected",
+    base.FAULT_TOO_LONG: "at most {detail:#x} bytes were expected",
+    base.FAULT_OUTSIDE_WINDOW: "an offset of at most {detail:#x} was expected",
+    base.FAULT_WRONG_SOURCE: "source rank {detail} was expected",
+    FAULT_IMMEDIATE: "a word below 2**32 was expected",
+    FAULT_SOURCE: "it names rank {detail}",
+    FAULT_STREAM_OWNER: "it names rank {detail} and a stream that nobody here reads",
+    FAULT_CREDIT: "fewer credits were expected",
+    FAULT_SEQUENCE: "sequence {detail} was expected",
+}
+
+
+class _Fault(NamedTuple):
+    """What the loop noted: ``failure << 8 | code``, and what it depends on the code to mean."""
+
+    fault: int
+    peer: int
+    stream: int
+    value: int
+    detail: int
+
+
+class FaultReader:
+    """Reads the faults of one rank's proxies and puts them into words.
+
+    Args:
+        rank, ranks: EP rank of this process and number of EP ranks.
+        endpoints: ``[proxy][k]``.
+        route: per peer, the index k of the endpoint that reaches it, -1 = not through a proxy.
+    """
+
+    def __init__(self, rank: int, ranks: int, endpoints: Sequence[Sequence[Endpoint]], route: Sequence[int]) -> None:
+        self._rank, self._ranks, self._endpoints, self._route = rank, ranks, endpoints, route
+
+    def error(self, state: ProxyState, forgotten: Collection[int]) -> UcclEpError | None:
+        """The exception for what went wrong in the proxy of ``state``, None when nothing has.
+
+        Faults of peers in ``forgotten`` do not count.
+        """
+        fault = int(read(state.address + words.FAULT))
+        if fault:
+            peer, stream = state.word(words.FAULT_PEER), state.word(words.FAULT_STREAM)
+            return self._error_of(state, _Fault(fault, peer, stream, state.word(words.FAULT_VALUE), 0))
+        for peer in range(self._ranks):
+            if peer not in forgotten and (found := _of_peer(state, peer)).fault:
+                return self._error_of(state, found)
+        return None
+
+    def loss_of(self, state: ProxyState, peer: int) -> str:
+        """What the proxy of ``state`` noticed of the end of ``peer``: how it was reached and what its transport said,
+        with the NIC and the status of its completion; "" when it noticed nothing."""
+        found = _of_peer(state, peer)
+        return self._ending(state, found) if found.fault == FAILURE_PEER_LOST << 8 | FAULT_DOWN else ""
+
+    def refusal(self, state: ProxyState, new: int) -> ProtocolError:
+        """The exception for the first of ``new`` refused commands that no operation waits for."""
+        low, high = state.word(words.REFUSED_LOW), state.word(words.REFUSED_HIGH)
+        others = f" (and {new - 1} after it)" if new > 1 else ""
+        return ProtocolError(
+            f"the proxy refused command {state.word(words.REFUSED_INDEX)} of its ring{others}: "
+            f"{self._command(state, low, high)}, noticed "
+            f"by proxy {state.proxy} of rank {self._rank}. Nothing of it was sent and no message number was used "
+            "for it; the group goes on. Look for whoever put it there",
+            peer=HIGH["rank"].get(high),
+            channel=channel_of(HIGH["stream"].get(high)),
+        )
+
+    def _command(self, state: ProxyState, low: int, high: int) -> str:
+        """A command in words, and what it is to be compared with."""
+        peer, stream, kind = (HIGH[name].get(high) for name in ("rank", "stream", "kind"))
+        source, target, length = LOW["source"].get(low), HIGH["target"].get(high), LOW["length"].get(low)
+        return (
+            f"a write of {length * UNIT} bytes from offset {source * UNIT} to offset {target * UNIT} of rank {peer}'s "
+            f"window, stream {stream} ({name_of(stream)}), channel {channel_of(stream)}, kind {kind}; windows have "
+            f"{state.word(words.WINDOW_BYTES)} bytes, ranks are 0..{self._ranks - 1}"
+        )
+
+    def _where(self, state: ProxyState, stream: int) -> str:
+        on = f", stream {stream} ({name_of(stream)})" if stream >= 0 else ""
+        return f"proxy {state.proxy} of rank {self._rank}{on}"
+
+    def _ending(self, state: ProxyState, noted: _Fault) -> str:
+        """A DOWN in words."""
+        device = self._endpoints[state.proxy][self._route[noted.peer]].describe(noted.peer)
+        reason = os.strerror(noted.value) if noted.value > 0 else "no reason given"
+        if noted.detail > 0:
+            reason += f"; its last frame was cut off, at least {noted.detail} bytes are missing"
+        what = _WHAT[FAULT_DOWN]
+        return f"{device}: {what} ({reason}), noticed by {self._where(state, noted.stream)}"
+
+    def _error_of(self, state: ProxyState, noted: _Fault) -> UcclEpError:
+        failure, code = noted.fault >> 8, noted.fault & 255
+        peer, stream, value, detail = noted[1:]
+        what = _WHAT.get(code, f"fault {code}")
+        known = 0 <= peer < self._ranks and self._route[peer] >= 0
+        row = self._endpoints[state.proxy]
+        device = row[self._route[peer]].describe(peer) if known else ", ".join(one.capabilities.name for one in row)
+        where = self._where(state, stream)
+        channel = channel_of(stream) if stream >= 0 else -1
+        if failure == FAILURE_PEER_LOST:
+            cause = self._ending(state, noted)
+            return PeerLost(
+                f"rank {peer} is gone ({cause}). {after_loss(peer)}",
+                peer=peer,
+                phase="proxy",
+                channel=channel,
+                cause=cause,
+            )
+        if failure == FAILURE_PROTOCOL and code >= FAULT_COMMAND_KIND:
+            # of a command that broke with its destination, value and detail are the two words
+            command = f": {self._command(state, value, detail)}" if detail else f" (peer {peer}, word {value:#x})"
+            return ProtocolError(
+                f"a kernel of this rank enqueued {what}{command}, noticed by {where}. Nothing of it was sent, and the "
+                f"operation that waits for it ends on both sides. Likely cause: memory was overwritten; mask rank "
+                f"{peer} or close the buffer",
+                peer=peer if known else -1,
+                channel=channel,
+            )
+        if failure == FAILURE_PROTOCOL:
+            return ProtocolError(
+                f"rank {peer} ({device}) sent {what}: {value:#x} arrived, {_EXPECTED[code].format(detail=detail)}, "
+                f"noticed by {where}. Its connection is closed. Likely cause: the ranks run different versions, or "
+                f"memory was overwritten; look at the log of rank {peer}, then mask the rank or close the buffer",
+                peer=peer if known else -1,
+                channel=channel,
+            )
+        number = -value if value < 0 else 0
+        name = errno.errorcode.get(number, "")
+        device = "; ".join(said for one in row if isinstance(one, Diagnosed) and (said := one.diagnosis())) or device
+        return TransportError(
+            f"{what} ({device}, status {value} {name}), noticed by {where}"
+            + (f", peer {peer}" if peer >= 0 else "")
+            + ". Close the buffer; look for errors of the device or the connection in the system log",
+            device=device,
+            errno=number,
+            status=value,
+        )
+
+
+def _of_peer(state: ProxyState, peer: int) -> _Fault:
+    """The fault that ``peer`` is to blame for; ``fault`` is 0 when there is none."""
+    entry = state.peers[peer]
+    # acquire, before the words that say more of it
+    fault = int(read(entry[words.PEER_FAULT // 8 :].ctypes.data))
+    details = (words.PEER_FAULT_STREAM, words.PEER_FAULT_VALUE, words.PEER_FAULT_DETAIL)
+    stream, value, detail = (int(entry[word // 8]) for word in details)
+    return _Fault(fault, peer, stream, value, detail)

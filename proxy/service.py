@@ -21,7 +21,7 @@ from ..native.groups import Group, load
 from ..protocol.context import FAILURE_PROXY_DIED
 from ..protocol.streams import STREAMS, proxy_of
 from . import loop, words
-from .fault_errors import FaultReader
+from .faults import FaultReader
 from .loop import DIED, STOPPED, run, step
 from .state import ProxyState, acknowledge, read, request_forget, request_stop
 from .stats import in_flight, latencies, proxy_counters, stream_states
