@@ -9,8 +9,7 @@ from ...errors import ConfigError
 from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES, META_LINE, NormalNotify, element_bytes
 from ..blocks import normal_device as block
-from ..blocks.normal_device import DeviceNormalState
-from ..normal_format import NodeTensors, NormalFormat, NormalTensors
+from ..blocks.normal_device import DeviceNormalState, NodeTensors, NormalFormat, NormalTensors
 from .launch import Launch, Target, present_target
 from .low_latency import MAX_TOPK
 from .normal_finish import finish

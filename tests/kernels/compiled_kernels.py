@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from tests.kernels import compiled_traps
 from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, WAITING
-from uccl_ep_serving.kernels.normal_format import NodeTensors, NormalFormat, NormalTensors
+from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.launch import Launch, Target
 from uccl_ep_serving.kernels.triton.low_latency import TritonLowLatencyKernels
 from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels

@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
 from ..kernels.blocks import normal_device as block
-from ..kernels.normal_format import NodeTensors, NormalFormat, NormalTensors
+from ..kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
 from ..protocol.message import META_LINE, NormalNotify
 from .epoch import Operation
 from .normal_arguments import DispatchArguments, NormalArguments, check_experts, check_ids

@@ -23,7 +23,7 @@ from ..gpu.spare_steps import SpareSteps
 from ..gpu.window import DeviceSpace
 from ..handles import EventOverlap
 from ..kernels.blocks import normal_device as block
-from ..kernels.normal_format import NormalFormat
+from ..kernels.blocks.normal_device import DeviceNormalState, NormalFormat
 from ..kernels.select import device_normal_kernels
 from ..protocol.message import NormalNotify
 from .epoch import Epoch, Operation
@@ -31,7 +31,6 @@ from .open_reply import OpenReply
 from .row_format import RowFormat, check_room, overflow, shape_mismatch, wire_format
 
 if TYPE_CHECKING:
-    from ..kernels.blocks.normal_device import DeviceNormalState
     from ..kernels.triton.normal import TritonNormalKernels
 
 __all__ = ["NormalGpuSession", "Present"]

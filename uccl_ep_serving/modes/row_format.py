@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..kernels.normal_format import NormalFormat
+from ..kernels.blocks.normal_device import NormalFormat
 from ..protocol.layout import NormalPlan
 from ..protocol.message import NormalNotify, round_up
 
