@@ -98,7 +98,7 @@ def figures(samples: dict[str, list[float]], nbytes: dict[str, int]) -> dict[str
 
 
 def measured(exchange: Any, shape: Shape, form: str) -> list[dict[str, Any]]:
-    """Figures of one rank for each number of programs, after its data was held against the oracle."""
+    """Figures of one rank for each number of programs, after its data was verified against the oracle."""
     import torch
 
     from tests.support import normal_cases

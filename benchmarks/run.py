@@ -54,8 +54,8 @@ Times are those of the slowest rank, medians with p10 - p90. A ratio is theirs o
 calls measured right after one another: 2.00 means that the other takes twice as long. `memcpy` is the bound: every
 byte that a rank sends is copied once, without gathering, waiting or summing. `gloo` and `mpi` gather rows once per
 (token, rank), exchange them with counts known beforehand, and sum what returns in float32; they carry no expert ids,
-weights or counts and unpack nothing per expert. Every sample was held against the oracle; of calls that follow one
-another without a pause (`small-steady`) the last was.
+weights or counts and unpack nothing per expert. Every sample was verified against the oracle; in
+back-to-back runs (`small-steady`) only the last.
 
 A byte for another rank is copied once on the direct path (gathered into the peer's memory), twice through proxies over
 shm (gathered for the proxy, then by it), three times over tcp (gathered, into the socket, out of it into place), and a

@@ -57,7 +57,7 @@ def prepare(context: int, operation: int, peers: int, route: int) -> None:
     given, taken, lists = route, route + 8 * ranks, route + 16 * ranks
     put(operation, block.ROUTE, route)
     zero(peers, 8 * block.PEER_WORDS * ranks)
-    masked = away = given_before = taken_before = 0
+    masked = remote = given_before = taken_before = 0
     for rank in range(ranks):
         state = peers + 8 * block.PEER_WORDS * rank
         sent = peek(given + 8 * rank)
@@ -79,7 +79,7 @@ def prepare(context: int, operation: int, peers: int, route: int) -> None:
             # a cached dispatch keeps the places of its handle, also where a rank has been masked since
             put(state, block.RECV_FIRST, taken_before)
         if rank != me:
-            away += get(state, block.SEND_ROWS)
+            remote += get(state, block.SEND_ROWS)
         given_before += sent
         taken_before += came
     own = peers + 8 * block.PEER_WORDS * me
@@ -89,7 +89,7 @@ def prepare(context: int, operation: int, peers: int, route: int) -> None:
     else:
         put(own, block.RECV_ROWS, get(own, block.SEND_ROWS))
     put(operation, block.MASKED, masked)
-    put(operation, block.SENT_AWAY, away)
+    put(operation, block.REMOTE_ROWS, remote)
     put(operation, block.RECV_TOTAL, taken_before)
     if kind == _DISPATCH:
         local = get(operation, block.LOCAL_EXPERTS)

@@ -85,7 +85,7 @@ def test_ranks_are_new_ones_after_a_failure() -> None:
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_normal_mode_is_measured_to_the_end_in_the_interpreter(tmp_path: Path) -> None:
-    """Everything but the times: both formats, alone and between two ranks, held against the oracle."""
+    """Everything but the times: both formats, alone and between two ranks, verified against the oracle."""
     kept = tmp_path / "figures.json"
     small = ("--tokens", "3", "--hidden", "128", "--rounds", "1", "--calls", "1", "--programs", "24")
     shown = run("gpu_normal.py", "--interpreter", *small, "--json", str(kept))

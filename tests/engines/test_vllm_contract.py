@@ -1,4 +1,4 @@
-"""What the plugin needs of vLLM, held against the installed version: every name, and the signatures as they were read.
+"""What the plugin needs of vLLM, compared with the installed version: every name, and the signatures as they were read.
 
 The plugin itself asks only for the parameters it uses, so that a version which adds one still runs. Here the whole
 signature is compared: a new parameter is a reason to read the function again.

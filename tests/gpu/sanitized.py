@@ -2,7 +2,7 @@
 
 Two ranks, each a process that this one starts, so that a sanitizer which follows children checks both. Every kernel
 inside a node runs, in both modes, over device memory that the peer maps and through rings to proxies, and the result is
-held against the oracle. A sanitizer slows kernels down a hundred times, hence the deadline of ten minutes.
+verified against the oracle. A sanitizer slows kernels down a hundred times, hence the deadline of ten minutes.
 """
 
 from __future__ import annotations

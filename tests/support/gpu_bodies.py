@@ -159,7 +159,7 @@ def _parts(received: Any) -> tuple[torch.Tensor, ...]:
 def run_normal_case(
     buffer: Buffer, device: torch.device, rank: int, case: normal_cases.Case, worst: int, crossed: bool = False
 ) -> None:
-    """A dispatch and combine held against the oracle, and once more from the handle, bit by bit the same.
+    """A dispatch and combine verified against the oracle, and once more from the handle, bit by bit the same.
 
     Args:
         worst: ``num_worst_tokens``; 0 lets the host look.
@@ -377,7 +377,7 @@ def normal_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tu
 
 
 def soak(exchange: StoreExchange, overrides: dict[str, Any], seconds: float, seed: int) -> dict[str, Any]:
-    """Random operations of both modes on one Buffer until the time is over, each held against the oracle; what the
+    """Random operations of both modes on one Buffer until the time is over, each verified against the oracle; what the
     GPU's memory holds afterwards is what it held after the first round."""
     device, rank, size = device_of(overrides), exchange.rank, exchange.size
     buffer = opened(exchange, overrides)

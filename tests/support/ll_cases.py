@@ -1,4 +1,4 @@
-"""Low-latency cases: random routing of every awkward kind, run on a group of ranks and held against the oracle."""
+"""Low-latency cases: random routing of every awkward kind, run on a group of ranks and verified against the oracle."""
 
 from __future__ import annotations
 

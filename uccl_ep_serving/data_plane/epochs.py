@@ -62,7 +62,7 @@ class Epochs:
         """``peer`` was masked: the next operation begins a new epoch, without it."""
         self.watch.stale = f"rank {peer} was masked"
         self.watch.broken = ""
-        self.watch.part_from(peer)
+        self.watch.drop_peer(peer)
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -206,7 +206,7 @@ class PlaneWatch:
         if plane is not None and plane.space is not None and plane.space.failed:
             self._mesh.root_cause.report_local_failure(error, phase)
 
-    def part_from(self, peer: int) -> None:
+    def drop_peer(self, peer: int) -> None:
         """``peer`` was masked: nothing more is published in this epoch, whatever a kernel that is called again
         may think, and nothing is sent to that rank."""
         self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)

@@ -151,7 +151,7 @@ class Normal:
         if handle is None:
             origin = DispatchOrigin(self, *exchange.origin, tokens)
             handle = NormalHandle(route, total, capacity, in_rank, origin, nodes)
-        remote_rows = int(operation[block.SENT_AWAY])
+        remote_rows = int(operation[block.REMOTE_ROWS])
         runtime.record("normal_dispatch", tokens, remote_rows, time.monotonic_ns() - started)
         if num_worst_tokens and total > num_worst_tokens:
             raise overflow(total, f"= {num_worst_tokens} was promised")
@@ -227,7 +227,7 @@ class Normal:
         for offset in landing:
             if offset >= 0:
                 heap.give(offset)
-        remote_rows = int(operation[block.SENT_AWAY])
+        remote_rows = int(operation[block.REMOTE_ROWS])
         runtime.record("normal_combine", tokens, remote_rows, time.monotonic_ns() - started)
         return combined, weights, EventOverlap()
 

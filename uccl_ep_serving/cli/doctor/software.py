@@ -1,4 +1,4 @@
-"""Interpreter, packages and engines: what is installed, held against the ranges in this package's own metadata."""
+"""Interpreter, packages and engines: what is installed, compared with the ranges in this package's own metadata."""
 
 from __future__ import annotations
 
