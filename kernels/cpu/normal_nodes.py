@@ -88,7 +88,7 @@ def board_of(context: int, operation: int, rank: int, node: int) -> int:
 
 @compiled
 def line_of(context: int, operation: int, rank: int, node: int, writer: int) -> int:
-    """Address of the line in the window of ``rank`` that ``writer`` writes about ``node``; both are near."""
+    """Address of the progress line in the window of ``rank`` that ``writer`` writes about ``node``; both are near."""
     index = node * get(operation, block.NODE_RANKS) + place_of(operation, writer)
     return peer_window(context, rank) + get(operation, block.LINES) + index * LINE_BYTES
 

@@ -681,7 +681,7 @@ def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[i
 
 
 def both_modes(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
-    """Normal mode before and after low latency has laid the windows out anew."""
+    """Normal mode before and after low latency has rebuilt the windows."""
     buffer = opened(exchange, overrides)
     inputs = Case(tokens=(4, 3), experts=4, topk=2).inputs()
     for _ in range(2):
