@@ -23,12 +23,21 @@ if TYPE_CHECKING:
 _TRITON = "triton>=3.4"
 
 
-def cpu_groups() -> list[Group]:
-    """The CPU kernels of both modes, to compile."""
-    # imported late: a process that serves a device needs none of them
-    from .cpu import low_latency, normal
+def cpu_groups(low_latency: bool = True, normal: bool = True) -> list[Group]:
+    """What looks at a caller's ids, and the CPU kernels of both modes, or one, to compile."""
+    # imported late: a process that serves a device needs none of them, and one mode not those of the other
+    from .cpu.routing import IDS
 
-    return [low_latency.LOW_LATENCY, normal.NORMAL]
+    groups = [IDS]
+    if low_latency:
+        from .cpu.low_latency import LOW_LATENCY
+
+        groups.append(LOW_LATENCY)
+    if normal:
+        from .cpu.normal import NORMAL
+
+        groups.append(NORMAL)
+    return groups
 
 
 def device_low_latency_kernels(plan: LowLatencyPlan, interpreted: bool) -> TritonLowLatencyKernels:

@@ -39,18 +39,19 @@ _SPINS = 200
 _AUTO = (SHM, TCP)
 
 
+def data_paths(transports: Iterable[str]) -> list[Group]:
+    """The data paths of ``transports``, to compile. Only their modules are imported."""
+    folders = {name: ".transport.nic" if name in NIC_TRANSPORTS else ".transport" for name in transports}
+    return [importlib.import_module(f"{folder}.{name}_data", __package__).FUNCTIONS for name, folder in folders.items()]
+
+
 def proxy_groups(transport: str, nics: Iterable[str] = ()) -> list[Group]:
-    """What proxies run, to compile: the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT).
+    """What proxies may run, to compile: the loop and the data path of ``transport`` (a value of UCCL_EP_TRANSPORT).
 
     Args:
         nics: transports for which this host has NICs, which ``auto`` may come to as well.
     """
-    groups = [loop.LOOP]
-    for name in (*_AUTO, *nics) if transport == "auto" else (transport,):
-        # only the module of a transport that is used is imported
-        folder = ".transport.nic" if name in NIC_TRANSPORTS else ".transport"
-        groups.append(importlib.import_module(f"{folder}.{name}_data", __package__).FUNCTIONS)
-    return groups
+    return [loop.LOOP, *data_paths((*_AUTO, *nics) if transport == "auto" else (transport,))]
 
 
 class ProxyService:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from .buffer_config import Config, check_config, check_num_sms, default_config, low_latency_size_hint
 from .config import Settings
 from .control_plane.bootstrap import Exchange, TorchExchange, refusing
-from .data_plane.nics import nic_transports
 from .data_plane.runtime import Runtime
 from .errors import ConfigError
 from .gpu.program_budget import DEFAULT_SMS
@@ -27,7 +26,7 @@ from .kernels.select import cpu_groups
 from .modes.arguments import check_integer
 from .native.failure import STICKY_ERROR
 from .native.groups import load
-from .proxy.service import proxy_groups
+from .proxy.loop import LOOP
 
 if TYPE_CHECKING:
     from .gpu.context import GpuContext
@@ -142,10 +141,10 @@ class Buffer:
                 raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
             # with a GPU, auto leaves it to the first tensor
             on_cpu = settings.device == "cpu" or (settings.device == "auto" and not found)
-            # Compiled (or loaded from the cache) before the ranks meet: a first operation that compiles on one rank
-            # while another waits for it would eat into the deadline.
-            proxies = proxy_groups(settings.transport, nic_transports(settings))
-            load(STICKY_ERROR, *(cpu_groups() if on_cpu else ()), *proxies)
+            # Before the ranks meet, what the arguments say will be used. What they do not say (the transports to the
+            # peers, the other mode) is compiled by all ranks together, before the first operation that needs it.
+            normal = sizes[0] > 0 or not low_latency_mode
+            load(STICKY_ERROR, LOOP, *(cpu_groups(low_latency_mode, normal) if on_cpu else ()))
         self.runtime = Runtime(exchange, settings, sizes[0] if low_latency_mode else sum(sizes))
         try:
             self._device = settings.device
@@ -371,7 +370,7 @@ class Buffer:
         if self._device == "interpreter" or device.type == "cuda":
             self._backend = gpu_backend(self.runtime, device)
         elif self._backend is None:
-            load(*cpu_groups())
+            load(*cpu_groups(False, False))
             self._backend = cpu_backend(self.runtime)
         self._device = device.type
 

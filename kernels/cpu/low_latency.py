@@ -45,7 +45,5 @@ def route(context: int, state: int, route_block: int, topk_idx: int) -> None:
     )
 
 
-#: What the host calls.
-LOW_LATENCY = Group(
-    "low-latency mode", first_bad_id, route, quantise, dispatch_send, dispatch_recv, combine_send, combine_recv
-)
+#: What the host calls once a dispatch is known to be right.
+LOW_LATENCY = Group("low-latency mode", route, quantise, dispatch_send, dispatch_recv, combine_send, combine_recv)

@@ -21,6 +21,6 @@ __all__ = [
     "route_rows",
 ]
 
-#: What every group calls, and what groups of several nodes call as well.
-NORMAL = Group("normal mode", layout, route_rows, prepare, open_operation, place, exchange)
+#: What every group calls once the layout is known, and what groups of several nodes call as well.
+NORMAL = Group("normal mode", route_rows, prepare, open_operation, place, exchange)
 NORMAL_NODES = Group("normal mode between nodes", route_nodes, prepare_nodes, exchange_nodes)

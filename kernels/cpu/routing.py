@@ -8,6 +8,7 @@ gives the same messages.
 from __future__ import annotations
 
 from ...native.atomics import peek, peek8, peek32, poke, poke8, poke32, zero
+from ...native.groups import Group
 from ...native.jit import compiled
 from ..blocks import normal as block
 from .context import is_masked, rank_count
@@ -260,3 +261,7 @@ def route_nodes(in_rank: int, tokens: int, ranks: int, node_ranks: int, me: int,
                         count += 1
                         break
         poke(rows + 8 * node, count)
+
+
+#: What looks at a caller's ids, on this rank alone: it is there before the kernels of a mode.
+IDS = Group("ids", first_bad_id, layout)

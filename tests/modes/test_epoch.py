@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +32,18 @@ class Ranks:
     def begin_operation(self) -> None:
         self.begun += 1
 
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+    def rebuild(
+        self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None
+    ) -> None:
         self.objections.append(objection)
         if objection:
             raise ConfigError(objection)
+        compile()
         self.epoch, self.stale, self.layout.low_latency = self.epoch + 1, "", plan
+
+
+def nothing() -> None:
+    pass
 
 
 @pytest.fixture
@@ -128,26 +136,29 @@ def test_an_operation_that_was_not_sent_takes_no_slot() -> None:
 def test_other_sizes_are_refused_on_every_rank_while_an_operation_is_in_flight(ranks: Any) -> None:
     flight = InFlight("dispatches")
     epoch = entered(ranks, flight)
-    assert epoch.make_room("dispatch", PLAN, lambda: None) is PLAN
+    assert epoch.make_room("dispatch", PLAN, nothing, nothing) is PLAN
     with epoch.operation("dispatch", flight) as operation:
         pass
     with pytest.raises(ConfigError, match=r"is in flight\. Next step: call its recv hook first"):
-        epoch.make_room("dispatch", WIDER, lambda: None)
+        epoch.make_room("dispatch", WIDER, nothing, nothing)
     operation.received()
-    assert epoch.make_room("dispatch", WIDER, lambda: None) is WIDER
+    assert epoch.make_room("dispatch", WIDER, nothing, nothing) is WIDER
     assert [bool(objection) for objection in ranks.objections] == [True, False]
 
 
 def test_what_keeps_this_rank_from_new_windows_is_told_to_the_others(ranks: Any) -> None:
-    def prepare() -> None:
+    compiled: list[Any] = []
+
+    def objects() -> None:
         raise ConfigError("a ring is too short")
 
     with pytest.raises(ConfigError, match="a ring is too short"):
-        Epoch(ranks).make_room("dispatch", WIDER, prepare)
+        Epoch(ranks).make_room("dispatch", WIDER, objects, lambda: compiled.append(WIDER))
     assert ranks.objections == ["a ring is too short"]
+    assert compiled == []
     # a peer asks for other windows: this rank meets it, although its own have room
     ranks.rebuild_requested = True
-    assert Epoch(ranks).make_room("dispatch", PLAN, lambda: None) is PLAN
+    assert Epoch(ranks).make_room("dispatch", PLAN, nothing, nothing) is PLAN
     assert ranks.epoch == 1
 
 

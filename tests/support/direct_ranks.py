@@ -47,10 +47,16 @@ class DirectRuntime:
     def begin_operation(self) -> None:
         pass
 
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+    def compile_together(self, compile: Callable[[], object]) -> None:
+        compile()
+
+    def rebuild(
+        self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None
+    ) -> None:
         """Collective: new windows with room for ``plan``."""
         if objection:
             raise ConfigError(objection)
+        compile()
         self.group.proposals[self.rank] = plan
         if self.group.barrier.wait(30) == 0:
             self.group.agreed = len(set(self.group.proposals)) == 1

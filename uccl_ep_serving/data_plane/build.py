@@ -18,14 +18,16 @@ from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
+from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from ..protocol.mailbox import mailbox_bytes
 from ..protocol.streams import CREDIT
-from ..proxy.service import ProxyService
+from ..proxy.service import ProxyService, data_paths
 from ..proxy.transport.base import Watchful
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, choose
 from ..proxy.transport.shm import ShmEndpoint
 from ..proxy.transport.tcp import TcpEndpoint
+from .compiling import compile_together
 from .kernel_space import KernelSpace
 from .nics import HostNics, gpu_address
 from .nodes import equal_nodes, on_one_node
@@ -84,7 +86,6 @@ class PlaneBuilder:
             ConfigError: the window would exceed what the formats hold.
             BootstrapError, TransportError, PeerError: a rank could not be reached; nothing is left open.
         """
-        deadline = time.monotonic() + self._settings.connect_timeout
         try:
             layout = WindowLayout(self._ranks, plan, self._normal)
         except ValueError as error:
@@ -95,6 +96,8 @@ class PlaneBuilder:
             self._exchange_offers()
             self._choose_routes(plane, windows)
             self._agree_on_nodes(plane)
+            self._compile(plane)
+            deadline = time.monotonic() + self._settings.connect_timeout
             self._offer_endpoints(plane, epoch, windows, mailboxes)
             self._connect_endpoints(plane, deadline)
             self._give_to_kernels(plane, windows, watch)
@@ -194,6 +197,11 @@ class PlaneBuilder:
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a rank sent something that is no list of ranks: {error}") from error
         plane.node_ranks = equal_nodes(mapped)
+
+    def _compile(self, plane: DataPlane) -> None:
+        """Compile, or load, the data paths of the transports that some peer needs."""
+        if refusal := compile_together(self._mesh.steps, lambda: load(*data_paths(plane.kinds))):
+            raise BootstrapError(refusal)
 
     def _offer_endpoints(self, plane: DataPlane, epoch: int, windows: list[int], mailboxes: list[int]) -> None:
         """One endpoint per proxy and kind of transport that some peer needs, listening but not connected."""

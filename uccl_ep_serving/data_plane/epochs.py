@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
@@ -14,6 +15,7 @@ from ..errors import REBUILD_GROUP, ConfigError, PeerError, UcclEpError
 from ..protocol.layout import LowLatencyPlan, NormalPlan
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
+from .compiling import compile_together
 from .plane import DataPlane
 from .watch import PlaneWatch
 
@@ -50,10 +52,12 @@ class Epochs:
         self._builder = PlaneBuilder(self._mesh, introduction, self._settings, self._normal)
         self._install(None)
 
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str) -> None:
+    def rebuild(self, plan: LowLatencyPlan | None, objection: str, compile: Callable[[], object]) -> None:
         """Begin a new epoch on all ranks that are not masked, as Runtime says."""
         with self._breaking():
             outcome = self._agree(plan, objection)
+            if not outcome.refusal:
+                outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
             if not outcome.refusal:
                 self._replace(plan, outcome.epoch)
         self._refuse(outcome)

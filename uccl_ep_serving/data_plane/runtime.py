@@ -24,13 +24,14 @@ from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
-from ..errors import PeerError, UcclEpError
+from ..errors import ConfigError, PeerError, UcclEpError
 from ..native.failure import STICKY_ERROR
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
 from ..stats import LiveServer, OperationLog
 from .agreement import SETUP
+from .compiling import COMPILING, compile_together
 from .epochs import Epochs
 from .kernel_space import KernelSpace
 from .segments import HeapAllocator
@@ -231,21 +232,41 @@ class Runtime:
         """True when a peer has called :meth:`rebuild` and waits for this rank."""
         return bool(self._mesh.steps.requested(SETUP))
 
-    def rebuild(self, plan: LowLatencyPlan | None, objection: str = "") -> None:
+    def compile_together(self, compile: Callable[[], object]) -> None:
+        """Call ``compile`` on every rank before the first operation that needs it, and wait until all have: a rank with
+        a cold cache would use up the deadlines of the others. Collective.
+
+        Raises:
+            ConfigError: a rank could not; on every rank, and the group stays usable.
+            PeerError: a rank did not take part.
+        """
+        self.exchange("before compiling", b"")
+        try:
+            refusal = compile_together(self._mesh.steps, compile)
+        except PeerError as error:
+            self._watch.raise_named(error, COMPILING)
+        if refusal:
+            raise ConfigError(f"{refusal}. The group stays usable")
+
+    def rebuild(
+        self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None
+    ) -> None:
         """Rebuild the windows of all ranks that are not masked, with room for ``plan``. Collective; none of this
         rank's operations may be in flight that shall still end.
 
         Args:
             plan: sizes of low latency, None for none.
             objection: why this rank cannot; it then raises on all ranks.
+            compile: what operations in the new windows need, called once the ranks agree; see
+                :meth:`compile_together`.
 
         Raises:
-            ConfigError: a rank objects, or ranks ask for different plans or have masked different ranks. Every rank
-                raises, and the group stays usable.
+            ConfigError: a rank objects or cannot compile, or ranks ask for different plans or have masked different
+                ranks. Every rank raises, and the group stays usable.
             PeerError: a rank did not take part; mask it, or close the group.
         """
         self.check(SETUP)
-        self._epochs.rebuild(plan, objection)
+        self._epochs.rebuild(plan, objection, compile)
 
     # -- peers --------------------------------------------------------------------------------------------------
 

@@ -211,14 +211,18 @@ class Epoch:
             raise ConfigError(f"{phase}: the handle must be what low-latency dispatch of the same Buffer returned")
         self.check_number(phase, handle.epoch, "the dispatch of this handle")
 
-    def make_room(self, phase: str, plan: LowLatencyPlan, prepare: Callable[[], None]) -> LowLatencyPlan:
+    def make_room(
+        self, phase: str, plan: LowLatencyPlan, objects: Callable[[], None], compile: Callable[[], object]
+    ) -> LowLatencyPlan:
         """The plan that the windows serve, rebuilt on all ranks where they have no room for ``plan``.
 
         Args:
-            prepare: makes this rank ready for ``plan`` before the ranks meet; raises ConfigError when it cannot be.
+            objects: raises ConfigError when this rank cannot serve ``plan``.
+            compile: compiles what its operations need, on all ranks once they agree.
 
         Raises:
-            ConfigError: a rank cannot, or has an operation in flight; on every rank, and the group stays usable.
+            ConfigError: a rank cannot serve or compile it, or has an operation in flight; on every rank, and the
+                group stays usable.
         """
         runtime = self._runtime
         served = None if runtime.stale else runtime.layout.low_latency
@@ -231,10 +235,10 @@ class Epoch:
                 raise ConfigError(
                     f"{phase}: {plan} needs other windows than {served}, and an operation is in flight. {RECEIVE_FIRST}"
                 )
-            prepare()
+            objects()
         except ConfigError as error:
             objection = str(error)
-        runtime.rebuild(plan, objection)
+        runtime.rebuild(plan, objection, compile)
         return plan
 
     def enter(self) -> bool:

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..handles import EventOverlap, LowLatencyHandle
 from ..kernels.blocks import low_latency as block
 from ..kernels.cpu import low_latency as kernels
+from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 from .arguments import CPU, VALUE_CODES, check_device
@@ -290,7 +291,9 @@ class LowLatency:
     def _enter(self, phase: str, plan: LowLatencyPlan) -> block.StateBlock:
         """Counters of the windows that serve ``plan``."""
         runtime = self._runtime
-        served = self._epoch.make_room(phase, plan, lambda: check_ring(plan, runtime.settings))
+        served = self._epoch.make_room(
+            phase, plan, lambda: check_ring(plan, runtime.settings), lambda: load(kernels.LOW_LATENCY)
+        )
         if self._epoch.enter() or self._state is None:
             self._state = block.StateBlock(served, runtime.layout)
             self._memory.clear()

@@ -79,15 +79,16 @@ class LowLatencyGpuSession:
         """
         runtime, source = self._runtime, VALUE_CODES[x.dtype]
 
-        def prepare() -> None:
+        def objects() -> None:
             self._refuse_capture(f"{plan} is new")
+            self._new_kernels(plan).check(runtime.settings)
+
+        def compile() -> None:
             kernels = self._new_kernels(plan)
-            kernels.check(runtime.settings)
-            # before the ranks meet: a rank that compiles while others wait would eat into their deadline
             self._compile_dispatch(kernels, source, coding.dtype, round_scale, reduced)
             self.compile_combine(kernels, source, reduced)
 
-        served = self.epoch.make_room(phase, plan, prepare)
+        served = self.epoch.make_room(phase, plan, objects, compile)
         if self._serving is None or not self.epoch.present:
             self._refuse_capture(f"the windows for {served} are not in use yet")
             kernels, space = self._new_kernels(served), self._gpu.space()

@@ -89,6 +89,7 @@ class NormalGpuSession:
         self._ticket = 0
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
+        self._named: set[str] = set()
         self._logged: set[tuple[str, str]] = set()
         #: Of dispatches and of combines, in the present epoch.
         self._spare = (SpareSteps(), SpareSteps())
@@ -137,9 +138,17 @@ class NormalGpuSession:
             self.epoch.enter()
         wire = wire_format(form)
         if kind not in self._warm:
-            # before this rank tells the others of the operation: compiling would eat into their deadline
-            with self._gpu.on_its_device():
-                self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
+
+            def compile() -> None:
+                with self._gpu.on_its_device():
+                    self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
+
+            # All ranks are in the first operation of a name together, but maybe not in the first of its format.
+            if form.name not in self._named:
+                runtime.compile_together(compile)
+            else:
+                compile()
+            self._named.add(form.name)
             self._warm.add(kind)
         return self._present, wire
 
