@@ -62,6 +62,14 @@ class Epochs:
                 self._replace(plan, outcome.epoch)
         self._refuse(outcome)
 
+    def compile_together(self, compile: Callable[[], object]) -> None:
+        """Call ``compile`` on all ranks, which begin the same operation of normal mode, as Runtime says."""
+        with self._breaking():
+            outcome = self._agree(None, "")
+            if not outcome.refusal:
+                outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
+        self._refuse(outcome)
+
     def leave_out(self, peer: int) -> None:
         """``peer`` was masked: the next operation begins a new epoch, without it."""
         self.watch.stale = f"rank {peer} was masked"

@@ -24,14 +24,13 @@ from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
-from ..errors import ConfigError, PeerError, UcclEpError
+from ..errors import PeerError, UcclEpError
 from ..native.failure import STICKY_ERROR
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.transport.select import NIC_TRANSPORTS
 from ..stats import LiveServer, OperationLog
 from .agreement import SETUP
-from .compiling import COMPILING, compile_together
 from .epochs import Epochs
 from .kernel_space import KernelSpace
 from .segments import HeapAllocator
@@ -233,20 +232,15 @@ class Runtime:
         return bool(self._mesh.steps.requested(SETUP))
 
     def compile_together(self, compile: Callable[[], object]) -> None:
-        """Call ``compile`` on every rank before the first operation that needs it, and wait until all have: a rank with
-        a cold cache would use up the deadlines of the others. Collective.
+        """Call ``compile`` on every rank before the first operation of normal mode that needs it, and wait until all
+        have: a rank with a cold cache would use up the deadlines of the others. Collective.
 
         Raises:
-            ConfigError: a rank could not; on every rank, and the group stays usable.
+            ConfigError: a rank could not, or began another operation; on every rank, and the group stays usable.
             PeerError: a rank did not take part.
         """
-        self.exchange("before compiling", b"")
-        try:
-            refusal = compile_together(self._mesh.steps, compile)
-        except PeerError as error:
-            self._watch.raise_named(error, COMPILING)
-        if refusal:
-            raise ConfigError(f"{refusal}. The group stays usable")
+        self.check(SETUP)
+        self._epochs.compile_together(compile)
 
     def rebuild(
         self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None

@@ -22,7 +22,7 @@ from ..handles import NodeRoute, NormalHandle
 from ..kernels.blocks import normal as block
 from ..kernels.cpu import normal as cpu_kernels
 from ..native.copy import last_cache_bytes
-from ..native.groups import Group, load
+from ..native.groups import load
 from ..protocol.message import LEAST_CHUNK_BYTES, NormalNotify
 from ..protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 from .epoch import Epoch, Operation
@@ -74,8 +74,8 @@ class RowExchange:
         self.expert_counts: Int64s = np.zeros(0, dtype=np.int64)
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
-        #: Compiled on all ranks.
-        self._compiled: list[Group] = []
+        #: Groups of kernels that are compiled on all ranks.
+        self._compiled = 0
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property
@@ -96,9 +96,10 @@ class RowExchange:
         self.epoch.check(form.name, begins=True)
         if runtime.stale:
             runtime.rebuild(None)
-        if not self._compiled or (self._node_ranks and len(self._compiled) == 1):
-            self._compiled = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
-            runtime.compile_together(lambda: load(*self._compiled))
+        wanted = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
+        if len(wanted) > self._compiled:
+            runtime.compile_together(lambda: load(*wanted))
+            self._compiled = len(wanted)
         if self.epoch.enter():
             self._number = self._notices = 0
             self._counts.fill(0)

@@ -1,0 +1,87 @@
+"""One rank's cache is cold: it compiles while the others wait, and no deadline of theirs runs meanwhile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.support import bodies
+from tests.support.ranks import Ranks
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.data_plane import build
+from uccl_ep_serving.modes import low_latency_cpu, row_exchange
+
+#: Seconds that a wait for a peer may last, and that the cold rank compiles whatever it has not compiled yet.
+TIMEOUT, COMPILING = 1.0, 2.5
+
+
+def cold_rank(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[float, int]:
+    """Both modes with a deadline that is shorter than each compilation: seconds of all of it, and compilations."""
+    slow: list[float] = []
+
+    def slowly(module: Any) -> Any:
+        load = module.load
+
+        def compile_slowly(*groups: Any) -> None:
+            slow.append(COMPILING)
+            time.sleep(COMPILING)
+            load(*groups)
+
+        module.load = compile_slowly
+        return load
+
+    places = (build, low_latency_cpu, row_exchange)
+    kept = [slowly(module) for module in places] if exchange.rank == 1 else []
+    started = time.monotonic()
+    try:
+        buffer = bodies.opened(exchange, {**overrides, "timeout": TIMEOUT, "connect_timeout": TIMEOUT})
+        bodies.round_trip(buffer)
+        bodies.normal_trip(buffer)
+        bodies.round_trip(buffer, hidden=256)
+        buffer.destroy()
+    finally:
+        for module, load in zip(places, kept, strict=False):
+            module.load = load  # type: ignore[attr-defined]
+    return time.monotonic() - started, len(slow)
+
+
+@pytest.mark.parametrize("path", [{}, {"direct": False, "transport": "tcp"}], ids=["direct", "tcp"])
+def test_a_cold_rank_uses_up_nobodys_deadline(ranks: Ranks, path: dict[str, Any]) -> None:
+    (seconds, warm), (_, compiled) = ranks.run(2, cold_rank, path)
+    assert warm == 0
+    # the transports once for each window, low latency once for each plan, normal mode once
+    assert compiled == 6
+    assert seconds > compiled * COMPILING
+
+
+def broken_compiler(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
+    """A rank that cannot compile: what each rank is told, then the same calls again."""
+    buffer = bodies.opened(exchange, overrides)
+    texts = []
+    for module, call in ((low_latency_cpu, bodies.round_trip), (row_exchange, bodies.normal_trip)):
+        load: Any = module.load
+
+        def fail(*_: Any) -> None:
+            raise OSError("no compiler here")
+
+        if exchange.rank == 1:
+            module.load = fail
+        try:
+            with pytest.raises(Exception, match="could not compile") as caught:
+                call(buffer)
+            texts.append(f"{type(caught.value).__name__}: {caught.value}")
+        finally:
+            module.load = load
+        call(buffer)
+    buffer.destroy()
+    return texts
+
+
+def test_a_rank_that_cannot_compile_is_named_on_every_rank_and_the_group_stays_usable(ranks: Ranks) -> None:
+    first, second = ranks.run(2, broken_compiler, {"direct": False, "transport": "shm"})
+    assert first == second
+    for text in first:
+        assert text.startswith("ConfigError: window layout: rank 1 could not compile: OSError: no compiler here")
+        assert "The group stays usable" in text
