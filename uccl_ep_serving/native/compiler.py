@@ -8,6 +8,9 @@ outside, and that is optimised and emitted once.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,7 +24,8 @@ from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.cpu import CPUContext
 from numba.core.dispatcher import Dispatcher
-from numba.core.registry import CPUTarget, cpu_target
+from numba.core.registry import CPUTarget
+from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, target_registry
 from numba.core.typing.typeof import typeof_impl
 from numba.extending import intrinsic as numba_intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -66,25 +70,30 @@ class _Context(CPUContext):  # type: ignore[misc]
 
 
 class _Target(CPUTarget):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self._context: _Context | None = None
+    """This processor, with contexts of its own: what Numba compiles for others in this process stays apart."""
 
-    @property
-    def typing_context(self) -> Any:
-        return cpu_target.typing_context
+    @functools.cached_property
+    def _toplevel_target_context(self) -> Any:
+        return _Context(self.typing_context, self._target_name)
 
-    @property
-    def target_context(self) -> Any:
-        if self._context is None:
-            self._context = _Context(self.typing_context, "cpu")
-        return self._context
+
+class _Processor(CPU):  # type: ignore[misc]
+    """The same to Numba's registries: what is written for a CPU serves it."""
+
+
+#: For every function: no reference counts, since nothing holds an object.
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
+_OPTIONS |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 class _Dispatcher(Dispatcher):  # type: ignore[misc]
-    """Numba's side of a :class:`.jit.Compiled`."""
+    """A function that Numba writes itself, such as ``max``."""
 
-    targetdescr = _Target()
+    targetdescr = _Target("uccl_ep_serving")
+
+
+class _OurDispatcher(_Dispatcher):
+    """Numba's side of a :class:`.jit.Compiled`."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         # one copy of a function for all integers, literal or not, whatever their width
@@ -92,15 +101,22 @@ class _Dispatcher(Dispatcher):  # type: ignore[misc]
         return super().get_call_template(tuple(kinds), kws)
 
 
-_dispatchers: dict[Compiled[..., Any], _Dispatcher] = {}
+def _written_by_numba(function: Any = None, **_: Any) -> Any:
+    """In place of ``numba.jit`` for this target."""
+    return _written_by_numba if function is None else _Dispatcher(function, targetoptions=dict(_OPTIONS))
+
+
+target_registry["uccl_ep_serving"] = _Processor
+dispatcher_registry[_Processor] = _Dispatcher
+jit_registry[_Processor] = _written_by_numba
+_typing = _Dispatcher.targetdescr.typing_context
+_dispatchers: dict[Compiled[..., Any], _OurDispatcher] = {}
 _intrinsics: dict[Intrinsic | View, Any] = {}
 
 
-def _dispatcher(item: Compiled[..., Any]) -> _Dispatcher:
+def _dispatcher(item: Compiled[..., Any]) -> _OurDispatcher:
     if item not in _dispatchers:
-        options = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
-        options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": item.inline}
-        _dispatchers[item] = _Dispatcher(item.function, targetoptions=options)
+        _dispatchers[item] = _OurDispatcher(item.function, targetoptions=_OPTIONS | {"forceinline": item.inline})
     return _dispatchers[item]
 
 
@@ -125,7 +141,7 @@ def _type_of_intrinsic(item: Intrinsic, _: Any) -> Any:
         typed.__signature__ = inspect.signature(item.emit)  # type: ignore[attr-defined]
         typed.__name__ = item.emit.__name__
         _intrinsics[item] = _registered(typed)
-    return cpu_target.typing_context.resolve_value_type(_intrinsics[item])
+    return _typing.resolve_value_type(_intrinsics[item])
 
 
 @typeof_impl.register(External)
@@ -152,12 +168,12 @@ def _type_of_view(item: View, _: Any) -> Any:
             return kind(types.int64, types.int64), emitted
 
         _intrinsics[item] = _registered(view)
-    return cpu_target.typing_context.resolve_value_type(_intrinsics[item])
+    return _typing.resolve_value_type(_intrinsics[item])
 
 
 def _registered(typed: Callable[..., Any]) -> Any:
     made = numba_intrinsic(typed)
-    cpu_target.typing_context.refresh()
+    _typing.refresh()
     return made
 
 
@@ -178,7 +194,7 @@ def optimised(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
         numba.core.errors.NumbaError: a function is not what can be compiled.
         TypeError: compiled code would need the interpreter.
     """
-    with global_compiler_lock:
+    with global_compiler_lock, _uncollected():
         linked = _link(entries)
     for item in (*linked.functions, *linked.global_variables):
         if not item.is_declaration and item.name not in entries:
@@ -192,6 +208,18 @@ def optimised(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
     if needed:
         raise TypeError(f"compiled code needs {', '.join(needed)}: it holds Python objects, or raises")
     return linked
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, an eighth of a translation: it walks again and again what Numba builds."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _link(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
