@@ -118,19 +118,24 @@ def test_open_buffers_are_found_and_shown() -> None:
     assert os.getpid() not in serving_processes()
 
 
-def test_nothing_to_show_is_said_and_is_status_1() -> None:
-    gone = CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", "--pid", "999999999"])
+def test_nothing_to_show_is_said_and_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: there is nothing whose rates an interval would show."""
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: pytest.fail("it waits for nothing"))
+    gone = CliRunner().invoke(app, ["top", "--once", "--pid", "999999999"])
     assert gone.exit_code == 1
     assert "no open Buffer" in gone.output
 
 
-def test_it_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = iter((None, None))
+def test_it_shows_something_early_and_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
-        if next(rounds, "over") == "over":
+        pauses.append(seconds)
+        if len(pauses) == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(top.time, "sleep", sleep)
     monkeypatch.setattr(top, "Console", lambda: Console(file=open(os.devnull, "w")))  # noqa: SIM115
-    assert top.run([999999999], 1.0, once=False, as_json=False) == 0
+    assert top.run([999999999], 4.0, once=False, as_json=False) == 0
+    assert pauses[0] < 0.5
+    assert pauses[1:] == [4.0, 4.0]

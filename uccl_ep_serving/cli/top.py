@@ -37,6 +37,8 @@ _CAPTION = (
     "the host does not know them, as in low latency on a GPU); p50 and p99 inside the latest calls, on a GPU the "
     "host's part alone."
 )
+#: Seconds until the first picture, whose rates are over so many: nobody waits a whole interval before anything is seen.
+_FIRST_PICTURE = 0.25
 _NOTHING = "no open Buffer of this user in this network namespace"
 
 
@@ -130,18 +132,22 @@ def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
     console = Console()
     before, since = read_all(pids), time.monotonic()
 
-    def next_table() -> Table:
+    def next_table(pause: float) -> Table:
         nonlocal before, since
-        time.sleep(interval)
+        time.sleep(pause)
         now, instant = read_all(pids), time.monotonic()
         shown = table(now, before, instant - since)
         before, since = now, instant
         return shown
 
+    if once and not before:
+        console.print(_NOTHING, soft_wrap=True)
+        return 1
     if once:
-        console.print(next_table())
+        console.print(next_table(interval))
         return 0 if before else 1
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        live.update(next_table(min(interval, _FIRST_PICTURE)), refresh=True)
         while True:
-            live.update(next_table(), refresh=True)
+            live.update(next_table(interval), refresh=True)
     return 0
