@@ -212,6 +212,32 @@ class TestGpus:
         assert words in found.value
         assert found.status == "note"
 
+    @pytest.mark.parametrize(
+        ("version", "words"),
+        [
+            ("cuda = hip = None\n", "torch is a CPU build"),
+            ("cuda = '12.9'\nhip = None\n", "torch was imported"),
+            ("cuda = None\nhip = '7.0'\n", "torch was imported"),
+            ("", "torch was imported"),
+            (None, "torch was imported"),
+        ],
+    )
+    def test_torch_is_imported_unless_its_version_file_names_no_gpu(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str | None, words: str
+    ) -> None:
+        package = tmp_path / "torch"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ZeroDivisionError('torch was imported')")
+        if version is not None:
+            (package / "version.py").write_text(version)
+        monkeypatch.delitem(sys.modules, "torch")
+        monkeypatch.syspath_prepend(tmp_path)
+        try:
+            said = next(gpus.gpus()).value
+        except ZeroDivisionError as error:
+            said = str(error)
+        assert words in said
+
 
 class TestOpenFiles:
     def test_a_rank_needs_what_its_group_takes(self) -> None:

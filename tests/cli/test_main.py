@@ -1,7 +1,8 @@
-"""``uccl-ep`` itself: what a command imports before it is asked to compute."""
+"""``uccl-ep`` itself: what a command imports before it is asked to compute, for that is how long it takes to start."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ try:
     app({arguments!r})
 except SystemExit as ended:
     status = ended.code
-heavy = sorted({{"torch", "numba", "sglang", "vllm"}} & set(sys.modules))
+heavy = sorted({{"torch", "numba", "triton", "sglang", "vllm"}} & set(sys.modules))
 print(status, heavy, file=sys.stderr)
 """
 
@@ -26,6 +27,7 @@ print(status, heavy, file=sys.stderr)
         ("--help", 0),
         ("plan --ranks 8 --experts 64", 0),
         ("top --json --pid 999999999", 1),
+        ("top --once --pid 999999999", 1),
         ("bench --help", 0),
         ("doctor --help", 0),
         ("demo --help", 0),
@@ -35,3 +37,14 @@ print(status, heavy, file=sys.stderr)
 def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: str, status: int) -> None:
     done = run_python(CODE.format(arguments=arguments.split()), cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == f"{status} []", done.stderr
+
+
+def test_the_doctor_asks_torch_only_where_it_may_find_a_gpu(tmp_path: Path) -> None:
+    """Importing torch takes longer than all that the doctor does."""
+    import torch
+
+    for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    done = run_python(CODE.format(arguments=["doctor", "--json"]), cwd=tmp_path)
+    _, _, heavy = done.stderr.splitlines()[-1].partition(" ")
+    assert ("torch" in heavy) == for_gpus, done.stderr
+    assert not {"triton", "sglang", "vllm"} & set(ast.literal_eval(heavy))

@@ -6,29 +6,32 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..config import Settings
 from ..errors import ConfigError, TransportError
-from ..proxy.transport.base import Endpoint
-from ..proxy.transport.nic import efa, roce
 from ..proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
-from ..proxy.transport.verbs.library import VerbsLibrary
 from .rails import HcaFilter, Rails, choose_rails, deal
 from .topology import Nic, Topology
+
+# The transports are imported when a NIC is opened: most hosts that ask have none.
+if TYPE_CHECKING:
+    from ..proxy.transport.base import Endpoint
+    from ..proxy.transport.verbs.library import VerbsLibrary
 
 __all__ = ["HostNics", "gpu_address", "nic_transports"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
 #: By transport, what gives its C functions; a transport that is missing loads those of this machine.
-Libraries = Mapping[str, Callable[[], VerbsLibrary]]
+Libraries = Mapping[str, "Callable[[], VerbsLibrary]"]
 _LIBRARIES: Libraries = {}
 
 
 def gpu_address() -> str:
     """PCI address of the GPU that this process uses, "" when it uses none (or torch cannot tell)."""
+    import torch
+
     if not torch.cuda.is_initialized():
         return ""
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -139,6 +142,8 @@ class HostNics:
 
     def _probe(self, transport: str, nic: Nic) -> str:
         """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""
+        from ..proxy.transport.nic import efa, roce
+
         library = self._library(transport)
         if transport == EFA:
             return efa.usable(nic.name, library)
@@ -195,6 +200,8 @@ class HostNics:
             ConfigError, TransportError: a NIC refused something; nothing is left open.
             Whatever ``watch`` raises; nothing is left open.
         """
+        from ..proxy.transport.nic import efa, roce
+
         nics, settings = self.of_proxy(transport, proxy), self._settings
         library = self._library(transport)
         if transport == EFA:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
@@ -25,16 +28,18 @@ def gpus() -> Iterator[Finding]:
 
     With ``UCCL_EP_DEVICE=cpu`` what GPUs need is worth a note only.
     """
-    if importlib.util.find_spec("torch") is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
+        return
+    if "torch" not in sys.modules and _cpu_build(spec):
+        yield _no_device("torch is a CPU build")
         return
     import torch
 
     if not torch.cuda.is_available():
         built = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda))
         kind = next((f"{name} {version}" for name, version in built if version), "")
-        why = f"torch is built for {kind} but finds no device" if kind else "torch is a CPU build"
-        step = "install the driver and the GPU build of torch, if there is a GPU"
-        yield Finding("cuda", f"none: {why}", Status.NOTE, step)
+        yield _no_device(f"torch is built for {kind} but finds no device" if kind else "torch is a CPU build")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -54,6 +59,20 @@ def gpus() -> Iterator[Finding]:
         pick = f"=={(torch.version.cuda or '').partition('.')[0]}.*"
         yield package("cuda-bindings", required=needed, pick=pick, instead=_ON_CPU)
     yield _compiler(Status.PROBLEM if needed else Status.NOTE)
+
+
+def _cpu_build(torch: ModuleSpec) -> bool:
+    """True when torch's own version file names no GPU that it is built for: importing torch to be told takes long."""
+    try:
+        built = runpy.run_path(str(Path(torch.origin or "").with_name("version.py")))
+        return built["cuda"] is None and built["hip"] is None
+    except (OSError, KeyError, ValueError):
+        return False  # not known without torch
+
+
+def _no_device(why: str) -> Finding:
+    step = "install the driver and the GPU build of torch, if there is a GPU"
+    return Finding("cuda", f"none: {why}", Status.NOTE, step)
 
 
 def _compiler(lacking: Status) -> Finding:
