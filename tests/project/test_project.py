@@ -129,6 +129,20 @@ class TestImports:
         assert seconds < 1.0
         assert not list(tmp_path.iterdir())
 
+    def test_importing_the_buffer_brings_what_every_buffer_needs(self, tmp_path: Path) -> None:
+        """What one kind of tensor, NIC or command needs comes when it is asked for."""
+        code = (
+            "import sys, torch; before = set(sys.modules)\n"
+            "import uccl_ep_serving.buffer; print(*set(sys.modules) - before)"
+        )
+        loaded = set(run_python(code, cwd=tmp_path).stdout.split())
+        assert "uccl_ep_serving.data_plane.runtime" in loaded
+        assert not {"packaging", "pydantic", "rich", "sglang", "triton", "typer", "vllm"} & loaded
+        asked_for = (
+            "bench|cli|demo|engines|gpu.context|kernels.(cpu|triton)|modes.\\w+_(cpu|gpu)|oracle|proxy.transport.nic"
+        )
+        assert not [name for name in loaded if re.match(rf"uccl_ep_serving\.({asked_for})\b", name)]
+
     def test_exported_names_exist(self) -> None:
         package = importlib.import_module("uccl_ep_serving")
         assert package.__all__ == sorted(package.__all__)
