@@ -2,9 +2,10 @@
 
     python benchmarks/run.py [--only NAME,NAME] [--render]
 
-Cards are measured one after another, then the parts: the proxy loop, posting to NICs, idle proxies. ``--only`` measures
-some of them and keeps the other results; ``--render`` measures nothing. A benchmark that fails, or whose data is wrong,
-leaves the result of an earlier run in place and makes the exit status 1; the others are measured all the same.
+Cards are measured one after another, then the parts: the proxy loop, posting to NICs, idle proxies, starts. ``--only``
+measures some of them and keeps the other results; ``--render`` measures nothing. A benchmark that fails, or whose data
+is wrong, leaves the result of an earlier run in place and makes the exit status 1; the others are measured all the
+same.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks import (
     proxy_idle,
     proxy_loop,
     roce_posting,
+    starts,
     twins,
     vllm_serving,
 )
@@ -104,6 +106,7 @@ PARTS = {
         "Normal mode between nodes: bytes that leave a node", node_crossings.measure, node_crossings.markdown
     ),
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
+    "starts": _Part("Starts: the import, the commands, the first Buffer", starts.measure, starts.markdown),
     "vllm_serving": _Part("vLLM, serving over each of its all-to-alls", None, vllm_serving.markdown),
 }
 
