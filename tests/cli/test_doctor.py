@@ -58,7 +58,7 @@ class TestDoctor:
         assert "UCCL_EP_CHANNELS" in found["value"]
 
     def test_where_compiled_code_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        from uccl_ep_serving.native.jit import cache_directory
+        from uccl_ep_serving.native.cache import cache_directory
 
         def shown(wanted: str) -> tuple[str, str]:
             monkeypatch.setenv("UCCL_EP_CACHE_DIR", wanted)

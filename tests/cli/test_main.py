@@ -47,4 +47,4 @@ def test_the_doctor_asks_torch_only_where_it_may_find_a_gpu(tmp_path: Path) -> N
     done = run_python(CODE.format(arguments=["doctor", "--json"]), cwd=tmp_path)
     _, _, heavy = done.stderr.splitlines()[-1].partition(" ")
     assert ("torch" in heavy) == for_gpus, done.stderr
-    assert not {"triton", "sglang", "vllm"} & set(ast.literal_eval(heavy))
+    assert not {"numba", "triton", "sglang", "vllm"} & set(ast.literal_eval(heavy))
