@@ -229,7 +229,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, one in result["first_buffer_s"].items():
-        files = f"{one['cache_bytes'] / 2**20:.1f} MiB in {one['cache_files']} files" if "cache_bytes" in one else ""
+        files = f"{one['cache_bytes'] / 1024:,.0f} KiB in {one['cache_files']} files" if "cache_bytes" in one else ""
         lines.append(
             f"| {name} | {one['buffer']['median']:.2f} | {_cells(one['operation'])} | {one['whole']['median']:.2f} | "
             f"{one['samples']} | {files} |"

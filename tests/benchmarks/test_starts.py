@@ -84,10 +84,10 @@ def test_the_report_names_every_start() -> None:
         "command_s": {"plan": SUMMARY},
         "first_buffer_s": {
             "warm, normal, 2 ranks": BUFFER,
-            "cold, normal, 2 ranks": BUFFER | {"cache_bytes": 3 << 20, "cache_files": 7},
+            "cold, normal, 2 ranks": BUFFER | {"cache_bytes": 3 << 10, "cache_files": 7},
         },
     }
     shown = starts.markdown(result).splitlines()
     assert "| `uccl-ep plan` | 1.00 | 1.00 - 1.00 |" in shown
     assert "| warm, normal, 2 ranks | 1.00 | 1.00 | 1.00 - 1.00 | 1.00 | 1 |  |" in shown
-    assert shown[-1] == "| cold, normal, 2 ranks | 1.00 | 1.00 | 1.00 - 1.00 | 1.00 | 1 | 3.0 MiB in 7 files |"
+    assert shown[-1] == "| cold, normal, 2 ranks | 1.00 | 1.00 | 1.00 - 1.00 | 1.00 | 1 | 3 KiB in 7 files |"
