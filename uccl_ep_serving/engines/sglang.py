@@ -114,6 +114,10 @@ def _before_resolve_once(server_args: Any) -> None:
         overrides = _import("sglang.srt.arg_groups.overrides", "declare_resolution")
         overrides.declare_resolution(server_args, BACKEND, **dict.fromkeys(requested, _RESOLVED))
         server_args._uccl_ep_guard = _WorkerGuard()  # rides along when the record is pickled to workers
+        # imported here: whoever does not ask for the backend pays nothing
+        from uccl_ep_serving.engines.ahead import compile_ahead
+
+        compile_ahead(str(server_args.device))
     else:
         check_device(str(server_args.resolved_dict()["device"]), f"--moe-a2a-backend {BACKEND}", "uccl-ep demo")
     activate()

@@ -67,7 +67,10 @@ def _checked(original: Callable[..., Any]) -> Any:
         result = original(self, *args, **kwargs)
         if hooks.asked_for(self):
             activate()
-            _check_request(self)
+            # imported here: whoever does not ask for the backend pays nothing
+            from uccl_ep_serving.engines.ahead import compile_ahead
+
+            compile_ahead(_check_request(self))
             self._uccl_ep_guard = _Guard()
         return result
 
@@ -90,13 +93,14 @@ def _hook_worker() -> _Guard:
     return _Guard()
 
 
-def _check_request(parallel_config: Any) -> None:
-    """Refuse, before a weight is loaded, what the first dispatch would stumble over."""
+def _check_request(parallel_config: Any) -> str:
+    """Refuse, before a weight is loaded, what the first dispatch would stumble over; returns the type of device."""
     from uccl_ep_serving import Settings
 
     Settings.from_environment()
     device = find(Target("vllm.platforms", "current_platform", None, ""))[2].device_type
     check_device(device, f"--all2all-backend {parallel_config.all2all_backend}", "uccl-ep demo-vllm")
+    return str(device)
 
 
 # --- what follows from the names -------------------------------------------------------------------------------------
