@@ -45,8 +45,12 @@ def compile_ahead(device: str) -> subprocess.Popen[bytes] | None:
         _log.info("uccl_ep: nothing is compiled ahead (%s): the ranks do it when they start", error)
         return None
     # taken off the system's list of processes once it has ended
-    start_thread("uccl_ep ahead", process.wait)
+    start_thread("uccl_ep ahead", _wait, process)
     return process
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
 
 
 def main(parent: int, cpu: bool) -> None:
