@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -51,28 +52,53 @@ class Launch:
     warps: int = 1
     fused: bool = True
 
+    def __post_init__(self) -> None:
+        # in the interpreter there is none
+        if getattr(self.kernel, "hash", "") is None:
+            _hash(self.kernel, set())
+
     def run(self) -> None:
         """Launch on the current stream."""
         self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.warps, enable_fp_fusion=self.fused)
 
+    def build(self) -> Any:
+        """Compile without launching, into Triton's cache; what Triton makes of it."""
+        built = self.kernel.warmup(
+            *self.arguments,
+            **self.constants,
+            num_warps=self.warps,
+            enable_fp_fusion=self.fused,
+            grid=self.grid,
+        )
+        # At each launch Triton compares every global name that the kernel reads with its value when it was compiled,
+        # 0.6 us each: 80 us of `advance`, which reads 133 in Triton 3.9. They are constants of modules.
+        self.kernel.used_global_vals.clear()
+        return built
+
     def compile(self) -> None:
-        """Compile without launching, and load what is compiled into the device. Does nothing in the interpreter.
+        """:meth:`build`, and load what is compiled into the device. Does nothing in the interpreter.
 
         A launch loads it otherwise, which no graph can capture.
         """
         if not triton.knobs.runtime.interpret:
-            compiled = self.kernel.warmup(
-                *self.arguments,
-                **self.constants,
-                num_warps=self.warps,
-                enable_fp_fusion=self.fused,
-                grid=self.grid,
-            )
             # a launcher for this grid, which is not called: making it loads
-            compiled[self.grid]
-            # At each launch Triton compares every global name that the kernel reads with its value when it was
-            # compiled, 0.6 us each: 80 us of `advance`, which reads 133 in Triton 3.9. They are constants of modules.
-            self.kernel.used_global_vals.clear()
+            self.build()[self.grid]
+
+
+def _hash(function: Any, seen: set[int]) -> None:
+    """Have Triton hash all that ``function`` calls before itself.
+
+    The hash is part of the key in Triton's cache. Triton 3.6 takes in the constants that a callee reads only if it was
+    hashed before, so that the key of a kernel would depend on which kernels were compiled before it in this process.
+    """
+    names, known = function.fn.__code__.co_names, function.fn.__globals__
+    read = [known.get(name) for name in names]
+    read += [getattr(one, name, None) for one in read if isinstance(one, ModuleType) for name in names]
+    for one in read:
+        if isinstance(one, triton.JITFunction) and id(one) not in seen:
+            seen.add(id(one))
+            _hash(one, seen)
+    function.cache_key  # noqa: B018
 
 
 def present_target() -> Target:

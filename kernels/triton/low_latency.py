@@ -101,17 +101,25 @@ class TritonLowLatencyKernels:
 
     def warm_dispatch(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:
         """Compile for tokens of DTYPE_* ``source`` sent as ``coding``, and load what is compiled."""
-        at = _ANY_ADDRESS
-        launches = self.dispatch_send(at, at, at, at, at, at, 1, source, coding, round_scale, reduced)
-        for launch in launches + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0):
+        for launch in self.dispatch_ahead(source, coding, round_scale, reduced):
             launch.compile()
 
     def warm_combine(self, dtype: int, reduced: bool) -> None:
         """The same for experts' rows of DTYPE_* ``dtype``."""
-        at = _ANY_ADDRESS
-        launches = self.combine_send(at, at, at, at, at, at, dtype)
-        for launch in launches + self.combine_recv(at, at, at, at, at, at, 1, dtype, reduced, 0):
+        for launch in self.combine_ahead(dtype, reduced):
             launch.compile()
+
+    def dispatch_ahead(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Launch, ...]:
+        """Launches of a dispatch, to compile."""
+        at = _ANY_ADDRESS
+        send = self.dispatch_send(at, at, at, at, at, at, self.plan.tokens, source, coding, round_scale, reduced)
+        return send + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0)
+
+    def combine_ahead(self, dtype: int, reduced: bool) -> tuple[Launch, ...]:
+        """The same of a combine."""
+        at = _ANY_ADDRESS
+        send = self.combine_send(at, at, at, at, at, at, dtype)
+        return send + self.combine_recv(at, at, at, at, at, at, self.plan.tokens, dtype, reduced, 0)
 
     def new_state(self, layout: WindowLayout, channels: int, device: torch.device) -> DeviceState:
         """Counters at zero."""

@@ -73,7 +73,12 @@ class TritonNormalKernels:
             )
 
     def warm(self, form: NormalFormat, experts: int, biases: int) -> None:
-        """Compile what an operation of this format launches."""
+        """Compile what an operation of this format launches, and load what is compiled."""
+        for launch in self.ahead(form, experts, biases):
+            launch.compile()
+
+    def ahead(self, form: NormalFormat, experts: int, biases: int) -> tuple[Launch, ...]:
+        """Launches of an operation of this format, to compile."""
         # any address that is a multiple of 16 like the real ones, and fits an int64 only
         at = 1 << 40
         tensors = NormalTensors(at, at, 1, at, at, at, at, at, at, at, 1)
@@ -86,8 +91,7 @@ class TritonNormalKernels:
             found += self.list(at, 1, 0, form.node_ranks, at, at, at, at)
             if form.topk:
                 found += self.mark(at, at, at, 1, form.topk, experts, at, at, at, at)
-        for launch in found:
-            launch.compile()
+        return found
 
     def new_state(self, layout: WindowLayout, device: torch.device) -> DeviceNormalState:
         """Counters at zero."""

@@ -30,6 +30,7 @@ print(status, heavy, file=sys.stderr)
         ("top --once --pid 999999999", 1),
         ("bench --help", 0),
         ("doctor --help", 0),
+        ("warm --help", 0),
         ("demo --help", 0),
         ("demo-vllm --help", 0),
     ],

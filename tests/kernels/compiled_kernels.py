@@ -15,35 +15,28 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from tests.kernels import compiled_traps
 from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, WAITING
 from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
-from uccl_ep_serving.kernels.triton.launch import Launch, Target
-from uccl_ep_serving.kernels.triton.low_latency import TritonLowLatencyKernels
+from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
+from uccl_ep_serving.kernels.triton.launch import Launch
 from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels
+from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
-from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, DTYPE_FP8_UE8M0, NormalNotify
+from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, NormalNotify
 
 #: Bytes that a kernel which copies may spill: with Triton 3.8 on sm_90 these are four registers of `move_rows`, which
 #: has 32 KiB on their way to a program.
 _SPILLED = 16
 
-TARGETS = {
-    "sm_90": (GPUTarget("cuda", 90, 32), Target(1, 32)),
-    "sm_100": (GPUTarget("cuda", 100, 32), Target(1, 32)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), Target(2, 64, fnuz=True)),
-    "gfx950": (GPUTarget("hip", "gfx950", 64), Target(2, 64)),
-}
-
 #: That the caller allows.
 PROGRAMS = 20
 
 
-def normal_launches(target: Target) -> list[Launch]:
+def normal_launches() -> list[Launch]:
     """Normal mode likewise: FP8 with scales and BF16 dispatches, cached ones, combines with weights and biases."""
-    kernels = TritonNormalKernels(8, target)
+    kernels = TritonNormalKernels(8)
     at = 1 << 40
     found = [*kernels.mark(at, at, at, 128, 8, 256, at, at, at, at), *kernels.list(at, 128, 0, 0, at, at, at, at)]
     found += kernels.list(at, 128, 0, 4, at, at, at, at)
@@ -75,35 +68,13 @@ def quickly_compiled(launch: Launch) -> bool:
     )
 
 
-def launches(target: Target, names: frozenset[str]) -> list[Launch]:
+def launches(names: frozenset[str]) -> list[Launch]:
     """Every kernel in every specialization that an engine can ask for: DeepSeek-V3 on 8 ranks. Those of ``names``, or
     without any those that are :func:`quickly_compiled`."""
-    kernels = TritonLowLatencyKernels(LowLatencyPlan(8, 128, 7168, 256, 8, 2), target)
-    at = 1 << 40
-    found: list[Launch] = []
-    for coding in (DTYPE_BF16, DTYPE_FP8, DTYPE_FP8_UE8M0):
-        for reduced in (False, True):
-            found += kernels.dispatch_send(at, at, at, at, at, at, 128, DTYPE_BF16, coding, False, reduced)
-        found += kernels.dispatch_recv(at, at, at, coding, at, at, at, at, at, at, at)
-    found += kernels.combine_send(at, at, at, at, at, at, DTYPE_BF16)
-    for reduced in (False, True):
-        found += kernels.combine_recv(at, at, at, at, at, at, 128, DTYPE_BF16, reduced, at)
-    found += normal_launches(target)
+    found = [*low_latency_launches(LowLatencyPlan(8, 128, 7168, 256, 8, 2), tuple(CODINGS)), *normal_launches()]
     wanted = [one for one in found if (one.kernel.__name__ in names if names else quickly_compiled(one))]
     unique = {(launch.kernel.__name__, tuple(launch.constants.items())): launch for launch in wanted}
     return list(unique.values())
-
-
-def compiled(launch: Launch, gpu: GPUTarget) -> Any:
-    """What Triton makes of a launch, told what a launch tells it: which arguments are multiples of 16."""
-    signature = {name: "constexpr" if name in launch.constants else "i64" for name in launch.kernel.arg_names}
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (parameter, value) in enumerate(zip(launch.kernel.params, launch.arguments, strict=False))
-        if not parameter.do_not_specialize and value % 16 == 0
-    }
-    source = ASTSource(launch.kernel, signature=signature, constexprs=dict(launch.constants), attrs=attributes)
-    return triton.compile(source, target=gpu, options={"num_warps": launch.warps, "enable_fp_fusion": launch.fused})
 
 
 def resources(gpu: GPUTarget, result: Any) -> dict[str, int]:
@@ -118,10 +89,15 @@ def resources(gpu: GPUTarget, result: Any) -> dict[str, int]:
 
 
 def main(target: str, names: frozenset[str]) -> None:
-    gpu, chosen = TARGETS[target]
-    for launch in launches(chosen, names):
+    gpu = GPUS[target]
+    with compiling_for(gpu):
+        check_all(target, gpu, names)
+
+
+def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
+    for launch in launches(names):
         name = launch.kernel.__name__
-        result = compiled(launch, gpu)
+        result = launch.build()
         text = result.asm["ptx"] if gpu.backend == "cuda" else result.asm["amdgcn"]
         find = compiled_traps.cuda_faults if gpu.backend == "cuda" else compiled_traps.hip_faults
         faults = find(name, text)
@@ -134,7 +110,7 @@ def main(target: str, names: frozenset[str]) -> None:
         if found["spilled"] > _SPILLED and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")
         if name in IN_FLIGHT:
-            found["in_flight"] = 16 * launch.warps * chosen.warp * compiled_traps.loads_at_once(text)
+            found["in_flight"] = 16 * launch.warps * gpu.warp_size * compiled_traps.loads_at_once(text)
             if found["in_flight"] < IN_FLIGHT[name][gpu.backend == "hip"]:
                 faults.append(f"only {found['in_flight']} bytes of rows are on their way to a program")
             if math.prod(launch.grid) < PROGRAMS:
@@ -144,5 +120,5 @@ def main(target: str, names: frozenset[str]) -> None:
 
 
 if __name__ == "__main__":
-    for one in TARGETS.keys() & set(sys.argv[1:]):
-        main(one, frozenset(sys.argv[1:]) - TARGETS.keys())
+    for one in GPUS.keys() & set(sys.argv[1:]):
+        main(one, frozenset(sys.argv[1:]) - GPUS.keys())

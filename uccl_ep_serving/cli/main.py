@@ -30,6 +30,7 @@ _COMMANDS = {
         "doctor",
         "Say what this machine can do: engines, GPUs, NICs, transports, limits, settings, and what to do next.",
     ),
+    "warm": ("warm", "Compile everything for this machine, or for a named GPU, ahead: for images and cold pods."),
     "top": (
         "top",
         "Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations.",

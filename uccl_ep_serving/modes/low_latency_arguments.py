@@ -15,6 +15,7 @@ from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, element_
 from .arguments import VALUE_CODES, in_words, is_tensor
 
 __all__ = [
+    "UE8M0_BLOCK",
     "Coding",
     "check_combine",
     "check_dispatch",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 #: UE8M0 scales leave packed four to an int32, as in DeepEP.
-_UE8M0_BLOCK = 4 * SCALE_BLOCK
+UE8M0_BLOCK = 4 * SCALE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0
         return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
     if use_ue8m0 and not round_scale:
         raise ConfigError("low-latency dispatch: use_ue8m0=True needs round_scale=True, as in DeepEP")
-    block = _UE8M0_BLOCK if use_ue8m0 else SCALE_BLOCK
+    block = UE8M0_BLOCK if use_ue8m0 else SCALE_BLOCK
     if hidden % block:
         raise ConfigError(f"low-latency dispatch: hidden = {hidden} must be a multiple of {block} for this FP8 format")
     code = DTYPE_FP8_UE8M0 if use_ue8m0 else DTYPE_FP8

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, size
+from uccl_ep_serving.cli.warm.tasks import all_groups
 from uccl_ep_serving.config import cache_wanted
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
 from uccl_ep_serving.native.cache import cache_directory
@@ -81,12 +82,20 @@ def environment() -> Iterator[Finding]:
 
 
 def _compiled_code() -> Finding:
-    """Where compiled code is kept, and whether that is where the user wants it."""
+    """Where compiled code is kept, whether that is where the user wants it, and whether it is all there."""
     directory, wanted = cache_directory(), cache_wanted()
-    if not wanted or directory.is_relative_to(wanted):
-        return Finding("compiled code", str(directory))
-    value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} cannot be written"
-    return Finding("compiled code", value, Status.NOTE, "make the directory writable for this user, or unset it")
+    if wanted and not directory.is_relative_to(wanted):
+        value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} cannot be written"
+        return Finding("compiled code", value, Status.NOTE, "make the directory writable for this user, or unset it")
+    try:
+        groups = all_groups()
+        missing = [group.name for group in groups if not group.cached]
+    except ImportError as error:  # a package is missing, which has a finding of its own
+        return Finding("compiled code", f"{directory}: cannot be looked at: {error}")
+    if not missing:
+        return Finding("compiled code", f"{directory}: warm, all of {len(groups)} groups")
+    value = f"{directory}: {len(missing)} of {len(groups)} groups missing: {', '.join(missing)}"
+    return Finding("compiled code", value, Status.NOTE, "uccl-ep warm, else the first Buffer that needs them compiles")
 
 
 def _engine(name: str, engine: Engine) -> Finding:

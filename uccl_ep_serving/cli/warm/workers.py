@@ -1,0 +1,120 @@
+"""Processes that do tasks: a compiler that crashes takes one task with it, and is named."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+from uccl_ep_serving.cli.warm.tasks import Outcome, Task
+
+__all__ = ["Result", "results"]
+
+
+class Result(NamedTuple):
+    """What became of a task.
+
+    Attributes:
+        outcome: what it returned, None when it failed.
+        cause: of its failure, in words.
+        seconds: that it took.
+    """
+
+    task: Task
+    outcome: Outcome | None
+    cause: str
+    seconds: float
+
+
+class _Worker:
+    """A process and what it does at present."""
+
+    def __init__(self) -> None:
+        # a fresh interpreter: what this process has imported, and its threads, are not for a compiler
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.task: Task | None = None
+        self._started = 0.0
+
+    def give(self, task: Task) -> None:
+        self.task, self._started = task, time.monotonic()
+        # a process that is gone shows when its result is read
+        with contextlib.suppress(OSError):
+            self.pipe.send(task)
+
+    def result(self) -> Result:
+        """Of the task that it was given, once its pipe is readable: an answer, or the end of the process."""
+        assert self.task is not None
+        task, self.task = self.task, None
+        try:
+            outcome, cause = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            outcome, cause = None, _end(self.process.exitcode)
+        return Result(task, outcome, cause, time.monotonic() - self._started)
+
+
+def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Iterator[Result]:
+    """Do ``tasks`` in at most ``jobs`` processes, in order; what each came to, as they end.
+
+    Args:
+        tasks: taken away as they begin; what a task finds to do is appended.
+        begun: called with each.
+    """
+    workers: list[_Worker] = []
+    try:
+        while True:
+            while tasks:
+                worker = next((one for one in workers if one.task is None), None)
+                if worker is None:
+                    if len(workers) == jobs:
+                        break
+                    worker = _Worker()
+                    workers.append(worker)
+                task = tasks.popleft()
+                begun(task)
+                worker.give(task)
+            busy = {worker.pipe: worker for worker in workers if worker.task is not None}
+            if not busy:
+                return
+            for pipe in wait(list(busy)):
+                assert isinstance(pipe, Connection)
+                worker = busy[pipe]
+                result = worker.result()
+                if result.outcome is None and not worker.process.is_alive():
+                    workers.remove(worker)
+                yield result
+                tasks += () if result.outcome is None else result.outcome.tasks
+    finally:
+        for worker in workers:
+            worker.process.kill()
+
+
+def _serve(pipe: Connection) -> None:
+    """Body of a process: do what comes, until the parent goes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            task: Task = pipe.recv()
+            try:
+                answer: tuple[Outcome | None, str] = task.work(*task.arguments), ""
+            except Exception as error:
+                answer = None, f"{type(error).__name__}: {error}".strip()
+            pipe.send(answer)
+
+
+def _end(status: int | None) -> str:
+    """How a process ended, in words."""
+    if status is not None and status < 0:
+        with contextlib.suppress(ValueError):
+            return f"the process that compiled it was ended by {signal.Signals(-status).name}"
+    return f"the process that compiled it ended with status {status}"
