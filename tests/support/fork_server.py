@@ -7,12 +7,14 @@ import multiprocessing.forkserver
 import os
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 _running: tuple[list[str], dict[str, str]] | None = None
 
 
 def ensure_fork_server(preload: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
     """Make the fork server one that has imported ``preload`` with ``environment`` on top of this process's variables;
-    one that another test started with anything else ends here, and its children live on."""
+    one that another test started with anything else is let go, and its children live on."""
     global _running
     wanted = (list(preload), dict(environment or {}))
     if _running == wanted:
@@ -34,7 +36,18 @@ def ensure_fork_server(preload: Sequence[str], environment: Mapping[str, str] | 
 
 
 def stop_fork_server() -> None:
-    """End the fork server; the processes that came from it live on."""
+    """Let go of the fork server. It ends here, or with the last process that came from it: each holds it open."""
     global _running
-    multiprocessing.forkserver._forkserver._stop()
     _running = None
+    server = multiprocessing.forkserver._forkserver
+    with server._lock:
+        pid, address = server._forkserver_pid, server._forkserver_address
+        if pid is None:
+            return
+        os.close(server._forkserver_alive_fd)
+        os.unlink(address)
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+    process = psutil.Process(pid)
+    # multiprocessing's own `_stop` waits, without end where a pool of ranks lives on
+    if not process.children():
+        process.wait(10)
