@@ -81,7 +81,7 @@ def test_ranks_are_new_ones_after_a_failure() -> None:
         pool.close()
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_normal_mode_is_measured_to_the_end_in_the_interpreter(tmp_path: Path) -> None:

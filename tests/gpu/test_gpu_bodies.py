@@ -20,7 +20,7 @@ from tests.support.ranks import Ranks
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.interpreter,
     pytest.mark.timeout(600),
     # not imported here: whether it is the interpreter is decided when it is imported
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

@@ -18,7 +18,10 @@ def other_tritons() -> list[Any]:
         pytest.param(
             str(place),
             id=place.name,
-            marks=pytest.mark.skipif(not (place / "triton").is_dir(), reason=f"Triton {place.name} is not in {place}"),
+            marks=[
+                pytest.mark.triton,
+                pytest.mark.skipif(not (place / "triton").is_dir(), reason=f"Triton {place.name} is not in {place}"),
+            ],
         )
         for place in places
     ]

@@ -121,7 +121,7 @@ def test_normal_mode_runs_what_was_compiled_ahead(of_normal_mode: list[Seen], tr
     check(of_normal_mode, NORMAL, triton)
 
 
-@pytest.mark.slow
+@pytest.mark.triton
 @pytest.mark.parametrize("triton", TRITONS)
 def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: list[Seen], triton: str) -> None:
     check(between_nodes, BETWEEN_NODES, triton)

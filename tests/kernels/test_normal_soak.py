@@ -84,20 +84,20 @@ def _detached(outcome: Any) -> Any:
     return outcome.received.clone()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_hundred_steps_over_mapped_windows(seed: int) -> None:
     soak(DirectGroup(3, PLAN, Settings(timeout=30.0, channels=2)), 200, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_hundred_steps_over_a_hostile_wire() -> None:
     settings = Settings(timeout=60.0, channels=3, proxies=2, ring_slots=8)
     with FakeGroup(3, adversary=HOSTILE, seed=11, normal=PLAN, settings=settings) as group:
         soak(group, 200, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_hundred_steps_between_nodes_over_a_hostile_wire() -> None:
     settings = Settings(timeout=60.0, channels=3, proxies=2, ring_slots=8)

@@ -61,12 +61,12 @@ def test_gradients_on_a_device(interpreted: Ranks) -> None:
 
 
 @INTERPRETED
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_gradients_between_nodes_on_a_device(interpreted: Ranks) -> None:
     check(interpreted, 4, {**DEVICE, **NODES}, crossed=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example_trains() -> None:
     command = [sys.executable, "examples/04_training.py", "--tokens", "60", "--steps", "5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}

@@ -114,7 +114,7 @@ def test_every_kernel(target: str, installed: dict[str, list[Found]]) -> None:
     check(installed[target], target)
 
 
-@pytest.mark.slow
+@pytest.mark.triton
 @pytest.mark.parametrize("kernel", SLOW)
 @pytest.mark.parametrize("target", CUDA + HIP)
 @pytest.mark.parametrize("place", [pytest.param("", id="installed"), *OTHERS])
@@ -124,10 +124,11 @@ def test_a_slow_one(place: str, target: str, kernel: str) -> None:
     check(found, target, {kernel: SLOW[kernel]})
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("place", OTHERS or [""])
 def test_every_kernel_with_another_triton(place: str) -> None:
     if not place:
-        pytest.skip("OTHER_TRITONS names no other Triton: make test installs those of the engines' versions")
+        pytest.skip("OTHER_TRITONS names no other Triton: make test-triton installs those of the engines' versions")
     found = on_every_target(place)
     for target in CUDA + HIP:
         check_version(found[target], place)

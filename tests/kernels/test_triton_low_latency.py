@@ -91,7 +91,7 @@ def test_windows_that_one_rank_cannot_open(interpreted: Ranks) -> None:
     [
         ("low latency", "mapped", 1),
         *(
-            pytest.param(mode, path, late, marks=pytest.mark.slow)
+            pytest.param(mode, path, late, marks=pytest.mark.interpreter)
             for mode, path in (("low latency", "shm"), ("low latency", "ipc"), ("normal", "mapped"), ("normal", "ipc"))
             for late in (0, 1)
         ),
@@ -124,7 +124,7 @@ def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase
     [
         ("low latency", "mapped"),
         *(
-            pytest.param(mode, path, marks=pytest.mark.slow)
+            pytest.param(mode, path, marks=pytest.mark.interpreter)
             for mode, path in (("normal", "mapped"), ("low latency", "shm"), ("normal", "shm"), ("low latency", "ipc"))
         ),
     ],
@@ -140,7 +140,7 @@ def test_different_calls_are_named_at_once_on_every_rank(interpreted: Ranks, pat
         assert seconds < 20.0  # the deadline is 60 s
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["shm", "tcp", "ipc"])
 def test_every_path(interpreted: Ranks, path: str) -> None:
     """Twice each: the second message of a parity, and counts that headers carried."""
@@ -148,31 +148,31 @@ def test_every_path(interpreted: Ranks, path: str) -> None:
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=300) == [3, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
     """Rank 0 runs Numba's kernels, rank 1 Triton's: every byte of the formats must agree."""
     cases = [WIRE_FORMATS[0], WIRE_FORMATS[1]]
     assert interpreted.run(2, triton_bodies.beside_the_cpu_kernels, PATHS["shm"], cases, timeout=300) == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_overlapped_micro_batches(interpreted: Ranks) -> None:
     interpreted.run(2, triton_bodies.overlapped, PATHS["shm"], timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_two_buffers_in_flight(interpreted: Ranks) -> None:
     interpreted.run(2, triton_bodies.two_buffers, PATHS["shm"], timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_smallest_ring(interpreted: Ranks) -> None:
     """A ring that holds exactly one operation: every lap of it, and waits for room."""
     tight = {**PATHS["shm"], "proxies": 1, "channels": 1, "ring_slots": 2}
     assert interpreted.run(2, triton_bodies.against_the_oracle, tight, [WIRE_FORMATS[0]] * 3, timeout=300) == [3, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["mapped", "shm"])
 def test_a_silent_peer_is_named(interpreted: Ranks, path: str) -> None:
     found: dict[str, Any] = interpreted.run(2, triton_bodies.silent_peer, PATHS[path], timeout=300)[0]
@@ -196,13 +196,13 @@ def test_replays_without_the_host(interpreted: Ranks) -> None:
     assert interpreted.run(2, triton_bodies.replays, PATHS["mapped"], "plain", 1, timeout=300) == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_a_failure_of_a_replay_is_told_to_who_asks(interpreted: Ranks) -> None:
     body = triton_bodies.replay_beside_a_silent_peer
     assert interpreted.run(2, body, PATHS["mapped"], timeout=300)[0] == ("PeerTimeout", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 @pytest.mark.parametrize("form", FORMS)
 def test_replays_of_every_form(interpreted: Ranks, form: str, path: str) -> None:
@@ -215,7 +215,7 @@ def test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on(interprete
     assert texts[1] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_statistics(interpreted: Ranks) -> None:
     for rank, (total, added, waited) in enumerate(
         interpreted.run(2, triton_bodies.stats_of, PATHS["mapped"], timeout=300)
@@ -225,14 +225,14 @@ def test_statistics(interpreted: Ranks) -> None:
             assert waited[1] > 0.5e9
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", PATHS)
 def test_more_formats(interpreted: Ranks, path: str) -> None:
     cases = WIRE_FORMATS + MORE
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
@@ -240,14 +240,14 @@ def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
     assert interpreted.run(ranks, triton_bodies.against_the_oracle, PATHS[path], cases, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_one_wire_with_the_cpu_kernels_many_ranks(interpreted: Ranks, ranks: int) -> None:
     cases = of_ranks(WIRE_FORMATS, ranks)
     assert interpreted.run(ranks, triton_bodies.beside_the_cpu_kernels, PATHS["tcp"], cases, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_deepseek_sizes(interpreted: Ranks, fp8: bool) -> None:
     case = Case(tokens=128, counts=(128, 100), hidden=7168, experts=16, topk=8, fp8=fp8)

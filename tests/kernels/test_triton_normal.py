@@ -48,13 +48,13 @@ def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
     assert interpreted.run(2, bodies.beside_the_cpu_kernels, PATHS["shm"], [SMALL], timeout=300) == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_and_format(interpreted: Ranks, path: str) -> None:
     assert interpreted.run(2, bodies.against_the_oracle, PATHS[path], FORMATS, timeout=580) == [4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["mapped", "shm"])
 def test_rounds(interpreted: Ranks, path: str) -> None:
     """Landing slots of a few rows and a staging of small chunks, used many times in one operation."""
@@ -62,13 +62,13 @@ def test_rounds(interpreted: Ranks, path: str) -> None:
     assert interpreted.run(2, bodies.against_the_oracle, {**PATHS[path], **ROUNDS}, cases, timeout=580) == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_rounds_with_the_cpu_kernels(interpreted: Ranks) -> None:
     cases = [Case(tokens=(30, 22), experts=4, topk=2)]
     assert interpreted.run(2, bodies.beside_the_cpu_kernels, {**PATHS["shm"], **ROUNDS}, cases, timeout=580) == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["mapped", "shm"])
 def test_worst_case_and_cached(interpreted: Ranks, path: str) -> None:
     """What the host does not look at: the same rows as with a look, from a handle as well, and too small a promise."""
@@ -95,13 +95,13 @@ def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
         assert combine < next_combine <= 2 * combine
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_without_ids_and_alone(interpreted: Ranks) -> None:
     interpreted.run(2, bodies.without_ids, PATHS["mapped"], timeout=300)
     assert interpreted.run(1, bodies.against_the_oracle, PATHS["mapped"], [Case(tokens=(6,), experts=4)]) == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_biases_and_alignment(interpreted: Ranks) -> None:
     interpreted.run(2, bodies.biases, PATHS["mapped"], timeout=300)
 
@@ -112,14 +112,14 @@ def test_ranks_that_differ_go_on(interpreted: Ranks) -> None:
     assert all("the ranks were given different operations, nothing was sent" in text for text in texts)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_a_silent_peer_is_named(interpreted: Ranks) -> None:
     kind, peer, text = interpreted.run(2, bodies.silent_peer, PATHS["mapped"], timeout=300)[0]
     assert (kind, peer) == ("PeerTimeout", 1)
     assert "normal notify" in text
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("worst", [0, 16])
 def test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on(interpreted: Ranks, worst: int) -> None:
     texts = interpreted.run(2, bodies.bad_ids, PATHS["mapped"], worst, timeout=300)
@@ -127,7 +127,7 @@ def test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on(interprete
     assert texts[1] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("path", "ranks"), [("shm", 3), ("mapped", 4)])
 def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
     cases = [Case(tokens=(12, 0, 31, 7)[:ranks], experts=2 * ranks, topk=3, seed=7)]
@@ -158,6 +158,6 @@ def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks
         assert all("normal combine" in line for line in said[1::2]), said
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_both_modes_on_one_buffer(interpreted: Ranks) -> None:
     interpreted.run(2, bodies.both_modes, PATHS["shm"], timeout=580)

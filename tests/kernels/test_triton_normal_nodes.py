@@ -51,14 +51,14 @@ def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
     assert late == [0] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_every_format(interpreted: Ranks, transport: str) -> None:
     paths = {**NODES, "transport": transport}
     assert interpreted.run(4, bodies.against_the_oracle, paths, [SMALL, *FORMATS], timeout=580) == [0] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("cpu", [(), (0, 3), (2, 3)], ids=["triton", "mixed", "a node of Numba's"])
 def test_every_slot_many_times(interpreted: Ranks, cpu: tuple[int, ...]) -> None:
     """Landing slots, staging and rings of a few rows; the steps that the host launches are enough."""
@@ -66,14 +66,14 @@ def test_every_slot_many_times(interpreted: Ranks, cpu: tuple[int, ...]) -> None
     assert late == [0] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_over_windows_that_all_ranks_map(interpreted: Ranks) -> None:
     """Windows in device memory, as of ranks on one host whose nodes are simulated: rail peers are written directly."""
     paths = {**NODES, **ROUNDS, "window": "device", "heap_bytes": 1 << 20}
     assert interpreted.run(4, bodies.against_the_oracle, paths, [SMALL, DEEP], timeout=580) == [0] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("node_ranks", [2, 4])
 def test_eight_ranks(interpreted: Ranks, node_ranks: int) -> None:
     cases = [Case(tokens=(6, 0, 9, 2, 1, 7, 0, 5), experts=16, topk=4, seed=7)]
@@ -81,7 +81,7 @@ def test_eight_ranks(interpreted: Ranks, node_ranks: int) -> None:
     assert interpreted.run(8, bodies.against_the_oracle, paths, cases, timeout=580) == [0] * 8
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_more_than_eight_ranks_a_node(interpreted: Ranks) -> None:
     """The marks of a row then take more than one byte. Numba's kernels on all ranks but one of each node."""
     cases = [Case(tokens=(3, 1) * 9, experts=36, topk=6)]
@@ -90,31 +90,31 @@ def test_more_than_eight_ranks_a_node(interpreted: Ranks) -> None:
     assert interpreted.run(18, bodies.against_the_oracle, paths, cases, cpu, timeout=580) == [0] * 18
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("rounds", [False, True])
 def test_worst_case_and_cached(interpreted: Ranks, rounds: bool) -> None:
     interpreted.run(4, bodies.without_a_look, {**NODES, **(ROUNDS if rounds else {})}, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("tokens", [4, 40])
 def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted: Ranks, tokens: int) -> None:
     """Of more rows than a ring holds nobody waits for those that no sum needs."""
     interpreted.run(4, bodies.broken_promise, {**NODES, **ROUNDS, "timeout": 60.0}, tokens, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks) -> None:
     """Outputs on the stream that is asked for, counts rounded up, as between ranks that map each other."""
     interpreted.run(4, plain.asynchronous, NODES, (5, 3, 0, 4), (False, True), timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_without_ids(interpreted: Ranks) -> None:
     interpreted.run(4, bodies.without_ids, NODES, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
     """The last kernel takes all steps itself, and the host launches as many more from then on."""
     for asked in interpreted.run(4, bodies.no_steps, {**NODES, **ROUNDS}, SMALL, timeout=580):
@@ -123,18 +123,18 @@ def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
         assert combine < next_combine <= 2 * combine
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("slow", [0, 3])
 def test_nobody_overtakes_a_slow_rank(interpreted: Ranks, slow: int) -> None:
     interpreted.run(4, bodies.slow_rank, {**NODES, **ROUNDS}, DEEP, slow, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_a_handle_outlives_the_nodes_it_was_made_with(interpreted: Ranks) -> None:
     interpreted.run(4, bodies.after_a_mask, NODES, timeout=580)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("who", [1, 2])
 def test_who_falls_silent_is_named(interpreted: Ranks, who: int) -> None:
     """Of its own node, or of another. Whoever waits for a rank that itself waits may name that one, as on the CPU."""
@@ -144,7 +144,7 @@ def test_who_falls_silent_is_named(interpreted: Ranks, who: int) -> None:
     assert all(kind in ("PeerTimeout", "PeerLost") and "normal dispatch" in text for kind, _, text in others), found
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("word", "value"),
     [
@@ -159,6 +159,6 @@ def test_a_board_that_breaks_the_format_is_refused(interpreted: Ranks, word: int
     assert interpreted.run(4, bodies.forged_board, NODES, word, value, timeout=300)[1] == ("ProtocolError", 0)
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 def test_operations_of_random_sizes(interpreted: Ranks) -> None:
     assert interpreted.run(4, bodies.random_steps, {**NODES, **ROUNDS}, 12, 1, timeout=590) == [12] * 4

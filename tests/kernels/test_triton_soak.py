@@ -47,7 +47,7 @@ def test_a_few_steps(interpreted: Ranks) -> None:
     assert interpreted.run(ranks, bodies.soak, window, 4, 21, 8, timeout=500) == [4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.interpreter
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_hundred_steps(interpreted: Ranks, window: str) -> None:
     ranks, overrides = WINDOWS[window]

@@ -11,7 +11,7 @@ import pytest
 from tests.support.source_tree import PYPROJECT, ROOT, python_sources, run_python, source_files
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestDistribution:
     @pytest.fixture(scope="class")
     @staticmethod

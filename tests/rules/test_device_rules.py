@@ -37,14 +37,14 @@ def without_node_rules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, in
     return _results("tests.rules.node_mutants", tmp_path_factory)
 
 
-@pytest.mark.slow
+@pytest.mark.mutants
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("rule", DEVICE_MUTANTS)
 def test_the_test_fails_without_its_rule(rule: str, without_device_rules: dict[str, int]) -> None:
     assert without_device_rules[rule] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.mutants
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("rule", NODE_MUTANTS)
 def test_the_test_fails_without_its_rule_between_nodes(rule: str, without_node_rules: dict[str, int]) -> None:

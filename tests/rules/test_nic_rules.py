@@ -14,7 +14,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return run_without_rules(tmp_path_factory.mktemp("nics"), "tests.rules.nic_mutants", "NIC_MUTANTS", NIC_MUTANTS)
 
 
-@pytest.mark.slow
+@pytest.mark.mutants
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("rule", NIC_MUTANTS)
 def test_the_test_of_a_nic_fails_without_its_rule(rule: str, results: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import bodies
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
@@ -99,8 +100,7 @@ def die_while(exchange: StoreExchange, overrides: dict[str, Any], stage: str) ->
 STAGES = ["connect", "window layout", "leaving the old window", "sharing windows", "connect anew", "starting", "close"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize(("path", "stage"), diagonal(["shm", "tcp"], STAGES))
 def test_a_death_is_noticed_in_every_stage(mortal_ranks: Ranks, path: str, stage: str) -> None:
     mortal_ranks.start(3, die_while, PATHS[path], stage)
     for succeeded, found in mortal_ranks.finish([0, 2], timeout=180).values():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import bodies
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.support.remains import held, left
 from tests.system.test_group import PATHS
@@ -21,8 +22,7 @@ def _wait_for(paths: list[str], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("mode", ["low_latency", "normal"])
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize(("path", "mode"), diagonal(["direct", "shm", "tcp"], ["low_latency", "normal"]))
 def test_a_killed_rank_is_named_within_a_second(mortal_ranks: Ranks, tmp_path: Path, path: str, mode: str) -> None:
     marker = str(tmp_path / "ready")
     mortal_ranks.start(3, bodies.until_it_fails, PATHS[path], mode, 1, False, marker)
@@ -43,8 +43,7 @@ def test_a_killed_rank_is_named_within_a_second(mortal_ranks: Ranks, tmp_path: P
     assert left(pids) == {}
 
 
-@pytest.mark.parametrize("mode", ["low_latency", "normal"])
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize(("path", "mode"), diagonal(["direct", "shm", "tcp"], ["low_latency", "normal"]))
 def test_a_silent_rank_is_named_at_the_deadline(mortal_ranks: Ranks, tmp_path: Path, path: str, mode: str) -> None:
     marker = str(tmp_path / "ready")
     mortal_ranks.start(3, bodies.until_it_fails, {**PATHS[path], "timeout": 2.0}, mode, 1, True, marker)
@@ -75,16 +74,17 @@ def test_a_stray_command_is_named_once_and_the_group_goes_on(ranks: Ranks, path:
     assert "host, channel 0" in text
 
 
-@pytest.mark.parametrize("mode", ["low_latency", "normal"])
-@pytest.mark.parametrize("path", ["shm", "tcp"])
-@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "proxy"])
+@pytest.mark.parametrize(
+    ("who", "path", "mode"), diagonal(["kernel", "proxy"], ["shm", "tcp"], ["low_latency", "normal"])
+)
 def test_an_offset_outside_the_window_ends_the_operation_on_both_sides(
-    ranks: Ranks, path: str, mode: str, kernel: bool
+    ranks: Ranks, who: str, path: str, mode: str
 ) -> None:
     """Long before the deadline of 20 s, and by name: the one says what was wrong, the other whom it lost."""
-    zero, one = ranks.run(2, bodies.operation_hit, PATHS[path], mode, kernel)
+    zero, one = ranks.run(2, bodies.operation_hit, PATHS[path], mode, who == "kernel")
     assert (zero["kind"], zero["peer"]) == ("ProtocolError", 1)
-    assert ("a kernel of this rank was about to write" if kernel else "a kernel of this rank enqueued") in zero["text"]
+    cause = {"kernel": "a kernel of this rank was about to write", "proxy": "a kernel of this rank enqueued"}[who]
+    assert cause in zero["text"]
     assert (one["kind"], one["peer"]) == ("PeerLost", 0)
     assert max(zero["seconds"], one["seconds"]) < 1.0
 

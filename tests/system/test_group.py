@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support import bodies
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.support.remains import left
 
@@ -20,8 +21,7 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize(("path", "size"), diagonal(PATHS, [1, 2, 3, 4, 8]))
 def test_both_modes_on_every_path(ranks: Ranks, path: str, size: int) -> None:
     stats = ranks.run(size, bodies.both_modes, PATHS[path])
     for rank, one in enumerate(stats):

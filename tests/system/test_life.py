@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import bodies
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
@@ -76,8 +77,7 @@ def close_alone(exchange: StoreExchange, overrides: dict[str, Any], ctrl_c: bool
     return text, _left_over(before)
 
 
-@pytest.mark.parametrize("ctrl_c", [False, True])
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize(("path", "ctrl_c"), diagonal(["direct", "shm", "tcp"], [False, True]))
 def test_a_rank_that_leaves_alone_leaves_nothing_behind(ranks: Ranks, path: str, ctrl_c: bool) -> None:
     (text, left), (_, left_on_the_other) = ranks.run(2, close_alone, PATHS[path], ctrl_c)
     assert text.partition(":")[0] == ("KeyboardInterrupt" if ctrl_c else "")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import bodies
+from tests.support.combinations import diagonal
 from tests.support.ll_cases import Case, check_received, expected_combined, expert_output, received_values
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
@@ -171,8 +172,7 @@ def lose_and_go_on(
     return stats
 
 
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize(("path", "point"), diagonal(["direct", "shm", "tcp"], POINTS))
 def test_the_others_go_on_wherever_the_loss_strikes(mortal_ranks: Ranks, path: str, point: Any) -> None:
     mortal_ranks.start(3, lose_and_go_on, PATHS[path], point)
     for succeeded, found in mortal_ranks.finish([0, 2], timeout=180).values():
@@ -228,7 +228,7 @@ def fall_silent(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
         buffer.runtime.mask[2] = 1
         dispatched(buffer, case, hook=True)
         buffer.runtime.mask[2] = 0
-        time.sleep(4.0)
+        exchange.all_gather(b"")
         with pytest.raises(UcclEpError) as told:
             dispatched(buffer, case)
         buffer.destroy()
@@ -242,6 +242,7 @@ def fall_silent(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
     buffer.low_latency_update_mask_buffer(LOST, True)
     for seed in range(3):
         checked_trip(buffer, replace(case, seed=seed), {LOST})
+    exchange.all_gather(b"")
     buffer.destroy()
     return text
 

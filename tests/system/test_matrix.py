@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support import bodies, ll_cases, normal_cases
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
@@ -77,18 +78,16 @@ def run_normal(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
 
 
 SIZES = [2, 3, 4, 8]
-#: Ranks, and how many of them play a node.
-NODES = [(4, 2), (8, 4), (8, 2)]
+#: Nodes of ranks: all ranks, and how many of them play a node.
+NODES = {"two of two": (4, 2), "two of four": (8, 4), "four of two": (8, 2)}
 
 
-@pytest.mark.parametrize("path", ["shm-2-proxies", "tcp-2-proxies", "direct"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "path"), diagonal(SIZES, ["shm-2-proxies", "tcp-2-proxies", "direct"]))
 def test_low_latency_equals_the_oracle(ranks: Ranks, path: str, size: int) -> None:
     assert min(ranks.run(size, run_low_latency, PATHS[path])) >= 25
 
 
-@pytest.mark.parametrize("path", ["shm-2-proxies", "tcp-2-proxies", "direct"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "path"), diagonal(SIZES, ["tcp-2-proxies", "direct", "shm-2-proxies"]))
 def test_normal_mode_equals_the_oracle(ranks: Ranks, path: str, size: int) -> None:
     assert ranks.run(size, run_normal, PATHS[path]) == [32] * size
 
@@ -100,10 +99,10 @@ def test_normal_mode_in_rounds_equals_the_oracle(ranks: Ranks, path: str) -> Non
     assert ranks.run(3, run_normal, tiny) == [32] * 3
 
 
-@pytest.mark.parametrize("path", ["shm", "tcp-2-proxies"])
-@pytest.mark.parametrize(("size", "node_ranks"), NODES)
-def test_normal_mode_between_nodes_equals_the_oracle(ranks: Ranks, path: str, size: int, node_ranks: int) -> None:
+@pytest.mark.parametrize(("nodes", "path"), diagonal(NODES, ["shm", "tcp-2-proxies"]))
+def test_normal_mode_between_nodes_equals_the_oracle(ranks: Ranks, nodes: str, path: str) -> None:
     """Rows cross once to a node, and are forwarded, and summed, inside it."""
+    size, node_ranks = NODES[nodes]
     between = {**PATHS[path], "direct": True, "node_ranks": node_ranks}
     assert ranks.run(size, run_normal_between_nodes, between) == [(32, size // node_ranks)] * size
 

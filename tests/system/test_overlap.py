@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import bodies, ll_cases, normal_cases
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
@@ -154,8 +155,7 @@ def two_in_flight(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
     return next(numbers)
 
 
-@pytest.mark.parametrize("path", PATH_NAMES)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "path"), diagonal([2, 3], PATH_NAMES))
 def test_two_operations_in_flight(ranks: Ranks, path: str, size: int) -> None:
     assert ranks.run(size, two_in_flight, PATHS[path]) == [9 * 2 * LAYERS] * size
 

@@ -144,7 +144,7 @@ def test_a_rank_alone_without_descriptors(ranks: Ranks) -> None:
     assert failed >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
 def test_two_ranks_without_descriptors(ranks: Ranks, path: str) -> None:
     overrides = {} if path == "direct" else {"direct": False, "transport": path}

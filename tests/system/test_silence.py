@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import bodies
+from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from tests.system.test_masking import case_of, combined, dispatched
@@ -59,18 +60,17 @@ def wait_in_a_chain(
     return found
 
 
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
-@pytest.mark.parametrize(
-    ("late", "abrupt"),
-    [
-        pytest.param(1, False, id="the-end-of-the-chain-fails-first"),
-        pytest.param(0, False, id="the-messenger-fails-first"),
-        pytest.param(0, True, id="the-messenger-dies"),
-    ],
-)
-def test_the_silent_rank_is_named_by_whoever_fails_first(
-    mortal_ranks: Ranks, path: str, late: int, abrupt: bool
-) -> None:
+#: Which rank begins to wait late, and whether rank 1 dies.
+ORDERS = {
+    "the end of the chain fails first": (1, False),
+    "the messenger fails first": (0, False),
+    "the messenger dies": (0, True),
+}
+
+
+@pytest.mark.parametrize(("order", "path"), diagonal(ORDERS, ["direct", "shm", "tcp"]))
+def test_the_silent_rank_is_named_by_whoever_fails_first(mortal_ranks: Ranks, order: str, path: str) -> None:
+    late, abrupt = ORDERS[order]
     mortal_ranks.start(3, wait_in_a_chain, PATHS[path], late, abrupt)
     results = mortal_ranks.finish([0, 1])
     for rank in (0,) if abrupt else (0, 1):
