@@ -56,6 +56,7 @@ def test_gradients_between_nodes(pool: Ranks) -> None:
 
 
 @INTERPRETED
+@pytest.mark.interpreter
 def test_gradients_on_a_device(interpreted: Ranks) -> None:
     check(interpreted, 2, DEVICE, crossed=False)
 

@@ -185,6 +185,7 @@ def test_a_silent_peer_is_named(interpreted: Ranks, path: str) -> None:
     assert found["published"] == 0
 
 
+@pytest.mark.interpreter
 def test_a_graph_of_windows_that_are_gone_does_nothing_and_must_be_captured_again(interpreted: Ranks) -> None:
     for text in interpreted.run(2, triton_bodies.replay_in_windows_that_are_gone, PATHS["mapped"], timeout=300):
         assert "the windows were rebuilt since graphs were captured" in text

@@ -79,7 +79,10 @@ def test_what_lies_behind_the_rows_of_a_broken_promise_is_not_summed(interpreted
     interpreted.run(2, bodies.broken_promise, {**PATHS["mapped"], "timeout": 15.0}, timeout=580)
 
 
-@pytest.mark.parametrize("phase", ["dispatch", "cached dispatch", "combine"])
+@pytest.mark.parametrize(
+    "phase",
+    ["dispatch", *(pytest.param(phase, marks=pytest.mark.interpreter) for phase in ("cached dispatch", "combine"))],
+)
 def test_a_launch_that_fails_is_named_by_what_follows(interpreted: Ranks, phase: str) -> None:
     """The peers may have its opening, which counts on its rows; of a capture they have nothing."""
     words = f"an earlier normal {phase} (RuntimeError: out of resources) was interrupted"
@@ -87,6 +90,7 @@ def test_a_launch_that_fails_is_named_by_what_follows(interpreted: Ranks, phase:
         assert words in said
 
 
+@pytest.mark.interpreter
 def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
     """The last kernel takes all steps itself, and the host launches as many more from then on."""
     for asked in interpreted.run(2, bodies.no_steps, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580):
@@ -134,6 +138,7 @@ def test_more_ranks(interpreted: Ranks, path: str, ranks: int) -> None:
     assert interpreted.run(ranks, bodies.against_the_oracle, PATHS[path], cases, timeout=580) == [1] * ranks
 
 
+@pytest.mark.interpreter
 def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks) -> None:
     interpreted.run(2, bodies.asynchronous, PATHS["mapped"], (5, 3), (True,), timeout=300)
 

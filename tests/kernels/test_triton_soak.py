@@ -55,6 +55,7 @@ def test_a_hundred_steps(interpreted: Ranks, window: str) -> None:
     assert interpreted.run(ranks, bodies.soak, overrides, 100, seed, 40, timeout=3000) == [100] * ranks
 
 
+@pytest.mark.interpreter
 def test_nothing_waits_for_the_device_where_the_host_need_not_look(interpreted: Ranks) -> None:
     """``num_worst_tokens``, a cached dispatch and a combine: no tensor is read on the host, nothing is synchronised."""
     looks = interpreted.run(2, bodies.looks, PATHS["mapped"], timeout=300)

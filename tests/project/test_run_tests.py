@@ -26,6 +26,8 @@ def test_flaky():
 @pytest.fixture(autouse=True)
 def no_options_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    # most of a second in each of many runs
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
 def run_tests(tmp_path: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +36,7 @@ def run_tests(tmp_path: Path, tests: str, *arguments: str) -> subprocess.Complet
     venv = tmp_path / "venv"
     venv.mkdir()
     (venv / "bin").symlink_to(Path(sys.executable).parent)
-    command = [SCRIPT, venv, "-q", "-p", "no:xdist", "test_them.py", *arguments]
+    command = [SCRIPT, venv, "-q", "test_them.py", *arguments]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
 
