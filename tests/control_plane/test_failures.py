@@ -76,7 +76,7 @@ def test_who_left_because_of_another_is_not_named(end: str) -> None:
             assert mesh.root_cause.resolve_cause(_timeout(1)).peer == 1
             if end == "goodbye":
                 mesh.goodbye()
-            mesh.abandon()
+            mesh.close()
             return None
         if mesh.rank == 1:
             time.sleep(1.0)

@@ -22,7 +22,7 @@ def test_ranks_that_disagree_are_told_who_and_what() -> None:
 
 def test_a_wrong_secret_is_refused_and_strangers_do_not_disturb() -> None:
     def body(exchange: ThreadExchange) -> Any:
-        mesh, known = introduced(exchange, connect_timeout=3.0)
+        mesh, known = introduced(exchange, connect_timeout=1.0)
         if exchange.rank == 1:
             for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, b""):
                 with socket.create_connection((known.cards[0].address, known.cards[0].port)) as stranger:
