@@ -13,10 +13,16 @@ BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
 export VENV
 
-.PHONY: help demo demo-vllm test test-rdma test-triton test-gpu test-vllm test-vllm-versions test-engine test-all lint format bench bench-vllm soak docs env env-sglang env-vllm clean
+.PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
+.PHONY: test-triton test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-vllm soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo "make test-project             layout, documentation, scripts: half a minute"
+	@echo "make test-rules               each rule of the stream taken out of kernels and NICs: its test must fail"
+	@echo "make test-combinations        the combinations of which make test takes a diagonal"
+	@echo "make test-interpreter         the GPU's kernels in Triton's interpreter: every path, form and failure"
+	@echo "make test-long                runs of hundreds of steps, wheels, the training example"
 	@echo "make test-rdma                RDMA transports on soft-RoCE devices in a small virtual machine"
 	@echo "make test-triton              the GPU's kernels compiled by the engines' versions of Triton; needs no GPU"
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
@@ -24,6 +30,7 @@ help:
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
 	@echo "make bench-vllm               vLLM serving over each of its all-to-alls, on CPU ranks"
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
+	@echo "make suites                   seconds of every suite, into the table of CONTRIBUTING.md"
 	@echo "make docs                     regenerate the tables in the documentation"
 	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
 	@echo "make test-vllm-versions       those that need no server, on the sources of other versions"
@@ -50,8 +57,7 @@ demo-vllm: env-vllm
 VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)
 # both run even where the first fails: one run tells everything
 test: env
-	@export OTHER_TRITONS=$$(scripts/tritons); \
-	failed=0; scripts/run-tests $(VENV) -m "not slow" $(ARGS) || failed=1; \
+	@failed=0; scripts/run-tests $(VENV) -m "not slow" $(ARGS) || failed=1; \
 	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(VLLM_TESTS) || failed=1; exit $$failed
 
 test-vllm: env-vllm
@@ -60,6 +66,23 @@ test-vllm: env-vllm
 # the plugin on versions of vLLM that are not installed, from their sources (0.6 GB on first use)
 test-vllm-versions: env-vllm
 	@VENV=$(VENV_VLLM) scripts/vllm-versions $(ARGS)
+
+# the project's own rules: layout, documentation, scripts; half a minute
+test-project: env
+	@$(BIN)/pytest -m "not slow" tests/project $(ARGS)
+
+# what make test leaves out, by the marker of the same name (pyproject.toml says what each holds); ARGS=--lf goes on
+test-rules: env
+	@$(BIN)/pytest -m mutants tests/rules $(ARGS)
+
+test-combinations: env
+	@$(BIN)/pytest -m combinations $(ARGS)
+
+test-interpreter: env
+	@$(BIN)/pytest -m interpreter $(ARGS)
+
+test-long: env
+	@$(BIN)/pytest -m long $(ARGS)
 
 # real RC verbs: soft-RoCE in a virtual machine, fetched on first use; skips with the reason where that is not possible
 test-rdma: env
@@ -97,6 +120,12 @@ bench-vllm: env-vllm
 # writes benchmarks/results/soak.json; a quarter of an hour. A failure prints the command that repeats it
 soak: env
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+# writes benchmarks/results/suites.json and CONTRIBUTING.md's table: seconds of every suite and target, an hour in all. What
+# has a record of this commit is not measured again: an interrupted run goes on
+suites: env
+	@$(BIN)/python scripts/suites.py $(ARGS)
+	@$(BIN)/python scripts/docs.py
 
 docs: env
 	@$(BIN)/python scripts/docs.py

@@ -114,8 +114,27 @@ def results_table() -> str:
     return "\n".join([*rows, "", f"Medians ({'; '.join(runs)}): {command}."])
 
 
+def suites_table() -> str:
+    """A row per suite of tests, from what `make suites` has measured; the sums beside their budgets."""
+    found = json.loads((ROOT / "benchmarks/results/suites.json").read_text())
+    rows = ["| suite | holds | runs with | tests | seconds | commit |", "|---|---|---|---:|---:|---|"]
+    for suite in found["suites"]:
+        measured = suite["measured"]
+        cells = [suite["name"], suite["holds"], f"`{suite['target']}`"]
+        cells += [f"{measured[name]:.0f}" if name in measured else "" for name in ("tests", "seconds")]
+        rows.append(f"| {' | '.join(cells)} | {measured.get('commit', 'not yet')} |")
+    sums = []
+    for whole, budget in found["budgets"].items():
+        parts = [suite["measured"].get("seconds") for suite in found["suites"] if whole in suite["within"]]
+        known = [seconds for seconds in parts if seconds is not None]
+        without = f", {len(parts) - len(known)} suites of it not yet measured" if len(known) < len(parts) else ""
+        sums.append(f"`{whole}` takes {sum(known):.0f} of its {budget} seconds{without}")
+    return "\n".join([*rows, "", f"{'; '.join(sums)}, on two cores with nothing else to do."])
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "results"): results_table,
+    ("CONTRIBUTING.md", "suites"): suites_table,
     ("docs/settings.md", "everyday settings"): lambda: settings_table("everyday"),
     ("docs/settings.md", "NIC settings"): lambda: settings_table("nic"),
     ("docs/settings.md", "debug settings"): lambda: settings_table("debug"),

@@ -66,7 +66,7 @@ def test_formats_over_mapped_windows(interpreted: Ranks) -> None:
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS["mapped"], QUICK, timeout=300) == [3, 3]
 
 
-@pytest.mark.parametrize("programs", [2, 8])
+@pytest.mark.parametrize("programs", [2, pytest.param(8, marks=pytest.mark.interpreter)])
 def test_programs_share_rows_and_blocks_of_rows(interpreted: Ranks, programs: int) -> None:
     """Tokens of two programs and rows of two blocks: few programs take all of them in steps, more take a block each."""
     sizes: dict[str, Any] = {"tokens": 20, "counts": (20, 17), "hidden": 1280, "experts": 4, "topk": 2}

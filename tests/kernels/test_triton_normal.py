@@ -143,6 +143,7 @@ def test_operations_that_nobody_waits_for_but_by_their_events(interpreted: Ranks
     interpreted.run(2, bodies.asynchronous, PATHS["mapped"], (5, 3), (True,), timeout=300)
 
 
+@pytest.mark.interpreter
 def test_operations_after_an_event_run_beside_what_the_stream_was_given_since(interpreted: Ranks) -> None:
     interpreted.run(1, bodies.beside_other_work, PATHS["mapped"], timeout=300)
 

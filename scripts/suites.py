@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Measure the suites of tests: seconds and tests of each go into benchmarks/results/suites.json, and from there into
+the table of CONTRIBUTING.md (``make docs``). ``make test`` and ``.ci/run`` have budgets, which a test holds them to.
+
+    make suites                            what has no record of this commit: an interrupted run goes on where it was
+    make suites ARGS="tests/kernels lint"  these
+    make suites ARGS="--again lint"        also where there is a record
+    make suites ARGS=--list                their names
+
+Seconds are those of a machine with nothing else to do; load averages stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_serving.bench.machine import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/suites.json"
+TEST, CHECK = "make test", ".ci/run"
+#: Seconds on two cores with nothing else to do, once the environments exist.
+BUDGETS = {TEST: 540, CHECK: 1800}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is measured by itself: the quick tests of a directory, or all that a target of the Makefile runs."""
+
+    name: str
+    holds: str
+    target: str
+    command: tuple[str, ...]
+    #: The budgets that its seconds count against.
+    within: tuple[str, ...] = ()
+
+    @property
+    def is_pytest(self) -> bool:
+        """Whether its seconds are the sum of its tests': starting pytest is a suite of its own."""
+        return self.command[0].endswith("/pytest")
+
+
+def _quick(name: str, holds: str, *paths: str, venv: str = ".venv") -> Suite:
+    paths = paths or (name,)
+    return Suite(name, holds, TEST, (f"{venv}/bin/pytest", "-m", "not slow", *paths), (TEST, CHECK))
+
+
+def _target(name: str, holds: str, *within: str) -> Suite:
+    return Suite(name, holds, f"make {name}", ("make", name), within)
+
+
+VLLM = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/engines/test_vllm*.py"))]
+LOOSE = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/test_*.py"))]
+SUITES = [
+    Suite(
+        "collecting",
+        "pytest imports all tests",
+        TEST,
+        (".venv/bin/python", "-m", "pytest", "--collect-only", "-qq", "-m", "not slow"),
+        (TEST, CHECK),
+    ),
+    _quick("tests/test_*.py", "the public interface, settings, sizes, counters", *LOOSE),
+    _quick("tests/bench", "`uccl-ep bench`"),
+    _quick("tests/benchmarks", "what `scripts/gpu-check` measures, on nothing"),
+    _quick("tests/cli", "`uccl-ep`: doctor, plan, top"),
+    _quick("tests/control_plane", "meeting, links, failures and their causes"),
+    _quick("tests/data_plane", "windows, NICs, rails, topology"),
+    _quick("tests/demo", "the demos' servers, refusals, remains"),
+    _quick("tests/engines", "the plugin of SGLang in its processes"),
+    _quick("vllm", "the plugin of vLLM in its processes", *VLLM, venv=".venv-vllm"),
+    _quick("tests/gpu", "the host side of a GPU, on stand-ins"),
+    _quick("tests/kernels", "kernels of both modes, on CPU and in Triton's interpreter; the compile gate"),
+    _quick("tests/modes", "what the host does around an operation"),
+    _quick("tests/native", "compiled code and its cache"),
+    _quick("tests/project", "layout, documentation, scripts, this table"),
+    _quick("tests/protocol", "formats and layouts"),
+    _quick("tests/proxy", "the proxy over fake, shm and tcp"),
+    _quick("tests/rdma", "NIC transports on devices in memory"),
+    _quick("tests/rules", "each rule of the proxy taken out; the markers and table of all"),
+    _quick("tests/soak", "the soak's own tests, some cases"),
+    _quick("tests/system", "whole Buffers of up to eight processes: both modes, failures, losses"),
+    _target("lint", "ruff, mypy --strict, import contracts", CHECK),
+    _target("demo", "SGLang serves through us", CHECK),
+    _target("demo-vllm", "vLLM serves through us", CHECK),
+    _target("test-rdma", "RDMA transports on soft-RoCE in a virtual machine", CHECK),
+    _target("test-rules", "each rule of kernels and NICs taken out of a copy of the package"),
+    _target("test-combinations", "combinations of which `make test` takes a diagonal"),
+    _target("test-interpreter", "GPU kernels in Triton's interpreter: every path, form and failure"),
+    _target("test-triton", "the compile gate with three Tritons, slow kernels included"),
+    _target("test-long", "runs of hundreds of steps, wheels, the training example"),
+    _target("test-engine", "real servers of SGLang and vLLM"),
+]
+
+
+def record(name: str) -> dict[str, Any]:
+    """What was found of a suite last, {} without a record."""
+    if not RESULTS.exists():
+        return {}
+    found: dict[str, dict[str, Any]] = {
+        suite["name"]: suite["measured"] for suite in json.loads(RESULTS.read_text())["suites"]
+    }
+    return found.get(name, {})
+
+
+def keep(name: str, measured: dict[str, Any]) -> None:
+    """Write the file anew, with what was ``measured`` of suite ``name`` ("" for none)."""
+    suites = [
+        {
+            "name": suite.name,
+            "holds": suite.holds,
+            "target": suite.target,
+            "within": list(suite.within),
+            "measured": measured if suite.name == name else record(suite.name),
+        }
+        for suite in SUITES
+    ]
+    RESULTS.write_text(json.dumps({"budgets": BUDGETS, "suites": suites}, indent=1) + "\n")
+
+
+def counted(report: Path) -> dict[str, float]:
+    """Of a report of pytest: tests that ran, those that were skipped, and the seconds of all."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    seconds = sum(float(case.get("time", 0)) for case in cases)
+    return {"tests": len(cases) - skipped, "skipped": skipped, "seconds": round(seconds, 1)}
+
+
+def _processor_seconds() -> float:
+    """Of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(suite: Suite) -> dict[str, Any] | None:
+    """Run a suite; None when it fails, or cannot run here."""
+    program = ROOT / suite.command[0]
+    if suite.is_pytest and not program.exists():
+        print(f"suites: {suite.name}: there is no {suite.command[0]}", file=sys.stderr)
+        return None
+    load = os.getloadavg()[0]
+    began, used = time.monotonic(), _processor_seconds()
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "report.xml"
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"] if suite.is_pytest else []
+        done = subprocess.run([*suite.command, *options], cwd=ROOT, check=False)
+        found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
+        if done.returncode != 0:
+            return None
+        if suite.is_pytest:
+            found = counted(report)
+    found["processor_seconds"] = round(_processor_seconds() - used, 1)
+    machine = describe()
+    return {**found, "commit": machine["commit"], "when": machine["when"], "load": round(load, 2)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure what is asked for; the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="suites, all without any")
+    parser.add_argument("--again", action="store_true", help="also those with a record of this commit")
+    parser.add_argument("--list", action="store_true", help="names of all suites")
+    options = parser.parse_args(arguments)
+    known = {suite.name: suite for suite in SUITES}
+    if options.list:
+        print("\n".join(known))
+        return 0
+    if unknown := sorted(set(options.names) - set(known)):
+        parser.error(f"no such suite: {', '.join(unknown)}; there are {', '.join(known)}")
+    failed = []
+    for suite in (known[name] for name in options.names or known):
+        before, commit = record(suite.name), describe()["commit"]
+        # "+" stands for sources that differ from the commit
+        if before.get("commit") == commit and not commit.endswith("+") and not options.again:
+            print(f"suites: {suite.name}: {before['seconds']} s, measured at {commit}", flush=True)
+            continue
+        print(f"suites: {suite.name}: {' '.join(suite.command)}", flush=True)
+        found = measure(suite)
+        if found is None:
+            failed.append(suite.name)
+            continue
+        keep(suite.name, found)
+        print(f"suites: {suite.name}: {found['seconds']} s", flush=True)
+    if failed:
+        print(f"suites: failed or not to be had here, and their records kept: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""The time of the tests: every test belongs to a suite that is measured, and their sums keep within the budgets."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests import conftest
+from tests.support.source_tree import PYPROJECT, ROOT
+
+RECORDS = json.loads((ROOT / "benchmarks/results/suites.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def suites() -> ModuleType:
+    """``scripts/suites.py`` as a module."""
+    spec = importlib.util.spec_from_file_location("suites_script", ROOT / "scripts/suites.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclass looks its annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("whole", "budget"), [("make test", 540), (".ci/run", 1800)])
+def test_the_sum_keeps_within_the_budget(whole: str, budget: int) -> None:
+    parts = [suite for suite in RECORDS["suites"] if whole in suite["within"]]
+    seconds = {suite["name"]: suite["measured"].get("seconds", 0) for suite in parts}
+    assert RECORDS["budgets"][whole] == budget
+    assert sum(seconds.values()) <= budget, sorted(seconds.items(), key=lambda one: -one[1])
+    if unknown := [suite["name"] for suite in parts if not suite["measured"]]:
+        pytest.skip(f"never measured, so the sum is not known (make suites): {', '.join(unknown)}")
+
+
+def test_the_records_are_those_of_the_suites(suites: ModuleType) -> None:
+    kept = [(suite["name"], suite["holds"], suite["target"], tuple(suite["within"])) for suite in RECORDS["suites"]]
+    assert kept == [(suite.name, suite.holds, suite.target, suite.within) for suite in suites.SUITES]
+    assert RECORDS["budgets"] == suites.BUDGETS
+
+
+def test_every_directory_of_tests_is_a_suite(suites: ModuleType) -> None:
+    directories = {f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")}
+    measured = {path for suite in suites.SUITES if suite.is_pytest for path in suite.command if "/" in path}
+    assert directories <= measured
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py")} <= measured
+
+
+def test_every_step_of_continuous_integration_is_a_suite(suites: ModuleType) -> None:
+    steps = re.findall(r"^run (?:\"[^\"]*\"|\S+) (.*)$", (ROOT / "scripts/check").read_text(), re.MULTILINE)
+    targets = {target for step in steps for target in step.split() if "=" not in target}
+    known = {suite.target.removeprefix("make ") for suite in suites.SUITES if ".ci/run" in suite.within}
+    # environments are there when the clock of the budgets runs; test-project takes a part of `make test` first
+    assert targets - {"env", "env-sglang", "env-vllm", "test-project"} == known
+
+
+def test_every_marker_of_another_target_has_a_suite(suites: ModuleType) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {suite.target.removeprefix("make ") for suite in suites.SUITES}
+    markers = {marker.partition(":")[0] for marker in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    assert set(conftest.ELSEWHERE) <= markers
+    for marker in conftest.ELSEWHERE:
+        target = {"mutants": "test-rules"}.get(marker, f"test-{marker}")
+        assert target in targets
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_a_report_is_counted(suites: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase time="1.25"/><testcase time="0.5"><skipped/></testcase>'
+        '<testcase time="2.0"/></testsuite></testsuites>'
+    )
+    assert suites.counted(report) == {"tests": 2, "skipped": 1, "seconds": 3.8}
+
+
+def test_a_record_is_kept_beside_the_others(
+    suites: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites, "RESULTS", tmp_path / "suites.json")
+    suites.keep("lint", {"seconds": 3.0})
+    suites.keep("demo", {"seconds": 4.0})
+    assert [suites.record(name) for name in ("lint", "demo", "test-rdma")] == [{"seconds": 3.0}, {"seconds": 4.0}, {}]
+
+
+def test_what_is_measured_at_this_commit_is_not_measured_again(
+    suites: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites, "RESULTS", tmp_path / "suites.json")
+    monkeypatch.setattr(suites, "describe", lambda: {"commit": commit, "when": "now"})
+    ran: list[str] = []
+
+    def measure(suite: object) -> dict[str, object] | None:
+        ran.append(getattr(suite, "name", ""))
+        return None if getattr(suite, "name", "") == "demo" else {"seconds": 1.0, "commit": commit}
+
+    monkeypatch.setattr(suites, "measure", measure)
+    commit = "abc"
+    assert suites.main(["lint", "demo"]) == 1
+    assert suites.main(["lint", "demo"]) == 1
+    assert ran == ["lint", "demo", "demo"]
+    assert suites.main(["--again", "lint"]) == 0
+    commit = "abc+"  # sources that no commit holds
+    assert suites.main(["lint"]) == suites.main(["lint"]) == 0
+    assert ran[3:] == ["lint"] * 3
