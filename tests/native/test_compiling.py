@@ -19,7 +19,7 @@ from uccl_ep_serving import buffer
 from uccl_ep_serving.native import cache, groups
 from uccl_ep_serving.native.compiler import optimised
 from uccl_ep_serving.native.groups import Group, load
-from uccl_ep_serving.native.jit import compiled
+from uccl_ep_serving.native.jit import Compiled, compiled, external
 
 
 @pytest.fixture
@@ -71,10 +71,11 @@ def test_a_long_compilation_is_talked_about(
 def test_loading_is_not_talked_about(caplog: pytest.LogCaptureFixture) -> None:
     Group("7 kernels", twice).compile()
     threads = threading.active_count()
-    again = Group("7 kernels", twice)
+    function = Compiled(twice.function)
+    again = Group("7 kernels", function)
     assert again.cached
     load(again)
-    assert twice(21) == 42
+    assert function(21) == 42
     assert threading.active_count() == threads
     time.sleep(0.2)
     assert caplog.messages == []
@@ -138,6 +139,12 @@ def test_ranks_share_the_work() -> None:
     assert second.loaded
 
 
+def _fresh() -> tuple[Group, Any]:
+    """A group of one function that nobody has loaded."""
+    again = Compiled(twice.function)
+    return Group("kernels", again), again
+
+
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
 def test_a_damaged_file_is_compiled_again_and_said_so(damage: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,8 +154,9 @@ def test_a_damaged_file_is_compiled_again_and_said_so(damage: str, caplog: pytes
     changed = bytearray(content)
     changed[-1] ^= 1
     group.path.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "changed": bytes(changed)}[damage])
-    load(Group("kernels", twice))
-    assert twice(4) == 8
+    again, function = _fresh()
+    load(again)
+    assert function(4) == 8
     assert group.path.read_bytes() == content
     (said,) = caplog.messages
     assert said == f"compiled code in {group.path} is damaged: it is compiled again"
@@ -169,6 +177,63 @@ def test_a_full_disk_costs_time_and_nothing_else(
     (said,) = caplog.messages
     assert "No space left on device" in said
     assert list(group.path.parent.glob("*.o*")) == []
+
+
+def test_arguments_are_counted() -> None:
+    for wrong in ((), (1, 2)):
+        with pytest.raises(TypeError, match="takes 1 arguments, by position"):
+            twice(*wrong)
+    with pytest.raises(TypeError, match="by position"):
+        twice(value=1)
+
+
+def test_what_nobody_defines_is_refused_and_not_called() -> None:
+    """A symbol that is missing when code is loaded ends the process, so it must not get that far."""
+    missing = external("uccl_ep_has_no_such_function", "int64(int64)")
+
+    @compiled
+    def calls(value: int) -> int:
+        return missing(value)
+
+    with pytest.raises(TypeError, match="uccl_ep_has_no_such_function, which nobody defines"):
+        optimised({"entry": calls})
+
+
+def test_a_directory_that_others_can_write_is_passed_over(tmp_path: Path) -> None:
+    for mode, usable in ((0o700, True), (0o755, True), (0o775, False), (0o777, False), (0o1777, True)):
+        parent = tmp_path / f"{mode:o}"
+        parent.mkdir()
+        parent.chmod(mode)
+        assert cache._usable(parent / "uccl_ep_serving" / "digest") == usable, oct(mode)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    if os.geteuid() == 0:
+        os.chown(foreign, 12345, 12345)
+        assert not cache._usable(foreign / "uccl_ep_serving" / "digest")
+
+
+def test_a_process_whose_sources_have_changed_compiles_for_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    digest = cache._source_digest.__wrapped__
+    shared = digest()
+    assert digest() == shared
+    monkeypatch.setattr(cache, "_IMPORTED", 0.0)
+    assert digest() != shared
+    assert "sources of uccl_ep_serving have changed since this process began" in caplog.messages[-1]
+
+
+def test_without_any_directory_code_is_compiled_in_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_usable", lambda directory: False)
+    nowhere = cache.cache_directory.__wrapped__()
+    monkeypatch.setattr(groups, "cache_directory", lambda: nowhere)
+    group, function = _fresh()
+    load(group)
+    assert function(5) == 10
+    assert not group.cached
+    assert f"compiled code is not kept in {nowhere}" in caplog.text
 
 
 def test_what_raises_is_refused() -> None:

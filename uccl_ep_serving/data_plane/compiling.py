@@ -6,11 +6,16 @@ One rank's cache may be cold where the others' are warm. All ranks are in the sa
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 
 from ..control_plane.steps import Steps
+from ..errors import PeerError
 
 __all__ = ["compile_together"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 #: Name of the step at the end, and how long a rank waits for the others in it. A cold compilation takes 20 s of a core,
 #: with Triton's node kernels 60 s; several ranks share the cores.
@@ -31,8 +36,13 @@ def compile_together(steps: Steps, compile: Callable[[], object]) -> str:
     reason = ""
     try:
         compile()
-    except Exception as error:  # of any kind: the others wait, and are told
+    except BaseException as error:  # of any kind, Ctrl-C as well: the others wait, and are told
         reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, Exception):
+            with contextlib.suppress(PeerError):  # they may be compiling still: nobody waits for them
+                steps.gather(COMPILING, reason.encode()[:_MOST_REASON], timeout=0.0)
+            raise
+        _log.exception("this rank could not compile")
     answers = steps.gather(COMPILING, reason.encode()[:_MOST_REASON], timeout=_COMPILE_SECONDS)
     failed = [(rank, payload.decode(errors="replace")) for rank, (payload, _) in enumerate(answers) if payload]
     return "; ".join(f"rank {rank} could not compile: {words}" for rank, words in failed)

@@ -65,7 +65,7 @@ class Epochs:
     def compile_together(self, compile: Callable[[], object]) -> None:
         """Call ``compile`` on all ranks, which begin the same operation of normal mode, as Runtime says."""
         with self._breaking():
-            outcome = self._agree(None, "")
+            outcome = _together(self._agree(None, ""))
             if not outcome.refusal:
                 outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
         self._refuse(outcome)
@@ -115,7 +115,7 @@ class Epochs:
         """A peer waits for other windows, and this rank for an operation which that peer will never join: say so to
         the others, and raise what all of them come to."""
         with self._breaking():
-            outcome = self._agree(plane.layout.low_latency, "")
+            outcome = _together(self._agree(plane.layout.low_latency, ""))
         self._refuse(outcome)
 
     def _replace(self, plan: LowLatencyPlan | None, epoch: int) -> None:
@@ -139,3 +139,11 @@ class Epochs:
             raise UcclEpError("this Buffer was closed while it was being built")
         self.all_direct = not plane.kinds
         self.node_ranks = plane.node_ranks
+
+
+def _together(outcome: Outcome) -> Outcome:
+    """``outcome`` for ranks that go on in the windows that are there: that takes the same operations behind them."""
+    if outcome.torn and not outcome.refusal:
+        words = "the ranks have begun different operations. Next step: make the same calls on every rank"
+        return dataclasses.replace(outcome, refusal=words)
+    return outcome

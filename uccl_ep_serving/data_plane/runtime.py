@@ -228,8 +228,9 @@ class Runtime:
 
     @property
     def rebuild_requested(self) -> bool:
-        """True when a peer has called :meth:`rebuild` and waits for this rank."""
-        return bool(self._mesh.steps.requested(SETUP))
+        """True when a peer waits for this rank in :meth:`rebuild` or :meth:`compile_together`, and this rank has no
+        operations to begin before: the host of a GPU may be ahead of another one's."""
+        return self._watch.is_awaited
 
     def compile_together(self, compile: Callable[[], object]) -> None:
         """Call ``compile`` on every rank before the first operation of normal mode that needs it, and wait until all

@@ -271,6 +271,12 @@ class PlaneWatch:
         """The present data plane, None when there is none or the Buffer is closed."""
         return None if self.closed else self.plane
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a peer asks for other windows, or to compile, and not after operations that this rank begins yet."""
+        requested = self._mesh.steps.requested(SETUP)
+        return any(read_proposal(peer, payload).begun <= self.begun for peer, payload in requested.items())
+
     def _requested_before(self) -> int | None:
         """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
         for peer, payload in self._mesh.steps.requested(SETUP).items():

@@ -7,12 +7,14 @@ is started where everything is in the cache.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import signal
 import subprocess
 import sys
 
+from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.kernels.select import cpu_groups
 from uccl_ep_serving.native.background import start_thread
 from uccl_ep_serving.native.failure import STICKY_ERROR
@@ -23,34 +25,37 @@ __all__ = ["compile_ahead"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
-#: prctl(2): the signal that this process gets when the one that started it ends.
+#: prctl(2): the signal that this process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
 
 
 def _groups(cpu: bool) -> list[Group]:
-    """What every rank needs, and what ranks of CPU tensors need."""
+    """What every rank needs, and what ranks of CPU tensors need. Transports are known once the ranks have met."""
     return [LOOP, STICKY_ERROR, *(cpu_groups() if cpu else ())]
 
 
-def compile_ahead(device: str) -> subprocess.Popen[bytes] | None:
-    """Begin to compile what ranks on ``device`` ("cpu", "cuda") will need; None where nothing is missing, or no process
-    can be started. The process ends by itself, and no later than this one."""
-    cpu = device.partition(":")[0] == "cpu"
-    if all(group.cached for group in _groups(cpu)):
-        return None
-    command = [sys.executable, "-m", __name__, str(os.getpid()), *(["cpu"] if cpu else [])]
+@functools.cache
+def compile_ahead(device: str) -> None:
+    """Begin to compile what ranks on ``device`` ("cpu", "cuda") will need, once in a process and in the background.
+
+    A convenience, so that nothing it meets may keep an engine from starting.
+    """
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    except OSError as error:
-        _log.info("uccl_ep: nothing is compiled ahead (%s): the ranks do it when they start", error)
-        return None
-    # taken off the system's list of processes once it has ended
-    start_thread("uccl_ep ahead", _wait, process)
-    return process
+        start_thread("uccl_ep ahead", _compile, device.partition(":")[0] == "cpu")
+    except TransportError as error:
+        _log.debug("uccl_ep: nothing is compiled ahead: %s", error)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    process.wait()
+def _compile(cpu: bool) -> None:
+    """Run the process to its end: it is killed when the thread that started it ends."""
+    try:
+        if not all(group.cached for group in _groups(cpu)):
+            command = [sys.executable, "-m", __name__, str(os.getpid()), *(["cpu"] if cpu else [])]
+            # as for the console scripts of the engines, the working directory holds no modules
+            environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+            subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+    except Exception as error:  # of any kind: the ranks compile when they start
+        _log.debug("uccl_ep: nothing is compiled ahead: %s", error)
 
 
 def main(parent: int, cpu: bool) -> None:

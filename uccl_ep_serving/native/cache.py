@@ -1,8 +1,8 @@
 """Where machine code is kept between processes, and what makes it stale.
 
 A file holds the object code of one group of entry points. Its directory carries a digest of every source that the code
-can come from, its name one of the group, the processor and the compiler: nothing in it can be stale. Object code is
-data with a checksum, read without running anything.
+can come from, its name one of the group, the processor and the compiler. A checksum finds damage; what keeps other
+people's code out is that nobody else can write the directory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 import sys
 import tempfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,6 +29,10 @@ _log = logging.getLogger("uccl_ep_serving")
 _PACKAGE = Path(__file__).resolve().parent.parent
 #: The folders that compiled code comes from. The two top-level packages are reached through links in a checkout.
 SOURCES = ("protocol", "native", "proxy", "kernels")
+#: Stands for no directory at all: nothing can be read or written there.
+_NOWHERE = Path(os.devnull) / "uccl_ep_serving"
+#: When this process imported the sources, or little later.
+_IMPORTED = time.time()
 #: The first bytes of a file; a checksum of the rest follows.
 _MAGIC = b"uccl_ep object 1\n"
 
@@ -39,15 +45,24 @@ def compiler_versions() -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """Digest of all sources that compiled functions can inline, and of the compiler."""
+    """Digest of all sources that compiled functions can inline, and of the compiler.
+
+    A source that has changed since this process imported it (an upgrade while an engine starts) is not what is compiled
+    here: such a process keeps its code to itself.
+    """
     digest = hashlib.sha256(compiler_versions().encode())
+    changed = False
     for part in SOURCES:
         root = (_PACKAGE / part).resolve()
         for path in sorted(root.rglob("*.py")):
             if root / "triton" in path.parents:
                 continue  # Triton's own cache knows those
+            changed |= path.stat().st_ctime > _IMPORTED
             digest.update(f"{part}/{path.relative_to(root)}".encode())
             digest.update(path.read_bytes())
+    if changed:
+        _log.warning("sources of uccl_ep_serving have changed since this process began: it compiles for itself alone")
+        digest.update(f"{os.getpid()} {_IMPORTED}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -64,48 +79,53 @@ def file_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def _writable(directory: Path) -> bool:
-    """Create ``directory`` (mode 0700) and try a file in it."""
+def _usable(directory: Path) -> bool:
+    """Create ``directory``, and try a file in it; False also where another user could put machine code into it."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
-            return True
+            return all(map(_ours, (directory, *directory.resolve().parents)))
     except OSError:
         return False
+
+
+def _ours(directory: Path) -> bool:
+    """Whether nobody but this user and root can change what stands in ``directory``, or whose it is."""
+    found = directory.lstat()
+    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return found.st_uid in (os.geteuid(), 0) and not shared
 
 
 @functools.cache
 def cache_directory() -> Path:
     """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
-    temporary directory, the first that can be written. Says once when that is not the one that was asked for."""
-    directory, wanted = _first_writable(), cache_wanted()
+    temporary directory: the first that can be written, and by nobody else. Says once when that is not the one that was
+    asked for. Without any, code is compiled in memory."""
+    directory, wanted = _first_usable(), cache_wanted()
     if wanted and not directory.is_relative_to(wanted):
         _log.warning(
-            "UCCL_EP_CACHE_DIR=%s cannot be written: compiled code is kept in %s instead. Next step: make it writable "
-            "for this user, or unset it",
+            "UCCL_EP_CACHE_DIR=%s cannot be written, or others can write it: compiled code is kept in %s instead. Next "
+            "step: make it writable for this user alone, or unset it",
             wanted,
             directory,
         )
     return directory
 
 
-def _first_writable() -> Path:
+def _first_usable() -> Path:
     digest = _source_digest()
-    for base in cache_base():
-        if _writable(directory := Path(base) / "uccl_ep_serving" / digest):
-            return directory
-    directory = Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.getuid()}" / digest
-    # Someone else's directory in a shared /tmp must not feed us machine code.
-    if _writable(directory) and directory.stat().st_uid == os.getuid() == directory.parent.stat().st_uid:
-        return directory
-    return Path(tempfile.mkdtemp(prefix="uccl_ep_serving-"))
+    bases = [Path(base) / "uccl_ep_serving" for base in cache_base()]
+    with contextlib.suppress(OSError):  # a system without any temporary directory
+        bases.append(Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.geteuid()}")
+    return next((base / digest for base in bases if _usable(base / digest)), _NOWHERE)
 
 
 def read_object(path: Path) -> bytes | None:
     """The object code in ``path``; None where there is none. A damaged file counts as none, and goes."""
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         _log.warning("compiled code in %s cannot be read (%s): it is compiled again", path, error)

@@ -9,6 +9,7 @@ outside, and that is optimised and emitted once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import inspect
@@ -112,6 +113,9 @@ jit_registry[_Processor] = _written_by_numba
 _typing = _Dispatcher.targetdescr.typing_context
 _dispatchers: dict[Compiled[..., Any], _OurDispatcher] = {}
 _intrinsics: dict[Intrinsic | View, Any] = {}
+#: What LLVM calls by itself; and the functions of libc that compiled code asked for.
+_LIBC = frozenset(("memcpy", "memmove", "memset"))
+_externals: set[str] = set()
 
 
 def _dispatcher(item: Compiled[..., Any]) -> _OurDispatcher:
@@ -146,6 +150,7 @@ def _type_of_intrinsic(item: Intrinsic, _: Any) -> Any:
 
 @typeof_impl.register(External)
 def _type_of_external(item: External, _: Any) -> Any:
+    _externals.add(item.symbol)
     return types.ExternalFunction(item.symbol, _signature(item.signature))
 
 
@@ -204,10 +209,23 @@ def optimised(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
     tuning.loop_vectorization, tuning.slp_vectorization = True, False
     builder = llvm.create_pass_builder(target_machine(), tuning)
     builder.getModulePassManager().run(linked, builder)
-    needed = [item.name for item in linked.functions if item.is_declaration and item.name.startswith(("NRT_", "Py"))]
-    if needed:
-        raise TypeError(f"compiled code needs {', '.join(needed)}: it holds Python objects, or raises")
+    _check_symbols(linked)
     return linked
+
+
+def _check_symbols(module: llvm.ModuleRef) -> None:
+    """Raise TypeError for what nobody defines where ``module`` will be loaded: calling it would end the process.
+
+    Numba's own helpers are among it. They are there in a process that imports Numba, and in no other.
+    """
+    libc = ctypes.CDLL(None)
+    declared = (item.name for item in (*module.functions, *module.global_variables) if item.is_declaration)
+    needed = [name for name in declared if not name.startswith("llvm.")]
+    if strange := [name for name in needed if name not in _LIBC and not (name in _externals and hasattr(libc, name))]:
+        raise TypeError(
+            f"compiled code needs {', '.join(strange)}, which nobody defines where it is loaded. Likely cause: it "
+            "holds Python objects, raises, or calls a function that this libc lacks"
+        )
 
 
 @contextlib.contextmanager

@@ -50,12 +50,13 @@ class Compiled(Generic[P, R]):
         self.function = function
         self.inline = inline
         self.given = given
+        self._arity = function.__code__.co_argcount
         self._entry: Callable[..., Any] | None = None
         self._address = 0
 
     @property
     def name(self) -> str:
-        """Where it is defined: unique in a process."""
+        """Where it is defined: in one module, unique."""
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
     @property
@@ -84,7 +85,8 @@ class Compiled(Generic[P, R]):
 
     def bind(self, entry: Callable[..., Any], address: int) -> None:
         """From now on Python calls ``entry``, at ``address``."""
-        self._entry, self._address = entry, address
+        # the address first: who sees the entry in another thread may ask for it
+        self._address, self._entry = address, entry
 
     def _load(self) -> None:
         from .groups import Group, load
@@ -95,7 +97,10 @@ class Compiled(Generic[P, R]):
         if self._entry is None:
             self._load()
             assert self._entry is not None
-        result: R = self._entry(*args, **kwargs)
+        # C takes whatever it is given
+        if kwargs or len(args) != self._arity:
+            raise TypeError(f"{self.name} takes {self._arity} arguments, by position")
+        result: R = self._entry(*args)
         return result
 
     def __repr__(self) -> str:
