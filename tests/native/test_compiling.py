@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from numba.core.errors import NumbaError
 
@@ -19,7 +20,7 @@ from uccl_ep_serving import buffer
 from uccl_ep_serving.native import cache, groups
 from uccl_ep_serving.native.compiler import optimised
 from uccl_ep_serving.native.groups import Group, load
-from uccl_ep_serving.native.jit import Compiled, compiled, external
+from uccl_ep_serving.native.jit import Compiled, c_function, compiled, external
 
 
 @pytest.fixture
@@ -179,12 +180,39 @@ def test_a_full_disk_costs_time_and_nothing_else(
     assert list(group.path.parent.glob("*.o*")) == []
 
 
-def test_arguments_are_counted() -> None:
-    for wrong in ((), (1, 2)):
-        with pytest.raises(TypeError, match="takes 1 arguments, by position"):
+def test_arguments_are_checked() -> None:
+    for wrong in ((), (1, 2), ("1",), (1.5,), (None,)):
+        with pytest.raises(TypeError):
             twice(*wrong)
-    with pytest.raises(TypeError, match="by position"):
+    with pytest.raises(TypeError, match="takes no keyword arguments"):
         twice(value=1)
+    with pytest.raises(OverflowError):
+        twice(1 << 65)
+    assert twice(np.int64(-3)) == -6
+
+
+def test_every_kind_of_argument_and_result() -> None:
+    @compiled
+    def weighted(value: int, weight: float, single: np.float32, twofold: bool) -> float:
+        return (value * weight + single) * (2 if twofold else 1)
+
+    @compiled
+    def positive(value: int) -> bool:
+        return value > 0
+
+    @compiled
+    def nothing(value: int) -> None:
+        pass
+
+    Group("kinds", weighted, positive, nothing).compile(keep=False)
+    assert weighted(3, 0.5, 0.25, True) == 3.5
+    assert weighted(-3, 0.5, np.float32(0.25), False) == -1.25
+    assert [positive(1), positive(-1)] == [True, False]
+    assert nothing(1) is None
+    unsigned = c_function("uint32(uint32, int32)")(lambda a, b: a + b)
+    Group("unsigned", unsigned).compile(keep=False)
+    assert unsigned(0xFFFFFFFF, 0) == 0xFFFFFFFF
+    assert unsigned(5, -3) == 2
 
 
 def test_what_nobody_defines_is_refused_and_not_called() -> None:

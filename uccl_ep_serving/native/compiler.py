@@ -33,6 +33,7 @@ from numba.np.arrayobj import make_array, populate_array
 
 from .jit import Compiled, External, Intrinsic, View
 from .machine import target_machine
+from .python_entry import INTERPRETER, add_python_entry, python_symbol
 
 __all__ = ["emit", "optimised"]
 
@@ -201,8 +202,9 @@ def optimised(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
     """
     with global_compiler_lock, _uncollected():
         linked = _link(entries)
+    visible = {*entries, *map(python_symbol, entries)}
     for item in (*linked.functions, *linked.global_variables):
-        if not item.is_declaration and item.name not in entries:
+        if not item.is_declaration and item.name not in visible:
             item.linkage = "internal"
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
     # as Numba: SLP vectorisation costs time and gains nothing here
@@ -220,7 +222,7 @@ def _check_symbols(module: llvm.ModuleRef) -> None:
     """
     libc = ctypes.CDLL(None)
     declared = (item.name for item in (*module.functions, *module.global_variables) if item.is_declaration)
-    needed = [name for name in declared if not name.startswith("llvm.")]
+    needed = [name for name in declared if not name.startswith("llvm.") and name not in INTERPRETER]
     if strange := [name for name in needed if name not in _LIBC and not (name in _externals and hasattr(libc, name))]:
         raise TypeError(
             f"compiled code needs {', '.join(strange)}, which nobody defines where it is loaded. Likely cause: it "
@@ -267,7 +269,8 @@ def _link(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
 
 
 def _add_entry(context: Any, module: ir.Module, symbol: str, returned: Any, fndesc: Any) -> None:
-    """A C function ``symbol`` that calls what Numba made, whose status is always OK: nothing here raises."""
+    """A C function ``symbol`` that calls what Numba made, whose status is always OK: nothing here raises. And what
+    Python calls in its place."""
     convention = context.call_conv
     callee = ir.Function(module, convention.get_function_type(fndesc.restype, fndesc.argtypes), fndesc.llvm_func_name)
     kinds = [context.get_value_type(kind) for kind in fndesc.argtypes]
@@ -282,3 +285,4 @@ def _add_entry(context: Any, module: ir.Module, symbol: str, returned: Any, fnde
         builder.ret(builder.zext(value, wide))
     else:
         builder.ret(context.cast(builder, value, fndesc.restype, returned))
+    add_python_entry(module, entry, [str(kind) for kind in fndesc.argtypes], str(returned))

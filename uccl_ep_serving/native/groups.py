@@ -74,7 +74,7 @@ class Group:
         self._bind(code)
 
     def _bind(self, code: bytes) -> None:
-        found = load_object(code, {symbol: entry.signature for symbol, entry in self._entries.items()})
+        found = load_object(code, self._entries)
         for symbol, entry in self._entries.items():
             entry.bind(*found[symbol])
         self.loaded = True

@@ -50,7 +50,6 @@ class Compiled(Generic[P, R]):
         self.function = function
         self.inline = inline
         self.given = given
-        self._arity = function.__code__.co_argcount
         self._entry: Callable[..., Any] | None = None
         self._address = 0
 
@@ -97,10 +96,7 @@ class Compiled(Generic[P, R]):
         if self._entry is None:
             self._load()
             assert self._entry is not None
-        # C takes whatever it is given
-        if kwargs or len(args) != self._arity:
-            raise TypeError(f"{self.name} takes {self._arity} arguments, by position")
-        result: R = self._entry(*args)
+        result: R = self._entry(*args, **kwargs)
         return result
 
     def __repr__(self) -> str:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
 
-__all__ = ["half_instructions", "load_object", "processor", "target_machine"]
+from .python_entry import built_in, python_symbol
 
-#: C types, by their names in a signature.
-_C = {
-    "int64": ctypes.c_int64,
-    "uint64": ctypes.c_uint64,
-    "int32": ctypes.c_int32,
-    "uint32": ctypes.c_uint32,
-    "float32": ctypes.c_float,
-    "float64": ctypes.c_double,
-    "boolean": ctypes.c_bool,
-    "void": None,
-}
+__all__ = ["half_instructions", "load_object", "processor", "target_machine"]
 
 _lock = threading.Lock()
 
@@ -74,12 +63,12 @@ def _engine() -> Any:
     return llvm.create_mcjit_compiler(module, target_machine())
 
 
-def load_object(code: bytes, signatures: dict[str, str]) -> dict[str, tuple[Callable[..., Any], int]]:
-    """Load object code; by symbol, a callable that releases the GIL, and its address. It stays for good.
+def load_object(code: bytes, symbols: Iterable[str]) -> dict[str, tuple[Callable[..., Any], int]]:
+    """Load object code; by symbol, a built-in function that releases the GIL, and the address of the C function. It
+    stays for good.
 
     Args:
         code: as :func:`.compiler.emit` returns it.
-        signatures: by symbol.
 
     Raises:
         KeyError: a symbol is not there.
@@ -89,11 +78,9 @@ def load_object(code: bytes, signatures: dict[str, str]) -> dict[str, tuple[Call
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         found: dict[str, tuple[Callable[..., Any], int]] = {}
-        for symbol, signature in signatures.items():
-            address = engine.get_function_address(symbol)
-            if not address:
+        for symbol in symbols:
+            address, python = (engine.get_function_address(name) for name in (symbol, python_symbol(symbol)))
+            if not address or not python:
                 raise KeyError(symbol)
-            result, _, args = signature.removesuffix(")").partition("(")
-            kinds: list[Any] = [_C[kind.strip()] for kind in args.split(",") if kind.strip()]
-            found[symbol] = ctypes.CFUNCTYPE(_C[result], *kinds)(address), address
+            found[symbol] = built_in(symbol, python), address
         return found
