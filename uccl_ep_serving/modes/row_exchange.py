@@ -96,10 +96,8 @@ class RowExchange:
         self.epoch.check(form.name, begins=True)
         if runtime.stale:
             runtime.rebuild(None)
-        wanted = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
-        if len(wanted) > self._compiled:
-            runtime.compile_together(lambda: load(*wanted))
-            self._compiled = len(wanted)
+        if not self.epoch.present:
+            self._compile()
         if self.epoch.enter():
             self._number = self._notices = 0
             self._counts.fill(0)
@@ -109,6 +107,13 @@ class RowExchange:
         if runtime.ranks > 1 and form[:-1] not in self._templates:
             check_room(form, runtime.layout.normal)
         return form
+
+    def _compile(self) -> None:
+        """The first operation in these windows: all ranks have the kernels that they need in them."""
+        wanted = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
+        if len(wanted) > self._compiled:
+            self._runtime.compile_together(lambda: load(*wanted))
+            self._compiled = len(wanted)
 
     @property
     def _node_ranks(self) -> int:
