@@ -24,7 +24,7 @@ from uccl_ep_serving.cli.main import app
 from uccl_ep_serving.cli.warm import progress
 from uccl_ep_serving.cli.warm.tasks import Kernels, Outcome, Task, all_groups
 from uccl_ep_serving.cli.warm.workers import results
-from uccl_ep_serving.native.cache import cache_directory
+from uccl_ep_serving.native.cache import cache_directory, read_directories
 from uccl_ep_serving.native.groups import Group
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
@@ -36,9 +36,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, of this process and those that it starts."""
     monkeypatch.setenv("UCCL_EP_CACHE_DIR", str(tmp_path))
     cache_directory.cache_clear()
+    read_directories.cache_clear()
     yield cache_directory()
     monkeypatch.undo()
     cache_directory.cache_clear()
+    read_directories.cache_clear()
 
 
 def warmed(groups: Callable[[], list[Group]], **options: object) -> int:

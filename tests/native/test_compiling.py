@@ -27,6 +27,7 @@ from uccl_ep_serving.native.jit import Compiled, c_function, compiled, external
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What is talked about after a second is so after a tenth; the cache directory is the test's own."""
     monkeypatch.setattr(groups, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(groups, "read_directories", lambda: (tmp_path,))
     monkeypatch.setattr(groups, "_SAY_SECONDS", 0.1)
     caplog.set_level(logging.INFO, logger=groups._log.name)
 
@@ -240,6 +241,38 @@ def test_a_directory_that_others_can_write_is_passed_over(tmp_path: Path) -> Non
         assert not cache._usable(foreign / "uccl_ep_serving" / "digest")
 
 
+def test_what_root_has_compiled_into_an_image_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a user who cannot write there; what is missing there is kept where this user can."""
+    image, own = tmp_path / "image", tmp_path / "own"
+    group, _ = _fresh()
+    monkeypatch.setattr(cache, "_candidates", lambda: [image, own])
+    monkeypatch.setattr(groups, "cache_directory", lambda: image)
+    image.mkdir(mode=0o755)
+    group.compile()
+    (file,) = image.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644
+    usable = cache._usable
+    monkeypatch.setattr(cache, "_usable", lambda directory: directory != image and usable(directory))
+    chosen = cache.cache_directory.__wrapped__()
+    assert chosen == own
+    monkeypatch.setattr(cache, "cache_directory", lambda: chosen)
+    found = cache.read_directories.__wrapped__()
+    assert found == (own, image)
+    monkeypatch.setattr(groups, "cache_directory", lambda: chosen)
+    monkeypatch.setattr(groups, "read_directories", lambda: found)
+    again, function = _fresh()
+    assert again.cached
+    load(again)
+    assert function(6) == 12
+    assert list(own.iterdir()) == []
+    other = Group("another", Compiled(twice.function))
+    load(other)
+    assert {path.suffix for path in own.iterdir()} == {".o", ".lock"}
+    # others can write it now
+    image.chmod(0o777)
+    assert cache.read_directories.__wrapped__() == (own,)
+
+
 def test_a_process_whose_sources_have_changed_compiles_for_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +290,7 @@ def test_without_any_directory_code_is_compiled_in_memory(
     monkeypatch.setattr(cache, "_usable", lambda directory: False)
     nowhere = cache.cache_directory.__wrapped__()
     monkeypatch.setattr(groups, "cache_directory", lambda: nowhere)
+    monkeypatch.setattr(groups, "read_directories", lambda: (nowhere,))
     group, function = _fresh()
     load(group)
     assert function(5) == 10

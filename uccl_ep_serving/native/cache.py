@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from ..config import cache_base, cache_wanted
 
-__all__ = ["cache_directory", "file_digest", "read_object", "write_object"]
+__all__ = ["cache_directory", "file_digest", "read_directories", "read_object", "write_object"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -82,10 +83,18 @@ def file_digest(path: str) -> str:
 def _usable(directory: Path) -> bool:
     """Create ``directory``, and try a file in it; False also where another user could put machine code into it."""
     try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o755, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
-            return all(map(_ours, (directory, *directory.resolve().parents)))
+            return _trusted(directory)
+    except OSError:
+        return False
+
+
+def _trusted(directory: Path) -> bool:
+    """Whether ``directory`` is there, and nobody but this user and root can put anything into it."""
+    try:
+        return all(map(_ours, (directory, *directory.resolve().parents)))
     except OSError:
         return False
 
@@ -102,8 +111,8 @@ def cache_directory() -> Path:
     """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
     temporary directory: the first that can be written, and by nobody else. Says once when that is not the one that was
     asked for. Without any, code is compiled in memory."""
-    directory, wanted = _first_usable(), cache_wanted()
-    if wanted and not directory.is_relative_to(wanted):
+    directory, wanted = next(filter(_usable, _candidates()), _NOWHERE), cache_wanted()
+    if wanted and not directory.is_relative_to(wanted) and not any(map(_trusted, _candidates()[:1])):
         _log.warning(
             "UCCL_EP_CACHE_DIR=%s cannot be written, or others can write it: compiled code is kept in %s instead. Next "
             "step: make it writable for this user alone, or unset it",
@@ -113,12 +122,21 @@ def cache_directory() -> Path:
     return directory
 
 
-def _first_usable() -> Path:
+def _candidates() -> list[Path]:
     digest = _source_digest()
     bases = [Path(base) / "uccl_ep_serving" for base in cache_base()]
     with contextlib.suppress(OSError):  # a system without any temporary directory
         bases.append(Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.geteuid()}")
-    return next((base / digest for base in bases if _usable(base / digest)), _NOWHERE)
+    return [base / digest for base in bases]
+
+
+@functools.cache
+def read_directories() -> tuple[Path, ...]:
+    """Where compiled code may be found: :func:`cache_directory`, and what it passed over because this user cannot write
+    there, such as what root has compiled into an image."""
+    chosen = cache_directory()
+    passed_over = itertools.takewhile(lambda one: one != chosen, _candidates())
+    return chosen, *filter(_trusted, passed_over)
 
 
 def read_object(path: Path) -> bytes | None:
@@ -147,6 +165,7 @@ def write_object(path: Path, code: bytes) -> None:
             try:
                 file.write(_MAGIC + hashlib.sha256(code).digest() + code)
                 file.close()
+                os.chmod(file.name, 0o644)
                 os.replace(file.name, path)
             except BaseException:
                 with contextlib.suppress(OSError):

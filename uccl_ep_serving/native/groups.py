@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .cache import cache_directory, file_digest, read_object, write_object
+from .cache import cache_directory, file_digest, read_directories, read_object, write_object
 from .jit import Compiled
 from .machine import load_object, processor
 
@@ -46,22 +46,30 @@ class Group:
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The file in which this process keeps it."""
+        return cache_directory() / self._file_name()
+
+    def _file_name(self) -> str:
         digest = hashlib.sha256(repr(processor()).encode())
         for symbol, entry in self._entries.items():
             digest.update(f"{symbol} {entry.signature} {file_digest(entry.function.__code__.co_filename)}".encode())
         word = re.sub(r"\W+", "_", self.name)[-60:]
-        return cache_directory() / f"{word}-{digest.hexdigest()[:16]}.o"
+        return f"{word}-{digest.hexdigest()[:16]}.o"
 
     @property
     def cached(self) -> bool:
         """True when no process of this host needs to compile it."""
-        return self.path.exists()
+        name = self._file_name()
+        return any((directory / name).exists() for directory in read_directories())
 
     def try_load(self) -> bool:
         """Load it from the cache; False when it is not there."""
-        if not self.loaded and (code := read_object(self.path)) is not None:
-            self._bind(code)
+        if not self.loaded:
+            name = self._file_name()
+            for directory in read_directories():
+                if (code := read_object(directory / name)) is not None:
+                    self._bind(code)
+                    break
         return self.loaded
 
     def compile(self, keep: bool = True) -> None:
