@@ -59,8 +59,13 @@ class Group:
     @property
     def cached(self) -> bool:
         """True when no process of this host needs to compile it."""
+        return self.found is not None
+
+    @property
+    def found(self) -> Path | None:
+        """The file from which it is loaded, None where there is none yet."""
         name = self._file_name()
-        return any((directory / name).exists() for directory in read_directories())
+        return next((directory / name for directory in read_directories() if (directory / name).exists()), None)
 
     def try_load(self) -> bool:
         """Load it from the cache; False when it is not there."""

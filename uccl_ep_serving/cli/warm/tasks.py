@@ -73,7 +73,8 @@ def group_tasks(groups: Callable[[], list[Group]]) -> dict[Task, Outcome | None]
     for group in groups():
         task = Task(GROUPS, group.name, _compile_group, (groups, group.name))
         # read, because a damaged one is not there
-        found[task] = None if read_object(group.path) is None else _kept(group)._replace(was_there=True)
+        kept = group.found
+        found[task] = _kept(kept)._replace(was_there=True) if kept and read_object(kept) is not None else None
     return found
 
 
@@ -81,13 +82,13 @@ def _compile_group(groups: Callable[[], list[Group]], name: str) -> Outcome:
     group = next(one for one in groups() if one.name == name)
     # another process may compile it at this moment: then this one waits for it
     load(group)
-    if not group.cached:
+    if (kept := group.found) is None:
         raise OSError(errno.EIO, "what was compiled could not be kept", str(cache_directory()))
-    return _kept(group)
+    return _kept(kept)
 
 
-def _kept(group: Group) -> Outcome:
-    return Outcome(str(group.path.parent), group.path.stat().st_size)
+def _kept(file: Path) -> Outcome:
+    return Outcome(str(file.parent), file.stat().st_size)
 
 
 # -- for GPUs -------------------------------------------------------------------------------------------------------
