@@ -89,7 +89,6 @@ class NormalGpuSession:
         self._ticket = 0
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
-        self._named: set[str] = set()
         self._logged: set[tuple[str, str]] = set()
         #: Of dispatches and of combines, in the present epoch.
         self._spare = (SpareSteps(), SpareSteps())
@@ -143,12 +142,11 @@ class NormalGpuSession:
                 with self._gpu.on_its_device():
                     self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
 
-            # All ranks are in the first operation of a name together, but maybe not in the first of its format.
-            if form.name not in self._named:
-                runtime.compile_together(compile)
-            else:
+            # All ranks are in their first operation together, those with CPU kernels as well; formats may differ.
+            if self._warm:
                 compile()
-            self._named.add(form.name)
+            else:
+                runtime.compile_together(compile)
             self._warm.add(kind)
         return self._present, wire
 

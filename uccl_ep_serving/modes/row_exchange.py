@@ -74,8 +74,8 @@ class RowExchange:
         self.expert_counts: Int64s = np.zeros(0, dtype=np.int64)
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
-        #: Groups of kernels that are compiled on all ranks.
-        self._compiled = 0
+        #: Whether all ranks have compiled their kernels: nodes are never more than in the first windows.
+        self._compiled = False
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property
@@ -96,8 +96,10 @@ class RowExchange:
         self.epoch.check(form.name, begins=True)
         if runtime.stale:
             runtime.rebuild(None)
-        if not self.epoch.present:
-            self._compile()
+        if not self._compiled:
+            groups = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
+            runtime.compile_together(lambda: load(*groups))
+            self._compiled = True
         if self.epoch.enter():
             self._number = self._notices = 0
             self._counts.fill(0)
@@ -107,13 +109,6 @@ class RowExchange:
         if runtime.ranks > 1 and form[:-1] not in self._templates:
             check_room(form, runtime.layout.normal)
         return form
-
-    def _compile(self) -> None:
-        """The first operation in these windows: all ranks have the kernels that they need in them."""
-        wanted = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
-        if len(wanted) > self._compiled:
-            self._runtime.compile_together(lambda: load(*wanted))
-            self._compiled = len(wanted)
 
     @property
     def _node_ranks(self) -> int:
