@@ -38,13 +38,14 @@ def hits(gpu: str, action: str, cache: Path, triton: str) -> Any:
 
 
 @pytest.mark.parametrize("triton", TRITONS)
-@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("gpu", ["sm_90", pytest.param("gfx942", marks=pytest.mark.triton)])
 def test_a_launch_finds_what_was_compiled_ahead(gpu: str, triton: str, tmp_path: Path) -> None:
     assert hits(gpu, "ahead", tmp_path, triton) == [False, False]
     assert hits(gpu, "ahead", tmp_path, triton) == [True, True]
     assert hits(gpu, "launch", tmp_path, triton) == [True, True]
 
 
+@pytest.mark.triton
 def test_a_launch_on_another_gpu_does_not(tmp_path: Path) -> None:
     hits("sm_90", "ahead", tmp_path, "")
     assert hits("sm_100", "launch", tmp_path, "") == [False, False]

@@ -42,6 +42,7 @@ def interpreted() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.mark.interpreter
 def test_a_few_steps(interpreted: Ranks) -> None:
     ranks, window = WINDOWS["shm, in rounds"]
     assert interpreted.run(ranks, bodies.soak, window, 4, 21, 8, timeout=500) == [4, 4]
