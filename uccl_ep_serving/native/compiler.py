@@ -198,7 +198,7 @@ def optimised(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
 
     Raises:
         numba.core.errors.NumbaError: a function is not what can be compiled.
-        TypeError: compiled code would need the interpreter.
+        TypeError: compiled code would need what nobody defines where it is loaded.
     """
     with global_compiler_lock, _uncollected():
         linked = _link(entries)

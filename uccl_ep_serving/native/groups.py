@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import re
@@ -47,8 +48,9 @@ class Group:
     @property
     def path(self) -> Path:
         """The file in which this process keeps it."""
-        return cache_directory() / self._file_name()
+        return cache_directory() / self._file_name
 
+    @functools.cached_property
     def _file_name(self) -> str:
         digest = hashlib.sha256(repr(processor()).encode())
         for symbol, entry in self._entries.items():
@@ -64,15 +66,14 @@ class Group:
     @property
     def found(self) -> Path | None:
         """The file from which it is loaded, None where there is none yet."""
-        name = self._file_name()
-        return next((directory / name for directory in read_directories() if (directory / name).exists()), None)
+        files = (directory / self._file_name for directory in read_directories())
+        return next((file for file in files if file.exists()), None)
 
     def try_load(self) -> bool:
         """Load it from the cache; False when it is not there."""
         if not self.loaded:
-            name = self._file_name()
             for directory in read_directories():
-                if (code := read_object(directory / name)) is not None:
+                if (code := read_object(directory / self._file_name)) is not None:
                     self._bind(code)
                     break
         return self.loaded

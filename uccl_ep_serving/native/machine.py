@@ -21,7 +21,7 @@ _lock = threading.Lock()
 @functools.cache
 def processor() -> tuple[str, str]:
     """Name and features of the processor to compile for: this machine's, or what NUMBA_CPU_NAME and
-    NUMBA_CPU_FEATURES say (both or neither)."""
+    NUMBA_CPU_FEATURES say. A name alone has the features that LLVM knows of it."""
     name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
         features = "" if name else llvm.get_host_cpu_features().flatten()
@@ -32,8 +32,7 @@ def processor() -> tuple[str, str]:
 def half_instructions() -> bool:
     """Whether the processor converts float16: x86 with F16C (since 2012), and AArch64.
 
-    Elsewhere LLVM calls ``__extendhfsf2`` of the compiler's run-time library. There is none in memory, and LLVM then
-    aborts the process.
+    Elsewhere LLVM calls ``__extendhfsf2`` of the compiler's run-time library, and there is none in memory.
     """
     return platform.machine() in ("aarch64", "arm64") or "+f16c" in processor()[1].split(",")
 

@@ -50,6 +50,10 @@ class _MethodDef(ctypes.Structure):
     )
 
 
+#: Definition, self and module. An object of our own: what ``ctypes.pythonapi`` holds is everybody's.
+_new_built_in = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
 #: A built-in points at its definition.
 _definitions: list[_MethodDef] = []
 
@@ -76,7 +80,7 @@ def add_python_entry(module: ir.Module, entry: ir.Function, kinds: Sequence[str]
     values = []
     for place, (word, argument) in enumerate(zip(kinds, entry.args, strict=True)):
         given = builder.load(builder.gep(arguments, [_I64(place)]))
-        if word == "bool" or word == "boolean":
+        if word in ("bool", "boolean"):
             truth = call("PyObject_IsTrue", given)
             values.append(builder.icmp_signed("!=", truth, _I32(0)))
         elif word.startswith("float"):
@@ -108,7 +112,5 @@ def built_in(name: str, address: int) -> Callable[..., Any]:
     """The built-in function at ``address``, which :func:`add_python_entry` emitted."""
     definition = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
     _definitions.append(definition)
-    make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    made: Callable[..., Any] = make(ctypes.addressof(definition), None, None)
+    made: Callable[..., Any] = _new_built_in(ctypes.addressof(definition), None, None)
     return made
