@@ -20,12 +20,14 @@ def targets() -> list[Target]:
     return [one for one in load_targets(ROOT / "benchmarks/cards.toml") if one.result == "starts"]
 
 
+@pytest.mark.long
 def test_the_import_is_measured_on_top_of_torch(targets: list[Target]) -> None:
     found = starts.imports(1)
     assert 0 < found["uccl_ep_serving.buffer"]["median"] < found["torch"]["median"]
     assert sum(one.measured({"starts": {"import_s": found}}) is not None for one in targets) == 1
 
 
+@pytest.mark.long
 def test_each_command_has_a_target_and_ends_as_it_should(
     targets: list[Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,7 +39,7 @@ def test_each_command_has_a_target_and_ends_as_it_should(
         starts.commands(1)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("low-latency", 2), ("normal", 1)])
+@pytest.mark.parametrize(("mode", "ranks"), [("normal", 1), pytest.param("low-latency", 2, marks=pytest.mark.long)])
 def test_a_first_buffer_is_measured_from_inside_and_checked(mode: str, ranks: int) -> None:
     found = starts.start_buffer(mode, ranks)
     assert 0 < found["buffer"] < found["operation"] < found["whole"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["diagonal"]
+__all__ = ["diagonal", "first_of"]
 
 
 def diagonal(*axes: Iterable[Any]) -> list[Any]:
@@ -23,3 +23,10 @@ def diagonal(*axes: Iterable[Any]) -> list[Any]:
         )
         for places in itertools.product(*(range(len(axis)) for axis in values))
     ]
+
+
+def first_of(*cases: Any) -> list[Any]:
+    """``cases`` of a test that takes seconds: only the first stays without the marker ``combinations``. A case that is
+    a tuple gives several parameters."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=() if row is rows[0] else pytest.mark.combinations) for row in rows]

@@ -65,6 +65,7 @@ class Ranks:
     def __init__(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[tuple[Any, Connection]] = []
+        self._working: set[Connection] = set()
 
     def _grow(self, size: int) -> None:
         if len(self._workers) < size:
@@ -82,6 +83,7 @@ class Ranks:
         name = f"call{next(_calls)}"
         for _, connection in self._workers[:size]:
             connection.send((name, size, body, arguments))
+            self._working.add(connection)
 
     def finish(self, ranks: list[int], timeout: float = 90.0) -> dict[int, tuple[bool, Any]]:
         """(succeeded, result or (exception name, traceback)) of each of ``ranks``. Fails when one does not answer."""
@@ -92,6 +94,7 @@ class Ranks:
             assert ready, f"ranks {sorted(pending.values())} did not answer within {timeout} s"
             for connection in ready:
                 rank = pending.pop(connection)
+                self._working.discard(connection)
                 try:
                     results[rank] = connection.recv()
                 except EOFError:
@@ -115,10 +118,14 @@ class Ranks:
         os.kill(self.pid(rank), number)
 
     def close(self) -> None:
+        """End every rank: those that are still in a body (a silent one, say) are killed."""
         for process, connection in self._workers:
+            if connection in self._working:
+                process.kill()
             connection.close()
             process.join(5)
             if process.is_alive():
                 process.kill()
                 process.join(5)
+        self._working.clear()
         self._workers.clear()

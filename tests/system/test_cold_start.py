@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support import bodies
+from tests.support.combinations import first_of
 from tests.support.ranks import Ranks
+from tests.system.test_group import PATHS
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.data_plane import build
 from uccl_ep_serving.modes import low_latency_cpu, row_exchange
@@ -47,9 +49,9 @@ def cold_rank(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[float
     return time.monotonic() - started, len(slow)
 
 
-@pytest.mark.parametrize("path", [{}, {"direct": False, "transport": "tcp"}], ids=["direct", "tcp"])
-def test_a_cold_rank_uses_up_nobodys_deadline(ranks: Ranks, path: dict[str, Any]) -> None:
-    (seconds, warm), (_, compiled) = ranks.run(2, cold_rank, path)
+@pytest.mark.parametrize("path", first_of("tcp", "direct"))
+def test_a_cold_rank_uses_up_nobodys_deadline(ranks: Ranks, path: str) -> None:
+    (seconds, warm), (_, compiled) = ranks.run(2, cold_rank, PATHS[path])
     assert warm == 0
     # the transports once for each window, low latency once for each plan, normal mode once
     assert compiled == 6

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import bodies
-from tests.support.combinations import diagonal
+from tests.support.combinations import diagonal, first_of
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
@@ -150,7 +150,7 @@ def leave_while_awaited(exchange: StoreExchange, overrides: dict[str, Any]) -> t
     return found
 
 
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize("path", first_of("tcp", "shm", "direct"))
 def test_a_rank_that_leaves_while_others_wait_for_it_is_named_before_the_deadline(ranks: Ranks, path: str) -> None:
     zero, _, two = ranks.run(3, leave_while_awaited, PATHS[path])
     for text, took in (zero, two):

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import bodies
-from tests.support.combinations import diagonal
+from tests.support.combinations import diagonal, first_of
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
@@ -100,7 +100,7 @@ def grow_alone(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list
     return texts, _left_over(before)
 
 
-@pytest.mark.parametrize("path", ["direct", "tcp"])
+@pytest.mark.parametrize("path", first_of("tcp", "direct"))
 def test_a_rank_that_grows_alone_is_told_and_leaves_nothing_behind(ranks: Ranks, path: str) -> None:
     (zero, left0), (one, left1) = ranks.run(2, grow_alone, PATHS[path])
     assert zero[0].startswith("PeerTimeout: window layout")

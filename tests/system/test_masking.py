@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import bodies
-from tests.support.combinations import diagonal
+from tests.support.combinations import diagonal, first_of
 from tests.support.ll_cases import Case, check_received, expected_combined, expert_output, received_values
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
@@ -211,7 +211,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
     return lost
 
 
-@pytest.mark.parametrize(("path", "normal_first"), [("direct", False), ("direct", True), ("tcp", False)])
+@pytest.mark.parametrize(("path", "normal_first"), first_of(("tcp", False), ("direct", True), ("direct", False)))
 def test_a_second_rank_is_lost_while_the_others_rebuild(mortal_ranks: Ranks, path: str, normal_first: bool) -> None:
     mortal_ranks.start(4, lose_two, PATHS[path], normal_first)
     results = mortal_ranks.finish([0, 2], timeout=180)
@@ -247,7 +247,7 @@ def fall_silent(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize("path", first_of("shm", "tcp", "direct"))
 def test_a_silent_rank_is_masked_by_all_and_told(ranks: Ranks, path: str) -> None:
     zero, one, two = ranks.run(3, fall_silent, PATHS[path])
     assert zero.startswith(f"PeerLost {LOST}: low-latency combine recv")
