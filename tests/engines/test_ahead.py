@@ -46,6 +46,7 @@ def _until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_it_compiles_what_is_missing_and_ends(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     _until(lambda: len(list(tmp_path.rglob("*.o"))) == 2)
     assert {path.name.rsplit("-", 1)[0] for path in tmp_path.rglob("*.o")} == {"proxy_loop", "sticky_error"}

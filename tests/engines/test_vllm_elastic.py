@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm_moe import EXPERTS, Case, Layer, difference, group
+from tests.support.combinations import first_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -149,7 +150,7 @@ def test_experts_that_stayed_behind_are_noticed(in_engine_ranks: InRanks) -> Non
     assert all(rank["after"] for rank in in_engine_ranks(2, engine_balanced, False, False))
 
 
-@pytest.mark.parametrize("form", ["standard", "batched"])
+@pytest.mark.parametrize("form", first_of("batched", "standard"))
 def test_a_group_grows_and_shrinks(in_engine_ranks: InRanks, form: str) -> None:
     problems = in_engine_ranks(4, engine_resized, form == "batched")
     assert [len(rank) for rank in problems] == [5, 5, 2, 2]

@@ -16,6 +16,7 @@ from tests.kernels.test_launch_keys import compiling
 from uccl_ep_serving.cli.warm import GPUS
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
@@ -38,14 +39,13 @@ def hits(gpu: str, action: str, cache: Path, triton: str) -> Any:
 
 
 @pytest.mark.parametrize("triton", TRITONS)
-@pytest.mark.parametrize("gpu", ["sm_90", pytest.param("gfx942", marks=pytest.mark.triton)])
+@pytest.mark.parametrize("gpu", ["sm_90", "gfx942"])
 def test_a_launch_finds_what_was_compiled_ahead(gpu: str, triton: str, tmp_path: Path) -> None:
     assert hits(gpu, "ahead", tmp_path, triton) == [False, False]
     assert hits(gpu, "ahead", tmp_path, triton) == [True, True]
     assert hits(gpu, "launch", tmp_path, triton) == [True, True]
 
 
-@pytest.mark.triton
 def test_a_launch_on_another_gpu_does_not(tmp_path: Path) -> None:
     hits("sm_90", "ahead", tmp_path, "")
     assert hits("sm_100", "launch", tmp_path, "") == [False, False]

@@ -24,6 +24,7 @@ from tests.kernels.other_tritons import other_tritons
 from tests.support.ranks import Ranks
 
 pytestmark = [
+    pytest.mark.triton,
     pytest.mark.timeout(600),
     # not imported here: whether it is the interpreter is decided when it is imported
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -116,13 +117,11 @@ def test_low_latency_runs_what_was_compiled_ahead(of_low_latency: list[Seen], tr
     check(of_low_latency, LOW_LATENCY, triton)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("triton", TRITONS)
 def test_normal_mode_runs_what_was_compiled_ahead(of_normal_mode: list[Seen], triton: str) -> None:
     check(of_normal_mode, NORMAL, triton)
 
 
-@pytest.mark.triton
 @pytest.mark.parametrize("triton", TRITONS)
 def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: list[Seen], triton: str) -> None:
     check(between_nodes, BETWEEN_NODES, triton)

@@ -57,7 +57,7 @@ class TestSecret:
     def test_a_wrong_secret_is_named_on_both_sides(self) -> None:
         windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]
         endpoints = [make(0, 2, windows[0]), make(1, 2, windows[1], secret=bytes(32))]
-        raised = connect_all(endpoints, seconds=1.0)
+        raised = connect_all(endpoints, seconds=0.5)
         for rank, error in enumerate(raised):
             assert isinstance(error, BootstrapError)
             assert f"rank {1 - rank}" in str(error)
@@ -71,7 +71,7 @@ class TestSecret:
 
         def connect() -> None:
             try:
-                endpoint.connect([None, frame.encode_address("127.0.0.1", 1)], time.monotonic() + 1.0)
+                endpoint.connect([None, frame.encode_address("127.0.0.1", 1)], time.monotonic() + 0.5)
             except BootstrapError as error:
                 raised.append(error)
 
@@ -103,7 +103,7 @@ class TestSecret:
     @staticmethod
     def _wait(endpoint: TcpEndpoint) -> None:
         with pytest.raises(BootstrapError, match="rank 1"):
-            endpoint.connect([None, frame.encode_address("127.0.0.1", 1)], time.monotonic() + 1.0)
+            endpoint.connect([None, frame.encode_address("127.0.0.1", 1)], time.monotonic() + 0.5)
 
     def test_the_connector_checks_too(self) -> None:
         """Somebody who listens where rank 0 should, welcomes everybody and does not know the secret."""
@@ -247,7 +247,7 @@ class TestStrangers:
         windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]
         values: dict[str, object] = {"ranks": 2, **change}
         endpoints = [make(0, 2, windows[0]), make(1, window=windows[1], **values)]  # type: ignore[arg-type]
-        raised = connect_all(endpoints, seconds=1)
+        raised = connect_all(endpoints, seconds=0.5)
         assert isinstance(raised[1], BootstrapError)
         assert words in str(raised[1])
         assert isinstance(raised[0], BootstrapError)
@@ -337,5 +337,5 @@ class TestConnecting:
         with tcp_group(3, WINDOW, connections=4):
             assert len(os.listdir("/proc/self/fd")) > before
         windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]
-        connect_all([make(0, 2, windows[0]), make(1, 2, windows[1], secret=bytes(32))], seconds=1.0)
+        connect_all([make(0, 2, windows[0]), make(1, 2, windows[1], secret=bytes(32))], seconds=0.5)
         assert len(os.listdir("/proc/self/fd")) == before

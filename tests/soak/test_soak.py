@@ -21,6 +21,7 @@ from uccl_ep_serving.proxy.transport.fake import Adversary
 MIB = 1 << 20
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_small_run_holds_and_writes_its_figures(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"

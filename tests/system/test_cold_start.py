@@ -16,7 +16,7 @@ from uccl_ep_serving.data_plane import build
 from uccl_ep_serving.modes import low_latency_cpu, row_exchange
 
 #: Seconds that a wait for a peer may last, and that the cold rank compiles whatever it has not compiled yet.
-TIMEOUT, COMPILING = 0.6, 1.0
+TIMEOUT, COMPILING = 0.4, 0.6
 
 
 def cold_rank(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[float, int]:
