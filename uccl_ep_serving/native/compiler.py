@@ -31,8 +31,8 @@ from numba.core.typing.typeof import typeof_impl
 from numba.extending import intrinsic as numba_intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from .jit import Compiled, External, Intrinsic, View
 from .machine import target_machine
+from .parts import External, Function, Intrinsic, View
 from .python_entry import INTERPRETER, add_python_entry, python_symbol
 
 __all__ = ["emit", "optimised"]
@@ -95,7 +95,7 @@ class _Dispatcher(Dispatcher):  # type: ignore[misc]
 
 
 class _OurDispatcher(_Dispatcher):
-    """Numba's side of a :class:`.jit.Compiled`."""
+    """Numba's side of a :class:`.parts.Function`."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         # one copy of a function for all integers, literal or not, whatever their width
@@ -112,21 +112,21 @@ target_registry["uccl_ep_serving"] = _Processor
 dispatcher_registry[_Processor] = _Dispatcher
 jit_registry[_Processor] = _written_by_numba
 _typing = _Dispatcher.targetdescr.typing_context
-_dispatchers: dict[Compiled[..., Any], _OurDispatcher] = {}
+_dispatchers: dict[Function, _OurDispatcher] = {}
 _intrinsics: dict[Intrinsic | View, Any] = {}
 #: What LLVM calls by itself; and the functions of libc that compiled code asked for.
 _LIBC = frozenset(("memcpy", "memmove", "memset"))
 _externals: set[str] = set()
 
 
-def _dispatcher(item: Compiled[..., Any]) -> _OurDispatcher:
+def _dispatcher(item: Function) -> _OurDispatcher:
     if item not in _dispatchers:
         _dispatchers[item] = _OurDispatcher(item.function, targetoptions=_OPTIONS | {"forceinline": item.inline})
     return _dispatchers[item]
 
 
-@typeof_impl.register(Compiled)
-def _type_of_compiled(item: Compiled[..., Any], _: Any) -> Any:
+@typeof_impl.register(Function)
+def _type_of_compiled(item: Function, _: Any) -> Any:
     return types.Dispatcher(_dispatcher(item))
 
 
@@ -188,12 +188,12 @@ def _signature(words: str) -> Any:
     return result(*args)
 
 
-def emit(entries: Mapping[str, Compiled[..., Any]]) -> bytes:
+def emit(entries: Mapping[str, Function]) -> bytes:
     """Object code for this machine; see :func:`optimised`."""
     return bytes(target_machine().emit_object(optimised(entries)))
 
 
-def optimised(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
+def optimised(entries: Mapping[str, Function]) -> llvm.ModuleRef:
     """A module for this machine with the given entry points, by symbol, as C functions.
 
     Raises:
@@ -242,7 +242,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _link(entries: Mapping[str, Compiled[..., Any]]) -> llvm.ModuleRef:
+def _link(entries: Mapping[str, Function]) -> llvm.ModuleRef:
     """One module of the entry points and everything they reach."""
     context = _Dispatcher.targetdescr.target_context
     wrappers = ir.Module("uccl_ep_serving")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from .cache import cache_directory, file_digest, read_directories, read_object, write_object
-from .jit import Compiled
 from .machine import load_object, processor
+from .parts import Function
 
 __all__ = ["Group", "load"]
 
@@ -42,7 +42,7 @@ class Group:
 
     def __init__(self, name: str, *entries: Any) -> None:
         self.name = name
-        self._entries: dict[str, Compiled[..., Any]] = {f"{name}/{entry.name}": entry for entry in entries}
+        self._entries: dict[str, Function] = {f"{name}/{entry.name}": entry for entry in entries}
         self.loaded = False
 
     @property
