@@ -100,6 +100,8 @@ def test_every_make_target_exists() -> None:
 def parse(words: list[str]) -> None:
     """Parse the words after ``uccl-ep`` as it would, without running anything. Raises what the parser does."""
     name, *options = words
+    if words == ["--help"]:
+        return
     if name not in {command.name for command in cli.app.registered_commands}:
         raise ValueError(f"no such command: {name}")
     if options:  # a command that is only named need not have what it requires
