@@ -38,12 +38,11 @@ def suite(report: Path) -> dict[str, Any]:
 
 def parts(logs: Path) -> Iterator[tuple[str, Any]]:
     """(name, result) of every part that has left one; a result cut short is none."""
-    for name in ("probe", "soak"):
+    for name in ("probe", "first", "soak"):
         if (said := _text(logs / f"{name}.json")).strip().endswith("}"):
             yield name, json.loads(said)
-    for name in ("first", "tests"):
-        if _text(logs / f"{name}.xml"):
-            yield name, suite(logs / f"{name}.xml")
+    if _text(logs / "tests.xml"):
+        yield "tests", suite(logs / "tests.xml")
     for name in ("memcheck", "racecheck"):
         if said := _text(logs / name).strip():
             yield name, said

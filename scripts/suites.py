@@ -74,6 +74,7 @@ SUITES = [
     _quick("tests/test_*.py", "the public interface, settings, sizes, counters", *LOOSE),
     _quick("tests/bench", "`uccl-ep bench`"),
     _quick("tests/benchmarks", "what `scripts/gpu-check` measures, on nothing"),
+    _quick("tests/check", "`uccl-ep check --gpu` on a stub of the driver, its records, the gate of the engines"),
     _quick("tests/cli", "`uccl-ep`: doctor, plan, top"),
     _quick("tests/control_plane", "meeting, links, failures and their causes"),
     _quick("tests/data_plane", "windows, NICs, rails, topology"),

@@ -165,6 +165,7 @@ class Settings:
     hierarchy: str = "auto"
     node_ranks: int = 0
     device: str = "auto"
+    gpu_check: bool = True
     window: str = "auto"
     proxies: int = 1
     channels: int = 1
@@ -274,6 +275,13 @@ SETTINGS: tuple[Variable, ...] = (
         "tensors that a Buffer serves, in both modes. auto: the kind of the first tensor that it is given; cuda: CUDA "
         "or ROCm; interpreter: the GPU kernels on CPU tensors in Triton's interpreter, for debugging (needs "
         "TRITON_INTERPRET=1)",
+    ),
+    Variable(
+        "gpu_check",
+        _flag,
+        False,
+        "1: an engine that starts on GPUs which have no check on record for this driver, Triton and version runs "
+        "`uccl-ep check --gpu` first, two minutes at most; 0: it refuses instead. UCCL_EP_DEVICE=cuda skips both",
     ),
     Variable(
         "window",

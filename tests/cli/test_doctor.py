@@ -111,8 +111,11 @@ class TestDoctor:
         assert [one.status for one in findings if "NCCL_IB_HCA" in one.value] == ["note"]
         assert [one.value for one in findings if one.name == "peer"]
 
-    def test_a_gpu_that_engines_are_refused_on_is_not_called_ok(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_whether_engines_start_on_a_gpu_is_said(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         import torch
+
+        from uccl_ep_serving.check import stamp
+        from uccl_ep_serving.check.machine import Machine
 
         class Device:
             name, total_memory, major, minor, gcnArchName = "H100", 80 << 30, 9, 0, "gfx942"
@@ -120,13 +123,26 @@ class TestDoctor:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device)
-        found = next(gpus.gpus())
-        assert (found.name, found.status) == ("cuda:0", "note")
-        assert found.value.startswith("H100, 80 GiB, ")
-        assert "refused at launch" in found.value
-        assert "cpu ranks" in found.next_step
-        monkeypatch.setattr(gpus, "SERVED", ("cpu", "cuda"))
-        assert next(gpus.gpus()).status == "ok"
+        machine = Machine(("H100 (sm_90)",), "560", "3.6.0", "1.0", "abc")
+        monkeypatch.setattr(gpus, "present", lambda: machine)
+        monkeypatch.setattr(stamp, "places", lambda name: [tmp_path / name])
+        device, said, *_ = gpus.gpus()
+        assert (device.name, device.status) == ("cuda:0", "ok")
+        assert device.value.startswith("H100, 80 GiB, ")
+        assert (said.name, said.status) == ("GPU check", "note")
+        assert "no check of this machine's GPUs is on record" in said.value
+        assert "uccl-ep check --gpu; the first launch of an engine runs it" in said.next_step
+        monkeypatch.setenv("UCCL_EP_GPU_CHECK", "0")
+        assert "engines are refused" in list(gpus.gpus())[1].next_step
+        failed = {"parts": [{"name": "normal over ipc", "passed": False, "fault": "kernel advance: no"}]}
+        stamp.write(machine, False, failed)
+        said = list(gpus.gpus())[1]
+        assert said.status == "problem"
+        assert "normal over ipc: kernel advance: no" in said.value
+        stamp.write(machine, True, {"parts": []})
+        said = list(gpus.gpus())[1]
+        assert said.status == "ok"
+        assert "H100 (sm_90) passed" in said.value
 
 
 class TestGpus:
@@ -139,6 +155,7 @@ class TestGpus:
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(gpus, "_check_on_record", lambda: Finding("GPU check", ""))
 
         def show(packages: dict[str, str], tools: tuple[str, ...], **environment: str) -> dict[str, Finding]:
             monkeypatch.delenv("CC", raising=False)
@@ -147,7 +164,7 @@ class TestGpus:
                 monkeypatch.setenv(name, value)
             monkeypatch.setattr(software, "installed", packages.get)
             monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}" if name in tools else None)
-            return {found.name: found for found in gpus.gpus()}
+            return {found.name: found for found in gpus.gpus() if found.name != "GPU check"}
 
         return show
 

@@ -46,9 +46,9 @@ def engine_settings(model: str, fields: dict[str, Any], variables: dict[str, str
     return "", deepep.DeepEPConfig.get_instance().num_sms
 
 
-def engine_on_device(model: str, device: str, asked: str = "auto") -> str:
-    """What a process says that publishes a configuration resolved for ``device``, with UCCL_EP_DEVICE = ``asked``."""
-    os.environ["UCCL_EP_DEVICE"] = asked
+def engine_on_device(model: str, device: str, name: str = "UCCL_EP_DEVICE", value: str = "auto") -> str:
+    """What a process says that publishes a configuration resolved for ``device``, with a variable set."""
+    os.environ[name] = value
     server_args = resolved(model, moe_a2a_backend="uccl_ep")
     resolution = server_args.resolved_dict()
     type(server_args).resolved_dict = lambda _self: {**resolution, "device": device}
@@ -141,10 +141,11 @@ def test_device_without_kernels_is_refused_before_the_weights_are_loaded(in_engi
     assert "no kernels for npu tensors" in in_engine(engine_on_device, model, "npu")
 
 
-def test_gpus_are_served_only_when_asked_for_by_name(in_engine: InEngine, model: str) -> None:
-    """Until the kernels have run on one."""
-    assert "then UCCL_EP_DEVICE=cuda to serve" in in_engine(engine_on_device, model, "cuda")
-    assert in_engine(engine_on_device, model, "cuda", "cuda") == ""
+def test_gpus_are_served_where_their_check_is_on_record(in_engine: InEngine, model: str) -> None:
+    """What opens the gate: tests/check/test_gate.py."""
+    refused = in_engine(engine_on_device, model, "cuda", "UCCL_EP_GPU_CHECK", "0")
+    assert "Next step: `uccl-ep check --gpu` on this machine" in refused
+    assert in_engine(engine_on_device, model, "cuda", "UCCL_EP_DEVICE", "cuda") == ""
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -20,6 +20,7 @@ def serve(device: str, rank: int, port: int) -> None:
     import torch.distributed as dist
 
     from tests.support import gpu_bodies, ll_cases, normal_cases
+    from uccl_ep_serving.check.paths import PATHS
     from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=600))
@@ -40,7 +41,7 @@ def serve(device: str, rank: int, port: int) -> None:
             name = f"{body.__name__} over {path}"
             exchange = StoreExchange(store, rank, RANKS, name)
             slow = {"timeout": 600.0, "connect_timeout": 600.0}
-            body(exchange, {**gpu_bodies.PATHS[path], **slow, "device": device}, cases)
+            body(exchange, {**PATHS[path], **slow, "device": device}, cases)
             # one write: the ranks share the pipe
             sys.stdout.write(f"sanitized: rank {rank}: {name}\n")
             sys.stdout.flush()

@@ -12,6 +12,7 @@ import sys
 
 from tests.support import gpu_bodies
 from tests.support.gpu_ranks import GpuRanks
+from uccl_ep_serving.check.paths import PATHS
 
 
 def main() -> int:
@@ -23,7 +24,7 @@ def main() -> int:
     options = parser.parse_args()
     pool, found, failed = GpuRanks(), {}, 0
     for path in ("ipc", "shm"):
-        given = {**gpu_bodies.PATHS[path], "device": options.device}, options.seconds / 2, options.seed
+        given = {**PATHS[path], "device": options.device}, options.seconds / 2, options.seed
         try:
             found[path] = pool.run(2, gpu_bodies.soak, *given, timeout=options.seconds / 2 + 200)
         except AssertionError as error:

@@ -17,6 +17,7 @@ import torch
 
 from tests.support import gpu_bodies, ll_cases, normal_cases
 from tests.support.ranks import Ranks
+from uccl_ep_serving.check.paths import PATHS
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 
-IPC: dict[str, Any] = {**gpu_bodies.PATHS["ipc"], "device": "interpreter", "timeout": 120.0}
+IPC: dict[str, Any] = {**PATHS["ipc"], "device": "interpreter", "timeout": 120.0}
 NODES: dict[str, Any] = {**gpu_bodies.NODES, "device": "interpreter", "timeout": 120.0, "node_ranks": 2}
 
 

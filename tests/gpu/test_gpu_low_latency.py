@@ -14,6 +14,7 @@ from tests.support import gpu_bodies
 from tests.support.gpu_ranks import GpuRanks
 from tests.support.ll_cases import Case
 from tests.support.ll_replay import FORMS
+from uccl_ep_serving.check.paths import PATHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -33,10 +34,10 @@ def cases_of(ranks: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("path", gpu_bodies.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_against_the_oracle(on_gpu: GpuRanks, ranks: int, path: str) -> None:
-    on_gpu.run(ranks, gpu_bodies.against_the_oracle, gpu_bodies.PATHS[path], cases_of(ranks), timeout=500)
+    on_gpu.run(ranks, gpu_bodies.against_the_oracle, PATHS[path], cases_of(ranks), timeout=500)
 
 
 @pytest.mark.parametrize(("ranks", "node_ranks"), [(4, 2), (8, 4)])
@@ -47,23 +48,23 @@ def test_between_simulated_nodes(on_gpu: GpuRanks, ranks: int, node_ranks: int) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("path", gpu_bodies.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 def test_graph_replays_with_other_tokens(on_gpu: GpuRanks, path: str, form: str) -> None:
-    on_gpu.run(2, gpu_bodies.replays, gpu_bodies.PATHS[path], form, 20, timeout=300)
+    on_gpu.run(2, gpu_bodies.replays, PATHS[path], form, 20, timeout=300)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_streams_and_events(on_gpu: GpuRanks, path: str) -> None:
-    on_gpu.run(2, gpu_bodies.streams, gpu_bodies.PATHS[path], timeout=300)
+    on_gpu.run(2, gpu_bodies.streams, PATHS[path], timeout=300)
 
 
-@pytest.mark.parametrize("path", gpu_bodies.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_silent_peer_is_named_and_the_gpu_stays_usable(on_gpu: GpuRanks, path: str) -> None:
-    found = on_gpu.run(2, gpu_bodies.silent_peer, gpu_bodies.PATHS[path], timeout=300)[0]
+    found = on_gpu.run(2, gpu_bodies.silent_peer, PATHS[path], timeout=300)[0]
     assert found == ("PeerTimeout", 1, True)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_a_peer_that_replays_no_graph_is_named(on_gpu: GpuRanks, path: str) -> None:
-    found = on_gpu.run(2, gpu_bodies.silent_peer_of_replays, gpu_bodies.PATHS[path], timeout=300)[0]
+    found = on_gpu.run(2, gpu_bodies.silent_peer_of_replays, PATHS[path], timeout=300)[0]
     assert found == ("PeerTimeout", 1, True)

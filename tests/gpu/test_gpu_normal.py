@@ -13,6 +13,7 @@ import torch
 from tests.support import gpu_bodies
 from tests.support.gpu_ranks import GpuRanks
 from tests.support.normal_cases import Case
+from uccl_ep_serving.check.paths import PATHS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -30,15 +31,15 @@ def cases_of(ranks: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("path", gpu_bodies.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_against_the_oracle(on_gpu: GpuRanks, ranks: int, path: str) -> None:
-    on_gpu.run(ranks, gpu_bodies.normal_against_the_oracle, gpu_bodies.PATHS[path], cases_of(ranks), timeout=500)
+    on_gpu.run(ranks, gpu_bodies.normal_against_the_oracle, PATHS[path], cases_of(ranks), timeout=500)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_rounds(on_gpu: GpuRanks, path: str) -> None:
-    overrides = {**gpu_bodies.PATHS[path], **ROUNDS}
+    overrides = {**PATHS[path], **ROUNDS}
     cases = cases_of(2)
     for case in cases:  # both slots are used again
         assert max(case.tokens) * case.hidden * case.dtype.itemsize > 4 * 4096
@@ -47,17 +48,17 @@ def test_rounds(on_gpu: GpuRanks, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_a_graph_replays_with_other_tokens(on_gpu: GpuRanks, path: str) -> None:
-    on_gpu.run(2, gpu_bodies.normal_replays, gpu_bodies.PATHS[path], 10, timeout=500)
+    on_gpu.run(2, gpu_bodies.normal_replays, PATHS[path], 10, timeout=500)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_streams_and_events(on_gpu: GpuRanks, path: str) -> None:
-    on_gpu.run(2, gpu_bodies.normal_streams, gpu_bodies.PATHS[path], timeout=300)
+    on_gpu.run(2, gpu_bodies.normal_streams, PATHS[path], timeout=300)
 
 
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_a_silent_peer_is_named_and_the_gpu_stays_usable(on_gpu: GpuRanks, path: str) -> None:
-    found = on_gpu.run(2, gpu_bodies.normal_silent_peer, gpu_bodies.PATHS[path], timeout=300)[0]
+    found = on_gpu.run(2, gpu_bodies.normal_silent_peer, PATHS[path], timeout=300)[0]
     assert found == ("PeerTimeout", 1, True)
 
 

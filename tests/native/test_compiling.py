@@ -237,12 +237,12 @@ def test_a_directory_that_others_can_write_is_passed_over(tmp_path: Path) -> Non
         parent = tmp_path / f"{mode:o}"
         parent.mkdir()
         parent.chmod(mode)
-        assert cache._usable(parent / "uccl_ep_serving" / "digest") == usable, oct(mode)
+        assert cache.usable(parent / "uccl_ep_serving" / "digest") == usable, oct(mode)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     if os.geteuid() == 0:
         os.chown(foreign, 12345, 12345)
-        assert not cache._usable(foreign / "uccl_ep_serving" / "digest")
+        assert not cache.usable(foreign / "uccl_ep_serving" / "digest")
 
 
 def test_what_root_has_compiled_into_an_image_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +255,8 @@ def test_what_root_has_compiled_into_an_image_is_read(tmp_path: Path, monkeypatc
     group.compile()
     (file,) = image.iterdir()
     assert file.stat().st_mode & 0o777 == 0o644
-    usable = cache._usable
-    monkeypatch.setattr(cache, "_usable", lambda directory: directory != image and usable(directory))
+    usable = cache.usable
+    monkeypatch.setattr(cache, "usable", lambda directory: directory != image and usable(directory))
     chosen = cache.cache_directory.__wrapped__()
     assert chosen == own
     monkeypatch.setattr(cache, "cache_directory", lambda: chosen)
@@ -291,7 +291,7 @@ def test_a_process_whose_sources_have_changed_compiles_for_itself(
 def test_without_any_directory_code_is_compiled_in_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_usable", lambda directory: False)
+    monkeypatch.setattr(cache, "usable", lambda directory: False)
     nowhere = cache.cache_directory.__wrapped__()
     monkeypatch.setattr(groups, "cache_directory", lambda: nowhere)
     monkeypatch.setattr(groups, "read_directories", lambda: (nowhere,))

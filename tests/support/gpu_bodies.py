@@ -24,13 +24,6 @@ from uccl_ep_serving.errors import UcclEpError
 
 _Result = TypeVar("_Result")
 
-PATHS: dict[str, dict[str, Any]] = {
-    "mapped host memory": {"window": "host"},
-    "shm": {"window": "host", "direct": False, "transport": "shm", "proxies": 2, "channels": 2},
-    "tcp": {"window": "host", "direct": False, "transport": "tcp"},
-    "ipc": {"window": "device"},
-}
-
 #: Nodes are simulated: proxies copy between them, kernels inside them.
 NODES: dict[str, Any] = {"window": "host", "transport": "shm", "proxies": 2, "channels": 2}
 #: Waits end before a test's time does, and outlast what one rank compiles longer than another.

@@ -30,6 +30,10 @@ _COMMANDS = {
         "doctor",
         "Say what this machine can do: engines, GPUs, NICs, transports, limits, settings, and what to do next.",
     ),
+    "check": (
+        "check",
+        "Check that this machine's GPUs run what uccl_ep needs, and keep a record: engines start on it.",
+    ),
     "warm": ("warm", "Compile everything for this machine, or for a named GPU, ahead: for images and cold pods."),
     "top": (
         "top",

@@ -23,7 +23,17 @@ from pathlib import Path
 
 from ..config import cache_base, cache_wanted
 
-__all__ = ["cache_directory", "file_digest", "read_directories", "read_object", "write_object"]
+__all__ = [
+    "cache_directory",
+    "file_digest",
+    "ours",
+    "places",
+    "read_directories",
+    "read_object",
+    "trusted",
+    "usable",
+    "write_object",
+]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -80,28 +90,28 @@ def file_digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def _usable(directory: Path) -> bool:
+def usable(directory: Path) -> bool:
     """Create ``directory``, and try a file in it; False also where another user could put machine code into it."""
     try:
         directory.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         directory.mkdir(mode=0o755, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
-            return _trusted(directory)
+            return trusted(directory)
     except OSError:
         return False
 
 
-def _trusted(directory: Path) -> bool:
+def trusted(directory: Path) -> bool:
     """Whether ``directory`` is there, and nobody but this user and root can put anything into it."""
     try:
-        return all(map(_ours, (directory, *directory.resolve().parents)))
+        return all(map(ours, (directory, *directory.resolve().parents)))
     except OSError:
         return False
 
 
-def _ours(directory: Path) -> bool:
-    """Whether nobody but this user and root can change what stands in ``directory``, or whose it is."""
-    found = directory.lstat()
+def ours(path: Path) -> bool:
+    """Whether nobody but this user and root can change what stands in ``path``, or whose it is."""
+    found = path.lstat()
     shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     return found.st_uid in (os.geteuid(), 0) and not shared
 
@@ -111,8 +121,8 @@ def cache_directory() -> Path:
     """Directory for compiled code, by source digest: ``UCCL_EP_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` or a
     temporary directory: the first that can be written, and by nobody else. Says once when that is not the one that was
     asked for. Without any, code is compiled in memory."""
-    directory, wanted = next(filter(_usable, _candidates()), _NOWHERE), cache_wanted()
-    if wanted and not directory.is_relative_to(wanted) and not any(map(_trusted, _candidates()[:1])):
+    directory, wanted = next(filter(usable, _candidates()), _NOWHERE), cache_wanted()
+    if wanted and not directory.is_relative_to(wanted) and not any(map(trusted, _candidates()[:1])):
         _log.warning(
             "UCCL_EP_CACHE_DIR=%s cannot be written, or others can write it: compiled code is kept in %s instead. Next "
             "step: make it writable for this user alone, or unset it",
@@ -123,11 +133,15 @@ def cache_directory() -> Path:
 
 
 def _candidates() -> list[Path]:
-    digest = _source_digest()
+    return places(_source_digest())
+
+
+def places(name: str) -> list[Path]:
+    """Where a directory ``name`` of ours may stand, best first: whether it does, and is ours, is another question."""
     bases = [Path(base) / "uccl_ep_serving" for base in cache_base()]
     with contextlib.suppress(OSError):  # a system without any temporary directory
         bases.append(Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.geteuid()}")
-    return [base / digest for base in bases]
+    return [base / name for base in bases]
 
 
 @functools.cache
@@ -136,7 +150,7 @@ def read_directories() -> tuple[Path, ...]:
     there, such as what root has compiled into an image."""
     chosen = cache_directory()
     passed_over = itertools.takewhile(lambda one: one != chosen, _candidates())
-    return chosen, *filter(_trusted, passed_over)
+    return chosen, *filter(trusted, passed_over)
 
 
 def read_object(path: Path) -> bytes | None:

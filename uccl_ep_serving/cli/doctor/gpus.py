@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from uccl_ep_serving.check.machine import present
+from uccl_ep_serving.check.stamp import COMMAND, State, look
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
 from uccl_ep_serving.cli.doctor.software import package
-from uccl_ep_serving.engines.devices import SERVED
 
 __all__ = ["gpus"]
 
@@ -46,12 +47,8 @@ def gpus() -> Iterator[Finding]:
         # torch says "cuda" of AMD's devices too; they have no compute capability
         kind = f"sm_{found.major}{found.minor}" if torch.version.hip is None else found.gcnArchName
         value = f"{found.name}, {found.total_memory / 2**30:.4g} GiB, {kind}"
-        if "cuda" in SERVED:
-            yield Finding(f"cuda:{index}", value)
-            continue
-        step = "make test-gpu, then UCCL_EP_DEVICE=cuda to serve with them all the same; or serve on cpu ranks"
-        value += ": engines are refused at launch: the kernels have not run on a GPU yet"
-        yield Finding(f"cuda:{index}", value, Status.NOTE, step)
+        yield Finding(f"cuda:{index}", value)
+    yield _check_on_record()
     needed = settings_or_defaults().device != "cpu"
     yield package("triton", required=needed, also=_TRITON, instead=_ON_CPU)
     if torch.version.hip is None:  # ROCm's library of the same purpose comes with torch
@@ -59,6 +56,21 @@ def gpus() -> Iterator[Finding]:
         pick = f"=={(torch.version.cuda or '').partition('.')[0]}.*"
         yield package("cuda-bindings", required=needed, pick=pick, instead=_ON_CPU)
     yield _compiler(Status.PROBLEM if needed else Status.NOTE)
+
+
+def _check_on_record() -> Finding:
+    """Whether engines start on these GPUs, and what the record of their check is of."""
+    try:
+        record = look(present())
+    except RuntimeError as error:
+        return Finding("GPU check", str(error), Status.NOTE, f"{COMMAND}; engines are refused until it passes")
+    if record.state is State.PASSED:
+        return Finding("GPU check", record.why)
+    first = "the first launch of an engine runs it, in two minutes at most"
+    if not settings_or_defaults().gpu_check:
+        first = "UCCL_EP_GPU_CHECK=0: engines are refused until it has passed"
+    status = Status.PROBLEM if record.state is State.FAILED else Status.NOTE
+    return Finding("GPU check", record.why, status, f"{COMMAND}; {first}")
 
 
 def _cpu_build(torch: ModuleSpec) -> bool:
