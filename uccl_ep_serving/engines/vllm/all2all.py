@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from uccl_ep_serving import Buffer
+from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
 
 __all__ = ["UcclEpAll2AllManager", "check_buffers", "communicator_of", "manager_of_ep_group"]
@@ -35,6 +36,8 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
     """
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None, *, backend: str = HIGH_THROUGHPUT) -> None:
+        # a worker on a host where no launcher has asked: Ray places them
+        check_device(current_platform.device_type, f"--all2all-backend {backend}", "uccl-ep demo-vllm")
         super().__init__(cpu_group, tcp_store_group)
         _managers.add(self)
         self._buffer: Buffer | None = None
