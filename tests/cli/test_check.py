@@ -35,7 +35,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def run(*results: Result, complete: bool = True, as_json: bool = False, machine: Machine = HERE) -> int:
     def check(groups: Any, seconds: float, say: Any) -> Report:
-        return Report("NVIDIA H200, ranks on cuda:0", results, 9.0, complete)
+        return Report("NVIDIA H200 (cuda:0 and cuda:1)", results, 9.0, complete)
 
     return report.run(("probe", "first"), 120.0, as_json, lambda: machine, check)
 

@@ -160,7 +160,8 @@ class _Kind(NamedTuple):
     @property
     def places(self) -> str:
         """Of the ranks, in words."""
-        return " and ".join(f"cuda:{index}" for index in sorted(set(self.devices)))
+        found = sorted(set(self.devices))
+        return "both ranks share it" if len(found) == 1 else " and ".join(f"cuda:{index}" for index in found)
 
 
 def _ready() -> None:
@@ -342,6 +343,6 @@ def run(
                 for kind, part in itertools.product(kinds, parts):
                     if part.group == group:
                         check.part(part, kind, f" ({kind.name})" if len(kinds) > 1 else "")
-        device = "; ".join(f"{kind.name}, ranks on {kind.places}" for kind in kinds)
+        device = "; ".join(f"{kind.name} ({kind.places})" for kind in kinds)
     complete = set(groups) == set(GROUPS) and not interpreting()
     return Report(device, tuple(check.results), time.monotonic() - started, complete)
