@@ -10,20 +10,25 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.rdma.conftest import BOTH_WAYS, UNSOLICITED
 from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract
 from tests.support.efa_endpoints import open_endpoints, open_network, some_writes
 from tests.support.provider import provider_srd as nic
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.errors import TransportError
+from uccl_ep_serving.protocol.streams import TRANSPORT
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, DOWN, SENT
+from uccl_ep_serving.proxy.transport.nic import efa_words as srd
 from uccl_ep_serving.proxy.transport.verbs import codes
 
+pytestmark = pytest.mark.usefixtures("receiving")
 
+
+@BOTH_WAYS
 class TestEfaContract(TransportContract):
     """The contract on one rail."""
 
     rails = 1
-    unsolicited = True
     max_write = 1 << 30
 
     @pytest.fixture
@@ -32,8 +37,6 @@ class TestEfaContract(TransportContract):
         def open_group(ranks: int, window_bytes: int) -> Iterator[Group]:
             network = SrdNetwork(ranks, self.rails, seed=7)
             network.efa.max_write = self.max_write
-            if not self.unsolicited:
-                network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
             with open_network(network, window_bytes) as group:
                 yield group
 
@@ -42,13 +45,6 @@ class TestEfaContract(TransportContract):
 
 class TestEfaContractOnFourRails(TestEfaContract):
     rails = 4
-    max_write = 1 << 20
-
-
-class TestEfaContractWithReceives(TestEfaContract):
-    """A device without unsolicited write receive: every immediate takes a receive that was posted for it."""
-
-    unsolicited = False
     max_write = 1 << 20
 
 
@@ -135,6 +131,64 @@ class TestQueues:
         assert not +network.objects
 
 
+@UNSOLICITED
+class TestCompletionQueue:
+    """EFA tells nobody when it overflows; the NIC in memory does."""
+
+    def network(self, ranks: int) -> SrdNetwork:
+        """Queues of 64 sends and, for each peer, 8 writes and 4 words of what was taken."""
+        network = SrdNetwork(ranks, seed=4, pace=64)
+        network.efa.sends = 64
+        for traits in network.traits:
+            traits.max_cqe = 64 + (ranks - 1) * (8 + 4)
+        return network
+
+    def test_a_receiver_that_sleeps_makes_its_senders_busy(self) -> None:
+        ranks, writes = 5, 40
+        with open_network(self.network(ranks), 1 << 16) as group:
+            traffic = Traffic(group)
+            for sender in range(1, ranks):
+                for number in range(writes):
+                    target = (sender * writes + number) * 64
+                    traffic.add(sender, 0, source=number * 64, target=target, nbytes=64)
+            left = [number for number in range(len(traffic.writes)) if not traffic.try_post(number)]
+            assert len(traffic.writes) - len(left) == 8 * (ranks - 1)
+            for port in traffic.ports[1:]:
+                port.flush()
+            # all of it comes to lie in the queue of rank 0, which looks at nothing
+            for _ in range(300):
+                for port in traffic.ports[1:]:
+                    traffic.poll(port)
+            assert not any(map(traffic.try_post, left))
+            for _ in range(3000):
+                left = [number for number in left if not traffic.try_post(number)]
+                for port in traffic.ports:
+                    port.flush()
+                    traffic.poll(port)
+            assert traffic.summary() == {key: len(traffic.writes) for key in ("writes", "sent", "arrived")}
+
+    def test_traffic_both_ways_goes_on_however_little_room_there_is(self) -> None:
+        network = self.network(3)
+        network.efa.sends = 2
+        with open_network(network, 1 << 16) as group:
+            traffic = Traffic(group)
+            for number in range(800):
+                sender, peer = ((0, 1), (1, 0), (2, 0), (1, 2))[number % 4]
+                traffic.add(sender, peer, source=number * 16, target=(number + 1000) * 16, nbytes=16)
+            traffic.run()
+
+    def test_a_peer_that_tells_too_much_gains_nothing(self) -> None:
+        network = self.network(2)
+        with open_network(network, 4096) as group:
+            traffic = some_writes(group, 3)
+            assert all(traffic.try_post(number) for number in range(3))
+            assert group.endpoints[0].state.links[1, srd.UNTOLD] == 3
+            address = network.address_of(0, 0, 1, 0)
+            network.forge(0, 0, 1 << 20 | TRANSPORT << 12 | 2047, 5, address)
+            assert not [event for event in traffic.ports[0].poll() if event.kind != SENT]
+            assert group.endpoints[0].state.links[1, srd.UNTOLD] == 0
+
+
 class TestStrangers:
     """Completions of QPs that are no peer's: a rank that was replaced, or whoever guessed a QKEY."""
 
@@ -201,6 +255,7 @@ class TestFailures:
             (13, errno.ETIMEDOUT, "stopped answering"),
             (14, errno.ECONNRESET, "no address handle"),
             (15, errno.EIO, "security group"),
+            (18, errno.EPROTO, "EFA code 18: feature mismatch"),
         ],
     )
     def test_a_failed_write_parts_from_its_peer_only(self, vendor: int, number: int, words: str) -> None:

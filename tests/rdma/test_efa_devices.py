@@ -16,7 +16,9 @@ from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import BootstrapError, ConfigError, PeerLost, TransportError
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, LOOK_SECONDS, SENT
-from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint, usable
+from uccl_ep_serving.proxy.transport.nic import efa_words as srd
+from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint, choose_depths, usable
+from uccl_ep_serving.proxy.transport.nic.efa_device import EfaLimits
 from uccl_ep_serving.proxy.transport.nic.words import rail_of, stripe_table
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.objects import AddressHandle
@@ -26,7 +28,15 @@ class TestDevices:
     def test_no_rdma_write_is_explained(self) -> None:
         network = SrdNetwork(1)
         network.efa.capabilities = codes.EFA_CAP_RDMA_READ
-        with pytest.raises(TransportError, match=r"efa0 offers no RDMA write.*rdma-core 44.*EFA installer"):
+        with pytest.raises(TransportError, match=r"efa0 offers no RDMA write.*rdma-core before 46.*EFA installer"):
+            open_endpoints(network, [np.zeros(4096, np.uint8)])
+        network.efa.release = 39
+        with pytest.raises(
+            TransportError, match=r"rdma-core 39, which is installed here: release 46.*in this container"
+        ):
+            open_endpoints(network, [np.zeros(4096, np.uint8)])
+        network.efa.release = 46
+        with pytest.raises(TransportError, match=r"first-generation EFA \(p4d"):
             open_endpoints(network, [np.zeros(4096, np.uint8)])
         with pytest.raises(TransportError, match="no RDMA write"):
             usable("efa0", network.library(0))
@@ -37,14 +47,44 @@ class TestDevices:
         assert usable("efa0", network.library(0)) == (
             "RDMA write up to 1024 MiB, unsolicited write receive, send queue 256, receive queue 256"
         )
+        network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
+        assert "receives posted for writes (without: rdma-core 52)" in usable("efa0", network.library(0))
+        network.efa.release = 50
+        assert "receives posted for writes (without: rdma-core 52, 50 is installed)" in usable(
+            "efa0", network.library(0)
+        )
 
-    def test_a_library_without_service_levels_is_asked_again_without(self) -> None:
+    def test_a_library_without_service_levels_is_asked_again_without(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "uccl_ep_serving")
         network = SrdNetwork(2)
-        network.efa.old = True
+        network.efa.old, network.efa.release = True, 50
         network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
         with open_network(network, 1 << 16) as group:
             assert network.calls["efadv_create_qp_ex"] == 4
+            assert group.endpoints[0].describe(1).endswith("QP 5, SL 0")
             some_writes(group, 10).run()
+        said = "efa0: the service level for low latency was refused, 0 is used. rdma-core 55 knows it, 50 is installed"
+        assert said in caplog.messages
+
+    def test_a_send_queue_that_is_refused_is_asked_for_at_half_its_length(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", "uccl_ep_serving")
+        network = SrdNetwork(2)
+        network.efa.granted = 100
+        with open_network(network, 1 << 16) as group:
+            assert group.endpoints[0].state.rails[0, srd.DEPTH] == 64
+            assert group.endpoints[0].describe(1).endswith("SL 8")
+            some_writes(group, 200).run()
+        assert "efa0: a send queue of 256 was refused, 64 is used" in caplog.messages
+        network.efa.granted = 10
+        with pytest.raises(TransportError, match=r"256 sends, 64 receives\).*errno 12"):
+            open_endpoints(network, [np.zeros(4096, np.uint8)] * 2)
+
+    def test_a_send_queue_is_no_longer_than_the_library_allows(self) -> None:
+        network = SrdNetwork(1)
+        network.traits[0].max_qp_wr = 96
+        assert "send queue 96, receive queue 256" in usable("efa0", network.library(0))
 
     def test_an_unknown_device_is_named_with_those_that_exist(self) -> None:
         network = SrdNetwork(1)
@@ -117,6 +157,36 @@ class TestDevices:
         assert not +network.objects
 
 
+class TestDepths:
+    """Queue depths with which the completion queue cannot overflow."""
+
+    def limits(self, sends: int = 4096, receives: int = 4096, unsolicited: bool = True) -> EfaLimits:
+        return EfaLimits(sends, receives, 1 << 30, True, unsolicited, True)
+
+    @pytest.mark.parametrize("peers", [1, 7, 31, 55, 56, 63, 127, 255, 1023, 2047])
+    def test_what_may_be_under_way_fits(self, peers: int) -> None:
+        depths = choose_depths(self.limits(), 1 << 15, peers, "efa0")
+        # each peer: its writes, and what it tells of ours, one for every quarter of them
+        assert depths.sends + peers * (depths.room + 4) == depths.completions <= 1 << 15
+        assert depths.room % 4 == 0
+        assert depths.room >= 4
+        assert (depths.room == 512) == (peers <= 55)
+
+    def test_the_send_queue_gives_way_before_the_peers_do(self) -> None:
+        assert choose_depths(self.limits(), 1 << 15, 255, "efa0").sends == 4096
+        short = choose_depths(self.limits(sends=1 << 14), 1 << 15, 800, "efa0")
+        assert (short.sends, short.room) == ((1 << 15) - 800 * 36, 32)
+
+    def test_too_many_peers_are_refused(self) -> None:
+        with pytest.raises(TransportError, match=r"efa0: a completion queue has at most 1024 entries.* of 200 peers"):
+            choose_depths(self.limits(), 1024, 200, "efa0")
+
+    def test_receives_that_are_posted_bound_what_arrives(self) -> None:
+        depths = choose_depths(self.limits(unsolicited=False), 1 << 15, 4095, "efa0")
+        assert (depths.sends, depths.receives, depths.completions, depths.room) == (4096, 1024, 5120, 0)
+        assert choose_depths(self.limits(unsolicited=False), 4096 + 200, 63, "efa0").receives == 192
+
+
 class TestConnecting:
     def test_a_peer_that_dies_meanwhile_is_named_and_nothing_stays_open(self) -> None:
         network = SrdNetwork(3)
@@ -179,7 +249,9 @@ class TestRails:
     def test_ranks_with_different_numbers_of_rails_use_what_both_have(self) -> None:
         network = SrdNetwork(2, rails=4)
         with open_network(network, 1 << 16, rails=[4, 2]) as group:
-            assert group.endpoints[0].describe(1).startswith("efa, 2 rails, efa0 -> fe80::5 QP 5; efa1 -> fe80::6 QP 5")
+            assert group.endpoints[0].describe(1) == (
+                "efa, 2 rails, efa0 -> fe80::5 QP 5, SL 8; efa1 -> fe80::6 QP 5, SL 8"
+            )
             some_writes(group, 64).run()
             some_writes(group, 64, sender=1, peer=0).run()
 

@@ -61,7 +61,7 @@ class PyverbsPeer:
         self.qp.post_recv(RecvWR(num_sge=1, sg=[SGE(self.credits.buf, 0, self.credits.lkey)]))
 
     def address(self) -> bytes:
-        """As documented in ``roce_address.py``: one NIC, one region, one queue pair, for rank 0."""
+        """A ``RoceAddress``: one NIC, one region, one queue pair, for rank 0."""
         rail = {
             "gid": self.gid.packed,
             "lid": 0,

@@ -109,6 +109,14 @@ NIC_MUTANTS = Rules(
             ALWAYS.of(1),
             _SRD + "TestStrangers::test_they_are_counted_and_dropped",
         ),
+        "efa: no more writes than the peer's completion queue holds": Mutant(
+            NEVER,
+            _SRD + "TestCompletionQueue::test_a_receiver_that_sleeps_makes_its_senders_busy",
+        ),
+        "efa: a peer is told what was taken of its writes": Mutant(
+            INSTEAD("True"),
+            _SRD + "TestCompletionQueue::test_a_receiver_that_sleeps_makes_its_senders_busy",
+        ),
         "efa: receives that were used are posted anew": Mutant(
             NEVER,
             _SRD + "TestQueues::test_receives_are_posted_again_before_they_run_out",

@@ -26,6 +26,7 @@ __all__ = [
     "NORMAL_NOTIFY",
     "NOTICE",
     "STREAMS",
+    "TRANSPORT",
     "channel_of",
     "exists",
     "ll_stream",
@@ -53,10 +54,13 @@ NORMAL_COMBINE = NORMAL_DISPATCH + MAX_CHANNELS  # + channel
 HOST = NORMAL_COMBINE + MAX_CHANNELS  # + channel
 _END = HOST + MAX_CHANNELS
 
+#: No stream: immediates that the two ends of a transport exchange beneath the proxies, which never see them.
+TRANSPORT = STREAMS - 1
+
 #: A quarter of the window: the sender always has a credit under way long before it would have to stop.
 CREDIT_WRITES = SEQUENCE_WINDOW // 4
 
-assert _END <= CREDIT
+assert _END <= TRANSPORT & (CREDIT - 1)
 assert IMM["stream"].limit + 1 == STREAMS
 
 

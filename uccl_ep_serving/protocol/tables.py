@@ -113,6 +113,7 @@ def _streams() -> str:
             f"credits of stream s, in the opposite direction: each covers {streams.CREDIT_WRITES} writes",
         )
     )
+    cells.append((streams.TRANSPORT, "no stream: what the two ends of a transport tell each other beneath the proxies"))
     return _table(("stream id", "carries"), cells)
 
 

@@ -8,8 +8,10 @@ pairs, :mod:`.efa_data` moves writes on the memory of :mod:`.efa_words`.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ....config import Settings
 from ....errors import BootstrapError, ConfigError, TransportError
@@ -22,14 +24,83 @@ from ..verbs.objects import AddressHandle, MemoryRegion, Path
 from . import efa_words as srd
 from . import words
 from .efa_data import FUNCTIONS
-from .efa_device import EfaLimits, SrdQueuePair, address_number, explain_completion, load_libefa, query_limits
+from .efa_device import (
+    SERVICE_LEVEL_RELEASE,
+    EfaLimits,
+    SrdQueuePair,
+    address_number,
+    explain_completion,
+    load_libefa,
+    query_limits,
+)
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress
+
+_log = logging.getLogger("uccl_ep_serving")
 
 #: Most receives kept posted per rail where incoming writes need them.
 _RECEIVES = 1024
-#: Completions that may wait per peer and rail before they are polled: more than the kernels of a peer ever have under
-#: way (see DESTINATION_QUOTA of the proxy).
-_ARRIVALS_PER_PEER = 512
+#: Writes of a peer that a completion queue holds, where the device makes it long enough: more than the kernels of a
+#: peer ever have under way. A peer is told of every quarter of them, and at least one must go at a time.
+_MOST_ROOM, _PARTS = 512, 4
+#: Where peers would have less room than the former, the send queue gives way, down to the latter.
+_LITTLE_ROOM, _SHORT_SENDS = 32, 256
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepths:
+    """How long the queues of a rail are.
+
+    Attributes:
+        sends, receives: work requests of the queue pair; receives are 0 where incoming writes need none.
+        completions: entries of the completion queue.
+        room: of them for the writes of each peer; 0 where posted receives bound them.
+        reason: in words.
+    """
+
+    sends: int
+    receives: int
+    completions: int
+    room: int
+    reason: str
+
+
+def choose_depths(limits: EfaLimits, max_completions: int, peers: int, device: str) -> QueueDepths:
+    """Depths with which the completion queue cannot overflow, of which EFA tells nobody.
+
+    It holds this rank's own writes, and either the receives that are posted or, from each peer, ``room`` writes and
+    what it has to tell of ours.
+
+    Raises:
+        TransportError: the device's queues are too short.
+    """
+    sends = limits.sends
+    if not limits.unsolicited:
+        receives = min(_RECEIVES, limits.receives, max_completions - sends)
+        receives = receives // srd.RECEIVE_BATCH * srd.RECEIVE_BATCH
+        if receives <= 0:
+            raise TransportError(
+                f"{device}: a receive queue of {limits.receives} and {max_completions} completions are too short: "
+                f"{srd.RECEIVE_BATCH} receives are needed beside {sends} sends",
+                device=device,
+            )
+        return QueueDepths(sends, receives, sends + receives, 0, f"{sends} sends, {receives} receives posted")
+    peers = max(peers, 1)
+
+    def room_beside(sends: int, most: int) -> int:
+        return min((max_completions - sends) // peers - _PARTS, most) // _PARTS * _PARTS
+
+    room = room_beside(sends, _MOST_ROOM)
+    if room < _LITTLE_ROOM:
+        room = room_beside(min(sends, _SHORT_SENDS), _LITTLE_ROOM)
+    if room <= 0:
+        raise TransportError(
+            f"{device}: a completion queue has at most {max_completions} entries, too few for the writes of {peers} "
+            f"peers beside {min(sends, _SHORT_SENDS)} sends. Next step: fewer ranks, or UCCL_EP_TRANSPORT=tcp",
+            device=device,
+        )
+    sends = min(sends, max_completions - peers * (room + _PARTS))
+    completions = sends + peers * (room + _PARTS)
+    return QueueDepths(sends, 0, completions, room, f"{sends} sends, {room} writes of each peer")
 
 
 class EfaRailAddress(RailAddress, frozen=True):
@@ -39,14 +110,16 @@ class EfaRailAddress(RailAddress, frozen=True):
         number, qkey: of its queue pair.
         unsolicited: that one takes writes without receives. Both ends must: a write is marked by its sender, and only
             a queue pair of the same kind takes it.
+        room: writes of each peer that its completion queue holds, 0 = any number.
     """
 
     number: int
     qkey: int
     unsolicited: bool
+    room: int
 
 
-class EfaAddress(NicAddress, frozen=True, tag="efa 1"):
+class EfaAddress(NicAddress, frozen=True, tag="efa 2"):
     """An endpoint of this transport."""
 
     rails: tuple[EfaRailAddress, ...]
@@ -63,27 +136,24 @@ class EfaRail(Rail):
             self.close()
             raise
 
-    @property
-    def receives(self) -> int:
-        """Receives kept posted: none where incoming writes need none, else whole batches that the queue holds."""
-        if self.limits.unsolicited:
-            return 0
-        return min(_RECEIVES, self.limits.receives) // srd.RECEIVE_BATCH * srd.RECEIVE_BATCH
-
     def open_queue(self, ranks: int, window: int, window_bytes: int) -> None:
         """Register the window and make the queue pair. Raises TransportError."""
-        limits, receives = self.limits, self.receives
-        if not limits.unsolicited and receives == 0:
-            raise TransportError(
-                f"{self.device}: a receive queue of {limits.receives} is too short, {srd.RECEIVE_BATCH} are needed",
-                device=self.device,
-            )
-        # EFA does not tell when a completion queue overflows: it must hold whatever can be under way.
-        wanted = limits.sends + max(receives, ranks * _ARRIVALS_PER_PEER)
-        self.furnish(min(wanted, self.context.limits.max_cqe), window, window_bytes)
+        limits = self.limits
+        self.depths = choose_depths(limits, self.context.limits.max_cqe, ranks - 1, self.device)
+        self.furnish(self.depths.completions, window, window_bytes)
         # 31 bits: the upper half of the space of QKEYs is reserved to the kernel.
         self.qkey = secrets.randbits(31)
-        self.qp = SrdQueuePair(self.pd, self.cq, limits, sends=limits.sends, receives=receives or 1, qkey=self.qkey)
+        sends, receives = self.depths.sends, self.depths.receives
+        self.qp = SrdQueuePair(self.pd, self.cq, limits, sends=sends, receives=receives, qkey=self.qkey)
+        if self.qp.service_level == 0:
+            _log.info(
+                "%s: the service level for low latency was refused, 0 is used. rdma-core %d knows it%s",
+                self.device,
+                SERVICE_LEVEL_RELEASE,
+                f", {limits.release} is installed" if limits.release else "",
+            )
+        if self.qp.sends < sends:
+            _log.info("%s: a send queue of %d was refused, %d is used", self.device, sends, self.qp.sends)
 
     def enter(self, state: srd.EfaMemory, index: int) -> None:
         """Tell the data path about this NIC, rail ``index``. Raises TransportError."""
@@ -103,14 +173,15 @@ class EfaRail(Rail):
                 words.POST_RECV: self.context.operation("post_recv"),
             },
         )
-        if self.receives:
+        if self.depths.receives:
             landing = MemoryRegion(self.pd, state.landing, srd.LANDING_BYTES, codes.ACCESS_LOCAL_WRITE)
             state.let_land(index, landing.lkey)
 
     def address(self) -> EfaRailAddress:
         """What peers need to write to this NIC."""
         keys = self.region.remote
-        return EfaRailAddress(self.gid.raw, keys, self.qp.number, self.qkey, self.limits.unsolicited)
+        room = self.depths.room
+        return EfaRailAddress(self.gid.raw, keys, self.qp.number, self.qkey, self.limits.unsolicited, room)
 
 
 class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
@@ -177,8 +248,9 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
             window=self._window,
             window_bytes=self._window_bytes,
             max_write=longest,
-            depths=[rail.limits.sends for rail in self._rails],
-            receives=[rail.receives for rail in self._rails],
+            depths=[rail.qp.sends for rail in self._rails],
+            receives=[rail.depths.receives for rail in self._rails],
+            steps=[rail.depths.room // _PARTS for rail in self._rails],
         )
         for index, rail in enumerate(self._rails):
             rail.enter(state, index)
@@ -192,6 +264,8 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
         if not there.rails:
             raise BootstrapError(f"{who}: it names no NIC")
         for rail, theirs in zip(self._rails, there.rails, strict=False):
+            if theirs.room < 0:
+                raise BootstrapError(f"{who}: its completion queue holds {theirs.room} writes of a peer")
             if theirs.unsolicited != rail.limits.unsolicited:
                 lacks = f"rank {self._rank}'s" if theirs.unsolicited else f"rank {peer}'s"
                 raise BootstrapError(
@@ -209,8 +283,8 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
             handle = self._handles[index, theirs.gid] = AddressHandle(rail.pd, path)
         link = self.state.links[self.state.link_index(peer, index)]
         link[srd.AH], link[srd.AH_NUMBER] = handle.address, address_number(handle)
-        link[srd.QPN], link[srd.QKEY] = theirs.number, theirs.qkey
-        return f"{rail.device} -> {Gid(0, 0, theirs.gid).address} QP {theirs.number}"
+        link[srd.QPN], link[srd.QKEY], link[srd.ROOM] = theirs.number, theirs.qkey, theirs.room
+        return f"{rail.device} -> {Gid(0, 0, theirs.gid).address} QP {theirs.number}, SL {rail.qp.service_level}"
 
     def _links(self, peer: int, index: int) -> Sequence[int]:
         return [self.state.link_index(peer, index)]

@@ -10,6 +10,10 @@ immediate but that its own write has arrived; and it is connectionless, so a com
 from the QP and the address that the rank it names told us at connect. Others (a rank that was replaced, a stranger who
 guessed a QKEY) are counted and dropped.
 
+A completion queue that overflows loses completions without a word, and a write without a receive is held back by
+nothing. So each end says how many writes of a peer its queue holds; a peer that has posted as many waits until it is
+told that a quarter of them was taken. That is a write without payload, whose immediate no proxy sees.
+
 No function here blocks, allocates or raises.
 """
 
@@ -21,6 +25,7 @@ from ....native.atomics import peek, peek32, poke, poke32
 from ....native.calls import call1, call1_int, call3_int, call4
 from ....native.jit import compiled, inlined
 from ....protocol.imm import IMM
+from ....protocol.streams import TRANSPORT
 from ..base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT, DataFunctions, put_event
 from ..verbs.abi import QP_EX as QP_EX_STRUCT
 from ..verbs.abi import RECV_WR, WC
@@ -45,7 +50,9 @@ _SUCCESS, _FLUSHED = int(SUCCESS), int(WR_FLUSH_ERR)
 _WITH_IMM = int(WC_WITH_IMM)
 _RECV_BYTES = RECV_WR.nbytes
 _RECV_NEXT = RECV_WR["next"]
-_SOURCE_SHIFT = IMM["source"].shift
+_SOURCE_SHIFT, _STREAM_SHIFT = IMM["source"].shift, IMM["stream"].shift
+_STREAM_MASK, _COUNT_MASK = IMM["stream"].limit, IMM["sequence"].limit
+_OWN_STREAM = TRANSPORT
 _EINVAL = errno.EINVAL
 _EIO = errno.EIO
 _ENOTCONN = errno.ENOTCONN
@@ -99,10 +106,29 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     rails = peek(record + 8 * words.COMMON_RAILS)
     if rails > 1:
         index = words.rail_of_stream(context, peer, stream, rails)
+    link = _link(context, peer, index)
+    room, untold = peek(link + 8 * srd.ROOM), peek(link + 8 * srd.UNTOLD)
+    # rule: efa: no more writes than the peer's completion queue holds
+    if room > 0 and untold >= room:
+        return BUSY
+    if not _write(context, index, peer, link, source, target, nbytes, imm, wr_id):
+        return BUSY
+    poke(link + 8 * srd.UNTOLD, untold + 1)
+    return ACCEPTED
+
+
+@compiled
+def _write(
+    context: int, index: int, peer: int, link: int, source: int, target: int, nbytes: int, imm: int, ticket: int
+) -> bool:
+    """Add a write over rail ``index`` to its session, which is opened where none is; False where no slot is free.
+
+    ``source`` and ``target`` are offsets in the windows.
+    """
     rail = words.rail_record(context, index)
     free = peek(rail + 8 * srd.FREE) - 1
     if free < 0:
-        return BUSY
+        return False
     qp = peek(rail + 8 * srd.QP_EX)
     opened = peek(rail + 8 * srd.OPEN)
     if opened == 0:
@@ -111,13 +137,12 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     poke(rail + 8 * srd.FREE, free)
     slot = peek(peek(rail + 8 * srd.FREE_SLOTS) + 8 * free)
     entry = peek(rail + 8 * srd.SLOTS) + slot * 8 * srd.SLOT_WORDS
-    poke(entry + 8 * srd.SLOT_TICKET, wr_id)
+    poke(entry + 8 * srd.SLOT_TICKET, ticket)
     poke(entry + 8 * srd.SLOT_PEER, peer)
-    link = _link(context, peer, index)
-    kind = 1 if on_device else 0
+    kind = 1 if target < peek(context + 8 * words.SPLIT) else 0
     lkey, rkey = words.own_key(link, kind, source), words.target_key(link, kind, target)
     here = peek(context + 8 * (words.WINDOW + kind)) + source
-    there = peek(record + 8 * (words.TARGET + kind)) + target
+    there = peek(words.peer_record(context, peer) + 8 * (words.TARGET + kind)) + target
     poke(qp + _WR_ID, slot + 1)
     # rule: efa: every write asks for a completion
     poke32(qp + _WR_FLAGS, _SIGNALED)
@@ -126,7 +151,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     call4(peek(rail + 8 * srd.WR_SET_ADDRESS), qp, address, number, peek(link + 8 * srd.QKEY))
     call4(peek(rail + 8 * srd.WR_SET_SGE), qp, lkey, here, nbytes)
     poke(rail + 8 * srd.POSTED, peek(rail + 8 * srd.POSTED) + 1)
-    return ACCEPTED
+    return True
 
 
 def _flush(context: int) -> int:
@@ -168,11 +193,52 @@ def _sent(context: int, index: int, slot: int, completion: int, events: int, cou
     # rule: efa: a failed write is not over
     if status != _SUCCESS:
         return _lose(context, rank, completion, events, count)
+    ticket = peek(entry + 8 * srd.SLOT_TICKET)
+    if ticket == srd.UNTICKETED:
+        return count
     # rule: efa: nothing is told of a dropped peer
     if peek(words.peer_record(context, rank) + 8 * words.STATE) == words.UP:
-        put_event(events, count, SENT, peek(entry + 8 * srd.SLOT_TICKET), rank, 0)
+        put_event(events, count, SENT, ticket, rank, 0)
         return count + 1
     return count
+
+
+@inlined
+def _take(context: int, index: int, link: int) -> None:
+    """A write of the peer has left the completion queue."""
+    rail = words.rail_record(context, index)
+    taken, step = peek(link + 8 * srd.TAKEN) + 1, peek(rail + 8 * srd.STEP)
+    if step > 0:
+        poke(link + 8 * srd.TAKEN, taken)
+        if taken >= step:
+            poke(rail + 8 * srd.LATE, 1)
+
+
+@compiled
+def _tell(context: int, index: int) -> int:
+    """Tell the peers of a rail how many of their writes were taken; 0 or a negative errno. A later poll tells those for
+    whom no slot is free."""
+    rail = words.rail_record(context, index)
+    step, late = peek(rail + 8 * srd.STEP), 0
+    for rank in range(peek(context + 8 * words.RANKS)):
+        record = words.peer_record(context, rank)
+        if peek(record + 8 * words.STATE) != words.UP or index >= peek(record + 8 * words.COMMON_RAILS):
+            continue
+        link = _link(context, rank, index)
+        taken = peek(link + 8 * srd.TAKEN)
+        if taken < step:
+            continue
+        imm = peek(context + 8 * words.RANK) << _SOURCE_SHIFT | _OWN_STREAM << _STREAM_SHIFT | step
+        # of no bytes, but its addresses must be some that the keys cover
+        # rule: efa: a peer is told what was taken of its writes
+        told = _write(context, index, rank, link, 0, 0, 0, imm, srd.UNTICKETED)
+        if told:
+            taken -= step
+            poke(link + 8 * srd.TAKEN, taken)
+        if taken >= step:
+            late = 1
+    poke(rail + 8 * srd.LATE, late)
+    return _close_session(context, index)
 
 
 @inlined
@@ -188,10 +254,15 @@ def _arrived(context: int, index: int, completion: int, events: int, count: int)
         known = known and peek(link + 8 * srd.QPN) == peek32(completion + _WC_SOURCE)
         # rule: efa: an immediate is believed only from its rank's address
         if known and (number < 0 or number == peek32(completion + _WC_SLID) >> 16):
-            if peek(words.peer_record(context, rank) + 8 * words.STATE) == words.UP:
-                put_event(events, count, ARRIVED, imm, rank, peek32(completion + _WC_BYTE_LEN))
-                return count + 1
-            return count
+            if peek(words.peer_record(context, rank) + 8 * words.STATE) != words.UP:
+                return count
+            if imm >> _STREAM_SHIFT & _STREAM_MASK == _OWN_STREAM:
+                untold = peek(link + 8 * srd.UNTOLD)
+                poke(link + 8 * srd.UNTOLD, untold - min(imm & _COUNT_MASK, untold))
+                return count
+            _take(context, index, link)
+            put_event(events, count, ARRIVED, imm, rank, peek32(completion + _WC_BYTE_LEN))
+            return count + 1
     poke(context + 8 * srd.STRANGERS, peek(context + 8 * srd.STRANGERS) + 1)
     return count
 
@@ -244,6 +315,10 @@ def _poll_rail(context: int, index: int, events: int, count: int, limit: int) ->
         status = _post_receives(rail)
         if status < 0:
             return _broken(context, index, status, 0)
+    if peek(rail + 8 * srd.LATE):
+        status = _tell(context, index)
+        if status < 0:
+            return status
     return count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import dataclass
 
 from ....errors import TransportError
@@ -42,7 +43,16 @@ _VENDOR = {
     13: "the peer stopped answering: its process or host ended, or the network between",
     14: "the peer has no address handle for this NIC: it has not connected, or was started again",
     15: "the peer never answered: the security group must allow all traffic from and to itself, both ways",
+    18: "feature mismatch: the peer's queue pair does not take writes of this kind (with or without receives). Install "
+    "the same EFA driver and rdma-core on all hosts",
 }
+
+#: Releases of rdma-core whose libefa knows RDMA writes, writes without receives, and service levels of a queue pair.
+RDMA_WRITE_RELEASE, UNSOLICITED_RELEASE, SERVICE_LEVEL_RELEASE = 46, 52, 55
+#: Least send queue worth having.
+_LEAST_SENDS = 64
+#: Receives asked for where incoming writes need none.
+_UNUSED_RECEIVES = 64
 
 #: EFA's service level for low-latency traffic (EFA_QP_LOW_LATENCY_SERVICE_LEVEL of libfabric); libraries and devices
 #: that do not know it refuse it, and take 0.
@@ -73,6 +83,7 @@ class EfaLimits:
         write: the device and the library can write.
         unsolicited: an incoming write needs no receive.
         endless_retry: a write to a receiver without receives can be retried without end.
+        release: of the rdma-core that is installed, 0 = not known.
     """
 
     sends: int
@@ -81,21 +92,31 @@ class EfaLimits:
     write: bool
     unsolicited: bool
     endless_retry: bool
+    release: int = 0
 
     def missing(self, device: str) -> str:
         """Why SRD writes cannot be had from ``device``, in words; "" when they can."""
         if self.write and self.max_write > 0:
             return ""
+        if 0 < self.release < RDMA_WRITE_RELEASE:
+            return (
+                f"{device} offers no RDMA write to rdma-core {self.release}, which is installed here: release "
+                f"{RDMA_WRITE_RELEASE} or newer is needed. Next step: run the current AWS EFA installer in this "
+                "container (Ubuntu 22.04 brings rdma-core 39, Debian 12 brings 44, Ubuntu 24.04 brings 50)"
+            )
         return (
             f"{device} offers no RDMA write: either the instance has a first-generation EFA (p4d, c5n), or the "
-            "software is older than the NIC: rdma-core 44 (Debian 12) and kernel drivers of its time do not know the "
-            "capability. Install the current AWS EFA installer"
+            f"software is older than the NIC: rdma-core before {RDMA_WRITE_RELEASE} and kernel drivers of its time do "
+            "not know the capability. Next step: run the current AWS EFA installer, on the host and in the container"
         )
 
     def words(self) -> str:
         """For reports."""
         write = f"RDMA write up to {self.max_write >> 20} MiB" if self.write else "no RDMA write"
-        unsolicited = "unsolicited write receive" if self.unsolicited else "receives posted for writes"
+        unsolicited = "unsolicited write receive"
+        if not self.unsolicited:
+            old = f", {self.release} is installed" if 0 < self.release < UNSOLICITED_RELEASE else ""
+            unsolicited = f"receives posted for writes (without: rdma-core {UNSOLICITED_RELEASE}{old})"
         return f"{write}, {unsolicited}, send queue {self.sends}, receive queue {self.receives}"
 
 
@@ -112,12 +133,14 @@ def query_limits(context: Context) -> EfaLimits:
     )
     capabilities = found["device_caps"]
     limits = EfaLimits(
-        sends=found["max_sq_wr"],
+        # the library's limit, which the memory of the send queue sets, may be below the device's
+        sends=min(found["max_sq_wr"], context.limits.max_qp_wr or found["max_sq_wr"]),
         receives=found["max_rq_wr"],
         max_write=found["max_rdma_size"],
         write=bool(capabilities & codes.EFA_CAP_RDMA_WRITE),
         unsolicited=bool(capabilities & codes.EFA_CAP_UNSOLICITED_WRITE_RECV),
         endless_retry=bool(capabilities & codes.EFA_CAP_RNR_RETRY),
+        release=context.library.release,
     )
     if limits.sends == 0:
         raise TransportError(f"{context.device}: libefa reports a send queue of 0 work requests", device=context.device)
@@ -137,11 +160,13 @@ class SrdQueuePair(VerbsObject):
     Args:
         pd, cq: what it is made from; one CQ takes both directions.
         limits: of the device; decide on unsolicited writes and on retries.
-        sends, receives: work requests it holds; receives are not used with unsolicited writes.
+        sends: work requests that it should hold; half as many, and so on, where that is refused.
+        receives: that it holds; at least 64 where incoming writes need none.
         qkey: what senders must know.
 
     Attributes:
         number: QP number, unique on its device only.
+        sends: work requests that it holds.
         extended: address of the ``ibv_qp_ex``.
         operations: by name, addresses of the functions of the ``ibv_qp_ex``.
         service_level: that was granted.
@@ -153,19 +178,18 @@ class SrdQueuePair(VerbsObject):
     def __init__(
         self, pd: ProtectionDomain, cq: CompletionQueue, limits: EfaLimits, *, sends: int, receives: int, qkey: int
     ) -> None:
-        address = 0
-        for service_level in (_LOW_LATENCY, 0):
-            address = self._create(pd, cq, limits, sends, receives, service_level)
+        if limits.unsolicited:
+            receives = max(min(_UNUSED_RECEIVES, limits.receives), 1)
+        smaller = [sends >> halved for halved in range(1, sends.bit_length()) if sends >> halved >= _LEAST_SENDS]
+        address, refusal = 0, 0
+        for self.sends, self.service_level in itertools.product((sends, *smaller), (_LOW_LATENCY, 0)):
+            address = self._create(pd, cq, limits, self.sends, receives, self.service_level)
             if address:
                 break
-        self.service_level = service_level
+            refusal = refusal or ctypes.get_errno()
         if not address:
-            raise pd.library.refused(
-                "efadv_create_qp_ex",
-                ctypes.get_errno(),
-                pd.device,
-                f"making an SRD queue pair ({sends} sends, {receives} receives)",
-            )
+            doing = f"making an SRD queue pair ({sends} sends, {receives} receives)"
+            raise pd.library.refused("efadv_create_qp_ex", refusal, pd.device, doing)
         super().__init__(pd.library, pd.device, address, "ibv_destroy_qp", [pd, cq])
         self.check(
             QP,

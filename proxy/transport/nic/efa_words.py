@@ -1,6 +1,7 @@
 """Memory of the compiled ``efa`` data path: the words behind those of :mod:`.words`, and what they point to.
 
-A link is an address handle, a QP number and the keys at both ends.
+A link is an address handle, a QP number, the keys at both ends, and how many completions each may lay in the queue of
+the other.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ RECEIVES = words.OWN_RAIL + 12  # receives kept posted, 0 = unsolicited writes n
 RECEIVE_LIST = words.OWN_RAIL + 13  # address of RECEIVE_BATCH chained ibv_recv_wr
 DEPTH = words.OWN_RAIL + 14  # slots
 POSTED = words.OWN_RAIL + 15  # writes posted, for the counters of tests and benchmarks
+STEP = words.OWN_RAIL + 16  # writes of a peer after which it is told that they were taken; 0 = it need not know
+LATE = words.OWN_RAIL + 17  # 1 = a peer is to be told
 
 # --- a slot of the send queue: what is needed when its write completes ------------------------------------------------
-SLOT_TICKET = 0  # the proxy's wr_id
+SLOT_TICKET = 0  # the proxy's wr_id, or UNTICKETED
 SLOT_PEER = 1
 SLOT_WORDS = 2
+
+UNTICKETED = -1  # a write of this transport's own: nobody waits for it
 
 # --- a peer's further state -------------------------------------------------------------------------------------------
 CLOSED = 2
@@ -49,6 +54,9 @@ AH = words.OWN_LINK  # address of the ibv_ah
 QPN = words.OWN_LINK + 1  # of the peer's rail
 QKEY = words.OWN_LINK + 2
 AH_NUMBER = words.OWN_LINK + 3  # what a completion names as the sender's address, -1 = the library does not tell
+ROOM = words.OWN_LINK + 4  # writes that the peer's completion queue holds of ours; 0 = any number
+UNTOLD = words.OWN_LINK + 5  # writes posted that the peer has not told to have taken from there
+TAKEN = words.OWN_LINK + 6  # writes of the peer that were taken and that it has not been told of
 LINK_WORDS = 16
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
@@ -70,6 +78,7 @@ class EfaMemory(Memory):
         max_write: most bytes of one write.
         depths: by rail, work requests its send queue holds.
         receives: by rail, receives kept posted, 0 = none are needed.
+        steps: by rail, writes of a peer after which it is told that they were taken, 0 = never.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class EfaMemory(Memory):
         max_write: int,
         depths: Sequence[int],
         receives: Sequence[int],
+        steps: Sequence[int],
     ) -> None:
         count = len(depths)
         super().__init__(
@@ -102,7 +112,7 @@ class EfaMemory(Memory):
         self._landing = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         self.context[MAX_WRITE] = max_write
         self.links[:, AH_NUMBER] = -1
-        for index, (depth, kept) in enumerate(zip(depths, receives, strict=True)):
+        for index, (depth, kept, step) in enumerate(zip(depths, receives, steps, strict=True)):
             self.fill(
                 self.rails[index],
                 {
@@ -112,6 +122,7 @@ class EfaMemory(Memory):
                     FREE_SLOTS: self._free[index].ctypes.data,
                     RECEIVES: kept,
                     OWED: kept,
+                    STEP: step,
                     RECEIVE_LIST: self._receive_lists[index].ctypes.data,
                 },
             )

@@ -10,7 +10,9 @@ import ctypes
 import errno
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 from ....errors import TransportError
 
@@ -79,12 +81,18 @@ class VerbsLibrary:
         functions: by C name. One that returns an address or an int and fails sets ``ctypes.set_errno``.
         addresses: by C name, the addresses of those that compiled code calls.
         name: what to call the library in messages.
+        release: of rdma-core, 0 = not known.
     """
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., int | None]], addresses: Mapping[str, int], name: str
+        self,
+        functions: Mapping[str, Callable[..., int | None]],
+        addresses: Mapping[str, int],
+        name: str,
+        release: int = 0,
     ) -> None:
-        self._functions, self._addresses, self.name = dict(functions), dict(addresses), name
+        self._functions, self._addresses = dict(functions), dict(addresses)
+        self.name, self.release = name, release
 
     def __contains__(self, name: str) -> bool:
         return name in self._functions
@@ -97,9 +105,8 @@ class VerbsLibrary:
         self, functions: Mapping[str, Callable[..., int | None]], addresses: Mapping[str, int], name: str
     ) -> VerbsLibrary:
         """This library with the functions of another one added."""
-        return VerbsLibrary(
-            {**self._functions, **functions}, {**self._addresses, **addresses}, f"{self.name} with {name}"
-        )
+        both = {**self._functions, **functions}, {**self._addresses, **addresses}
+        return VerbsLibrary(*both, f"{self.name} with {name}", self.release)
 
     def call(self, name: str, *arguments: int) -> int:
         """The bare result; a null address is 0."""
@@ -165,6 +172,13 @@ def bind(
     return functions, addresses
 
 
+def release_in(maps: str) -> int:
+    """The release of rdma-core, by the file of libibverbs among those that a process has mapped
+    (libibverbs.so.1.14.44.0 is that of 44); 0 where its name does not say."""
+    found = re.search(r"/libibverbs\.so\.1\.\d+\.(\d+)\.", maps)
+    return int(found[1]) if found else 0
+
+
 @functools.cache
 def load_libibverbs() -> VerbsLibrary:
     """libibverbs of this machine.
@@ -172,7 +186,8 @@ def load_libibverbs() -> VerbsLibrary:
     Raises:
         TransportError: it is not installed, or older than rdma-core 31.
     """
-    library = VerbsLibrary(*bind("libibverbs.so.1", _SIGNATURES, _OPTIONAL, "rdma-core 31 or newer"), name="libibverbs")
+    found = bind("libibverbs.so.1", _SIGNATURES, _OPTIONAL, "rdma-core 31 or newer")
+    library = VerbsLibrary(*found, name="libibverbs", release=release_in(Path("/proc/self/maps").read_text()))
     # Queues of the provider must not become copy-on-write in a forked child; recent kernels need no help.
     library.call("ibv_fork_init")
     return library

@@ -22,6 +22,7 @@ from uccl_ep_serving.proxy.transport.verbs.codes import (
     LOC_PROT_ERR,
     LOC_QP_OP_ERR,
     REM_ACCESS_ERR,
+    REM_INV_REQ_ERR,
     REM_OP_ERR,
     RESP_TIMEOUT_ERR,
     SEND_SIGNALED,
@@ -66,6 +67,7 @@ D_AHS = 5  # address of AHs by device: the number under which this device knows 
 D_INDEX = 6
 D_DEAD = 7
 D_MAX_RDMA = 8
+D_BYTES = 9  # of the writes that were posted
 DEVICE_WORDS = 16
 KEY_WORDS = 4
 
@@ -105,13 +107,14 @@ AH_DEVICE = 64
 
 #: What the NIC says -> the status that libefa makes of it (providers/efa/verbs.c, to_ibv_status).
 _STATUS = {5: LOC_PROT_ERR, 6: LOC_LEN_ERR, 7: REM_ACCESS_ERR, 9: 15, 13: RESP_TIMEOUT_ERR, 14: REM_OP_ERR}
+_STATUS[18] = REM_INV_REQ_ERR
 _STATUS |= {1: WR_FLUSH_ERR, 2: LOC_QP_OP_ERR, 3: LOC_QP_OP_ERR, 4: LOC_QP_OP_ERR}
 _V_LKEY, _V_LENGTH, _V_ADDRESS, _V_QPN, _V_SILENT, _V_UNKNOWN = 5, 6, 7, 9, 13, 14
 
 _WR_ID, _WR_FLAGS = QP_EX["wr_id"], QP_EX["wr_flags"]
 _EINVAL, _ENOMEM = 22, 12
 _OK, _GENERAL = int(SUCCESS), int(GENERAL_ERR)
-_STATUSES = tuple(int(_STATUS.get(vendor, GENERAL_ERR)) if vendor else _OK for vendor in range(16))
+_STATUSES = tuple(int(_STATUS.get(vendor, GENERAL_ERR)) if vendor else _OK for vendor in range(19))
 _SIGNALED, _WITH_IMM = int(SEND_SIGNALED), int(WC_WITH_IMM)
 _WRITE, _RECEIVE = int(WC_RDMA_WRITE), int(WC_RECV_RDMA_WITH_IMM)
 _WC_BYTES = WC.nbytes
@@ -266,7 +269,7 @@ def finish(fabric: int, index: int, vendor: int) -> None:
     write = flight + index * 8 * FLIGHT_WORDS
     qp = peek(write + 8 * F_QP)
     if peek(peek(qp + 8 * Q_DEVICE) + 8 * D_DEAD) == 0:
-        status = _STATUSES[min(vendor, 15)] if vendor < 16 else _GENERAL
+        status = _STATUSES[min(vendor, 18)] if vendor < 19 else _GENERAL
         number, cq = peek(qp + 8 * Q_NUMBER), peek(qp + 8 * Q_CQ)
         # The length and the source of a send's completion are undefined.
         entry = complete(cq, peek(write + 8 * F_WR_ID), status, _WRITE, vendor, 0xDEAD, 0xDEAD, number, 0xDEAD, 0xDEAD)
@@ -392,6 +395,8 @@ def _wr_complete(qp_ex: int) -> int:
         in_flight = peek(fabric + 8 * FLIGHT_COUNT)
         copy(peek(fabric + 8 * FLIGHT) + in_flight * 8 * FLIGHT_WORDS, write, 8 * FLIGHT_WORDS)
         poke(fabric + 8 * FLIGHT_COUNT, in_flight + 1)
+        device = peek(qp + 8 * Q_DEVICE)
+        poke(device + 8 * D_BYTES, peek(device + 8 * D_BYTES) + peek(write + 8 * F_LENGTH))
         poke(fabric + 8 * WRITE_BYTES, peek(fabric + 8 * WRITE_BYTES) + peek(write + 8 * F_LENGTH))
     poke(fabric + 8 * WRITES, peek(fabric + 8 * WRITES) + count)
     poke(qp + 8 * Q_USED, peek(qp + 8 * Q_USED) + count)

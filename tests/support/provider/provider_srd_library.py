@@ -36,30 +36,37 @@ from uccl_ep_serving.proxy.transport.verbs.abi import (
 from uccl_ep_serving.proxy.transport.verbs.device import Gid
 from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
-__all__ = ["EfaTraits", "SrdNetwork"]
+__all__ = ["OFFERED", "EfaTraits", "SrdNetwork"]
 
 _KEYS = 64
 _QPS = 64
 _FIRST_QPN = 5
 
 
+#: What devices are able to do unless a test says otherwise; a run over posted receives takes one thing away.
+OFFERED = {
+    "capabilities": codes.EFA_CAP_RDMA_READ
+    | codes.EFA_CAP_RNR_RETRY
+    | codes.EFA_CAP_RDMA_WRITE
+    | codes.EFA_CAP_UNSOLICITED_WRITE_RECV
+}
+
+
 @dataclass(slots=True)
 class EfaTraits:
     """What libefa says of the devices; a test changes it before they are opened.
 
-    ``old`` is a libefa that knows neither flags nor service levels of a queue pair (rdma-core 44).
+    ``old`` is a libefa that knows neither flags nor service levels of a queue pair (rdma-core 44), ``release`` what its
+    file says, ``granted`` the longest send queue that the kernel makes, whatever the device says (0 = any).
     """
 
     sends: int = 256
     receives: int = 256
     max_write: int = 1 << 30
-    capabilities: int = (
-        codes.EFA_CAP_RDMA_READ
-        | codes.EFA_CAP_RNR_RETRY
-        | codes.EFA_CAP_RDMA_WRITE
-        | codes.EFA_CAP_UNSOLICITED_WRITE_RECV
-    )
+    capabilities: int = field(default_factory=lambda: OFFERED["capabilities"])
     old: bool = False
+    release: int = 0
+    granted: int = 0
     tells_ah_numbers: bool = True
 
 
@@ -152,6 +159,10 @@ class SrdNetwork(MemoryNetwork):
                 found.add(records[self._get(int(write[nic.F_QP]), 8 * nic.Q_DEVICE)])
         return found
 
+    def bytes_of(self, rank: int) -> list[int]:
+        """Bytes that ``rank`` has posted, by rail."""
+        return [int(self._hardware[device].record[nic.D_BYTES]) for device in self._of(rank)]
+
     @property
     def violation(self) -> int:
         """VIOLATION_* that came first, 0 = none."""
@@ -196,7 +207,7 @@ class SrdNetwork(MemoryNetwork):
             "efadv_query_ah": self._query_ah,
         }
         functions = {name: self._refusable(name, function) for name, function in named.items()}
-        return VerbsLibrary(functions, {}, name="memory EFA")
+        return VerbsLibrary(functions, {}, name="memory EFA", release=self.efa.release)
 
     def _of(self, rank: int) -> range:
         return range(rank * self.rails, (rank + 1) * self.rails)
@@ -311,6 +322,8 @@ class SrdNetwork(MemoryNetwork):
             flags & codes.EFA_FLAG_UNSOLICITED_WRITE_RECV and not offered & codes.EFA_CAP_UNSOLICITED_WRITE_RECV
         ):
             number = errno.EOPNOTSUPP
+        elif self.efa.granted and get("cap.max_send_wr") > self.efa.granted:
+            number = errno.ENOMEM
         elif get("cap.max_send_wr") > self.efa.sends or get("cap.max_recv_wr") > self.efa.receives:
             number = errno.EINVAL
         if number:
