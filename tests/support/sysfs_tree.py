@@ -5,7 +5,8 @@
     pci0000:00/00:01.1/01:00.0/02:00.0/05:00.0  gpu amd numa=0
     -                                           nic rxe0 rate=10 link=Ethernet
 
-A PCI device stands with all the bridges above it; ``-`` is no PCI device. ``state=DOWN`` makes a port inactive.
+A PCI device stands with all the bridges above it; ``-`` is no PCI device. ``state=DOWN`` makes a port inactive,
+``net=eth2`` names a NIC's network interface.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from uccl_ep_serving.data_plane.topology import Topology
 
 MACHINES = Path(__file__).parent / "machines"
 
+_NIC_VENDORS = {"bnxt_en": 0x14E4, "efa": 0x1D0F, "ionic": 0x1DD8}
 _VENDORS = {"nvidia": (0x10DE, 0x030200), "amd": (0x1002, 0x120000), "console": (0x1A03, 0x030000)}
 
 
@@ -79,7 +81,11 @@ def _nic(root: Path, device: Path, name: str, options: dict[str, str], *, softwa
     _link(root / "class/infiniband" / name, entry)
     if not software:
         _write(device / "class", "0x020000")
-        _write(device / "vendor", "0x15b3")
+        _write(device / "vendor", f"{_NIC_VENDORS.get(options['driver'], 0x15B3):#06x}")
+        if interface := options.get("net"):
+            (device / "net" / interface).mkdir(parents=True)
+            (root / "class/net").mkdir(parents=True, exist_ok=True)
+            _link(root / "class/net" / interface, device / "net" / interface)
         _link(entry / "device", device)
         driver = root / "bus/pci/drivers" / options["driver"]
         driver.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["SYSFS", "Distance", "Gpu", "Nic", "Topology", "parse_cpus"]
+__all__ = ["SYSFS", "Distance", "Gpu", "Nic", "Topology", "entries_of", "number_of", "parse_cpus", "text_of"]
 
 SYSFS = Path("/sys")
 
@@ -102,12 +102,12 @@ class Topology:
     @classmethod
     def read(cls, sysfs: Path = SYSFS) -> Topology:
         """The machine under ``sysfs``. Never raises: what cannot be read is left out or unknown."""
-        gpus = [gpu for device in _entries(sysfs / "bus/pci/devices") if (gpu := _gpu(device)) is not None]
-        nics = [_nic(device) for device in _entries(sysfs / "class/infiniband")]
+        gpus = [gpu for device in entries_of(sysfs / "bus/pci/devices") if (gpu := _gpu(device)) is not None]
+        nics = [_nic(device) for device in entries_of(sysfs / "class/infiniband")]
         nodes = {}
-        for node in _entries(sysfs / "devices/system/node"):
+        for node in entries_of(sysfs / "devices/system/node"):
             if re.fullmatch(r"node\d+", node.name):
-                nodes[int(node.name[4:])] = parse_cpus(_text(node / "cpulist"))
+                nodes[int(node.name[4:])] = parse_cpus(text_of(node / "cpulist"))
         return cls(
             tuple(sorted(gpus, key=lambda gpu: gpu.address)),
             tuple(sorted(nics, key=lambda nic: (nic.is_software, nic.address, nic.name))),
@@ -154,23 +154,26 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _entries(directory: Path) -> list[Path]:
+def entries_of(directory: Path) -> list[Path]:
+    """What is in a directory, by name; nothing where it cannot be read."""
     try:
         return sorted(directory.iterdir())
     except OSError:
         return []
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A file's text without the white space around it; "" where it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def _number(path: Path, default: int) -> int:
+def number_of(path: Path, default: int) -> int:
+    """The number in a file; ``default`` where there is none."""
     try:
-        return int(_text(path), 0)
+        return int(text_of(path), 0)
     except ValueError:
         return default
 
@@ -190,26 +193,26 @@ def _path_of(device: Path) -> tuple[str, ...]:
 
 
 def _gpu(device: Path) -> Gpu | None:
-    vendor = _number(device / "vendor", 0)
-    if vendor not in _GPU_VENDORS or _number(device / "class", 0) >> 16 not in _GPU_CLASSES:
+    vendor = number_of(device / "vendor", 0)
+    if vendor not in _GPU_VENDORS or number_of(device / "class", 0) >> 16 not in _GPU_CLASSES:
         return None
-    return Gpu(device.name, _GPU_VENDORS[vendor], _number(device / "numa_node", -1), _path_of(device))
+    return Gpu(device.name, _GPU_VENDORS[vendor], number_of(device / "numa_node", -1), _path_of(device))
 
 
 def _nic(entry: Path) -> Nic:
     device = entry / "device"
     path = _path_of(device)
     driver = device / "driver"
-    ports = [port for port in _entries(entry / "ports") if port.name.isdigit()]
+    ports = [port for port in entries_of(entry / "ports") if port.name.isdigit()]
     # The kernel writes "4: ACTIVE".
-    active = [port for port in ports if _text(port / "state").endswith(" ACTIVE")]
+    active = [port for port in ports if text_of(port / "state").endswith(" ACTIVE")]
     return Nic(
         name=entry.name,
         driver=driver.resolve().name if driver.exists() else "",
-        link=_text(ports[0] / "link_layer") if ports else "",
+        link=text_of(ports[0] / "link_layer") if ports else "",
         active=bool(active),
         gbps=max((_gbps(port) for port in active or ports[:1]), default=0.0),
-        numa=_number(device / "numa_node", -1),
+        numa=number_of(device / "numa_node", -1),
         address=path[-1] if path else "",
         path=path,
         ports=tuple(int(port.name) for port in active),
@@ -218,5 +221,5 @@ def _nic(entry: Path) -> Nic:
 
 def _gbps(port: Path) -> float:
     """Rate of a port: the kernel writes "100 Gb/sec (4X EDR)"."""
-    found = re.match(r"([0-9.]+) Gb/sec", _text(port / "rate"))
+    found = re.match(r"([0-9.]+) Gb/sec", text_of(port / "rate"))
     return float(found[1]) if found else 0.0

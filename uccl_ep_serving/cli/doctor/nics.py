@@ -1,12 +1,12 @@
-"""RDMA devices: what each is, which GPU uses it or why none does, and the NICs of each GPU."""
+"""RDMA devices: what each is, which GPU uses it or why none does, the NICs of each GPU, and flow control."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.congestion import examine_flow_control
+from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
 from uccl_ep_serving.cli.doctor.verbs import examine_with_bindings
-from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.rails import HcaFilter, Rails, choose_rails
 from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.errors import ConfigError
@@ -17,11 +17,13 @@ __all__ = ["examine_nics", "nics"]
 
 def nics() -> Iterator[Finding]:
     """RDMA devices, as this package sees them, then as the library's own bindings do."""
+    settings, topology = settings_or_defaults(), Topology.read()
     try:
-        wanted = HcaFilter.of(Settings.from_environment())
+        wanted = HcaFilter.of(settings)
     except ConfigError:
         wanted = HcaFilter()  # all; what is wrong is reported under settings or transports
-    yield from examine_nics(Topology.read(), wanted)
+    yield from examine_nics(topology, wanted)
+    yield from examine_flow_control(topology, settings)
     yield from examine_with_bindings()
 
 
