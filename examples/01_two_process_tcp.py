@@ -36,7 +36,7 @@ def run(rank: int, nbytes: int, times: int, connections: int, secret: bytes, oth
     half = -(-nbytes // PAGE) * PAGE
     layout = WindowLayout(2, None, NormalPlan(ranks=2, local_experts=1, heap=2 * half, rounds=PAGE, chunk=PAGE))
     window = Segment.create(f"example window {rank}", layout.nbytes)
-    space = KernelSpace(rank, 2, settings.channels, window, layout, settings.timeout)
+    space = KernelSpace(rank, 2, settings.least_channels, window, layout, settings.timeout)
     source, target = layout.normal_heap, layout.normal_heap + half
 
     # Control path: tell the peer where we listen, connect, and prove the job's secret to each other.

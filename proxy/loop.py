@@ -24,10 +24,11 @@ from .transport.base import ARRIVED, DOWN, EVENT_BYTES, FAULT, FAULT_BITS, SENT
 #: What :func:`step` and :func:`run` return instead of an amount of work: told to stop; injected fault.
 STOPPED, DIED = -1, -2
 
-#: Times of the back-off, nanoseconds. Until YIELD_FOR after the last work the loop only yields; then it sleeps
-#: SLEEP_LEAST (with a timer slack of 1 ns a sleep of 5 us takes 20 us on a stock kernel) and, when idle for longer, a
-#: 32nd of the time that it has been idle, at most SLEEP_MOST. So it adds at most 3% to any wait, and a lone idle proxy
-#: wakes 1,250 times a second: 14 us each on a virtual machine, where a sleeping core is given back to the host.
+#: Times of the back-off, nanoseconds. For SPIN (:mod:`.spin`) after the last work the loop keeps its core, until
+#: YIELD_FOR it yields; then it sleeps SLEEP_LEAST (with a timer slack of 1 ns a sleep of 5 us takes 20 us on a stock
+#: kernel) and, when idle for longer, a 32nd of the time that it has been idle, at most SLEEP_MOST. So it adds at most
+#: 3% to any wait, and a lone idle proxy wakes 1,250 times a second: 14 us each on a virtual machine, where a sleeping
+#: core is given back to the host.
 YIELD_FOR = 50_000
 SLEEP_LEAST = 5_000
 SLEEP_MOST = 800_000
@@ -157,7 +158,6 @@ def _sleep(state: int, idle: int, now: int, wakeups: int) -> None:
 @compiled
 def run(state: int) -> int:
     """Repeat :func:`step` until it returns STOPPED or DIED, backing off while there is nothing to do."""
-    spins = 0
     idle_since = 0
     idle = 0
     joined = peek(state + words.WAKEUP) != 0
@@ -172,19 +172,16 @@ def run(state: int) -> int:
             if work > 0 and joined and idle >= _LONG_IDLE:
                 wake_others(state)
             wakeups = heard
-            spins = 0
             idle_since = 0
             idle = 0
-            continue
-        if spins < peek(state + words.SPINS):
-            spins += 1
-            pause()
             continue
         now = monotonic_ns()
         if idle_since == 0:
             idle_since = now
         idle = now - idle_since
-        if idle < YIELD_FOR:
+        if idle < peek(state + words.SPIN):
+            pause()
+        elif idle < YIELD_FOR:
             sched_yield()
         else:
             _sleep(state, idle, now, wakeups)

@@ -30,11 +30,6 @@ from .transport.select import NIC_TRANSPORTS, SHM, TCP
 
 #: prctl(2) options.
 _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29
-#: Cores from which on a loop may spin before it yields. With fewer, a spinning proxy takes the core that the rank it
-#: serves would compute on (measured: three spinning loops on two cores are 67 times slower than yielding ones).
-_CORES_TO_SPIN = 8
-_SPINS = 200
-
 #: What ``auto`` may come to once the peers are known, and always can.
 _AUTO = (SHM, TCP)
 
@@ -66,6 +61,7 @@ class ProxyService:
         route: per peer, the index k of the endpoint that reaches it, -1 = not through a proxy.
         near_cpus: per proxy, cores near the NICs it drives: where it runs unless ``settings.proxy_cpus`` says
             otherwise; () or an empty set = anywhere.
+        spin: nanoseconds that an idle proxy keeps its core, from :func:`.spin.choose_spin`.
 
     Raises:
         ConfigError: the arguments contradict each other or the capacity of the formats.
@@ -85,6 +81,7 @@ class ProxyService:
         endpoints: Sequence[Sequence[Endpoint]],
         route: Sequence[int],
         near_cpus: Sequence[frozenset[int]] = (),
+        spin: int = 0,
     ) -> None:
         if len(endpoints) != settings.proxies:
             raise ConfigError(f"{len(endpoints)} lists of endpoints for {settings.proxies} proxies")
@@ -102,7 +99,6 @@ class ProxyService:
         self._endpoints = [list(row) for row in endpoints]
         self._faults = FaultReader(rank, ranks, self._endpoints, list(route))
         self._process = os.getpid()
-        cores = len(os.sched_getaffinity(0))
         #: One per proxy, for tests and statistics.
         self.states = [
             ProxyState(
@@ -115,7 +111,7 @@ class ProxyService:
                 error=error,
                 endpoints=row,
                 route=route,
-                spins=_SPINS if cores >= _CORES_TO_SPIN else 0,
+                spin=spin,
             )
             for proxy, row in enumerate(endpoints)
         ]

@@ -68,7 +68,7 @@ class ProxyState:
         error: address of the sticky error.
         endpoints: connected.
         route: per peer, index into ``endpoints``, or -1 when the peer is not reached through a proxy.
-        spins: idle iterations before the loop yields its core.
+        spin: nanoseconds that an idle loop keeps its core.
 
     Raises:
         ConfigError: a value is outside the capacity of the formats.
@@ -86,7 +86,7 @@ class ProxyState:
         error: int,
         endpoints: Sequence[Endpoint],
         route: Sequence[int],
-        spins: int = 0,
+        spin: int = 0,
     ) -> None:
         _check_capacity(rank, ranks, route, len(endpoints), window_bytes)
         caps = _caps([endpoint.capabilities for endpoint in endpoints], settings)
@@ -141,7 +141,7 @@ class ProxyState:
                 words.WRITE_CAP: settings.writes_in_flight,
                 words.QUOTA: words.DESTINATION_QUOTA,
                 words.DIE_AFTER: settings.fault_proxy_after if proxy == 0 else 0,
-                words.SPINS: spins,
+                words.SPIN: spin,
                 words.PROXY: proxy,
                 words.PROXIES: 1,
                 **caps,

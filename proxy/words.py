@@ -41,7 +41,7 @@ BYTE_CAP = 176  # their bytes
 PEER_BYTE_CAP = 184  # those to one peer
 QUOTA = 192  # queued commands per destination
 DIE_AFTER = 200  # fault injection: commands after which the loop ends; 0 = never
-SPINS = 208  # idle iterations before the loop gives its core to others
+SPIN = 208  # nanoseconds that an idle loop keeps polling before it gives its core to others
 PROXY = 216  # index of this proxy among those of the rank
 PROXIES = 224  # their number
 RINGS = 232  # address of int64[PROXIES]: addresses of all their rings

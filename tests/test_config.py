@@ -23,7 +23,7 @@ def test_sizes_take_suffixes_and_overrides_win() -> None:
 
 
 def test_proxies_raise_channels() -> None:
-    assert Settings.from_environment({"UCCL_EP_PROXIES": "3"}).channels == 3
+    assert Settings.from_environment({"UCCL_EP_PROXIES": "3"}).least_channels == 3
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,19 @@ def _flag(text: str) -> bool:
         raise ValueError("must be 1 or 0") from None
 
 
+def _spin(text: str) -> str:
+    """``"auto"``, ``"off"`` or milliseconds."""
+    if text in ("auto", "off"):
+        return text
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        raise ValueError("must be auto, off or a number of milliseconds") from None
+    if not 0 <= milliseconds <= 1e6:
+        raise ValueError("must be auto, off or in 0..1000000 milliseconds")
+    return f"{milliseconds:g}" if milliseconds else "off"
+
+
 #: What a Linux kernel is configured for at most (CONFIG_NR_CPUS of x86-64).
 _MOST_CPUS = 8192
 
@@ -168,7 +181,7 @@ class Settings:
     gpu_check: bool = True
     window: str = "auto"
     proxies: int = 1
-    channels: int = 1
+    channels: int = 0
     timeout: float = 100.0
     connect_timeout: float = 60.0
     ring_slots: int = 4096
@@ -189,10 +202,12 @@ class Settings:
     nic_gid_index: int = -1
     nic_traffic_class: int = -1
     nic_service_level: int = -1
-    nic_timeout: int = 14
+    nic_timeout: int = 20
+    nic_retries: int = -1
     nic_qps: int = 1
     nic_bytes_in_flight: int = 0
     proxy_cpus: tuple[int, ...] = ()
+    proxy_spin: str = "auto"
     fault_proxy_after: int = 0
     #: Not a variable of ours: the launcher's MASTER_ADDR, a hint for choosing an interface.
     master_address: str = ""
@@ -220,9 +235,6 @@ class Settings:
         values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
         given = {**values, **overrides}
         settings = cls(**given)
-        if settings.proxies > settings.channels:
-            # Streams are dealt to proxies by channel: more proxies than channels would idle.
-            settings = dataclasses.replace(settings, channels=settings.proxies)
         if "peer_bytes_in_flight" not in given:
             room = max(settings.bytes_in_flight // 2, _LEAST_IN_FLIGHT)
             settings = dataclasses.replace(settings, peer_bytes_in_flight=min(settings.peer_bytes_in_flight, room))
@@ -232,6 +244,11 @@ class Settings:
                 f"UCCL_EP_BYTES_IN_FLIGHT = {settings.bytes_in_flight}: one slow peer could then stop all others"
             )
         return settings
+
+    @property
+    def least_channels(self) -> int:
+        """Channels where no NIC asks for more: streams are dealt to proxies by channel, so none of them idles."""
+        return max(self.channels, self.proxies)
 
     def agreed(self) -> dict[str, Any]:
         """The values on which all ranks must agree, by variable name."""
@@ -294,9 +311,10 @@ SETTINGS: tuple[Variable, ...] = (
     Variable("proxies", _integer(1, 16), True, "proxy threads per Buffer"),
     Variable(
         "channels",
-        _integer(1, 16),
+        _integer(0, 16),
         True,
-        "channels that a message is striped over; raised to the number of proxies",
+        "channels that a message is striped over, at least the number of proxies; 0: as many as two ranks have NICs "
+        "between them, so that each NIC carries its part",
     ),
     Variable("timeout", _seconds(0.05, 86400), False, "seconds that a wait for a peer may last before PeerTimeout"),
     Variable(
@@ -417,7 +435,17 @@ SETTINGS: tuple[Variable, ...] = (
         "nic_timeout",
         _integer(1, 31),
         False,
-        "acknowledgement timeout of RoCE, 4.096 us x 2^n; the NIC tries 7 times before the peer counts as lost",
+        "acknowledgement timeout of RoCE, 4.096 us x 2^n, else NCCL_IB_TIMEOUT",
+        fallback="NCCL_IB_TIMEOUT",
+        group="nic",
+    ),
+    Variable(
+        "nic_retries",
+        _integer(-1, 7),
+        False,
+        "how often a RoCE NIC sends an unacknowledged packet again before the peer counts as lost, else "
+        "NCCL_IB_RETRY_CNT; -1: the default of the NIC's family, 7",
+        fallback="NCCL_IB_RETRY_CNT",
         group="nic",
     ),
     Variable(
@@ -442,6 +470,13 @@ SETTINGS: tuple[Variable, ...] = (
         "cores for the proxy threads of all ranks of a host, dealt in rank order, as 4,5 or 4-7; not set: those near "
         "the NIC that a proxy drives, any without a NIC",
         group="nic",
+    ),
+    Variable(
+        "proxy_spin",
+        _spin,
+        False,
+        "how long an idle proxy keeps polling before it sleeps. auto: 10 ms where this process may use at least four "
+        "cores for each proxy of the host, else off; off: it yields at once and sleeps after 50 us; or milliseconds",
     ),
     Variable(
         "fault_proxy_after",

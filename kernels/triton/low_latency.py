@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ...config import Settings
 from ...errors import ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.layout import LowLatencyPlan, WindowLayout
@@ -84,19 +83,19 @@ class TritonLowLatencyKernels:
 
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
 
-    def check(self, settings: Settings) -> None:
+    def check(self, channels: int, ring_slots: int) -> None:
         """Raise ConfigError for what these kernels cannot serve."""
         plan = self.plan
         if plan.topk > MAX_TOPK:
             raise ConfigError(f"low-latency dispatch: topk = {plan.topk} exceeds {MAX_TOPK} on a device")
         # a kernel publishes everything at once, after it has waited for room
         longest = max(plan.dispatch_slot, plan.combine_recv)
-        parts = max(1, -(-longest // (settings.channels * MAX_WRITE_BYTES)))
-        commands = plan.ranks * settings.channels * parts
-        if commands > settings.ring_slots:
+        parts = max(1, -(-longest // (channels * MAX_WRITE_BYTES)))
+        commands = plan.ranks * channels * parts
+        if commands > ring_slots:
             raise ConfigError(
                 f"low-latency dispatch: {plan} needs up to {commands} commands at once, and a ring holds "
-                f"{settings.ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
+                f"{ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
             )
 
     def warm_dispatch(self, source: int, coding: int, round_scale: bool, reduced: bool) -> None:

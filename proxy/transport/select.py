@@ -35,6 +35,8 @@ class Offer:
         reason: why there is no NIC, or what the NICs are, in words.
         present: the machine has devices for it, usable or not: only then is the reason worth telling.
         broken: what is wrong with NICs that would be among them.
+        unused: there are NICs that ought to be among them, and none of them can be used: worth a warning.
+        asked: the variable that asks for NICs by name which cannot be used; "" where none does.
     """
 
     nics: tuple[str, ...] = ()
@@ -42,6 +44,8 @@ class Offer:
     reason: str = "no device"
     present: bool = False
     broken: tuple[str, ...] = ()
+    unused: bool = False
+    asked: str = ""
 
 
 #: By transport; a transport that is missing is not offered.
@@ -55,10 +59,12 @@ class Choice:
     Attributes:
         transport: DIRECT, or the name of a transport (``Capabilities.name``).
         reason: the way and why it was taken, in words.
+        warning: what is wrong with that, and the next step; "" when nothing is.
     """
 
     transport: str
     reason: str
+    warning: str = ""
 
 
 def choose(
@@ -104,15 +110,29 @@ def choose(
         return Choice(SHM, f"shm ({why})")
     if settings.transport == SHM:
         raise ConfigError(f"shm cannot reach a peer: {missing}. With UCCL_EP_TRANSPORT=auto it is reached over tcp")
-    reasons = [missing]
+    reasons, idle = [missing], False
     for kind in NIC_TRANSPORTS:
         ours, other = mine.get(kind, Offer()), theirs.get(kind, Offer())
         obstacle = _obstacle(ours, other)
         if not obstacle:
             return Choice(kind, f"{kind} ({missing}, and both ranks have {ours.fabric} NICs)")
+        if asked := ours.asked or other.asked:
+            raise ConfigError(
+                f"{asked} asks for NICs that cannot be used: {obstacle}. Next step: correct that, or unset {asked}; "
+                "uccl-ep doctor says more of each NIC"
+            )
         if ours.present or other.present:
             reasons.append(f"not {kind}: {obstacle}")
-    return Choice(TCP, f"tcp ({'; '.join(reasons)})")
+        idle = idle or any(offer.nics or offer.unused for offer in (ours, other))
+    words = f"tcp ({'; '.join(reasons)})"
+    if not idle:
+        return Choice(TCP, words)
+    return Choice(
+        TCP,
+        words,
+        f"NICs are there and are not used, tcp is many times slower: {'; '.join(reasons[1:])}. Next step: correct that "
+        "(uccl-ep doctor says more of each NIC), or set UCCL_EP_TRANSPORT=tcp where it is meant",
+    )
 
 
 def _obstacle(mine: Offer, theirs: Offer) -> str:

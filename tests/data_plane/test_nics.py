@@ -88,7 +88,6 @@ def test_the_bandwidth_of_a_rank_is_its_share_of_its_nics() -> None:
 
 def test_without_a_nic_every_device_is_named_with_its_reason() -> None:
     present = Topology(nics=(nic("a", active=False), nic("b")))
-    assert HostNics(Settings(nics="a"), topology=present).offers["roce"].reason == (
-        "a: no active port; b: UCCL_EP_NICS=a leaves it out"
-    )
+    offer = HostNics(Settings(nccl_ib_hca="^b"), topology=present).offers["roce"]
+    assert offer == Offer(reason="a: no active port; b: NCCL_IB_HCA=^b leaves it out", present=True, unused=True)
     assert HostNics(Settings(), topology=Topology()).offers["roce"] == Offer()

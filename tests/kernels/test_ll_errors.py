@@ -212,9 +212,9 @@ def test_messages_that_no_ring_takes_are_refused() -> None:
     """Before the windows are laid out: gigabytes here, which nobody has to have for this test."""
     plan = LowLatencyPlan(ranks=2, tokens=8192, hidden=8192, experts=16, topk=16, element=4)
     with pytest.raises(ConfigError, match="raise UCCL_EP_RING_SLOTS"):
-        check_ring(plan, Settings(ring_slots=2))
-    check_ring(plan, Settings(ring_slots=64))
-    check_ring(plan, Settings(ring_slots=16, channels=16))
+        check_ring(plan, 1, 2)
+    check_ring(plan, 1, 64)
+    check_ring(plan, 16, 16)
 
     def body(runtime: Any) -> None:
         given = {**arguments(rank=0), "num_max_dispatch_tokens_per_rank": 8192, "num_experts": 16}

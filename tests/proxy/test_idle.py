@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.support.world import World
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.calls import futex_wait
 from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.streams import LL_DISPATCH
 from uccl_ep_serving.proxy import words
-from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, wake_others
-from uccl_ep_serving.proxy.state import read
+from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, run, wake_others
+from uccl_ep_serving.proxy.spin import available_cores, choose_spin
+from uccl_ep_serving.proxy.state import read, request_stop
 
 PROXIES = 4
+MILLISECOND = 1_000_000
 
 
 def _world() -> World:
     return World(2, 1 << 16, proxies=PROXIES)
+
+
+class LoopThread:
+    """The loop of one proxy in a thread."""
+
+    def __init__(self, state: int) -> None:
+        self._state = state
+        self._thread = threading.Thread(target=run, args=(state,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        request_stop(self._state)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
 
 
 def test_every_nap_slot_is_that_of_one_proxy() -> None:
@@ -91,3 +112,70 @@ def test_idle_proxies_wake_seldom_and_still_work() -> None:
     finally:
         for one in world.services:
             one.stop(time.monotonic() + 5)
+
+
+@pytest.mark.parametrize(
+    ("cores", "proxies", "ranks", "named", "nanoseconds"),
+    [
+        (2, 1, 1, 0, 0),
+        (2, 4, 2, 0, 0),
+        (4, 1, 1, 0, 10 * MILLISECOND),
+        (16, 1, 8, 0, 0),
+        (32, 1, 8, 0, 10 * MILLISECOND),
+        (192, 4, 8, 0, 10 * MILLISECOND),
+        (96, 4, 8, 0, 0),
+        (192, 4, 8, 16, 0),
+        (192, 4, 8, 32, 10 * MILLISECOND),
+    ],
+)
+def test_proxies_spin_where_there_are_cores_for_them(
+    cores: int, proxies: int, ranks: int, named: int, nanoseconds: int
+) -> None:
+    chosen = choose_spin("auto", cores=cores, proxies=proxies, local_ranks=ranks, named_cores=named)
+    assert chosen.nanoseconds == nanoseconds
+    assert chosen.reason.startswith("10 ms" if nanoseconds else "off")
+
+
+def test_who_says_how_long_to_spin_is_obeyed() -> None:
+    few = {"cores": 1, "proxies": 4, "local_ranks": 8}
+    assert choose_spin("2.5", **few).nanoseconds == 2_500_000
+    assert choose_spin("off", cores=512, proxies=1, local_ranks=1).nanoseconds == 0
+    assert Settings.from_environment({"UCCL_EP_PROXY_SPIN": "0"}).proxy_spin == "off"
+    for wrong in ("-1", "yes", "nan"):
+        with pytest.raises(ConfigError, match="auto, off or"):
+            Settings.from_environment({"UCCL_EP_PROXY_SPIN": wrong})
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/a/b", {}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1),
+        ("0::/a/b", {"cpu.max": "50000 100000"}, 1),
+        ("5:memory:/x\n4:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_the_quota_of_a_container_counts(own: str, files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own + "\n")
+    assert available_cores(tmp_path, tmp_path / "own") == (cores or len(os.sched_getaffinity(0)))
+
+
+def test_a_spinning_proxy_does_not_sleep_until_its_time_is_over() -> None:
+    world = _world()
+    (state, *_) = world.services[0].states
+    state.header[words.SPIN // 8] = 300 * MILLISECOND
+    loop = LoopThread(state.address)
+    try:
+        time.sleep(0.15)
+        assert state.counters[words.C_SLEEPS // 8] == 0
+        deadline = time.monotonic() + 20
+        while state.counters[words.C_SLEEPS // 8] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        loop.stop()

@@ -53,7 +53,9 @@ def test_preview_says_what_choose_says() -> None:
 EFA_NICS = {"efa": Offer(("rdmap79s0",), "EFA", "", True)}
 ETHERNET = {"roce": Offer(("bnxt_re0",), "Ethernet", "", True)}
 INFINIBAND = {"roce": Offer(("mlx5_0",), "InfiniBand", "", True)}
-OLD_EFA = {"efa": Offer((), "", "rdmap79s0 offers no RDMA write", True)}
+OLD_EFA = {"efa": Offer((), "", "rdmap79s0 offers no RDMA write", True, unused=True)}
+SOFT_ROCE = {"roce": Offer((), "", "rxe0: a software device", True)}
+NAMED = {"roce": Offer((), "", "mlx5_0: no active port (NCCL_IB_HCA names mlx5_0)", True, asked="NCCL_IB_HCA")}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,42 @@ def test_nics_that_cannot_be_had(transport: str, mine: dict[str, Offer], theirs:
     for mapped in (False, True):
         with pytest.raises(ConfigError, match=rf"{transport} cannot reach a peer: .*{words}.*UCCL_EP_TRANSPORT=auto"):
             choose(Settings(transport=transport, direct=False), mapped=mapped, mine=mine, theirs=theirs)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        (OLD_EFA, EFA_NICS, "not efa: this rank: rdmap79s0 offers no RDMA write. Next step"),
+        (EFA_NICS, OLD_EFA, "not efa: the peer: rdmap79s0 offers no RDMA write"),
+        (OLD_EFA, OLD_EFA, "not efa: this rank"),
+        (EFA_NICS, {}, "not efa: the peer: no device"),
+        (ETHERNET, INFINIBAND, "on Ethernet, the peer's on InfiniBand"),
+        (SOFT_ROCE, SOFT_ROCE, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_nics_that_are_there_and_are_not_used_are_a_warning(
+    mine: dict[str, Offer], theirs: dict[str, Offer], words: str
+) -> None:
+    for ours, other in ((mine, theirs), (theirs, mine)):
+        choice = choose(Settings(), mapped=False, same_host=False, mine=ours, theirs=other)
+        assert choice.transport == TCP
+        assert bool(choice.warning) == bool(words)
+    assert words in choose(Settings(), mapped=False, same_host=False, mine=mine, theirs=theirs).warning
+    # who wants tcp, and who needs no NIC, is not told
+    assert not choose(Settings(transport="tcp"), mapped=False, mine=mine, theirs=theirs).warning
+    assert not choose(Settings(), mapped=True, mine=mine, theirs=theirs).warning
+
+
+def test_nics_that_were_asked_for_by_name_are_refused_on_both_ranks() -> None:
+    for mine, theirs, who in ((NAMED, ETHERNET, "this rank"), (ETHERNET, NAMED, "the peer"), (NAMED, {}, "this rank")):
+        with pytest.raises(
+            ConfigError,
+            match=rf"NCCL_IB_HCA asks for NICs that cannot be used: {who}: mlx5_0: no active port.*unset NCCL",
+        ):
+            choose(Settings(), mapped=False, same_host=False, mine=mine, theirs=theirs)
+    assert choose(Settings(), mapped=True, mine=NAMED, theirs=NAMED).transport == DIRECT
+    assert choose(Settings(transport="tcp"), mapped=False, mine=NAMED, theirs=NAMED).transport == TCP
 
 
 def test_a_mapped_peer_needs_no_nic() -> None:

@@ -94,7 +94,7 @@ def test_the_last_of_4096_ranks_is_reached() -> None:
 
 def test_header_groups_keep_to_their_cache_lines() -> None:
     """The host's control words, the constants and the loop's own words are on lines of their own."""
-    assert words.SPINS < words.STOP // 64 * 64
+    assert words.SPIN < words.STOP // 64 * 64
     assert words.REQUESTS // 64 == words.STOP // 64
     assert words.TAIL // 64 > words.STOP // 64
     assert words.FAULT_VALUE < words.HEADER_BYTES

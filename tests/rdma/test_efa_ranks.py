@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.rdma.conftest import BOTH_WAYS
 from tests.support import ll_cases, normal_cases
+from tests.support.combinations import first_of
 from tests.support.nic_ranks import efa_nics, install, run_ranks
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane.mesh import ControlMesh
+from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
@@ -19,6 +23,9 @@ from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.proxy.transport.verbs import codes
 
 FORCED = Settings(transport="efa", direct=False, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
+
+
+pytestmark = pytest.mark.usefixtures("receiving")
 
 
 @pytest.mark.parametrize(("ranks", "rails", "proxies"), [(2, 1, 1), (3, 4, 1), (3, 4, 2), (2, 1, 3)])
@@ -40,6 +47,7 @@ def test_low_latency(ranks: int, rails: int, proxies: int, monkeypatch: pytest.M
             assert set(re.findall(r"': '(\w+)'", ways)) == {"efa"}
 
 
+@BOTH_WAYS
 def test_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     network = SrdNetwork(3, 2, seed=5, repeat=0.3, pace=32)
     network.efa.max_write = 2048
@@ -50,6 +58,58 @@ def test_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with install(network, monkeypatch, efa_nics(2)) as here:
         normal_cases.check(case, run_ranks(network, here, replace(FORCED, channels=2), body))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_ranks", "rails", "proxies"), first_of((4, 2, 2, 1), (4, 2, 4, 1), (8, 2, 2, 1), (4, 1, 3, 2))
+)
+def test_every_nic_carries_its_part(
+    ranks: int, node_ranks: int, rails: int, proxies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows cross once to a node, a rank has one peer on each other node: r and r + node_ranks, whose sum is
+    even."""
+    network = SrdNetwork(ranks, ranks * rails, seed=3, pace=64)
+    settings = replace(FORCED, direct=True, node_ranks=node_ranks, proxies=proxies)
+    case = normal_cases.Case((220,) * ranks, hidden=2048, experts=4 * ranks, lost=0.0).inputs()
+
+    def body(runtime: Runtime) -> Any:
+        assert (runtime.node_ranks, runtime.channels) == (node_ranks, rails)
+        return normal_cases.round_trip(Normal(runtime), case, runtime.rank)
+
+    with install(network, monkeypatch, efa_nics(ranks * rails)) as here:
+        normal_cases.check(case, run_ranks(network, here, settings, body))
+    for rank in range(ranks):
+        carried = network.bytes_of(rank)[rank * rails : (rank + 1) * rails]
+        assert min(carried) > 0.75 * max(carried), f"rank {rank}: {carried} bytes by NIC"
+
+
+def test_channels_that_were_set_are_kept_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = SrdNetwork(2, rails=4)
+    with install(network, monkeypatch, efa_nics(4)) as here:
+        assert run_ranks(network, here, replace(FORCED, channels=1), lambda runtime: runtime.channels) == [1, 1]
+    assert "UCCL_EP_CHANNELS=1 leaves 1 of the 2 NICs of a rank idle" in caplog.text
+
+
+def test_nics_that_are_not_used_are_a_warning_and_those_asked_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with an rdma-core that is too old, between ranks that map nothing of each other."""
+    network = SrdNetwork(2)
+    network.efa.capabilities, network.efa.release = codes.EFA_CAP_RDMA_READ, 44
+    monkeypatch.setattr(ControlMesh, "local_peers", frozenset())
+    settings = replace(FORCED, transport="auto")
+    with install(network, monkeypatch, efa_nics(1)) as here:
+        ways = run_ranks(network, here, settings, lambda runtime: runtime.stats()["transport_by_peer"])
+        assert ways == [{"1": "tcp"}, {"0": "tcp"}]
+        (warning,) = [one for one in caplog.messages if one.startswith("rank 0 reaches ranks 1 over tcp")]
+        assert "not efa: this rank: efa0 offers no RDMA write to rdma-core 44, which is installed here" in warning
+        assert "or set UCCL_EP_TRANSPORT=tcp where it is meant" in warning
+        with pytest.raises(ConfigError, match=r"UCCL_EP_NICS asks for NICs .*efa0 offers no RDMA write.*names efa0"):
+            run_ranks(network, here, replace(settings, nics="efa0"), lambda runtime: None)
+        with pytest.raises(ConfigError, match=r"UCCL_EP_NICS==efa7 names efa7; RDMA devices of this machine: efa0\."):
+            run_ranks(network, here, replace(settings, nics="=efa7"), lambda runtime: None)
 
 
 def test_without_nics_the_demand_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_an_offer_names_its_rails_and_what_they_are() -> None:
 
 def test_devices_without_a_library() -> None:
     nics = HostNics(Settings(), topology=efa_nics(1), libraries={"efa": no_library})
-    assert nics.offers["efa"] == Offer(reason="libefa.so.1 cannot be loaded", present=True)
+    assert nics.offers["efa"] == Offer(reason="libefa.so.1 cannot be loaded", present=True, unused=True)
 
 
 def two_of_three(**settings: str) -> tuple[HostNics, Offer]:
@@ -83,12 +83,14 @@ def test_a_nic_that_the_user_named_is_not_done_without() -> None:
     assert (offer.nics, offer.present) == ((), True)
     assert "mem0r0: port 1 is not active (state 1)" in offer.reason
     assert offer.reason.endswith("(UCCL_EP_NICS names mem0r0)")
+    assert (offer.asked, offer.unused) == ("UCCL_EP_NICS", False)
     # a prefix names none in particular
     assert two_of_three(nics="mem")[1].nics == ("mem0r1",)
     assert two_of_three(nics="^mem0r1")[1] == Offer(
         reason="mem0r0: port 1 is not active (state 1); check its cable, bring its interface up; "
         "mem0r2: no RoCE v2 GID (valid are: none). Give the NIC's interface an IP address and bring it up",
         present=True,
+        unused=True,
     )
 
 
@@ -124,9 +126,43 @@ def test_an_offer_says_which_address_each_nic_uses() -> None:
 
 def test_devices_that_are_left_out_are_named(tmp_path: Path) -> None:
     nics = HostNics(Settings(nics="=bnxt_re9"), topology=machine("mi300x-thor2", tmp_path), libraries={})
-    assert nics.offers["roce"].nics == ()
-    assert "bnxt_re0: UCCL_EP_NICS==bnxt_re9 leaves it out" in nics.offers["roce"].reason
-    assert nics.offers["efa"] == Offer()
+    for offer in nics.offers.values():
+        assert (offer.nics, offer.asked) == ((), "UCCL_EP_NICS")
+        assert offer.reason.startswith(
+            "UCCL_EP_NICS==bnxt_re9 names bnxt_re9; RDMA devices of this machine: bnxt_re0, "
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "unused"),
+    [
+        ({"nics": "mlx5"}, "UCCL_EP_NICS", False),
+        ({"nics": "mlx5,bnxt_re0"}, "UCCL_EP_NICS", False),
+        ({"nics": "mlx5,bnxt_re"}, "", True),
+        ({"nics": "^bnxt"}, "", False),
+        ({"nccl_ib_hca": "=bnxt_re0,mlx5_0"}, "NCCL_IB_HCA", False),
+        ({"nccl_ib_hca": "mlx5"}, "", True),
+        ({"nccl_ib_hca": "^bnxt"}, "", False),
+        ({}, "", True),
+    ],
+)
+def test_what_was_asked_for_is_refused_and_what_is_there_is_missed(
+    settings: dict[str, str], asked: str, unused: bool, tmp_path: Path
+) -> None:
+    """A list of NCCL's may be that of a cluster of different hosts: prefixes in it need not fit."""
+    topology = machine("mi300x-thor2", tmp_path)
+    nics = HostNics(Settings(**settings), topology=topology, libraries={"roce": no_library})  # type: ignore[arg-type]
+    offer = nics.offers["roce"]
+    assert (offer.nics, offer.asked, offer.unused) == ((), asked, unused)
+
+
+def test_a_named_nic_without_a_link_is_refused(tmp_path: Path) -> None:
+    topology = machine("dgx-h100", tmp_path)
+    offers = HostNics(Settings(nccl_ib_hca="mlx5_8"), topology=topology, libraries={}).offers
+    assert offers["roce"].asked == "NCCL_IB_HCA"
+    assert offers["roce"].reason == (
+        "mlx5_8: no active port; check its cable, bring its interface up (NCCL_IB_HCA names mlx5_8)"
+    )
 
 
 def test_soft_roce_by_name(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class DirectRuntime:
         self.records: list[tuple[str, int, int, int]] = []
         self.space = group.spaces[rank]
         self.node_ranks = group.node_ranks
+        self.channels = group.settings.least_channels
 
     def __getattr__(self, name: str) -> Any:
         # layout, window, context, mask, progress, and heap are the kernel space's own
@@ -87,7 +88,7 @@ class DirectGroup:
         layout = WindowLayout(self.ranks, plan, self.normal)
         segments = [Segment.create(f"test{rank}", layout.nbytes) for rank in range(self.ranks)]
         self.spaces = [
-            KernelSpace(rank, self.ranks, self.settings.channels, segment, layout, self.settings.timeout)
+            KernelSpace(rank, self.ranks, self.settings.least_channels, segment, layout, self.settings.timeout)
             for rank, segment in enumerate(segments)
         ]
         for space in self.spaces:

@@ -90,7 +90,7 @@ class FakeGroup(DirectGroup):
     ) -> KernelSpace:
         """The kernel space of ``rank``, with a proxy on each of ``endpoints``, which are connected; none is started."""
         settings, direct = self.settings, self.written(rank)
-        space = KernelSpace(rank, self.ranks, settings.channels, segments[rank], layout, settings.timeout)
+        space = KernelSpace(rank, self.ranks, settings.least_channels, segments[rank], layout, settings.timeout)
         service = ProxyService(
             rank=rank,
             ranks=self.ranks,

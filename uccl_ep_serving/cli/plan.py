@@ -71,7 +71,7 @@ def plan(
     result["normal"] = _programs(settings, ranks, batch, hidden * ELEMENTS[dtype], topk, node_ranks or ranks)
     if low_latency is not None:
         result["low_latency"] = {
-            "messages_to_each_rank_at_most": settings.channels,
+            "messages_to_each_rank_at_most": settings.least_channels,
             "dispatch_bytes_at_most": low_latency.dispatch_send,
             "combine_bytes_at_most": low_latency.combine_send,
         }

@@ -23,6 +23,7 @@ from ..protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from ..protocol.mailbox import mailbox_bytes
 from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService, data_paths
+from ..proxy.spin import Spin, available_cores, choose_spin
 from ..proxy.transport.base import Watchful
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, choose
 from ..proxy.transport.shm import ShmEndpoint
@@ -32,6 +33,7 @@ from .kernel_space import KernelSpace
 from .nics import HostNics, gpu_address
 from .nodes import equal_nodes, on_one_node
 from .plane import DataPlane
+from .rails import Channels, choose_channels
 from .segments import Segment
 from .watch import PlaneWatch
 
@@ -74,6 +76,8 @@ class PlaneBuilder:
         self._rank, self._ranks = mesh.rank, mesh.ranks
         #: What each rank offers over NICs; exchanged by the first build.
         self._offers: list[dict[str, Offer]] = []
+        #: Agreed by the first build, and the same in every epoch: kernels are made for it.
+        self.channels = Channels(0, "")
 
     def build(self, plan: LowLatencyPlan | None, epoch: int, watch: PlaneWatch) -> DataPlane:
         """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
@@ -95,7 +99,7 @@ class PlaneBuilder:
             windows, mailboxes = self._share_windows(plane)
             self._exchange_offers()
             self._choose_routes(plane, windows)
-            self._agree_on_nodes(plane)
+            self._agree_on_paths(plane)
             self._compile(plane)
             deadline = time.monotonic() + self._settings.connect_timeout
             self._offer_endpoints(plane, epoch, windows, mailboxes)
@@ -141,6 +145,10 @@ class PlaneBuilder:
                 mine=self._offers[rank],
                 theirs=self._offers[peer],
             )
+        if not self.channels.count:
+            for warning in {choice.warning: None for choice in plane.choices.values() if choice.warning}:
+                peers = [str(peer) for peer, choice in plane.choices.items() if choice.warning == warning]
+                _log.warning("rank %d reaches ranks %s over tcp: %s", rank, ", ".join(peers), warning)
         if set(plane.kinds) & set(NIC_TRANSPORTS):
             local_offers = [self._offers[local] for local in self._local_ranks()]
             plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
@@ -154,12 +162,15 @@ class PlaneBuilder:
             else "no low latency yet"
         )
         _log.info(
-            "uccl_ep rank %d of %d: %s. %d proxies, %d channels, window %.1f MiB (heap %.1f MiB, %s), timeout %g s%s",
+            "uccl_ep rank %d of %d: %s. %d proxies (spin %s), %d channels (%s), window %.1f MiB (heap %.1f MiB, %s), "
+            "timeout %g s%s",
             self._rank,
             self._ranks,
             plane.ways,
             self._settings.proxies,
-            self._settings.channels,
+            plane.spin.reason,
+            self.channels.count,
+            self.channels.reason,
             plane.layout.nbytes / 2**20,
             self._normal.heap / 2**20,
             served,
@@ -185,18 +196,27 @@ class PlaneBuilder:
         ]
         self._offers[self._rank] = dict(self._nics.offers)
 
-    def _agree_on_nodes(self, plane: DataPlane) -> None:
-        """Set ``plane.node_ranks``; 1 when a rank is masked, since rows of its peers on other nodes passed through
-        it."""
+    def _agree_on_paths(self, plane: DataPlane) -> None:
+        """Agree on the channels, in the first epoch, and set ``plane.node_ranks``; 1 when a rank is masked, since rows
+        of its peers on other nodes passed through it."""
+        mine, offers = self._offers[self._rank], self._offers
+        shared = [
+            min(len(mine[way].nics), len(offers[peer][way].nics))
+            for peer, way in plane.routes.items()
+            if way in NIC_TRANSPORTS
+        ]
         direct = [peer for peer, way in plane.routes.items() if way == DIRECT]
-        answers = self._gather("agreeing on nodes", msgspec.msgpack.encode(direct))
-        if self._liveness.masked:
-            return
+        answers = self._gather("agreeing on paths", msgspec.msgpack.encode((direct, max(shared, default=0))))
         try:
-            mapped = [msgspec.msgpack.decode(payload, type=list[int]) for payload, _ in answers]
+            told = [msgspec.msgpack.decode(payload, type=tuple[list[int], int]) for payload, _ in answers if payload]
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"a rank sent something that is no list of ranks: {error}") from error
-        plane.node_ranks = equal_nodes(mapped)
+            raise ProtocolError(f"a rank sent something that is no list of ranks and its rails: {error}") from error
+        if not self.channels.count:
+            self.channels = choose_channels(self._settings, max(rails for _, rails in told))
+            if self.channels.warning:
+                _log.warning("rank %d: %s", self._rank, self.channels.warning)
+        if not self._liveness.masked:
+            plane.node_ranks = equal_nodes([mapped for mapped, _ in told])
 
     def _compile(self, plane: DataPlane) -> None:
         """Compile, or load, the data paths of the transports that some peer needs."""
@@ -286,8 +306,9 @@ class PlaneBuilder:
     def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: PlaneWatch) -> None:
         """Make the kernel space and the proxies, which meet in its memory."""
         settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
+        plane.spin = self._choose_spin()
         plane.space = space = KernelSpace(
-            rank, ranks, settings.channels, window, plane.layout, settings.timeout, mask=self._liveness.mask
+            rank, ranks, self.channels.count, window, plane.layout, settings.timeout, mask=self._liveness.mask
         )
         kinds, routes = plane.kinds, plane.routes
         plane.service = service = ProxyService(
@@ -302,6 +323,7 @@ class PlaneBuilder:
             near_cpus=[self._nics.near_cpus(kinds, proxy) for proxy in range(settings.proxies)]
             if set(kinds) & set(NIC_TRANSPORTS)
             else (),
+            spin=plane.spin.nanoseconds,
         )
         for stream in range(CREDIT):
             space.set_ring(stream, service.ring(stream))
@@ -324,6 +346,15 @@ class PlaneBuilder:
     def _local_ranks(self) -> list[int]:
         """Ranks on this host."""
         return [rank for rank, card in enumerate(self._cards) if card.host == self._cards[self._rank].host]
+
+    def _choose_spin(self) -> Spin:
+        return choose_spin(
+            self._settings.proxy_spin,
+            cores=available_cores(),
+            proxies=self._settings.proxies,
+            local_ranks=len(self._local_ranks()),
+            named_cores=len(set(self._settings.proxy_cpus)),
+        )
 
     def _own_cpus(self) -> tuple[int, ...]:
         """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""

@@ -34,7 +34,7 @@ class Epochs:
 
     Attributes:
         number: how often ranks have rebuilt their windows; message counters restart at 0 with each epoch.
-        all_direct, node_ranks: as in Runtime, of the last data plane while there is none.
+        all_direct, node_ranks, channels: as in Runtime, of the last data plane while there is none.
         watch: of the present data plane.
     """
 
@@ -42,6 +42,7 @@ class Epochs:
         self.number = 0
         self.all_direct = False
         self.node_ranks = 1
+        self.channels = 0
         self.watch = PlaneWatch(mesh, self._settle)
         self._mesh = mesh
         self._settings = settings
@@ -139,6 +140,7 @@ class Epochs:
             raise UcclEpError("this Buffer was closed while it was being built")
         self.all_direct = not plane.kinds
         self.node_ranks = plane.node_ranks
+        self.channels = self._builder.channels.count
 
 
 def _together(outcome: Outcome) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -75,9 +76,13 @@ class HostNics:
         libraries: Libraries | None = None,
     ) -> None:
         self._settings, self._place, self._local_ranks, self._gpu = settings, place, local_ranks, gpu
-        self._topology = topology or Topology.read()
         self._libraries = libraries or _LIBRARIES
-        self._wanted = HcaFilter.of(settings)
+        self._wanted = wanted = HcaFilter.of(settings)
+        found = topology or Topology.read()
+        #: NICs without an active port that the user named: they are tried, and refused, and not passed over.
+        self._down = {nic.name for nic in found.nics if not nic.active and wanted.names_exactly(nic)}
+        nics = tuple(dataclasses.replace(nic, active=True) if nic.name in self._down else nic for nic in found.nics)
+        self._topology = dataclasses.replace(found, nics=nics)
         #: NICs that could not be opened, and why.
         self._broken: dict[str, str] = {}
 
@@ -107,6 +112,11 @@ class HostNics:
         return {transport: self._offer(transport) for transport in NIC_TRANSPORTS}
 
     def _offer(self, transport: str) -> Offer:
+        variable = self._wanted.variable
+        if missing := self._wanted.missing(self._topology.nics):
+            there = ", ".join(nic.name for nic in self._topology.nics) or "none"
+            words = f"{variable}={self._wanted.text} names {', '.join(missing)}; RDMA devices of this machine: {there}"
+            return Offer(reason=words, present=True, asked=variable)
         devices = [nic for nic in self._topology.nics if nic.transport == transport]
         if not devices:
             return Offer()
@@ -119,17 +129,18 @@ class HostNics:
                 except (ConfigError, TransportError) as error:
                     failures[nic.name] = str(error)
             if demanded := [nic.name for nic in untried if nic.name in failures and self._wanted.names_exactly(nic)]:
-                variable = self._wanted.variable
                 reasons = [f"{failures[name]} ({variable} names {name})" for name in demanded]
-                return Offer(reason="; ".join(reasons), present=True)
+                return Offer(reason="; ".join(reasons), present=True, asked=variable)
             self._broken.update(failures)
             self.rails[transport] = self._choose(transport)
         rails = self.rails[transport]
         if failures and not rails.nics:
-            return Offer(reason="; ".join(dict.fromkeys(failures.values())), present=True)
+            return Offer(reason="; ".join(dict.fromkeys(failures.values())), present=True, unused=True)
         if not rails.nics:
             reasons = [f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices]
-            return Offer(reason="; ".join(reasons), present=True)
+            # of a list that excludes, and of a software device that nobody named, there is nothing to warn
+            unused = any(not nic.is_software and self._wanted.meant(nic) for nic in devices)
+            return Offer(reason="; ".join(reasons), present=True, unused=unused)
         names = tuple(nic.name for nic in rails.nics)
         texts = [found[name] for name in names]
         words = texts[0] if len(set(texts)) == 1 else "; ".join(map(": ".join, zip(names, texts, strict=True)))
@@ -144,6 +155,10 @@ class HostNics:
         """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""
         from ..proxy.transport.nic import efa, roce
 
+        if nic.name in self._down:
+            raise TransportError(
+                f"{nic.name}: no active port; check its cable, bring its interface up", device=nic.name
+            )
         library = self._library(transport)
         if transport == EFA:
             return efa.usable(nic.name, library)

@@ -17,6 +17,7 @@ from ..errors import ProtocolError, ProxyDied, TransportError
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
 from ..proxy.service import ProxyService
+from ..proxy.spin import Spin
 from ..proxy.transport.base import DeviceReach
 from ..proxy.transport.select import DIRECT, Choice
 from .kernel_space import KernelSpace
@@ -51,6 +52,7 @@ class DataPlane:
         finishes: called before a drain, by whose kernels may still publish; the sticky error ends them.
         node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
         nic_bandwidth: bytes per second of the NICs in use, one way, 0.0 without any or where the system does not say.
+        spin: how long its idle proxies keep their cores.
         releases: called before the memory goes, by who has mapped it into a device.
     """
 
@@ -60,6 +62,7 @@ class DataPlane:
     choices: dict[int, Choice] = field(default_factory=dict)
     node_ranks: int = 1
     nic_bandwidth: float = 0.0
+    spin: Spin = field(default_factory=lambda: Spin(0, "no proxy runs"))
     space: KernelSpace | None = None
     service: ProxyService | None = None
     finishes: list[Callable[[], None]] = field(default_factory=list)
@@ -90,6 +93,7 @@ class DataPlane:
         return {
             "transport_by_peer": {str(peer): kind for peer, kind in routes.items()},
             "direct_peers": sorted(peer for peer, kind in routes.items() if kind == DIRECT),
+            "proxy_spin_us": self.spin.nanoseconds // 1000,
             **counters.get("total", {}),
             "by_proxy": counters.get("proxies", []),
             "streams": counters.get("streams", []),

@@ -12,6 +12,9 @@ The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor
    slow port for management or storage is no rail.
 3. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
    are used by m/k GPUs each.
+
+Channels follow rails (:func:`choose_channels`): a stream keeps to one rail, and where rows cross once to a node a rank
+has one peer on each other node, so one channel would leave all rails but one idle.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from typing import TypeVar
 
 from ..config import Settings
 from ..errors import ConfigError
+from ..protocol.streams import MAX_CHANNELS
 from .topology import Distance, Gpu, Nic, Topology
 
-__all__ = ["HcaFilter", "Rails", "Verdict", "choose_rails", "deal"]
+__all__ = ["Channels", "HcaFilter", "Rails", "Verdict", "choose_channels", "choose_rails", "deal"]
 
 #: A NIC slower than this part of the fastest one at the same distance is not used.
 _SLOWEST_PART = 0.5
@@ -75,6 +79,24 @@ class HcaFilter:
         """Whether the list asks for ``nic``, rather than not excluding it."""
         return bool(self.text) and not self.text.startswith("^") and self._matches(nic)
 
+    def meant(self, nic: Nic) -> bool:
+        """Whether somebody may expect ``nic`` to be used: our own list does not leave it out, nor does one of NCCL's
+        that excludes."""
+        excluding = self.variable == "UCCL_EP_NICS" or self.text.startswith("^")
+        return self.accepts(nic) or not excluding
+
+    def missing(self, nics: Sequence[Nic]) -> list[str]:
+        """Names asked for that no device of ``nics`` has: each of an exact list (``=``), and prefixes where none of
+        them fits any. NCCL's variable may be that of a whole cluster, so prefixes in it need not fit."""
+        if self.text.startswith("^"):
+            return []
+        names = [name for name, _ in self._names()]
+        if self.text.startswith("="):
+            present = {nic.name for nic in nics}
+            return [name for name in names if name not in present]
+        fitting = self.variable != "UCCL_EP_NICS" or any(map(self._matches, nics))
+        return [] if fitting else names
+
     def names_exactly(self, nic: Nic) -> bool:
         """Whether the list asks for ``nic`` by its whole name: who wrote that wants this one and no other."""
         return self.names(nic) and nic.name in (name for name, _ in self._names())
@@ -120,6 +142,36 @@ def deal(nics: tuple[_Rail, ...], proxy: int, proxies: int) -> tuple[_Rail, ...]
     if proxies >= len(nics):
         return nics[proxy % len(nics) :][:1] if nics else ()
     return nics[proxy::proxies]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """How many channels messages are striped over and why, in words; ``warning``: what is wrong with that, or ""."""
+
+    count: int
+    reason: str
+    warning: str = ""
+
+
+def choose_channels(settings: Settings, rails: int) -> Channels:
+    """The channels of a group in which two ranks have up to ``rails`` NICs in common, 0 = none is used.
+
+    Channel c belongs to proxy c % proxies, which drives every so many-th rail and deals its streams to them in turn: as
+    many channels as rails use each of them once.
+    """
+    if settings.channels:
+        count, reason = settings.least_channels, "UCCL_EP_CHANNELS"
+        idle = rails - count
+        if idle <= 0:
+            return Channels(count, reason)
+        warning = (
+            f"UCCL_EP_CHANNELS={settings.channels} leaves {idle} of the {rails} NICs of a rank idle whenever it has "
+            f"one peer to send to (normal mode between nodes). Next step: unset it for {min(rails, MAX_CHANNELS)}"
+        )
+        return Channels(count, reason, warning)
+    if rails > settings.least_channels:
+        return Channels(min(rails, MAX_CHANNELS), f"for the {rails} NICs of a rank")
+    return Channels(settings.least_channels, "one for each proxy")
 
 
 def choose_rails(

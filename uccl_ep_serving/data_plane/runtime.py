@@ -158,6 +158,11 @@ class Runtime:
         return self._epochs.node_ranks
 
     @property
+    def channels(self) -> int:
+        """Channels that messages are striped over, the same on all ranks and in all epochs."""
+        return self._epochs.channels
+
+    @property
     def nic_bandwidth(self) -> float:
         """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
         return 0.0 if self._watch.plane is None else self._watch.plane.nic_bandwidth
@@ -294,7 +299,7 @@ class Runtime:
             "pid": os.getpid(),
             "epoch": self.epoch,
             "proxies": self.settings.proxies,
-            "channels": self.settings.channels,
+            "channels": self.channels,
             "masked": sorted(self._liveness.masked),
             "lost": list(self._liveness.lost),
             "ops": self.operations.snapshot(),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import Settings
 from ..errors import ConfigError
 from ..handles import LowLatencyHandle
 from ..protocol.command import MAX_WRITE_BYTES
@@ -123,18 +122,18 @@ def check_finish(phase: str, async_finish: bool, return_recv_hook: bool) -> None
         raise ConfigError(f"{phase}: async_finish and return_recv_hook exclude each other")
 
 
-def check_ring(plan: LowLatencyPlan, settings: Settings) -> None:
+def check_ring(plan: LowLatencyPlan, channels: int, ring_slots: int) -> None:
     """A piece of a message enters its ring as a whole: refuse a plan whose longest one never would.
 
     Raises:
         ConfigError: a message of ``plan`` needs more commands per channel than a ring holds.
     """
     longest = max(plan.dispatch_slot, plan.combine_recv)
-    commands = -(-longest // (settings.channels * MAX_WRITE_BYTES))
-    if commands > settings.ring_slots:
+    commands = -(-longest // (channels * MAX_WRITE_BYTES))
+    if commands > ring_slots:
         raise ConfigError(
             f"low-latency dispatch: messages of {plan} have up to {longest} bytes, {commands} commands on each of "
-            f"{settings.channels} channels, and a ring holds {settings.ring_slots}. Next step: raise "
+            f"{channels} channels, and a ring holds {ring_slots}. Next step: raise "
             "UCCL_EP_RING_SLOTS on all ranks"
         )
 

@@ -292,7 +292,10 @@ class LowLatency:
         """Counters of the windows that serve ``plan``."""
         runtime = self._runtime
         served = self._epoch.make_room(
-            phase, plan, lambda: check_ring(plan, runtime.settings), lambda: load(kernels.LOW_LATENCY)
+            phase,
+            plan,
+            lambda: check_ring(plan, runtime.channels, runtime.settings.ring_slots),
+            lambda: load(kernels.LOW_LATENCY),
         )
         if self._epoch.enter() or self._state is None:
             self._state = block.StateBlock(served, runtime.layout)

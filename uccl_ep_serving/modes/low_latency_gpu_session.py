@@ -81,7 +81,7 @@ class LowLatencyGpuSession:
 
         def objects() -> None:
             self._refuse_capture(f"{plan} is new")
-            self._new_kernels(plan).check(runtime.settings)
+            self._new_kernels(plan).check(runtime.channels, runtime.settings.ring_slots)
 
         def compile() -> None:
             kernels = self._new_kernels(plan)
@@ -92,7 +92,7 @@ class LowLatencyGpuSession:
         if self._serving is None or not self.epoch.present:
             self._refuse_capture(f"the windows for {served} are not in use yet")
             kernels, space = self._new_kernels(served), self._gpu.space()
-            device, channels = self._gpu.memory.device, runtime.settings.channels
+            device, channels = self._gpu.memory.device, runtime.channels
             state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, channels, device))
             runtime.before_unmapping(lambda: self._gpu.keep(state))
             self._serving, self._combine_buffers = Serving(state, kernels, space), {}

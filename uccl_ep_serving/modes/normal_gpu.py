@@ -372,7 +372,7 @@ class NormalGpu:
         most = handle.most if handle.most >= 0 else max(tokens, -(-handle.capacity // ranks))
         room = ranks * max(most, tokens) * (wire.row_bytes + wire.meta_bytes) + META_LINE * (ranks + 1)
         fits = room <= layout.normal.heap
-        steps = self._kernels.steps(layout, runtime.settings.channels, wire, most, not present.space.all_mapped, fits)
+        steps = self._kernels.steps(layout, runtime.channels, wire, most, not present.space.all_mapped, fits)
         # a rank alone still copies its own rows
         return self._session.with_spare(steps or 1, wire.kind, present)
 

@@ -208,7 +208,7 @@ class RoceRail(Rail):
             traffic_class=self.family.traffic_class if traffic < 0 else traffic,
             service_level=self.family.service_level if level < 0 else level,
             timeout=settings.nic_timeout,
-            retries=self.family.retries,
+            retries=self.family.retries if settings.nic_retries < 0 else settings.nic_retries,
         )
         numbers = there.numbers[rank]
         for place, link in enumerate(self.links[peer]):

@@ -28,10 +28,15 @@ from typing import Self
 from ....errors import ConfigError, TransportError
 from . import codes
 from .abi import ASYNC_EVENT, CONTEXT, DEVICE, DEVICE_ATTR, GID_ENTRY, PORT_ATTR, Block, Struct
-from .library import VerbsLibrary
+from .library import PACKAGES, VerbsLibrary
 
 _log = logging.getLogger("uccl_ep_serving")
 
+#: Why a library may see no device though sysfs shows one.
+_NONE = (
+    "none. Next step: give the container /dev/infiniband (docker --device=/dev/infiniband, Kubernetes: the resource of "
+    f"the NIC's device plugin), and install the NIC's provider. {PACKAGES}"
+)
 #: Most GIDs read of a port; NICs have up to 1,024.
 _GIDS = 1024
 #: Most reports kept of a device, and read at once.
@@ -278,7 +283,7 @@ def open_device(library: VerbsLibrary, name: str) -> Context:
     """
     with _device_list(library) as devices:
         if name not in devices:
-            raise ConfigError(f"no RDMA device {name!r}; {library.name} sees: {', '.join(devices) or 'none'}")
+            raise ConfigError(f"no RDMA device {name!r}; {library.name} sees: {', '.join(devices) or _NONE}")
         return Context(library, name, devices[name])
 
 

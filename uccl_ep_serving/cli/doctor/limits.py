@@ -11,6 +11,7 @@ from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_def
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.protocol.command import MAX_RANKS
+from uccl_ep_serving.proxy.spin import available_cores, choose_spin
 
 __all__ = ["files_of_a_rank", "limits"]
 
@@ -25,6 +26,7 @@ _COMMON_RANKS = 32
 def limits() -> Iterator[Finding]:
     yield _memlock(needed=bool(Topology.read().nics))
     yield _nofile()
+    yield _spin()
     try:
         shm = psutil.disk_usage("/dev/shm")
     except OSError as error:
@@ -55,6 +57,19 @@ def files_of_a_rank(ranks: int, settings: Settings) -> int:
     """
     per_peer = 1 + max(settings.tcp_connections * settings.proxies, settings.proxies + 2)
     return (ranks - 1) * per_peer + 2 * settings.proxies + 8
+
+
+def _spin() -> Finding:
+    """Whether idle proxies keep polling, if each GPU of this machine has a rank."""
+    settings, ranks = settings_or_defaults(), max(len(Topology.read().gpus), 1)
+    chosen = choose_spin(
+        settings.proxy_spin,
+        cores=available_cores(),
+        proxies=settings.proxies,
+        local_ranks=ranks,
+        named_cores=len(set(settings.proxy_cpus)),
+    )
+    return Finding("proxy spin", f"{chosen.reason} (with {ranks} rank{'s' * (ranks > 1)} here)")
 
 
 def _nofile() -> Finding:
