@@ -111,6 +111,7 @@ class TestQueues:
         """Without unsolicited writes the NIC retries; nothing is lost, and the third rank is not held up."""
         network = SrdNetwork(3, seed=2)
         network.efa.capabilities &= ~codes.EFA_CAP_UNSOLICITED_WRITE_RECV
+        network.efa.receives = 64
         with open_network(network, 1 << 16) as group:
             traffic = some_writes(group, 400, peer=1)
             number = len(traffic.writes)

@@ -150,7 +150,7 @@ def _switch(path: Path, function: ast.FunctionDef, address: int, number: int) ->
 def _is_compiled(path: Path, function: ast.FunctionDef) -> bool:
     """Whether Numba compiles ``function``: by a decorator, or as one of an endpoint's C functions."""
     calls = (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call))
-    given = [name for call in calls if ast.unparse(call.func).endswith("c_functions") for name in call.args]
+    given = [name for call in calls if ast.unparse(call.func).endswith("DataFunctions") for name in call.args]
     marks = [ast.unparse(mark).rpartition(".")[2] for mark in function.decorator_list]
     return "compiled" in marks or "inlined" in marks or function.name in map(ast.unparse, given)
 

@@ -175,7 +175,9 @@ class EfaRail(Rail):
         )
         if self.depths.receives:
             landing = MemoryRegion(self.pd, state.landing, srd.LANDING_BYTES, codes.ACCESS_LOCAL_WRITE)
-            state.let_land(index, landing.lkey)
+            chain = state.let_land(index, landing.lkey)
+            # before any peer knows of this queue: not every device holds a write back that finds no receive
+            self.post_receives(self.qp.address, chain, self.depths.receives // srd.RECEIVE_BATCH)
 
     def address(self) -> EfaRailAddress:
         """What peers need to write to this NIC."""

@@ -121,7 +121,6 @@ class EfaMemory(Memory):
                     SLOTS: self._slots[index].ctypes.data,
                     FREE_SLOTS: self._free[index].ctypes.data,
                     RECEIVES: kept,
-                    OWED: kept,
                     STEP: step,
                     RECEIVE_LIST: self._receive_lists[index].ctypes.data,
                 },
@@ -136,11 +135,14 @@ class EfaMemory(Memory):
         """Address of the LANDING_BYTES bytes that receives name."""
         return int(self._landing.ctypes.data)
 
-    def let_land(self, rail: int, lkey: int) -> None:
-        """The receives of ``rail`` name the landing memory, which its NIC knows by ``lkey``."""
-        entry = int(self._receive_lists[rail].ctypes.data) + RECEIVE_BATCH * RECV_WR.nbytes
+    def let_land(self, rail: int, lkey: int) -> int:
+        """The receives of ``rail`` name the landing memory, which its NIC knows by ``lkey``; the address of their
+        chain, RECEIVE_BATCH long."""
+        chain = int(self._receive_lists[rail].ctypes.data)
+        entry = chain + RECEIVE_BATCH * RECV_WR.nbytes
         for field, value in {"addr": self.landing, "length": LANDING_BYTES, "lkey": lkey}.items():
             SGE.set(entry, field, value)
+        return chain
 
 
 def _receive_list() -> Words:

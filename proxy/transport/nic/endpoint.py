@@ -5,6 +5,7 @@ A transport adds (:mod:`.efa`, :mod:`.roce`) what its queue pairs are, how they 
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -20,6 +21,8 @@ from ..verbs.objects import CompletionQueue, ProtectionDomain
 from . import words
 from .defaults import choose_gid
 from .window import DeviceOffer, Export, KeyTable, WindowRegion, register_device, register_host
+
+_POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class RailAddress(msgspec.Struct, frozen=True):
@@ -114,6 +117,14 @@ class Rail:
         self.pd = ProtectionDomain(self.context)
         self.cq = CompletionQueue(self.context, entries)
         self.region = register_host(self.pd, window, window_bytes)
+
+    def post_receives(self, queue: int, chain: int, times: int) -> None:
+        """Post the chain of receives at address ``chain`` on a queue pair, so often. Raises TransportError."""
+        post_recv, bad = _POST_RECV(self.context.operation("post_recv")), ctypes.c_uint64(0)
+        for _ in range(times):
+            status = post_recv(queue, chain, ctypes.addressof(bad))
+            if status:
+                raise self.context.library.refused("post_recv", abs(status), self.device, "posting receives")
 
     def register_device(self, start: int, nbytes: int, export: Export, overlap: int) -> KeyTable:
         """Register device memory beside the window; the keys for peers. Raises TransportError."""

@@ -11,7 +11,6 @@ those.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,6 @@ from .defaults import Family, family_of
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress, one_device_reports
 from .roce_data import FUNCTIONS
 
-_POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 #: An InfiniBand or Ethernet path MTU of 4096, as verbs counts them.
 _LARGEST_MTU = 5
 #: Work requests and receives of all queue pairs of an endpoint on a NIC: to stay within it, queues that are not short
@@ -168,12 +166,7 @@ class RoceRail(Rail):
         self.links.setdefault(peer, []).append(link)
         state = self._state
         chain = state.add_link(peer, self._index, place, link.address)
-        bad = int(state.context[rc.BAD])
-        post_recv = _POST_RECV(int(state.rails[self._index, words.POST_RECV]))
-        for _ in range(receives // rc.RECEIVE_BATCH):
-            status = post_recv(link.address, chain, bad)
-            if status:
-                raise link.library.refused("post_recv", abs(status), self.device, "posting receives")
+        self.post_receives(link.address, chain, receives // rc.RECEIVE_BATCH)
         record = state.links[state.link_index(peer, self._index, place)]
         record[rc.POSTED_RECEIVES] = record[rc.GRANTED] = receives
 
