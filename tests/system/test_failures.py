@@ -103,7 +103,7 @@ def test_different_settings_are_refused_on_every_rank(ranks: Ranks) -> None:
     own = [{}, {"channels": 2}, {}]
     for text in ranks.run(3, bodies.disagree_on_settings, PATHS["shm"], own):
         assert text.startswith("ConfigError")
-        assert "UCCL_EP_CHANNELS: rank 0 has 1, rank 1" in text
+        assert "UCCL_EP_CHANNELS: rank 0 has 0, rank 1" in text
 
 
 def test_a_dead_proxy_fails_the_next_operation(mortal_ranks: Ranks) -> None:
