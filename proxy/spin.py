@@ -44,11 +44,12 @@ def choose_spin(wanted: str, *, cores: int, proxies: int, local_ranks: int, name
     if wanted != "auto":
         return Spin(int(float(wanted) * 1e6), f"{wanted} ms (UCCL_EP_PROXY_SPIN)")
     threads = proxies * local_ranks
+    whom = f"{threads} {'proxy' if threads == 1 else 'proxies'} of this host"
     if 0 < named_cores < threads:
-        return Spin(0, f"off: {threads} proxies of this host share the {named_cores} cores of UCCL_EP_PROXY_CPUS")
+        return Spin(0, f"off: {whom} share the {named_cores} cores of UCCL_EP_PROXY_CPUS")
     if cores < _CORES_PER_PROXY * threads:
-        return Spin(0, f"off: {cores} cores for {threads} proxies of this host, {_CORES_PER_PROXY} each are needed")
-    return Spin(_SPIN_NS, f"{_SPIN_NS // 1_000_000} ms: {cores} cores for {threads} proxies of this host")
+        return Spin(0, f"off: {cores} cores for {whom}, {_CORES_PER_PROXY} each are needed")
+    return Spin(_SPIN_NS, f"{_SPIN_NS // 1_000_000} ms: {cores} cores for {whom}")
 
 
 def available_cores(cgroup: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:

@@ -310,3 +310,13 @@ class TestLockedMemory:
         (finding,) = [one for one in limits.limits() if one.name == "memlock"]
         assert finding.value == "8 MiB: below 1 GiB"
         assert finding.next_step.startswith("ulimit -l 1048576,")
+
+
+def test_it_is_said_whether_proxies_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, words in (
+        (2, "off: 2 cores for 1 proxy of this host"),
+        (64, "10 ms: 64 cores for 1 proxy of this host"),
+    ):
+        monkeypatch.setattr(limits, "available_cores", lambda cores=cores: cores)
+        (finding,) = [one for one in limits.limits() if one.name == "proxy spin"]
+        assert finding.value.startswith(words)

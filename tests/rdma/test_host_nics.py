@@ -163,6 +163,10 @@ def test_a_named_nic_without_a_link_is_refused(tmp_path: Path) -> None:
     assert offers["roce"].reason == (
         "mlx5_8: no active port; check its cable, bring its interface up (NCCL_IB_HCA names mlx5_8)"
     )
+    nics = HostNics(Settings(nccl_ib_hca="mlx5_8"), topology=topology, libraries={})
+    (found,) = [one for one in examine_nic_transports(nics, Settings()) if one.name == "roce"]
+    assert found.status is Status.PROBLEM
+    assert found.next_step.endswith("or unset NCCL_IB_HCA")
 
 
 def test_soft_roce_by_name(tmp_path: Path) -> None:

@@ -33,13 +33,15 @@ FORCED = Settings(transport="roce", direct=False, timeout=30.0, heap_bytes=8 << 
 
 @pytest.mark.parametrize(("rails", "proxies", "qps"), [(2, 1, 1), (3, 2, 2)])
 def test_both_modes_over_several_nics(rails: int, proxies: int, qps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = MemoryNetwork(3, seed=rails, rails=rails, delay=0.2, half=0.2)
-    settings = replace(FORCED, proxies=proxies, channels=4, nic_qps=qps)
+    # the ranks of a host share its NICs
+    network = MemoryNetwork(3, seed=rails, rails=3 * rails, delay=0.2, half=0.2)
+    settings = replace(FORCED, proxies=proxies, nic_qps=qps)
     cases = [ll_cases.Case(ranks=3, experts=12, counts=(8, 3, 0), seed=seed) for seed in range(3)]
     inputs = [case.inputs() for case in cases]
     normal = normal_cases.Case((60, 0, 33), experts=12).inputs()
 
     def body(runtime: Runtime) -> Any:
+        assert runtime.channels == rails
         low_latency = LowLatency(runtime)  # type: ignore[arg-type]
         for case, given in zip(cases, inputs, strict=True):
             combined = ll_cases.run_rank(case, low_latency, runtime.rank, given)

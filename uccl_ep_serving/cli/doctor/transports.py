@@ -13,7 +13,7 @@ from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE, Offers, preview
+from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE, Offer, Offers, preview
 
 __all__ = ["examine_nic_transports", "transports"]
 
@@ -42,6 +42,10 @@ def transports() -> Iterator[Finding]:
         yield from examine_nic_transports(nics, in_force)
     for situation, answer in preview(in_force, offers):
         yield Finding("peer", f"{situation}: {answer}")
+
+
+def _way_out(offer: Offer) -> str:
+    return f"unset {offer.asked}" if offer.asked else "UCCL_EP_TRANSPORT=tcp"
 
 
 def _shm() -> Finding:
@@ -84,7 +88,8 @@ def _tcp() -> Finding:
 def examine_nic_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
     """Each transport over NICs: over which ones it is usable here, or why not and what to do.
 
-    A transport that cannot be used is a problem only where ``settings`` demand it: there is always ``tcp``.
+    A transport that cannot be used is a problem only where ``settings`` demand it, or name its NICs: there is always
+    ``tcp``.
     """
     for transport in NIC_TRANSPORTS:
         offer = nics.offers[transport]
@@ -96,10 +101,10 @@ def examine_nic_transports(nics: HostNics, settings: Settings) -> Iterator[Findi
             else:
                 yield Finding(transport, words)
             continue
-        demanded = settings.transport == transport
+        demanded = settings.transport == transport or bool(offer.asked)
         status = Status.PROBLEM if demanded else Status.NOTE
         if offer.present:
-            step = "see the devices under nics; correct what is named, or UCCL_EP_TRANSPORT=tcp"
+            step = f"see the devices under nics; correct what is named, or {_way_out(offer)}"
             yield Finding(transport, f"unusable: {offer.reason}", status, step)
         else:
             step = "unset UCCL_EP_TRANSPORT, or install the NIC and its driver" if demanded else _INSTALL
