@@ -105,12 +105,15 @@ def test_who_waits_for_a_rank_that_failed_is_not_to_blame(pair: list[Worker], mo
 
 def test_tasks_are_shared_out_and_end_in_time() -> None:
     before = {child.pid for child in psutil.Process().children()}
-    tasks = [(doubled, 1), (hangs, "kernel finish"), (fails, "kernel route"), (doubled, 2)]
+    tasks = [(doubled, 1), (hangs, "kernel finish"), (fails, "kernel route"), (doubled, 2), (dies, "kernel advance")]
     began = time.monotonic()
     found = each(tasks, 2, 2.0)
     assert time.monotonic() - began < 8
-    assert [one.value for one in found] == [2, None, None, 4]
-    assert [one.fault.where if one.fault else "" for one in found] == ["", "kernel finish", "kernel route", ""]
+    assert [one.value for one in found] == [2, None, None, 4, None]
+    faulty = {one.fault.where: one.fault.cause for one in found if one.fault}
+    assert list(faulty) == ["kernel finish", "kernel route", "kernel advance"]
+    assert "cold caches" in faulty["kernel finish"]
+    assert "Triton's compiler has crashed" in faulty["kernel advance"]
     left = {child.pid for child in psutil.Process().children()} - before
     assert not [pid for pid in left if "multiprocessing.spawn" in " ".join(psutil.Process(pid).cmdline())]
 

@@ -122,8 +122,8 @@ def of(error: BaseException, where: str) -> Fault:
     return Fault(where, "no error", found.rstrip("."), cause, step, blames, trace)
 
 
-def died(status: int | None, where: str) -> Fault:
-    """A process has ended by itself."""
+def died(status: int | None, where: str, compiles: bool = False) -> Fault:
+    """A process has ended by itself, which used the GPU or else ``compiles``."""
     how = f"ended with status {status}"
     if status is not None and status < 0:
         try:
@@ -133,6 +133,8 @@ def died(status: int | None, where: str) -> Fault:
     killed = status == -signal.SIGKILL
     cause = "the system was out of memory, or somebody ended it" if killed else f"{_DEFECT}, or of the driver"
     step = "dmesg; then check again" if killed else f"dmesg (NVIDIA: lines with Xid); {_REPORT}"
+    if compiles and not killed:
+        cause, step = "Triton's compiler has crashed on it", f"another version of Triton, or {_REPORT}"
     return Fault(where, "the process goes on", f"it {how}", cause, step)
 
 

@@ -42,6 +42,8 @@ GROUPS = ("probe", "first")
 #: Kept for the operations when code is compiled, and the longest that a rank's process may take to begin.
 _RESERVED_SECONDS, _BEGIN_SECONDS = 35.0, 60.0
 _INTERPRETER_FACTOR = 4.0
+#: Processes that compile: each holds some hundred megabytes.
+_MOST_COMPILERS = 16
 
 Setup = Callable[[int], Place]
 
@@ -283,7 +285,7 @@ class _Check:
         tasks: list[tuple[Any, ...]] = [(_compile_group, name) for name in groups]
         tasks += [(_compile_kernel, gpu, place, name) for place, name in enumerate(names)]
         # what the probe runs on meanwhile needs cores as well
-        jobs = min(max(len(os.sched_getaffinity(0)) - 2, 1), len(tasks))
+        jobs = min(max(len(os.sched_getaffinity(0)) - 2, 1), _MOST_COMPILERS, len(tasks))
         found: list[Answer] = []
         seconds = max(self._left - _RESERVED_SECONDS, 5.0)
         thread = start_thread("uccl_ep compile", lambda: found.extend(each(tasks, jobs, seconds)))

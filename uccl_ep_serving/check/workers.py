@@ -49,9 +49,14 @@ class Answer:
 
 
 class Worker:
-    """A fresh interpreter that does one task after the other."""
+    """A fresh interpreter that does one task after the other.
 
-    def __init__(self) -> None:
+    Args:
+        compiles: that is all it does.
+    """
+
+    def __init__(self, compiles: bool = False) -> None:
+        self._compiles = compiles
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
@@ -71,7 +76,7 @@ class Worker:
             is_note, said = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(1.0)
-            return Answer(fault=faults.died(self.process.exitcode, self.noted))
+            return Answer(fault=faults.died(self.process.exitcode, self.noted, self._compiles))
         if is_note:
             self.noted = said
             return None
@@ -123,7 +128,7 @@ def each(tasks: Sequence[tuple[Any, ...]], jobs: int, seconds: float) -> list[An
         while (waiting or busy) and time.monotonic() < deadline:
             while waiting and len(busy) < jobs:
                 place, task = waiting.popleft()
-                worker = idle.pop() if idle else Worker()
+                worker = idle.pop() if idle else Worker(compiles=True)
                 worker.give(*task)
                 busy[worker.pipe] = worker, place
             for pipe in wait(list(busy), max(deadline - time.monotonic(), 0.0)):
