@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.device_model import Device, install
+from uccl_ep_serving.config import Settings
 from uccl_ep_serving.gpu import context as gpu_context
 from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.modes import low_latency_gpu_session as device_session
@@ -62,7 +63,7 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
     )
     layout = SimpleNamespace(low_latency=None)
     runtime: Any = SimpleNamespace(
-        stale="", epoch=0, layout=layout, rebuild_requested=False, settings=None, rebuild=rebuild
+        stale="", epoch=0, layout=layout, rebuild_requested=False, channels=1, settings=Settings(), rebuild=rebuild
     )
     session, x = LowLatencyGpuSession(runtime, gpu), torch.zeros(4, 128, dtype=torch.bfloat16)
     plan, coding = LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False)
