@@ -128,6 +128,7 @@ suites: env
 	@$(BIN)/python scripts/docs.py
 
 docs: env
+	@$(BIN)/python -m tests.support.clusters
 	@$(BIN)/python scripts/docs.py
 	@$(BIN)/python -m tests.rules.rule_table --write
 

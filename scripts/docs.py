@@ -33,7 +33,7 @@ def _default(value: object) -> str:
         return f"{value >> 20}M"
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value) if value not in ("", ()) else "not set"
+    return str(value) if value not in ("", (), None) else "not set"
 
 
 def settings_table(group: str) -> str:
@@ -132,9 +132,17 @@ def suites_table() -> str:
     return "\n".join([*rows, "", f"{'; '.join(sums)}, on two cores with nothing else to do."])
 
 
+def clusters_table() -> str:
+    """The first table of what `python -m tests.support.clusters` has written."""
+    text = (ROOT / "tests/data_plane/clusters.md").read_text()
+    rows = text[text.index("\n| cluster |") :].strip()
+    return rows.partition("\n\n")[0]
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "results"): results_table,
     ("CONTRIBUTING.md", "suites"): suites_table,
+    ("docs/first-cluster.md", "clusters"): clusters_table,
     ("docs/settings.md", "everyday settings"): lambda: settings_table("everyday"),
     ("docs/settings.md", "NIC settings"): lambda: settings_table("nic"),
     ("docs/settings.md", "debug settings"): lambda: settings_table("debug"),

@@ -11,7 +11,12 @@ from uccl_ep_serving.errors import ConfigError
 
 
 def test_every_variable_is_a_field_and_every_field_a_variable() -> None:
-    fields = {field.name for field in dataclasses.fields(Settings)} - {"master_address", "nccl_ib_hca"}
+    fields = {field.name for field in dataclasses.fields(Settings)} - {
+        "master_address",
+        "gloo_socket_ifname",
+        "nccl_socket_ifname",
+        "nccl_ib_hca",
+    }
     assert fields == {variable.field for variable in SETTINGS}
     assert all(variable.meaning for variable in SETTINGS)
 
@@ -20,6 +25,11 @@ def test_sizes_take_suffixes_and_overrides_win() -> None:
     settings = Settings.from_environment({"UCCL_EP_HEAP_BYTES": "3M", "UCCL_EP_TIMEOUT": "2.5"}, timeout=1.0)
     assert settings.heap_bytes == 3 << 20
     assert settings.timeout == 1.0
+
+
+def test_a_range_of_ports() -> None:
+    assert Settings.from_environment({"UCCL_EP_PORT_RANGE": "20000-20100"}).port_range == (20000, 20100)
+    assert Settings.from_environment({}).port_range is None
 
 
 def test_proxies_raise_channels() -> None:
@@ -37,6 +47,10 @@ def test_proxies_raise_channels() -> None:
         ("UCCL_EP_DIRECT", "maybe"),
         ("UCCL_EP_QUANTUM", "1T"),
         ("UCCL_EP_PROXY_CPUS", "7-4"),
+        ("UCCL_EP_PORT_RANGE", "20000"),
+        ("UCCL_EP_PORT_RANGE", "20100-20000"),
+        ("UCCL_EP_PORT_RANGE", "0-10"),
+        ("UCCL_EP_PORT_RANGE", "20000-65536"),
         ("UCCL_EP_PROXY_CPUS", "0-99999999999"),
     ],
 )

@@ -99,6 +99,17 @@ def _choice(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _ports(text: str) -> tuple[int, int]:
+    """``"20000-20100"``."""
+    named = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
+    if named is None:
+        raise ValueError("must be the first and the last port of a range, as 20000-20100")
+    first, last = map(int, named.groups())
+    if not 1 <= first <= last <= 65535:
+        raise ValueError("must be ports in 1..65535, the smaller one first")
+    return first, last
+
+
 def _flag(text: str) -> bool:
     try:
         return {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[text.lower()]
@@ -198,6 +209,7 @@ class Settings:
     nic_bandwidth: float = 0.0
     tcp_connections: int = 2
     socket_ifname: str = ""
+    port_range: tuple[int, int] | None = None
     nics: str = ""
     nic_gid_index: int = -1
     nic_traffic_class: int = -1
@@ -209,8 +221,10 @@ class Settings:
     proxy_cpus: tuple[int, ...] = ()
     proxy_spin: str = "auto"
     fault_proxy_after: int = 0
-    #: Not a variable of ours: the launcher's MASTER_ADDR, a hint for choosing an interface.
+    #: Not variables of ours: the launcher's MASTER_ADDR and the interfaces of gloo and NCCL, hints for choosing one.
     master_address: str = ""
+    gloo_socket_ifname: str = ""
+    nccl_socket_ifname: str = ""
     #: Not a variable of ours: NCCL_IB_HCA, in force where ``nics`` is empty.
     nccl_ib_hca: str = ""
 
@@ -232,6 +246,8 @@ class Settings:
             except ValueError as error:
                 raise ConfigError(f"{name}={environment[name]!r}: {error}. Meaning: {variable.meaning}") from None
         values["master_address"] = environment.get("MASTER_ADDR", "")
+        values["gloo_socket_ifname"] = environment.get("GLOO_SOCKET_IFNAME", "")
+        values["nccl_socket_ifname"] = environment.get("NCCL_SOCKET_IFNAME", "")
         values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
         given = {**values, **overrides}
         settings = cls(**given)
@@ -396,8 +412,16 @@ SETTINGS: tuple[Variable, ...] = (
         "socket_ifname",
         str,
         False,
-        "network interface whose address peers connect to; not set: that of the route to MASTER_ADDR, else the first "
-        "that is not loopback",
+        "network interfaces whose address peers connect to, in the syntax of NCCL_SOCKET_IFNAME; not set: that of the "
+        "route to the process group's store, else GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, the route to MASTER_ADDR, or "
+        "a guess that is said with a warning",
+    ),
+    Variable(
+        "port_range",
+        _ports,
+        False,
+        "ports on which ranks listen, as 20000-20100, for networks that let only some pass: 1 for each rank of a host, "
+        "and over tcp 1 more for each of its proxies; not set: any free port",
     ),
     Variable(
         "nics",

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...config import Settings
-from ...errors import BootstrapError, ConfigError
+from ...errors import BootstrapError, ConfigError, TransportError
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import decode_address, encode_address
 from ...protocol.handshake import Identity
+from ...protocol.listener import PortsTaken, listen, ports_needed
 from . import tcp_link as tcp
 from .base import Capabilities, DataPath, refused
 from .tcp_connect import meet
@@ -109,14 +110,14 @@ class TcpEndpoint:
         window: address of this rank's window, the only memory that peers write.
         window_bytes: its length, equal on all ranks.
         secret: the job's secret, at least :data:`MIN_SECRET_BYTES` bytes, equal on all ranks.
-        settings: ``tcp_connections`` is used.
-        host: numeric IPv4 or IPv6 address of an interface that peers can reach; the port is chosen by the kernel.
+        settings: ``tcp_connections``, ``port_range`` and ``proxies`` are used.
+        host: numeric IPv4 or IPv6 address of an interface that peers can reach.
         job: name of the job; a connection of another job is dropped.
         watch: called a few times a second while connecting; raises when a peer will never come.
 
     Raises:
         ConfigError: the secret is too short, or ``host`` is not an address that peers could connect to.
-        TransportError: the operating system refused to listen on ``host``.
+        TransportError: the operating system refused to listen on ``host``, or no port of the range is free.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class TcpEndpoint:
         self._fds: list[int] = []
         self._epoll: select.epoll | None = None
         self._data_path = DataPath(self._state.address, *FUNCTIONS.addresses)
-        self._listener: socket.socket | None = _listen(rank, host)
+        self._listener: socket.socket | None = _listen(rank, ranks, host, settings)
         self._address = encode_address(*self._listener.getsockname()[:2])
 
     @property
@@ -267,8 +268,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _listen(rank: int, host: str) -> socket.socket:
-    """A socket listening on ``host``, on a port of the kernel's choice."""
+def _listen(rank: int, ranks: int, host: str, settings: Settings) -> socket.socket:
+    """A socket listening on ``host``, on a port of ``UCCL_EP_PORT_RANGE`` or of the kernel's choice."""
     try:
         parsed = ipaddress.ip_address(host)
     except ValueError:
@@ -277,14 +278,10 @@ def _listen(rank: int, host: str) -> socket.socket:
         raise ConfigError(
             f"rank {rank}: peers cannot connect to {host}; choose an interface with UCCL_EP_SOCKET_IFNAME"
         )
-    family = socket.AF_INET if parsed.version == 4 else socket.AF_INET6
-    with contextlib.ExitStack() as undo:
-        try:
-            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
-            listener.bind((host, 0))
-            # The kernel caps this at net.core.somaxconn; whoever finds the queue full connects again.
-            listener.listen(4096)
-        except OSError as error:
-            raise refused(f"rank {rank}: cannot listen on {host}", error, host) from None
-        undo.pop_all()
-    return listener
+    try:
+        return listen(host, settings.port_range)
+    except PortsTaken as error:
+        what = f"rank {rank}: cannot listen on {host}: {error}. {ports_needed(ranks, settings.proxies)}"
+        raise TransportError(what, device=host, errno=error.errno or 0) from None
+    except OSError as error:
+        raise refused(f"rank {rank}: cannot listen on {host}", error, host) from None

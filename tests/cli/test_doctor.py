@@ -16,6 +16,8 @@ import pytest
 from tests.support.source_tree import ROOT, run_python
 from uccl_ep_serving.cli.doctor import gpus, limits, report, software, transports
 from uccl_ep_serving.cli.doctor.findings import Finding
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.protocol.listener import listen
 
 
 class TestDoctor:
@@ -300,6 +302,35 @@ class TestTcp:
         monkeypatch.setattr(transports.psutil, "net_if_stats", lambda: up)
         (found,) = [one for one in transports.transports() if one.name == "tcp"]
         assert found.value == words
+
+
+class TestControlAddress:
+    def test_it_says_what_decided(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (found,) = transports.control_address(Settings(socket_ifname="lo"))
+        assert (found.value, found.status) == ("127.0.0.1 (lo, UCCL_EP_SOCKET_IFNAME=lo)", "ok")
+        (found,) = transports.control_address(Settings())
+        assert found.value.endswith("; with a process group, the route to the host of its TCPStore")
+        (found,) = transports.control_address(Settings(nccl_socket_ifname="ib0"))
+        assert found.status == "note"
+        assert "NCCL_SOCKET_IFNAME=ib0 names no interface" in found.value
+
+    def test_an_interface_that_does_not_exist_is_a_problem(self) -> None:
+        (found,) = transports.control_address(Settings(socket_ifname="ib0"))
+        assert found.status == "problem"
+        assert "no such interface" in found.value
+
+    def test_free_ports_of_the_range_are_counted(self) -> None:
+        with listen("127.0.0.1", None) as busy:
+            port = busy.getsockname()[1]
+            _, found = transports.control_address(Settings(socket_ifname="lo", port_range=(port, port)))
+        assert found.status == "problem"
+        assert found.value.startswith("0 of 1 ports of UCCL_EP_PORT_RANGE are free")
+        _, found = transports.control_address(Settings(socket_ifname="lo", port_range=(1024, 65535), proxies=2))
+        assert found.status == "ok"
+        assert found.value == (
+            "128 or more of 64512 ports of UCCL_EP_PORT_RANGE are free: enough for 42 ranks of this host that connect "
+            "over tcp at a time, 128 over others"
+        )
 
 
 class TestLockedMemory:

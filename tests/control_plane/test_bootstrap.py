@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from tests.support.control_threads import ThreadExchange, in_threads
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane import bootstrap
-from uccl_ep_serving.control_plane.bootstrap import StoreExchange, TorchExchange, introduce, local_host
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange, TorchExchange, introduce
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.protocol.message import FORMAT_VERSION
 
@@ -61,29 +60,42 @@ def test_ctrl_c_ends_a_wait_for_the_store(ctrl_c_soon: None) -> None:
     assert time.monotonic() - start < 2
 
 
-def test_a_master_whose_name_is_loopback_here_does_not_make_this_rank_unreachable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On Debian the master's own name resolves to 127.0.1.1 on the master itself."""
-    monkeypatch.setattr(bootstrap, "_addresses", lambda interface: ["10.1.2.3"])
-    found = (socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 9))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [found])
-    assert local_host(Settings.from_environment({"MASTER_ADDR": "node0"})) == "10.1.2.3"
-    assert local_host(Settings.from_environment({"MASTER_ADDR": "127.0.0.1"})) == "127.0.0.1"
-
-
 def test_a_rank_that_listens_on_loopback_is_refused_by_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "_host_identity", lambda: str(threading.get_ident()))
 
     def body(exchange: ThreadExchange) -> Any:
         address = "127.0.0.1" if exchange.rank == 0 else "10.0.0.1"
-        introduce(exchange, Settings(), socket_name="s", address=address, port=1, sizes={})
+        introduce(exchange, Settings(), socket_name="s", address=address, port=1, chosen="lo, a guess", sizes={})
 
     zero, one = in_threads(2, body)
     for error in (zero, one):
         assert isinstance(error, BootstrapError)
         assert "rank 0 on" in str(error)
+        assert "listens on 127.0.0.1 (lo, a guess)" in str(error)
         assert "UCCL_EP_SOCKET_IFNAME" in str(error)
+
+
+def test_two_hosts_with_one_address_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have chosen their bridge: each would connect to itself."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        exchange = Altered(exchange, host=str(exchange.rank), host_name=f"node{exchange.rank}")
+        introduce(exchange, Settings(), socket_name="s", address="172.17.0.1", port=1, chosen="docker0", sizes={})
+
+    for error in in_threads(2, body):
+        assert isinstance(error, BootstrapError)
+        assert "rank 1 on node1 listens on 172.17.0.1 (docker0), and so does rank 0 on node0 (docker0)" in str(error)
+
+
+def test_one_machine_that_counts_as_several_hosts_may_have_one_address() -> None:
+    """As in a sandbox that hides the boot id."""
+
+    def body(exchange: ThreadExchange) -> int:
+        exchange = Altered(exchange, host=str(exchange.rank))
+        known = introduce(exchange, Settings(), socket_name="s", address="10.0.0.1", port=1, sizes={})
+        return len(known.cards)
+
+    assert in_threads(2, body) == [2, 2]
 
 
 def test_a_sandbox_that_hides_the_boot_id_makes_every_rank_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +115,7 @@ def test_ranks_of_another_version_are_refused_on_every_rank(field: str, words: s
 
     def body(exchange: ThreadExchange) -> None:
         if exchange.rank == 1:
-            exchange = Altered(exchange, field)
+            exchange = Altered(exchange, **{field: -1 if field == "formats" else "another"})
         introduce(exchange, Settings(), socket_name="s", address="127.0.0.1", port=1, sizes={})
 
     for error in in_threads(3, body):
@@ -129,7 +141,7 @@ def test_an_exchange_that_breaks_down_hides_no_reason(caplog: pytest.LogCaptureF
 def test_a_card_that_cannot_be_read_is_taken_for_another_version() -> None:
     def body(exchange: ThreadExchange) -> None:
         if exchange.rank == 1:
-            exchange = Altered(exchange, "pid")
+            exchange = Altered(exchange, pid="another")
         introduce(exchange, Settings(), socket_name="s", address="127.0.0.1", port=1, sizes={})
 
     for error in in_threads(2, body):
@@ -138,29 +150,28 @@ def test_a_card_that_cannot_be_read_is_taken_for_another_version() -> None:
 
 
 class Altered(ThreadExchange):
-    """Sends its rank's card with one field changed."""
+    """Sends its rank's card with some fields changed."""
 
-    def __init__(self, exchange: ThreadExchange, field: str) -> None:
+    def __init__(self, exchange: ThreadExchange, **fields: Any) -> None:
         super().__init__(exchange.rank, exchange._barrier, exchange._board)
-        self._field = field
+        self._fields = fields
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        card = msgspec.msgpack.decode(payload)
-        card[self._field] = -1 if self._field == "formats" else "another"
-        return super().all_gather(msgspec.msgpack.encode(card))
+        return super().all_gather(msgspec.msgpack.encode(msgspec.msgpack.decode(payload) | self._fields))
 
 
 def test_a_group_outside_of_torchs_world_will_do() -> None:
     """As engines make them that change size while they serve: ``torch.distributed`` itself does not know the group."""
-    store = dist.HashStore()
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
-    def body(exchange: ThreadExchange) -> tuple[int, int, list[bytes]]:
+    def body(exchange: ThreadExchange) -> tuple[int, int, str, list[bytes]]:
+        store = dist.TCPStore("localhost", server.port, is_master=False)
         gloo = dist.ProcessGroupGloo(store, exchange.rank, 2, datetime.timedelta(seconds=20))
         group = dist.ProcessGroup(store, exchange.rank, 2)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         rode = TorchExchange(group)
-        return rode.rank, rode.size, rode.all_gather(b"x" * (1 + 9 * exchange.rank))
+        return rode.rank, rode.size, rode.store_host, rode.all_gather(b"x" * (1 + 9 * exchange.rank))
 
     assert not dist.is_initialized()
-    assert in_threads(2, body) == [(rank, 2, [b"x", b"x" * 10]) for rank in range(2)]
+    assert in_threads(2, body) == [(rank, 2, "localhost", [b"x", b"x" * 10]) for rank in range(2)]

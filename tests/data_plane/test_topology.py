@@ -15,9 +15,11 @@ MACHINES = [
     ("p4d", 8, 4, Distance.ROOT, 100),
     ("p5", 8, 32, Distance.SWITCH, 100),
     ("p5en", 8, 16, Distance.SWITCH, 200),
-    ("p6-b200", 8, 8, Distance.ROOT, 400),
+    ("p6-b200", 8, 10, Distance.ROOT, 400),
     ("mi300x-thor2", 8, 9, Distance.SWITCHES, 400),
     ("dgx-h100", 8, 11, Distance.SWITCH, 400),
+    ("l4-pcie", 8, 1, Distance.NUMA, 100),
+    ("nvlink-pairs", 8, 5, Distance.SWITCH, 400),
     ("laptop", 1, 1, Distance.UNKNOWN, 2.5),
 ]
 

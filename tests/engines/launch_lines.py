@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -31,3 +32,13 @@ def page_lines(page: str, engine: str, **variables: str) -> list[list[str]]:
     for name, value in variables.items():
         block = block.replace(f"${name}", value)
     return [shlex.split(line, comments=True) for line in block.splitlines() if line]
+
+
+def table_lines(page: str, program: str) -> dict[str, list[str]]:
+    """The words of each command of ``program`` in the tables of ``page``, by the first cell of its row; MODEL is a
+    model."""
+    found = {}
+    for row in re.findall(r"^\| ([^|]+?) \|(.*)", (ROOT / page).read_text(), re.MULTILINE):
+        for command in re.findall(rf"`({program} serve [^`]*)`", row[1]):
+            found[row[0]] = shlex.split(command.replace("MODEL", "deepseek-ai/DeepSeek-V3"))
+    return found

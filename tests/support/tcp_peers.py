@@ -33,6 +33,7 @@ def make(
     job: bytes = JOB,
     connections: int = CONNECTIONS,
     proxy: int = 0,
+    settings: Settings | None = None,
 ) -> TcpEndpoint:
     return TcpEndpoint(
         rank,
@@ -41,7 +42,7 @@ def make(
         window=window.ctypes.data,
         window_bytes=window.nbytes,
         secret=secret,
-        settings=Settings(tcp_connections=connections),
+        settings=settings or Settings(tcp_connections=connections),
         host=host,
         job=job,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
-import ipaddress
 import logging
 import os
 import secrets
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -29,8 +27,9 @@ import torch.distributed.distributed_c10d as c10d
 from ..config import Settings
 from ..errors import BootstrapError, ConfigError
 from ..protocol.message import FORMAT_VERSION
+from .addresses import is_loopback
 
-__all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "local_host", "refusing"]
+__all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "refusing"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -58,6 +57,13 @@ class Exchange(Protocol):
         """Every rank's payload, by rank. Collective."""
 
 
+def _store_host(store: object) -> str:
+    """The host on which a TCPStore is, seen through prefixes; "" for any other store."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
 class TorchExchange:
     """:class:`Exchange` over a ``torch.distributed`` process group (gloo: CPU tensors, NCCL: CUDA tensors).
 
@@ -83,6 +89,16 @@ class TorchExchange:
     @property
     def size(self) -> int:
         return self._group.size()
+
+    @property
+    def store_host(self) -> str:
+        """Host of the store that the group was made with, "" where that is no TCPStore."""
+        store: c10d.Store | None
+        try:
+            store = self._group.get_group_store()
+        except (AttributeError, RuntimeError):  # an older torch; a group without a store
+            store = c10d._world.pg_map.get(self._group, (None, None))[1]
+        return _store_host(store)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
@@ -138,6 +154,7 @@ class StoreExchange:
         self._calls = 0
         self.rank = rank
         self.size = size
+        self.store_host = _store_host(store)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload. Raises BootstrapError when a rank does not appear within the store's timeout."""
@@ -177,6 +194,7 @@ class Card(msgspec.Struct, frozen=True):
         host: boot id and network namespace; ranks with equal ones can reach each other's abstract Unix sockets.
         socket_name: abstract Unix socket of the control listener (without the leading NUL).
         address, port: TCP control listener.
+        chosen: interface of the address, and what decided, for messages.
         agreed: settings on which all ranks must agree.
         sizes: byte sizes the caller asked for; must agree as well.
         secret: rank 0's job secret, empty from others.
@@ -194,6 +212,7 @@ class Card(msgspec.Struct, frozen=True):
     socket_name: str = ""
     address: str = ""
     port: int = 0
+    chosen: str = ""
     agreed: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     secret: bytes = b""
@@ -231,54 +250,6 @@ def _host_identity() -> str:
             raise BootstrapError(f"{error}. Next step: raise the limit on open files (ulimit -n)") from error
         # A sandbox without these files: every rank counts as a host of its own and is reached over TCP.
         return secrets.token_hex(16)
-
-
-def _addresses(interface: str) -> list[str]:
-    """IP addresses of ``interface``, or of every interface that is up, IPv4 first, without link-local ones."""
-    table = psutil.net_if_addrs()
-    if interface and interface not in table:
-        raise ConfigError(
-            f"UCCL_EP_SOCKET_IFNAME={interface!r}: no such interface; there are {', '.join(sorted(table))}"
-        )
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = []
-    for name in (
-        [interface] if interface else sorted(up, key=lambda n: (n.startswith(("docker", "br-", "veth", "virbr")), n))
-    ):
-        for entry in table[name]:
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address:
-                found.append(ipaddress.ip_address(entry.address))
-    usable = [ip for ip in found if not ip.is_link_local]
-    # sorted() is stable: interfaces keep their order within a class
-    return [str(ip) for ip in sorted(usable, key=lambda ip: (ip.is_loopback, ip.version))]
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def local_host(settings: Settings) -> str:
-    """Address that peers on other hosts should use for this rank.
-
-    ``UCCL_EP_SOCKET_IFNAME`` decides; else the route towards ``MASTER_ADDR``, when the launcher set one; else the
-    first address that is not loopback; else loopback.
-    """
-    if not settings.socket_ifname and settings.master_address:
-        try:
-            family, _, _, _, target = socket.getaddrinfo(settings.master_address, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(target)
-                address = str(probe.getsockname()[0])
-            # Debian's /etc/hosts maps a host's own name to 127.0.1.1: on the master itself the route then leads to
-            # loopback, where no other host gets. A master given as loopback means one host.
-            if not _is_loopback(address) or _is_loopback(settings.master_address):
-                return address
-        except OSError:
-            pass  # an unresolvable master says nothing about the interfaces: choose among them
-    return (_addresses(settings.socket_ifname) or ["127.0.0.1"])[0]
 
 
 def _disagreement(cards: Sequence[Card]) -> str:
@@ -331,10 +302,39 @@ def _check_refusals(cards: Sequence[Card]) -> None:
         raise kind(f"{words}. Nothing was started on any rank")
 
 
+def _check_addresses(cards: Sequence[Card]) -> None:
+    """Raise BootstrapError, the same on every rank, where ranks on another host cannot reach a rank's address."""
+    step = "set UCCL_EP_SOCKET_IFNAME there to the interface that leads to the other hosts"
+    first: dict[str, Card] = {}
+    for card in cards if len({card.host for card in cards}) > 1 else ():
+        who = f"rank {card.rank} on {card.host_name} listens on {card.address} ({card.chosen})"
+        if is_loopback(card.address):
+            raise BootstrapError(
+                f"{who}, where other hosts cannot reach it. Likely cause: MASTER_ADDR or the process group's store is "
+                f"on loopback, or it has no other network. Next step: {step}"
+            )
+        other = first.setdefault(card.address, card)
+        if other.host != card.host and other.host_name != card.host_name:
+            raise BootstrapError(
+                f"{who}, and so does rank {other.rank} on {other.host_name} ({other.chosen}). Likely cause: it is the "
+                f"address of a bridge, which each host has for itself. Next step: on both hosts, {step}"
+            )
+
+
 def introduce(
-    exchange: Exchange, settings: Settings, *, socket_name: str, address: str, port: int, sizes: dict[str, int]
+    exchange: Exchange,
+    settings: Settings,
+    *,
+    socket_name: str,
+    address: str,
+    port: int,
+    chosen: str = "",
+    sizes: dict[str, int],
 ) -> Introduction:
     """Exchange cards and check that all ranks mean the same group. Collective.
+
+    Args:
+        socket_name, address, port, chosen, sizes: of this rank's card.
 
     Raises:
         ConfigError: ranks differ in version, settings or sizes, or one was given wrong ones; every rank raises, naming
@@ -349,6 +349,7 @@ def introduce(
             socket_name=socket_name,
             address=address,
             port=port,
+            chosen=chosen,
             agreed=settings.agreed(),
             sizes=sizes,
             secret=secrets.token_bytes(_SECRET_BYTES) if exchange.rank == 0 else b"",
@@ -369,14 +370,7 @@ def introduce(
     _check_refusals(cards)
     if words := _disagreement(cards):
         raise ConfigError(f"the ranks disagree, nothing was started: {words}. Give all ranks the same environment")
-    for card in cards:
-        # the same answer on every rank, on the one that listens there as well
-        if _is_loopback(card.address) and any(other.host != card.host for other in cards):
-            raise BootstrapError(
-                f"rank {mine.rank}: rank {card.rank} on {card.host_name} listens on {card.address}, where other hosts "
-                "cannot reach it. Likely cause: MASTER_ADDR is loopback on that host, or it has no other network. Next "
-                "step: set UCCL_EP_SOCKET_IFNAME there"
-            )
+    _check_addresses(cards)
     if len(cards[0].secret) != _SECRET_BYTES:
         raise BootstrapError(f"rank 0 sent a secret of {len(cards[0].secret)} bytes, {_SECRET_BYTES} expected")
     return Introduction(cards, cards[0].secret)

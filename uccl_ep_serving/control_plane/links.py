@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from ..config import Settings
 from ..errors import BootstrapError
 from ..protocol.handshake import Identity, Refused, Talk, accept, connect
-from .bootstrap import Card, Introduction, local_host
+from ..protocol.listener import BACKLOG, PortsTaken, listen, ports_needed
+from .addresses import choose_address
+from .bootstrap import Card, Introduction
 
 __all__ = ["MAGIC", "Link", "Listeners", "meet", "waking_selector"]
 
@@ -89,35 +91,40 @@ class Listeners:
         socket_name: of the Unix socket, without the leading NUL. It holds 64 random bits; a name that somebody guessed
             would still not hold the job's secret.
         address, port: of the TCP socket.
+        chosen: interface of the address, and what decided.
+        guessed: nothing that the user or the launcher has said decided.
 
     Raises:
         ConfigError: ``UCCL_EP_SOCKET_IFNAME`` names no interface.
-        BootstrapError: the system refuses a socket.
+        BootstrapError: the system refuses a socket, or no port of ``UCCL_EP_PORT_RANGE`` is free.
     """
 
-    def __init__(self, rank: int, settings: Settings) -> None:
+    def __init__(self, rank: int, ranks: int, settings: Settings, store_host: str = "") -> None:
         self.socket_name = f"uccl_ep_control.{os.getpid()}.{secrets.token_hex(8)}"
         self.address = "any interface"
         with contextlib.ExitStack() as undo:
             try:
-                self.address = local_host(settings)
-                family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+                choice = choose_address(settings, store_host)
+                self.address, self.chosen, self.guessed = choice.address, choice.reason, choice.guessed
                 self.unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                self.tcp = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                for listener, name in ((self.unix, "\0" + self.socket_name), (self.tcp, (self.address, 0))):
-                    listener.bind(name)
-                    # capped by net.core.somaxconn; whoever finds the queue full comes again
-                    listener.listen(4096)
+                self.unix.bind("\0" + self.socket_name)
+                self.unix.listen(BACKLOG)
+                self.tcp = undo.enter_context(listen(self.address, settings.port_range))
+                for listener in (self.unix, self.tcp):
                     listener.setblocking(False)
             except OSError as error:
                 what = f"rank {rank} cannot listen for its peers on {self.address}"
                 if error.errno in _NO_ROOM:
                     raise _no_descriptor(what, error) from error
+                if isinstance(error, PortsTaken):
+                    raise BootstrapError(f"{what}: {error}. {ports_needed(ranks, settings.proxies)}") from error
                 raise BootstrapError(
                     f"{what}: {error}. Next step: choose an interface with UCCL_EP_SOCKET_IFNAME"
                 ) from error
             undo.pop_all()
         self.port: int = self.tcp.getsockname()[1]
+        for words in choice.ignored:
+            _log.warning("rank %d: %s: it is passed over", rank, words)
 
     def close(self) -> None:
         """Close both. May be called twice."""
@@ -163,7 +170,7 @@ class _Meeting:
             rank=rank, ranks=ranks, proxy=0, connections=1, window_bytes=1, job=_JOB, secret=introduction.secret
         )
         self.timeout = timeout
-        self.address = f"{listeners.address}:{listeners.port}"
+        self.address = f"{listeners.address}:{listeners.port} ({listeners.chosen})"
         self.deadline = time.monotonic() + timeout
         self.links: dict[int, Link] = {}
         self.talks: dict[_Talk, None] = {}

@@ -43,9 +43,10 @@ class ControlMesh:
     Args:
         rank, ranks: of the group.
         settings: interface and deadlines.
+        store_host: host of the TCPStore under the process group, "" where there is none.
 
     Attributes:
-        socket_name, address, port: where this rank listens; goes into its card.
+        socket_name, address, port, chosen: where this rank listens, and why there; goes into its card.
         liveness: who takes part.
         steps: the all-gathers on which ranks agree.
         root_cause: finds out because of whom an operation failed.
@@ -54,7 +55,7 @@ class ControlMesh:
         on_part: called from the reader thread with a peer that takes part in a step.
     """
 
-    def __init__(self, rank: int, ranks: int, settings: Settings) -> None:
+    def __init__(self, rank: int, ranks: int, settings: Settings, store_host: str = "") -> None:
         self.rank = rank
         self.ranks = ranks
         self.liveness = Liveness(rank, ranks)
@@ -70,10 +71,11 @@ class ControlMesh:
         with contextlib.ExitStack() as undo:
             for one in (self._selector, self._wake, self._waker):
                 undo.callback(one.close)
-            self._listeners = Listeners(rank, settings)
+            self._listeners = Listeners(rank, ranks, settings, store_host)
             undo.pop_all()
         self.socket_name = self._listeners.socket_name
         self.address, self.port = self._listeners.address, self._listeners.port
+        self.chosen = self._listeners.chosen
         self._links: dict[int, Link] = {}
         self._closing = False
         #: When the reader does what for :meth:`limit`. Writer: the host; reader: the reader.
@@ -89,12 +91,27 @@ class ControlMesh:
         Raises BootstrapError naming the ranks that are missing at the deadline, that are gone, or that do not prove
         the secret.
         """
+        self._say_address(introduction)
         try:
             self._links = meet(self.rank, self.ranks, self._listeners, introduction, self._settings.connect_timeout)
         finally:
             self._listeners.close()
         self.steps.links = self.root_cause.links = self._links
         self._start_reader()
+
+    def _say_address(self, introduction: Introduction) -> None:
+        """Where this rank listens and why; a guess matters to ranks on other hosts only."""
+        hosts = {card.host for card in introduction.cards}
+        if self._listeners.guessed and len(hosts) > 1:
+            _log.warning(
+                "rank %d: other hosts connect to %s (%s): neither the process group's store nor a variable "
+                "says which network leads to them. If that is the wrong one, set UCCL_EP_SOCKET_IFNAME",
+                self.rank,
+                self.address,
+                self.chosen,
+            )
+        else:
+            _log.info("rank %d listens on %s (%s)", self.rank, self.address, self.chosen)
 
     def _start_reader(self) -> None:
         for link in self._links.values():

@@ -73,7 +73,8 @@ class Runtime:
         with refusing(exchange):
             load(STICKY_ERROR)
             normal = normal_plan(self.ranks, settings, heap_bytes)
-            self._mesh = ControlMesh(self.rank, self.ranks, settings)
+            # an exchange of the caller's own need not know
+            self._mesh = ControlMesh(self.rank, self.ranks, settings, getattr(exchange, "store_host", ""))
         self._liveness = self._mesh.liveness
         self._epochs = Epochs(self._mesh, settings, normal)
         self._watch = self._epochs.watch
@@ -86,6 +87,7 @@ class Runtime:
                 socket_name=self._mesh.socket_name,
                 address=self._mesh.address,
                 port=self._mesh.port,
+                chosen=self._mesh.chosen,
                 sizes={"normal-mode heap bytes": normal.heap},
             )
             self._mesh.connect(introduction)

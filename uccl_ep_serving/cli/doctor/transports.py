@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -11,13 +12,17 @@ import psutil
 
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane.addresses import choose_address
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.protocol.listener import listen
 from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE, Offer, Offers, preview
 
-__all__ = ["examine_nic_transports", "transports"]
+__all__ = ["control_address", "examine_nic_transports", "transports"]
 
 _ABSENT = {EFA: "no device with the efa driver", ROCE: "no RDMA device other than EFA"}
+#: Free ports are counted up to this many.
+_ENOUGH_PORTS = 128
 _INSTALL = "install the NIC and its driver, where this transport is wanted"
 
 
@@ -29,6 +34,7 @@ def transports() -> Iterator[Finding]:
         in_force = Settings.from_environment()
     except ConfigError:
         return  # reported under settings
+    yield from control_address(in_force)
     offers: Offers = {}
     try:
         nics = HostNics(in_force)
@@ -67,7 +73,7 @@ def _shm() -> Finding:
 
 
 def _tcp() -> Finding:
-    """Addresses that peers could connect to: of both families, as ranks listen (``bootstrap.local_host``)."""
+    """Addresses that peers could connect to, of both families."""
     up = psutil.net_if_stats()
     addresses = [
         f"{name} {address.address}"
@@ -83,6 +89,39 @@ def _tcp() -> Finding:
     if all(address.startswith("lo ") for address in addresses):
         return Finding("tcp", f"usable on this host only ({', '.join(addresses)})")
     return Finding("tcp", f"usable over {', '.join(addresses)}")
+
+
+def control_address(settings: Settings) -> Iterator[Finding]:
+    """Where a rank of this host would listen without a process group, whose store decides where there is one; and how
+    many of the ports that it may use are free."""
+    try:
+        choice = choose_address(settings)
+    except ConfigError as error:
+        yield Finding("control address", str(error), Status.PROBLEM, "correct or unset UCCL_EP_SOCKET_IFNAME")
+        return
+    words = str(choice)
+    if not settings.socket_ifname:
+        words += "; with a process group, the route to the host of its TCPStore"
+    if choice.ignored:
+        words, step = f"{words}. Passed over: {'; '.join(choice.ignored)}", "correct or unset the variable"
+        yield Finding("control address", words, Status.NOTE, step)
+    else:
+        yield Finding("control address", words)
+    if settings.port_range is None:
+        return
+    first, last = settings.port_range
+    with contextlib.ExitStack() as opened:
+        free, each = 0, 1 + settings.proxies
+        with contextlib.suppress(OSError):
+            while first <= last and free < _ENOUGH_PORTS:
+                listener = opened.enter_context(listen(choice.address, (first, last)))
+                first, free = listener.getsockname()[1] + 1, free + 1
+    words = f"{free}{' or more' if free == _ENOUGH_PORTS else ''} of {last - settings.port_range[0] + 1} ports of "
+    words += "UCCL_EP_PORT_RANGE are free: enough for "
+    words += f"{free // each} ranks of this host that connect over tcp at a time, {free} over others"
+    few = free < each
+    step = "widen UCCL_EP_PORT_RANGE, or end what listens there"
+    yield Finding("ports", words, Status.PROBLEM if few else Status.OK, step if few else "")
 
 
 def examine_nic_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:

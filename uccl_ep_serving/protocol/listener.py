@@ -1,0 +1,69 @@
+"""Listening for peers: on one address, on any free port or on one of ``UCCL_EP_PORT_RANGE``."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+__all__ = ["BACKLOG", "PortsTaken", "listen", "ports_needed"]
+
+#: Capped by net.core.somaxconn; whoever finds the queue full connects again.
+BACKLOG = 4096
+
+
+class PortsTaken(OSError):
+    """No port of the range is free."""
+
+    def __init__(self, first: int, last: int) -> None:
+        many = f"all {last - first + 1} ports" if last > first else "the only port"
+        super().__init__(errno.EADDRINUSE, f"{many} of UCCL_EP_PORT_RANGE={first}-{last} are taken")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def ports_needed(ranks: int, proxies: int) -> str:
+    """How many ports a range must hold, and the next step, in words."""
+    each = 1 + proxies
+    return (
+        f"While a Buffer opens, each rank listens on 1 port, and over tcp on 1 more for each of its {proxies} proxies: "
+        f"{ranks} x {each} = {ranks * each} ports where all {ranks} ranks are on one host, and as many for each other "
+        "engine there. Next step: a wider UCCL_EP_PORT_RANGE"
+    )
+
+
+def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """A socket that listens on ``host``, numeric.
+
+    Args:
+        ports: first and last of a range, whose first free one is taken; None = any port of the kernel's choice.
+
+    Raises:
+        PortsTaken: no port of the range is free.
+        OSError: the system refuses a socket, or the address.
+    """
+    if ports is None:
+        return _listen(host, 0)
+    first, last = ports
+    for port in range(first, last + 1):
+        try:
+            return _listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise PortsTaken(first, last)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
+        if port:
+            # Connections that were accepted on a port, live or just closed, do not keep it: only listeners do.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        # of two that bound the same port, the second is refused here
+        listener.listen(BACKLOG)
+        undo.pop_all()
+    return listener
