@@ -45,6 +45,28 @@ def test_p6_b200_without_bridges_deals_the_nics_of_a_node_one_to_a_gpu(tmp_path:
     assert dealt == [[f"rdmap{root}s{slot}"] for root in (16, 32) for slot in (28, 29, 30, 31)]
 
 
+def test_p6_b200_takes_the_ports_of_its_nvlink_switches_for_no_network(tmp_path: Path) -> None:
+    """Also where EFA cannot be used: they lead to no other host."""
+    found = machine("p6-b200", tmp_path)
+    assert rails_of_all(found, "roce") == [[]] * 8
+    words = reasons(choose_rails(found, "roce", gpu=found.gpus[0].address))
+    assert (
+        words["ibp115s0f0"] == "the network of this machine is EFA: used only when UCCL_EP_NICS or NCCL_IB_HCA names it"
+    )
+    assert rails_of_all(found, "roce", "ibp115s0f0") == [["ibp115s0f0"]] * 8
+
+
+def test_l4_share_the_one_nic(tmp_path: Path) -> None:
+    assert rails_of_all(machine("l4-pcie", tmp_path), "roce") == [["mlx5_0"]] * 8
+
+
+def test_nvlink_pairs_share_the_nic_of_their_switch(tmp_path: Path) -> None:
+    found = machine("nvlink-pairs", tmp_path)
+    assert rails_of_all(found, "roce") == [[f"mlx5_{nic}"] for nic in (0, 0, 1, 1, 3, 3, 4, 4)]
+    words = reasons(choose_rails(found, "roce", gpu=found.gpus[0].address))
+    assert words["mlx5_0"] == "rail 0 (1 for 2 GPUs)"
+
+
 def test_p4d_gpus_share_a_nic_two_by_two(tmp_path: Path) -> None:
     found = machine("p4d", tmp_path)
     assert rails_of_all(found, "efa") == [[f"rdmap{root}s27"] for root in (16, 16, 32, 32, 144, 144, 160, 160)]

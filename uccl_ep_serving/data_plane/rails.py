@@ -7,7 +7,8 @@ fabric traffic between equal GPUs of two hosts stays below one switch. Which str
 The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor`` prints):
 
 1. NICs that ``UCCL_EP_NICS`` (else ``NCCL_IB_HCA``) leaves out, that have no active port, that another transport
-   drives or that could not be opened are not used. Software devices (soft-RoCE) only when such a variable names them.
+   drives or that could not be opened are not used. Software devices (soft-RoCE), and beside EFA other devices, only
+   when such a variable names them.
 2. Of the rest, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
    slow port for management or storage is no rail.
 3. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
@@ -196,7 +197,8 @@ def choose_rails(
     """
     wanted = wanted or HcaFilter()
     here = topology.gpu(gpu) if gpu else None
-    refused = {nic.name: why for nic in topology.nics if (why := _refusal(nic, transport, wanted))}
+    on_efa = any(nic.is_efa for nic in topology.nics)
+    refused = {nic.name: why for nic in topology.nics if (why := _refusal(nic, transport, wanted, on_efa))}
     refused.update(broken or {})
     open_to_use = [nic for nic in topology.nics if nic.name not in refused]
     nearest = _nearest(here, open_to_use)
@@ -213,8 +215,8 @@ def choose_rails(
     return Rails(transport, tuple(mine), tuple(verdicts))
 
 
-def _refusal(nic: Nic, transport: str, wanted: HcaFilter) -> str:
-    """Why ``nic`` is out of the question, "" when it is not."""
+def _refusal(nic: Nic, transport: str, wanted: HcaFilter, on_efa: bool) -> str:
+    """Why ``nic`` is out of the question, "" when it is not; ``on_efa``: the machine has EFA devices."""
     if nic.transport != transport:
         return f"driven by {nic.transport}, not {transport}"
     if not wanted.accepts(nic):
@@ -223,6 +225,9 @@ def _refusal(nic: Nic, transport: str, wanted: HcaFilter) -> str:
         return "no active port"
     if nic.is_software and not wanted.names(nic):
         return "a software device: used only when UCCL_EP_NICS or NCCL_IB_HCA names it"
+    if on_efa and not nic.is_efa and not wanted.names(nic):
+        # such as the management ports of NVLink switches, which InfiniBand drives and which lead to no other host
+        return "the network of this machine is EFA: used only when UCCL_EP_NICS or NCCL_IB_HCA names it"
     return ""
 
 
