@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.control_threads import ThreadExchange, in_threads, introduced, joined
+from uccl_ep_serving.control_plane import links
+from uccl_ep_serving.control_plane.addresses import Address
 from uccl_ep_serving.control_plane.bootstrap import Introduction
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 
@@ -35,6 +40,21 @@ def test_a_wrong_secret_is_refused_and_strangers_do_not_disturb() -> None:
     assert "the two sides do not have the same job secret" in str(one)
     assert isinstance(zero, BootstrapError)
     assert "ranks [1] have not connected" in str(zero)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_hosts_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "choose_address", lambda settings, store_host: Address("::1", "lo, for a test"))
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=True)
+        try:
+            return [data for data, _ in mesh.steps.gather("all here", b"%d" % exchange.rank)], mesh.local_peers
+        finally:
+            mesh.goodbye()
+            mesh.close()
+
+    assert in_threads(2, body) == [([b"0", b"1"], frozenset())] * 2
 
 
 def test_silent_strangers_never_push_out_a_rank() -> None:

@@ -6,6 +6,7 @@ Each server is started as a user starts it and answers as the same server does w
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,5 +138,8 @@ def test_two_nodes_in_network_namespaces_over_tcp(serve: Serve, tmp_path_factory
         finally:
             first.stop()
             second.stop()
+    for server, address in zip((first, second), hosts.addresses, strict=True):
+        # found by the route to the head, before gloo's variable
+        assert re.search(rf"listens on {address} \(.*, host of the process group's store\)", server.log.read_text())
     assert_equal(expected.answers, answers)
     assert_moved(traffic, 2, "tcp", BOTH_MODES)

@@ -5,6 +5,7 @@ Each server is started as a user starts it and answers as one rank without exper
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,5 +124,8 @@ def test_two_nodes_in_network_namespaces_over_tcp(directory: Path, expected: lis
         finally:
             first.stop()
             second.stop()
+    for server, address in zip((first, second), hosts.addresses, strict=True):
+        # found by the route to the head, before gloo's variable
+        assert re.search(rf"listens on {address} \(.*, host of the process group's store\)", server.log.read_text())
     assert_equal(expected, answers)
     assert_moved(traffic, 2, "tcp", {"normal_dispatch", "normal_combine"})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.support.sysfs_tree import MACHINES, Network, build, facts, network
@@ -137,6 +138,7 @@ def address(node: _Node, store: str) -> Chosen:
     return Chosen(interface, f"{choice.address}, {why}. Without a TCPStore: {guess}")
 
 
+@cache
 def choices(cluster: Cluster) -> dict[str, Chosen]:
     """By what is chosen."""
     with tempfile.TemporaryDirectory() as root:
