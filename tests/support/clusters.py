@@ -19,7 +19,9 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.addresses import choose_address
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.nodes import crossed_once, equal_nodes
-from uccl_ep_serving.data_plane.topology import Nic, Topology
+from uccl_ep_serving.data_plane.rails import choose_channels
+from uccl_ep_serving.data_plane.topology import Nic, Topology, parse_cpus
+from uccl_ep_serving.proxy.spin import choose_spin
 from uccl_ep_serving.proxy.transport.select import DIRECT, NIC_TRANSPORTS, Choice, choose
 
 GOLDEN = Path(__file__).parents[1] / "data_plane" / "clusters.md"
@@ -72,6 +74,7 @@ class _Node:
         self.topology: Topology = Topology.read(root)
         self.network: Network = network(text, root)
         self.facts = facts(text)
+        self.cores = sum(len(parse_cpus(line.split()[3])) for line in text.splitlines() if line.startswith("node "))
         self.gpus = len(self.topology.gpus)
         self.ranks = self.gpus * cluster.nodes
         self.nics = [
@@ -117,6 +120,20 @@ def rails(node: _Node) -> Chosen:
     return Chosen(f"{'/'.join(map(str, sorted(counts)))} x {nic.gbps:g} Gb/s", f"{words}; {len(used)} in use on a node")
 
 
+def channels(node: _Node) -> Chosen:
+    """Channels that messages are striped over."""
+    shared = len(node.nics[0].rails[node.far].nics) if node.far in NIC_TRANSPORTS else 0
+    found = choose_channels(node.settings, shared)
+    return Chosen(str(found.count), found.reason)
+
+
+def spin(node: _Node) -> Chosen:
+    """How long idle proxies keep polling, with all of a node's cores."""
+    settings = node.settings
+    found = choose_spin(settings.proxy_spin, cores=node.cores, proxies=settings.proxies, local_ranks=node.gpus)
+    return Chosen("on" if found.nanoseconds else "off", found.reason)
+
+
 def hierarchy(node: _Node) -> Chosen:
     """Whether a row of normal mode crosses once to each node."""
     direct = [
@@ -146,6 +163,8 @@ def choices(cluster: Cluster) -> dict[str, Chosen]:
         return {
             "transport": transport(node),
             "rails per GPU": rails(node),
+            "channels": channels(node),
+            "spin": spin(node),
             "hierarchy": hierarchy(node),
             "control address": address(node, cluster.store),
         }
