@@ -25,6 +25,11 @@ app = typer.Typer(
 _COMMANDS = {
     "demo": ("demo", "Serve a tiny DeepSeek-V3 with SGLang through uccl_ep, on CPU ranks."),
     "demo-vllm": ("demo_vllm", "Serve a tiny Qwen3-MoE and DeepSeek-V3 with vLLM through uccl_ep, on CPU ranks."),
+    "run": (
+        "run",
+        "Run a module of an engine, as `python -m` would, with this package's plugin loaded first: for tools that "
+        "do not load plugins themselves.",
+    ),
     "bench": ("bench", "Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every sample is verified."),
     "doctor": (
         "doctor",
