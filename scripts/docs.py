@@ -18,6 +18,8 @@ from pathlib import Path
 
 import uccl_ep_serving
 from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.data_plane.window_sizes import normal_plan
+from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, VersionRange
 from uccl_ep_serving.engines.vllm import targets as vllm
 from uccl_ep_serving.protocol import tables
@@ -57,6 +59,22 @@ def versions_table(engine: str, versions: Iterable[VersionRange]) -> str:
         span = last if known.first == known.last else f"{first} to {last}"
         rows.append(f"| {span} | {known.standing} | {known.reason} |")
     rows.append("| newer | unproven | as with any version, each hook is verified at start |")
+    return "\n".join(rows)
+
+
+DEEPSEEK_V3 = MoeShape(hidden=7168, experts=256, topk=8, intermediate=2048)
+
+
+def memory_table() -> str:
+    """What DeepSeek-V3 takes of each GPU, a row per size of the window."""
+    ranks = (8, 16, 32)
+    rows = [f"| tokens | {' | '.join(f'EP {count}' for count in ranks)} |", "|---:|" + "---:|" * len(ranks)]
+    for tokens in (128, 256, 512, 1024, 2048, 4096):
+        cells = []
+        for count in ranks:
+            found = memory_budget(DEEPSEEK_V3, count, tokens, normal_plan(count, Settings(), 0))
+            cells.append(f"{found.window / GIB:.1f} + {found.activations / GIB:.1f}")
+        rows.append(f"| {tokens:,} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -146,6 +164,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/settings.md", "everyday settings"): lambda: settings_table("everyday"),
     ("docs/settings.md", "NIC settings"): lambda: settings_table("nic"),
     ("docs/settings.md", "debug settings"): lambda: settings_table("debug"),
+    ("docs/sglang.md", "sglang memory"): memory_table,
     ("docs/sglang.md", "sglang versions"): lambda: versions_table("SGLang", SGLANG.versions),
     ("docs/vllm.md", "vllm versions"): lambda: versions_table("vLLM", VLLM.versions),
     ("docs/vllm.md", "vllm hooks"): vllm_hooks_table,

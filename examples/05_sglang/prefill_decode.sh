@@ -20,8 +20,8 @@ serve() {
 case $ROLE in
 prefill) serve --deepep-mode normal --port "${PORT:-30000}" "$@" ;;
 decode)
-    # the window: tokens a rank may dispatch in one step. Memory grows with it, and a larger decode batch is refused.
-    export SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=${WINDOW:-128}
+    # the window, tokens a rank may dispatch in one step, is that of SGLang's largest captured batch; WINDOW sets another
+    if [[ -n ${WINDOW:-} ]]; then export SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=$WINDOW; fi
     serve --deepep-mode low_latency --port "${PORT:-30001}" "$@"
     ;;
 router)

@@ -22,6 +22,7 @@ PRELOAD = {
         "sglang.srt.server_args",
         "sglang.srt.plugins",
         "sglang.srt.layers.moe.ep_moe.layer",
+        "sglang.srt.model_executor.model_runner",
         "sglang.srt.batch_overlap.single_batch_overlap",
     ],
     "vllm": ["vllm.engine.arg_utils", "vllm.model_executor.layers.fused_moe.oracle.unquantized"],

@@ -57,15 +57,15 @@ def recorded(directory: Path) -> dict[int, dict[str, int]]:
 
 def register() -> None:
     """Entry point: put the probe between SGLang and the class that the plugin installs."""
-    from uccl_ep_serving.engines import sglang as plugin
+    from uccl_ep_serving.engines.sglang import activation
 
-    original = plugin.buffer_class
+    original = activation.buffer_class
 
     @functools.cache
     def probed() -> type[Any]:
         return subclass(original())
 
-    plugin.buffer_class = probed  # type: ignore[assignment]
+    activation.buffer_class = probed  # type: ignore[assignment]
 
 
 def subclass(base: type[Any]) -> type[Any]:

@@ -47,13 +47,19 @@ def engine_settings(model: str, fields: dict[str, Any], variables: dict[str, str
 
 
 def engine_on_device(model: str, device: str, name: str = "UCCL_EP_DEVICE", value: str = "auto") -> str:
-    """What a process says that publishes a configuration resolved for ``device``, with a variable set."""
+    """What a launcher says whose configuration resolves to ``device``, with a variable set."""
+    from uccl_ep_serving.engines.sglang import hooks
+
     os.environ[name] = value
-    server_args = resolved(model, moe_a2a_backend="uccl_ep")
-    resolution = server_args.resolved_dict()
-    type(server_args).resolved_dict = lambda _self: {**resolution, "device": device}
+    check = hooks.check_device
+
+    def on_device(found: str, option: str, demo: str) -> None:
+        assert found == "cpu"
+        check(device, option, demo)
+
+    hooks.check_device = on_device
     try:
-        server_args.resolve_once()
+        resolved(model, moe_a2a_backend="uccl_ep")
     except ConfigError as error:
         return str(error)
     return ""
@@ -125,8 +131,9 @@ def test_bad_deepep_config_is_refused_at_launch(in_engine: InEngine, model: str,
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "2048"),
+        ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "8193"),
         ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "0"),
+        ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "many"),
         ("UCCL_EP_TRANSPORT", "carrier-pigeon"),
     ],
 )

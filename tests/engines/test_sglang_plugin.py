@@ -14,7 +14,8 @@ import pytest
 
 from tests.engines import ray_stand_in
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
-from uccl_ep_serving.engines import sglang as plugin
+from uccl_ep_serving.engines.sglang import buffer as our_buffer
+from uccl_ep_serving.engines.sglang import hooks
 from uccl_ep_serving.engines.versions import SGLANG, Engine, Standing
 from uccl_ep_serving.errors import ConfigError
 
@@ -96,7 +97,6 @@ def engine_resolve(model: str, fields: dict[str, Any]) -> dict[str, Any]:
         "buffer": getattr(after[0], "__name__", None),
         "untouched": before == after,
         "ours_imported": "uccl_ep_serving.buffer" in sys.modules,
-        "dispatch_tokens": deepep.envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get(),
     }
 
 
@@ -143,6 +143,30 @@ def engine_resolve_mutilated(model: str, module: str, name: str, how: str) -> st
     return "no error"
 
 
+def engine_resolve_displaced(model: str, name: str) -> str:
+    """Another plugin hooks a target of ours and has the registry apply it before ours is loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def somebody_elses(*_args: object, **_kwargs: object) -> None: ...
+
+    HookRegistry.register(f"sglang.srt.server_args.ServerArgs.{name}", somebody_elses, HookType.BEFORE)
+    HookRegistry.apply_hooks()
+    return engine_resolve_mutilated(model, "sglang.srt.server_args", "ServerArgs", "whole")
+
+
+def engine_resolve_newer(model: str, directory: str, call: str, newer: str) -> str:
+    """SGLang whose dispatcher calls our Buffer in another way."""
+    import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+
+    assert deepep.__file__ is not None
+    source = Path(deepep.__file__).read_text()
+    assert call in source
+    file = Path(directory) / "deepep.py"
+    file.write_text(source.replace(call, newer))
+    deepep.__file__ = str(file)
+    return engine_resolve_mutilated(model, "sglang.srt.server_args", "ServerArgs", "whole")
+
+
 def engine_version(model: str, version: str) -> str:
     Engine.installed = lambda self: version  # type: ignore[method-assign]
     try:
@@ -164,7 +188,7 @@ def engine_unpickle(record: bytes) -> tuple[bool, bool]:
     loaded_before = plugins._plugins_loaded
     server_args = pickle.loads(record)
     server_args.resolve_once()  # the first thing that publish() does
-    return plugins._plugins_loaded and not loaded_before, deepep.Buffer is plugin.buffer_class()
+    return plugins._plugins_loaded and not loaded_before, deepep.Buffer is our_buffer.buffer_class()
 
 
 def engine_dispatch_core(model: str) -> dict[str, Any]:
@@ -178,7 +202,7 @@ def engine_dispatch_core(model: str) -> dict[str, Any]:
     class Recorder:
         def low_latency_dispatch(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             given.update(kwargs, positional=len(args))
-            return args[0], torch.zeros(4), None, None, None
+            return args[0], torch.zeros(4), SimpleNamespace(), None, None
 
     uccl_ep_serving.Buffer = Recorder
     resolved(model, moe_a2a_backend="uccl_ep")
@@ -199,7 +223,7 @@ def engine_dispatch_core(model: str) -> dict[str, Any]:
     weights = torch.rand(3, 2)
     implementation._dispatch_core(dispatcher, torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64), weights)
     given["same"] = given.pop("topk_weights") is weights
-    given["forgotten"] = plugin._router_weights.get() is None
+    given["forgotten"] = our_buffer.router_weights.get() is None
     return given
 
 
@@ -212,7 +236,7 @@ def engine_replay(model: str) -> list[str]:
     from uccl_ep_serving.errors import PeerLost
 
     resolved(model, moe_a2a_backend="uccl_ep")
-    own = plugin.buffer_class()
+    own = our_buffer.buffer_class()
     buffer: Any = object.__new__(own)
     own.alive.add(buffer)
     adapter: Any = DeepEPCudaGraphRunnerAdapter()
@@ -298,7 +322,7 @@ def engine_draft(model: str, target: str) -> dict[str, Any]:
     return {
         "target": outside,
         "draft": inside,
-        "ours": type(buffer) is plugin.buffer_class() and deepep.Buffer is plugin.buffer_class(),
+        "ours": type(buffer) is our_buffer.buffer_class() and deepep.Buffer is our_buffer.buffer_class(),
         "group": Recorder.made == [group],
     }
 
@@ -336,7 +360,7 @@ def engine_ray_actor(created: bytes) -> dict[str, Any]:
         from sglang.srt.runtime_context import get_server_args
 
         deepep = sys.modules[DEEPEP]
-        seen["ours"] = deepep.Buffer is plugin.buffer_class()
+        seen["ours"] = deepep.Buffer is our_buffer.buffer_class()
         seen["backend"] = get_server_args().resolved_dict()["moe_a2a_backend"]
 
     scheduler.Scheduler = build
@@ -372,7 +396,6 @@ def test_resolves_to_deepep_on_our_buffer(in_engine: InEngine, model: str) -> No
     assert seen["ep_size"] == 2  # the engine's own rule for deepep
     assert seen["buffer"] == "SGLangBuffer"
     assert not seen["untouched"]
-    assert seen["dispatch_tokens"] == 128
 
 
 def test_draft_backend_is_resolved_too(in_engine: InEngine, model: str) -> None:
@@ -383,7 +406,7 @@ def test_draft_backend_is_resolved_too(in_engine: InEngine, model: str) -> None:
 @pytest.mark.parametrize("fields", [("uccl_ep", "deepep"), ("deepep", "uccl_ep")], ids=["draft", "target"])
 def test_mixing_with_the_real_deep_ep_is_refused(in_engine: InEngine, model: str, fields: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="one DeepEP buffer"):
-        in_engine(engine_resolve, model, dict(zip(plugin._FIELDS, fields, strict=True)))
+        in_engine(engine_resolve, model, dict(zip(hooks.FIELDS, fields, strict=True)))
 
 
 def test_what_is_wrong_is_raised_before_a_graph_is_replayed(in_engine: InEngine, model: str) -> None:
@@ -401,6 +424,9 @@ def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend:
     [
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "absent"),
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "other arguments"),
+        (DEEPEP, "_DeepEPDispatcherImplLowLatency._combine_core", "other arguments"),
+        (DEEPEP, "_DeepEPDispatcherImplBase", "absent"),
+        ("sglang.srt.model_executor.model_runner", "ModelRunner.init_cuda_graphs", "absent"),
         (DEEPEP, "DeepEPBuffer.get_deepep_buffer", "absent"),
         (DEEPEP, "DeepEPBuffer.set_dispatch_mode", "absent"),
         (DEEPEP, "DeepEPConfig.get_instance", "absent"),
@@ -418,6 +444,30 @@ def test_missing_target_is_named(in_engine: InEngine, model: str, module: str, n
     assert f"{module}.{name}" in message
     assert "SGLang 0.5." in message
     assert "CHANGED" not in message
+
+
+@pytest.mark.parametrize("name", ["add_cli_args", "resolve_once"])
+def test_who_displaced_a_hook_is_named(in_engine: InEngine, model: str, name: str) -> None:
+    message = in_engine(engine_resolve_displaced, model, name)
+    assert f"the hook on sglang.srt.server_args.ServerArgs.{name} was not applied" in message
+    assert "HookRegistry had patched it for tests.engines.test_sglang_plugin.engine_resolve_displaced" in message
+    assert "Next step: " in message
+
+
+@pytest.mark.parametrize(
+    ("call", "newer", "word"),
+    [
+        ("use_fp8=self.use_fp8,", "use_fp8=self.use_fp8, use_mxfp8=True,", "low_latency_dispatch: got an unexpected"),
+        ("buffer.get_dispatch_layout(", "buffer.get_dispatch_plan(", "get_dispatch_plan is missing"),
+        ("allow_mnnvl=use_mnnvl_fabric,", "allow_rubin=use_mnnvl_fabric,", "__init__: got an unexpected keyword"),
+    ],
+)
+def test_what_a_newer_engine_asks_of_the_buffer_is_named(
+    in_engine: InEngine, model: str, tmp_path: Path, call: str, newer: str, word: str
+) -> None:
+    message = in_engine(engine_resolve_newer, model, str(tmp_path), call, newer)
+    assert f"{tmp_path}/deepep.py, line " in message
+    assert word in message
 
 
 def test_a_lost_hook_is_an_argument_error_that_says_so(in_engine: InEngine) -> None:
@@ -441,9 +491,9 @@ def test_hook_is_found_below_a_wrapper_with_an_empty_cell() -> None:
     assert wrapper.__closure__ is not None
     assert wrapper.__closure__[0] == CellType()
     setattr(wrapper, "__wrapped__", hooked)  # noqa: B010 - mypy does not know the attribute
-    assert plugin._is_hooked(wrapper, hook)
+    assert hooks._is_hooked(wrapper, hook)
     setattr(wrapper, "__wrapped__", test_version_table_is_in_order_and_has_one_supported_version)  # noqa: B010
-    assert not plugin._is_hooked(wrapper, hook)
+    assert not hooks._is_hooked(wrapper, hook)
     later = None
 
 
@@ -495,8 +545,8 @@ def test_version_table_is_in_order_and_has_one_supported_version() -> None:
     assert SGLANG.look_up("0.5.23")[0] is Standing.SUPPORTED
     assert SGLANG.look_up("0.5.24rc1")[0] is Standing.UNPROVEN
     assert SGLANG.look_up("0.5.22")[0] is Standing.READ
-    assert SGLANG.look_up("0.5.21")[0] is Standing.UNPROVEN
-    assert SGLANG.look_up("0.5.16.post2")[0] is Standing.REFUSED
+    assert SGLANG.look_up("0.5.20")[0] is Standing.READ
+    assert SGLANG.look_up("0.5.18.post2")[0] is Standing.REFUSED
     assert SGLANG.look_up("0.5.11")[0] is Standing.REFUSED
 
 

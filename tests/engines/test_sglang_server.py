@@ -148,13 +148,15 @@ def test_answers_equal_those_without_us(serve: Serve, launch: SglangLaunch, expe
             assert set(rank["transport_by_peer"].values()) == {launch.environment["UCCL_EP_TRANSPORT"]}
         assert f"uccl_ep rank {rank['rank']} of 2: " in got.log
         assert (f"low latency for {window_of(launch)} tokens a rank" in got.log) == low_latency
+        # it opens before the server takes requests, of which there was none yet
+        assert got.log.index(f"uccl_ep rank {rank['rank']} of 2: ") < got.log.index("The server is fired up")
     sent, returned = reduced_rows(got.traffic)
     assert sent == returned
 
 
 def window_of(launch: SglangLaunch) -> str:
-    """Low-latency tokens a rank: what the launch says, else SGLang's default."""
-    return launch.environment.get(*NARROW, "128")
+    """Low-latency tokens a rank: what the launch says, else the largest step that SGLang compiles for on a CPU."""
+    return launch.environment.get(*NARROW, "32")
 
 
 def test_rows_are_what_the_routing_implies(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

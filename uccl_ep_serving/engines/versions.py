@@ -104,11 +104,8 @@ SGLANG = Engine(
     "--moe-a2a-backend",
     (
         VersionRange((0,), (0, 5, 10), Standing.REFUSED, "it has no plugins"),
-        VersionRange((0, 5, 11), (0, 5, 16), Standing.REFUSED, "it has plugins but no ServerArgs.resolve_once"),
-        VersionRange((0, 5, 17), (0, 5, 18), Standing.UNPROVEN, "its sources were not read"),
-        VersionRange((0, 5, 19), (0, 5, 19), Standing.READ, "its sources have every hook point"),
-        VersionRange((0, 5, 20), (0, 5, 21), Standing.UNPROVEN, "its sources were not read"),
-        VersionRange((0, 5, 22), (0, 5, 22), Standing.READ, "its sources have every hook point"),
+        VersionRange((0, 5, 11), (0, 5, 18), Standing.REFUSED, "it has plugins but no ServerArgs.resolve_once"),
+        VersionRange((0, 5, 19), (0, 5, 22), Standing.READ, "its sources have every hook point"),
         VersionRange((0, 5, 23), (0, 5, 23), Standing.SUPPORTED, "the engine tests serve with it"),
     ),
 )

@@ -1,0 +1,102 @@
+"""Putting our Buffer under the engine's DeepEP dispatcher in this process: only where ``uccl_ep`` was asked for."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from uccl_ep_serving.engines.sglang.buffer import buffer_class, open_before_capture, router_weights
+from uccl_ep_serving.engines.sglang.options import WINDOW_VARIABLE
+from uccl_ep_serving.engines.sglang.targets import find_targets
+from uccl_ep_serving.engines.sglang.workers import Decisions
+from uccl_ep_serving.engines.versions import SGLANG
+
+__all__ = ["activate"]
+
+#: What the dispatcher asserts of its tokens, for a limit of DeepEP's kernels.
+_ENGINE_LIMIT = 1024
+
+#: Of the latest configuration that this process has resolved or was sent.
+_decided = Decisions(1, False, {})
+
+
+def activate(decisions: Decisions) -> None:
+    """Put our Buffer, Config, window and router-weight hook there. Idempotent; the latest ``decisions`` hold.
+
+    Raises:
+        ConfigError: the engine is of a refused version or lacks one of the targets; nothing has been changed then.
+    """
+    global _decided
+    SGLANG.check_version()
+    targets = find_targets()
+
+    from uccl_ep_serving import Config
+
+    _decided = decisions
+    if getattr(targets.deepep, "Buffer", None) is buffer_class():
+        return
+    _hook_dispatcher(targets.base, targets.low_latency)
+    _hook_buffer(targets.buffer)
+    _hook_runner(targets.runner, targets.deepep)
+    # by attribute: the scheduler has imported the module before plugins are loaded
+    targets.deepep.Buffer = buffer_class()
+    targets.deepep.Config = Config
+    targets.deepep.use_deepep = True
+    # imported by the engine in the same try as deep_ep: without deep_ep, FP8 dispatch of the normal mode misses it
+    targets.deepep.sglang_per_token_group_quant_fp8 = targets.quantize
+    # Our combine does not watch the down-projection's per-block signals, so it must not start before that kernel ends.
+    # The other overlaps of --enable-single-batch-overlap stay.
+    targets.overlap.enable_combine_down_gemm_two_stream_overlap = classmethod(lambda _cls: False)
+    SGLANG.log_activation("DeepEP dispatcher")
+
+
+def _hook_dispatcher(base: Any, low_latency: Any) -> None:
+    """The window's tokens, beyond what the engine asserts, and the router weights at dispatch."""
+    construct, core = base.__init__, low_latency._dispatch_core
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = os.environ.get(WINDOW_VARIABLE)
+        os.environ[WINDOW_VARIABLE] = str(min(_decided.tokens, _ENGINE_LIMIT))
+        try:
+            construct(self, *args, **kwargs)
+        finally:
+            del os.environ[WINDOW_VARIABLE]
+            if given is not None:
+                os.environ[WINDOW_VARIABLE] = given
+        self.num_max_dispatch_tokens_per_rank = _decided.tokens
+
+    @functools.wraps(core)
+    def dispatch_core(self: Any, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
+        token = router_weights.set(topk_weights)
+        try:
+            return core(self, hidden_states, topk_ids, topk_weights)
+        finally:
+            router_weights.reset(token)
+
+    base.__init__ = init
+    low_latency._dispatch_core = dispatch_core
+
+
+def _hook_buffer(buffer: Any) -> None:
+    set_mode = buffer.set_dispatch_mode.__func__
+
+    @functools.wraps(set_mode)
+    def set_dispatch_mode(cls: Any, mode: Any) -> None:
+        # called before every replay of a captured graph, which calls nothing of ours
+        buffer_class().check_all()
+        set_mode(cls, mode)
+
+    buffer.set_dispatch_mode = classmethod(set_dispatch_mode)
+
+
+def _hook_runner(runner: Any, deepep: Any) -> None:
+    capture = runner.init_cuda_graphs
+
+    @functools.wraps(capture)
+    def init_cuda_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        open_before_capture(deepep, self.model, str(self.device), _decided.low_latency)
+        return capture(self, *args, **kwargs)
+
+    runner.init_cuda_graphs = init_cuda_graphs

@@ -1,0 +1,200 @@
+"""The low-latency window of a launch: tokens a rank, and the running requests that fit it.
+
+Every decode step of a rank must fit its window, the captured ones and those that run eagerly because more requests are
+there than were captured. SGLang bounds both by the running requests of a data-parallel rank, so they and the window
+are decided together, once everything else is resolved.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from uccl_ep_serving.engines.sglang.memory import reserve
+from uccl_ep_serving.engines.sglang.options import WINDOW_VARIABLE, asked_tokens
+from uccl_ep_serving.engines.sglang.targets import import_checked
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
+
+__all__ = ["MOST_TOKENS", "UNUSED_TOKENS", "Steps", "Window", "bound_prefill", "choose", "fit"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+MOST_TOKENS = 512
+"""Window that is chosen without the user: what SGLang captures at most, and 4 GiB of activations of DeepSeek-V3."""
+UNUSED_TOKENS = 128
+"""SGLang's default, for servers that run no low-latency operation: no memory is laid out for it."""
+
+#: What SGLang gives a data-parallel rank at most, where nothing bounds it (``resolve_max_num_reqs``).
+_MOST_REQUESTS = 4096
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The decode steps of a data-parallel rank, as the configuration has them.
+
+    Attributes:
+        ranks: data-parallel ranks of attention.
+        captured: requests of the largest captured step.
+        running: ``--max-running-requests``, of all ranks together, or None.
+        width: tokens of a request in one step: 1, or those of speculation.
+        multiple: requests of a step are padded to a multiple of it.
+    """
+
+    ranks: int
+    captured: int
+    running: int | None
+    width: int = 1
+    multiple: int = 1
+
+    def tokens(self, requests: int) -> int:
+        """Tokens of a step of ``requests``. They are not divided by the ranks of attention's tensor parallelism: of a
+        batch that they do not divide, every rank dispatches all (SGLang's ``BatchVariant.UNPADDED``)."""
+        return -(-requests // self.multiple) * self.multiple * self.width
+
+    def requests(self, tokens: int) -> int:
+        """Most requests of a step that ``tokens`` hold."""
+        return tokens // self.width // self.multiple * self.multiple
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was chosen.
+
+    Attributes:
+        tokens: of a rank, in one low-latency dispatch.
+        declare: ``--max-running-requests`` to declare, or None where what is there fits.
+    """
+
+    tokens: int
+    declare: int | None
+
+
+def choose(steps: Steps, asked: int | None) -> Window:
+    """The smallest window that holds the largest step, at most :data:`MOST_TOKENS` unless ``asked`` says another.
+
+    Raises:
+        ConfigError: the running requests do not fit.
+    """
+    limit = asked or MOST_TOKENS
+    if steps.requests(limit) < 1:
+        raise ConfigError(
+            f"low-latency window: one request takes {steps.tokens(1)} tokens in a step (speculation), and the window "
+            f"has {limit}. Next step: {WINDOW_VARIABLE}={steps.tokens(1)}, or fewer --speculative-num-draft-tokens"
+        )
+    if steps.running is None:
+        tokens = asked or min(limit, steps.tokens(steps.captured))
+        requests = steps.requests(tokens)
+        return Window(tokens, requests * steps.ranks if requests < _MOST_REQUESTS else None)
+    requests = max(1, steps.running // steps.ranks)
+    needed = steps.tokens(requests)
+    if needed > limit:
+        raise ConfigError(_too_many(steps, requests, needed, limit))
+    return Window(asked or needed, None)
+
+
+def _too_many(steps: Steps, requests: int, needed: int, limit: int) -> str:
+    fitting = steps.requests(limit) * steps.ranks
+    ways = [f"--max-running-requests {fitting}"]
+    if needed <= MAX_LOW_LATENCY_TOKENS:
+        ways.append(f"{WINDOW_VARIABLE}={needed} on every node, which takes memory in proportion")
+    return (
+        f"--max-running-requests {steps.running} is {requests} on each of {steps.ranks} data-parallel ranks, "
+        f"x {steps.width} tokens a request = {needed} tokens of a rank in one decode step, and the low-latency window "
+        f"holds {limit}. Next step: {', or '.join(ways)}"
+    )
+
+
+# --- from a resolved configuration -----------------------------------------------------------------------------------
+
+
+def fit(server_args: Any) -> Window | None:
+    """Choose the window of a resolved configuration, declare the requests that fit it, and reserve the memory.
+
+    Returns:
+        None where no low-latency operation will run: in normal mode, and on prefill servers in auto mode.
+
+    Raises:
+        ConfigError: the running requests, or the tokens of a prefill step, do not fit; or the memory is not there.
+    """
+    overrides = import_checked(
+        "sglang.srt.arg_groups.overrides", "declare_resolution", "resolving_view", "model_config_of"
+    )
+    cfg = overrides.resolving_view(server_args)
+    if str(cfg.model_path).lower() in ("none", "dummy"):
+        return None  # SGLang resolves no more of it either
+    mode = str(cfg.deepep_mode)
+    chosen = None
+    if mode == "low_latency" or (mode == "auto" and cfg.disaggregation_mode != "prefill"):
+        steps = _steps(overrides, server_args, cfg)
+        chosen = choose(steps, asked_tokens())
+        if _prefills_through_window(cfg):
+            chosen = _hold_prefill(cfg, chosen)
+        if chosen.declare is not None:
+            overrides.declare_resolution(server_args, "uccl_ep", max_running_requests=chosen.declare)
+        _log.info(
+            "uccl_ep: low-latency window of %d tokens a rank: %s running requests x %d on each of %d data-parallel "
+            "ranks%s; %s sets another window",
+            chosen.tokens,
+            min(steps.requests(chosen.tokens), max(1, (cfg.max_running_requests or _MOST_REQUESTS) // steps.ranks)),
+            steps.width,
+            steps.ranks,
+            f" (declared --max-running-requests {chosen.declare})" if chosen.declare is not None else "",
+            WINDOW_VARIABLE,
+        )
+    reserve(overrides, server_args, cfg, chosen.tokens if chosen else 0)
+    return chosen
+
+
+def _attention_ranks(cfg: Any) -> int:
+    """Data-parallel ranks of attention; before 0.5.22 they were those of ``--dp`` with ``--enable-dp-attention``."""
+    return max(getattr(cfg, "attn_dp_size", None) or 1, cfg.dp_size if cfg.enable_dp_attention else 1)
+
+
+def _steps(overrides: Any, server_args: Any, cfg: Any) -> Steps:
+    width = 1
+    if cfg.speculative_algorithm:
+        most = getattr(overrides, "max_speculative_num_draft_tokens", None)
+        drafted = most(server_args) if most else cfg.speculative_num_draft_tokens
+        width = max(drafted or 1, cfg.speculative_eagle_topk or 1)
+        if getattr(cfg, "enable_multi_layer_eagle", False):
+            width = max(width, 2 * (cfg.speculative_num_steps or 0))
+    ranks = _attention_ranks(cfg)
+    multiple = 2 if cfg.enable_two_batch_overlap else 1
+    context_ranks = getattr(cfg, "attn_cp_size", None) or 1
+    if multiple % context_ranks:
+        multiple *= context_ranks
+    captured = cfg.cuda_graph_config.decode.max_bs or MOST_TOKENS
+    return Steps(ranks, captured, cfg.max_running_requests, width, multiple)
+
+
+def _prefills_through_window(cfg: Any) -> bool:
+    return str(cfg.deepep_mode) == "low_latency" and cfg.disaggregation_mode != "decode"
+
+
+def bound_prefill(server_args: Any) -> None:
+    """Before the configuration is resolved: prefill in steps that the window holds, where it must and nothing is set.
+
+    The graphs of prefill are then captured no larger than that.
+    """
+    overrides = import_checked("sglang.srt.arg_groups.overrides", "declare_resolution")
+    if server_args.chunked_prefill_size is None and _prefills_through_window(server_args):
+        # SGLang divides it by the data-parallel ranks
+        chunk = (asked_tokens() or MOST_TOKENS) * _attention_ranks(server_args)
+        overrides.declare_resolution(server_args, "uccl_ep", chunked_prefill_size=chunk)
+
+
+def _hold_prefill(cfg: Any, chosen: Window) -> Window:
+    """With ``--deepep-mode low_latency`` a prefill step goes through the window as well."""
+    chunk = cfg.chunked_prefill_size if cfg.chunked_prefill_size > 0 else cfg.max_prefill_tokens
+    limit = asked_tokens() or MOST_TOKENS
+    if chunk > limit:
+        ways = [f"--chunked-prefill-size {limit * _attention_ranks(cfg)}", "--deepep-mode auto"]
+        if chunk <= MAX_LOW_LATENCY_TOKENS:
+            ways.append(f"{WINDOW_VARIABLE}={chunk} on every node, which takes memory in proportion")
+        raise ConfigError(
+            f"--deepep-mode low_latency: a prefill step of a data-parallel rank has up to {chunk} tokens "
+            f"(--chunked-prefill-size), and the low-latency window holds {limit}. Next step: {', or '.join(ways)}"
+        )
+    return Window(max(chosen.tokens, chunk), chosen.declare)
