@@ -380,6 +380,51 @@ class Buffer:
         """Accepted and cheap: low-latency counts are monotonic, so there is nothing to clean after normal mode."""
         self.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, self.group_size, num_experts)
 
+    def reserve_low_latency(
+        self,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        with_topk_weights: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """Make room for low-latency dispatches of this shape and compile what they need. Ours: DeepEP has no such call.
+
+        Collective, for an engine to call once for each shape of its model, before any graph is captured. A shape that
+        the windows have room for moves nothing and waits for nobody.
+
+        Args:
+            num_max_dispatch_tokens_per_rank, hidden, num_experts, num_topk: as the dispatches will have them.
+            dtype: of the tokens. use_fp8, round_scale, use_ue8m0: as the dispatches will say.
+            with_topk_weights: the dispatches will be given ``topk_weights``.
+            device: of the tensors, where UCCL_EP_DEVICE=auto and nothing has decided yet; by default the current GPU if
+                there is one.
+
+        Raises:
+            ConfigError: impossible sizes, an operation in flight, a graph is being captured, or the ranks reserve
+                different shapes; on every rank, and nothing has moved.
+            PeerError: a rank did not take part.
+        """
+        if self._device == "auto" and self._backend is None:
+            self._serve(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._serving(None).low_latency.reserve(
+            num_max_dispatch_tokens_per_rank,
+            hidden,
+            num_experts,
+            num_topk,
+            dtype=dtype,
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            with_topk_weights=with_topk_weights,
+        )
+
     def low_latency_dispatch(
         self,
         x: torch.Tensor,

@@ -19,6 +19,7 @@ __all__ = [
     "check_combine",
     "check_dispatch",
     "check_finish",
+    "check_reserve",
     "check_ring",
     "check_stats",
     "combine_coding",
@@ -114,6 +115,24 @@ def check_dispatch(
             "ranks, or use normal mode, which takes any count"
         )
     return plan
+
+
+def check_reserve(
+    ranks: int, tokens: int, hidden: int, experts: int, topk: int, dtype: torch.dtype
+) -> tuple[LowLatencyPlan, torch.Tensor]:
+    """The plan of dispatches of such sizes, and tokens as one of them takes them: none.
+
+    Raises:
+        ConfigError: no dispatch can have these sizes.
+    """
+    where = "reserve_low_latency"
+    if dtype not in VALUE_CODES:
+        raise ConfigError(f"{where}: dtype must be bfloat16, float16 or float32, not {dtype!r}")
+    try:
+        plan = LowLatencyPlan(ranks, tokens, hidden, experts, topk, dtype.itemsize)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return plan, torch.empty(0, plan.hidden, dtype=dtype)
 
 
 def check_finish(phase: str, async_finish: bool, return_recv_hook: bool) -> None:

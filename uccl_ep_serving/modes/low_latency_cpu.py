@@ -28,6 +28,7 @@ from .low_latency_arguments import (
     check_combine,
     check_dispatch,
     check_finish,
+    check_reserve,
     check_ring,
     check_stats,
     combine_coding,
@@ -50,6 +51,26 @@ class LowLatency:
         self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
         self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def reserve(
+        self,
+        tokens: int,
+        hidden: int,
+        experts: int,
+        topk: int,
+        *,
+        dtype: torch.dtype,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        with_topk_weights: bool,
+    ) -> None:
+        """Give the windows room for dispatches of these sizes, see :meth:`Buffer.reserve_low_latency`."""
+        phase = "reserve_low_latency"
+        self._epoch.check(phase, begins=True)
+        plan, x = check_reserve(self._runtime.ranks, tokens, hidden, experts, topk, dtype)
+        dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
+        self._enter(phase, plan)
 
     def dispatch(
         self,

@@ -22,6 +22,7 @@ from .low_latency_arguments import (
     check_combine,
     check_dispatch,
     check_finish,
+    check_reserve,
     check_stats,
     combine_coding,
     dispatch_coding,
@@ -44,6 +45,28 @@ class LowLatencyGpu:
         self._runtime = runtime
         self._device = gpu.memory.device
         self._session = LowLatencyGpuSession(runtime, gpu)
+
+    def reserve(
+        self,
+        tokens: int,
+        hidden: int,
+        experts: int,
+        topk: int,
+        *,
+        dtype: torch.dtype,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        with_topk_weights: bool,
+    ) -> None:
+        """Give the windows room for dispatches of these sizes, and compile what they and their combines launch; see
+        :meth:`Buffer.reserve_low_latency`."""
+        phase, session = "reserve_low_latency", self._session
+        session.epoch.check(phase, begins=True)
+        plan, x = check_reserve(self._runtime.ranks, tokens, hidden, experts, topk, dtype)
+        coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
+        serving = session.enter(phase, plan, coding, x, round_scale, with_topk_weights)
+        session.compile_combine(serving.kernels, VALUE_CODES[dtype], with_topk_weights)
 
     # -- dispatch -----------------------------------------------------------------------------------------------
 
