@@ -35,5 +35,5 @@ def test_a_decode_window_of_32_ranks_is_smaller_than_deepeps() -> None:
     """Dispatch: a slot per (source, token) instead of per (expert, source, token); 256 experts over 32 ranks."""
     plan = LowLatencyPlan(32, 128, 7168, 256, 8, 2)
     deepep = 256 * 128 * (7168 * 2 + 16)
-    assert plan.ranks * plan.dispatch_slot < deepep / 7.5
-    assert plan.combine_recv < 128 * 8 * 7168 * 2 * 1.01
+    assert plan.ranks * plan.room.dispatch_slot < deepep / 7.5
+    assert plan.room.combine_recv < 128 * 8 * 7168 * 2 * 1.01

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from .errors import ConfigError
 from .gpu.program_budget import DEFAULT_SMS
 from .modes.arguments import check_integer
-from .protocol.layout import PARITIES, LowLatencyPlan
+from .protocol.layout import PAGE, LowLatencyPlan
 from .protocol.message import round_up
 
 __all__ = ["Config", "check_config", "check_num_sms", "default_config", "low_latency_size_hint"]
@@ -99,5 +99,4 @@ def low_latency_size_hint(tokens: int, hidden: int, ranks: int, experts: int) ->
         plan = LowLatencyPlan(ranks, tokens, hidden, experts, min(_HINT_TOPK, check_integer("experts", experts)), 2)
     except ValueError as error:
         raise ConfigError(f"low-latency size hint: {error}") from error
-    one = plan.ranks * plan.dispatch_slot + plan.dispatch_send + plan.combine_recv + plan.combine_send
-    return round_up(PARITIES * one, 4096)
+    return round_up(plan.room.nbytes, PAGE)

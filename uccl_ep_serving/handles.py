@@ -73,6 +73,7 @@ class LowLatencyHandle(tuple[Any, ...]):
     Attributes:
         owner: the ``LowLatency`` that made it.
         epoch: of its runtime at the time.
+        plan: sizes of the dispatch, ``protocol.layout.LowLatencyPlan``.
         route: its route block (``kernels.blocks.low_latency.RouteBlock``), which keeps memory that kernels use.
         topk_idx: copy of the ids, int64 [tokens, K].
         topk_weights: copy of the weights given at dispatch, float32 [tokens, K], or None.
@@ -82,6 +83,7 @@ class LowLatencyHandle(tuple[Any, ...]):
 
     owner: object
     epoch: int
+    plan: Any
     route: Any
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
@@ -91,19 +93,21 @@ class LowLatencyHandle(tuple[Any, ...]):
     @classmethod
     def build(
         cls,
-        fields: tuple[torch.Tensor, torch.Tensor, int, int, int],
+        fields: tuple[torch.Tensor, torch.Tensor],
         *,
         owner: object,
         epoch: int,
+        plan: Any,
         route: object,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> LowLatencyHandle:
-        """A handle with DeepEP's ``fields``, not received yet."""
-        handle = cls(fields)
+        """A handle, not received yet, with DeepEP's ``fields`` and those that are in the plan."""
+        handle = cls((*fields, plan.tokens, plan.hidden, plan.experts))
         handle.owner = owner
         handle.epoch = epoch
+        handle.plan = plan
         handle.route = route
         handle.topk_idx = topk_idx
         handle.topk_weights = topk_weights

@@ -7,26 +7,29 @@ ticket, one int64 per combine, is its message number: ``combine_send`` writes it
 
 from __future__ import annotations
 
+import functools
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 from ...protocol.layout import LowLatencyPlan, WindowLayout
-from ...protocol.message import round_up
 
 _I64 = npt.NDArray[np.int64]
 
-# ``STATE``, one per Buffer and epoch. Up to SCRATCH: [host, once]. Offsets are of regions in the window, steps are the
-# bytes from parity 0 to parity 1 of a region.
-_word = count()
+# A plan, at the head of ``ROUTE``: the sizes of this operation, whatever the others of the epoch have. [host, once]
+_word = count(1)
 TOKENS = next(_word)  # most tokens per rank, T
 HIDDEN = next(_word)  # values per token, H
 EXPERTS = next(_word)  # routed experts, E
 TOPK = next(_word)  # experts per token, K
 META = next(_word)  # bytes of a token's meta
 ROW = next(_word)  # most bytes of a row
-DIGEST = next(_word)  # digest of the plan
+PLAN = next(_word)  # all of that in one word, as headers carry it
+
+# ``STATE``, one per Buffer and epoch. Up to SCRATCH: [host, once]. Offsets are of regions in the window, steps are the
+# bytes from parity 0 to parity 1 of a region. None of it depends on a plan: a slot is where it is for all of them.
+_word = count()
 DISPATCH_SLOT = next(_word)  # bytes of a dispatch receive slot
 DISPATCH_RECV = next(_word)  # offset
 DISPATCH_SEND = next(_word)  # offset
@@ -67,9 +70,9 @@ _PEER_TABLE_COUNT = next(_table)
 #: One block of a row in float32; sums run over blocks so that they stay in the first-level cache.
 SCRATCH_BYTES = 4096
 
-# ``ROUTE``, one per dispatch, part of the handle
-_word = count()
-NUMBER = next(_word)  # message number of the dispatch [dispatch_send]
+# ``ROUTE``, one per dispatch, part of the handle: a number, the plan, then these
+NUMBER = 0  # message number of the dispatch [dispatch_send]
+_word = count(PLAN + 1)
 SENT_TOKENS = next(_word)  # tokens of this rank [host]
 FORM = next(_word)  # FORM_* in which rows come back to this rank [host]
 UNPACKED = next(_word)  # sources unpacked so far; where a resumed dispatch_recv goes on [dispatch_recv]
@@ -95,8 +98,8 @@ COMBINE_STAGE = next(_table)  # where they are packed, in a parity of the stagin
 _ROUTE_TABLE_COUNT = next(_table)
 
 
-def fixed_words(plan: LowLatencyPlan, layout: WindowLayout) -> dict[int, int]:
-    """The words of a ``STATE`` block that the plan and the window's layout decide, with their values."""
+def plan_words(plan: LowLatencyPlan) -> dict[int, int]:
+    """The words of ``plan`` in a route block."""
     return {
         TOKENS: plan.tokens,
         HIDDEN: plan.hidden,
@@ -104,17 +107,25 @@ def fixed_words(plan: LowLatencyPlan, layout: WindowLayout) -> dict[int, int]:
         TOPK: plan.topk,
         META: plan.meta,
         ROW: plan.row,
-        DIGEST: plan.digest,
-        DISPATCH_SLOT: plan.dispatch_slot,
+        PLAN: plan.word,
+    }
+
+
+def fixed_words(layout: WindowLayout) -> dict[int, int]:
+    """The words of a ``STATE`` block that the window's layout decides, with their values."""
+    room = layout.low_latency
+    assert room is not None
+    return {
+        DISPATCH_SLOT: room.dispatch_slot,
         DISPATCH_RECV: layout.ll_dispatch_recv,
         DISPATCH_SEND: layout.ll_dispatch_send,
         COMBINE_RECV: layout.ll_combine_recv,
         COMBINE_SEND: layout.ll_combine_send,
         NOTICE_RECV: layout.notice_recv,
         NOTICE_SEND: layout.notice_send,
-        DISPATCH_SEND_STEP: round_up(plan.dispatch_send, 128),
-        COMBINE_RECV_STEP: round_up(plan.combine_recv, 128),
-        COMBINE_SEND_STEP: round_up(plan.combine_send, 128),
+        DISPATCH_SEND_STEP: room.dispatch_send,
+        COMBINE_RECV_STEP: room.combine_recv,
+        COMBINE_SEND_STEP: room.combine_send,
     }
 
 
@@ -126,14 +137,23 @@ class StateBlock:
         address: what kernels get; valid while this object lives.
     """
 
-    def __init__(self, plan: LowLatencyPlan, layout: WindowLayout) -> None:
-        self.plan = plan
-        self.words: _I64 = np.zeros(PEER_TABLES + _PEER_TABLE_COUNT * plan.ranks, dtype=np.int64)
+    def __init__(self, layout: WindowLayout) -> None:
+        self.words: _I64 = np.zeros(PEER_TABLES + _PEER_TABLE_COUNT * layout.ranks, dtype=np.int64)
         self._scratch: npt.NDArray[np.uint8] = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
         self.address: int = self.words.ctypes.data
-        for word, value in fixed_words(plan, layout).items():
+        for word, value in fixed_words(layout).items():
             self.words[word] = value
         self.words[SCRATCH] = self._scratch.ctypes.data
+
+
+@functools.lru_cache(maxsize=256)
+def _head(plan: LowLatencyPlan) -> _I64:
+    """The first words of a route block that was not sent yet."""
+    head: _I64 = np.zeros(ROUTE_TABLES, dtype=np.int64)
+    head[NUMBER] = -1
+    for word, value in plan_words(plan).items():
+        head[word] = value
+    return head
 
 
 class RouteBlock:
@@ -154,10 +174,9 @@ class RouteBlock:
         self.words: _I64 = np.empty(tables + returns + order + 2 * places, dtype=np.int64)
         self.address: int = self.words.ctypes.data
         at = self.address + 8 * tables
-        self.words[NUMBER] = -1
+        self.words[:ROUTE_TABLES] = _head(plan)
         self.words[SENT_TOKENS] = tokens
         self.words[FORM] = form
-        self.words[UNPACKED] = 0
         self.words[RETURNS] = at
         self.words[ORDER] = at + 8 * returns
         self.words[PLACES] = at + 8 * (returns + order)

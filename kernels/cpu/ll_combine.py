@@ -71,20 +71,20 @@ def _pack(
     dtype: int,
 ) -> None:
     """Rows for ``source`` at address ``message``, and the header except for its number and counts."""
-    topk, most = get(state, block.TOPK), get(state, block.TOKENS)
+    topk, most = get(route, block.TOPK), get(route, block.TOKENS)
     form = peek(ll.route_word(context, route, block.RETURN_FORM, source))
     places = get(route, block.PLACES) + 4 * source * most * topk
     weights = get(route, block.WEIGHTS) + 4 * source * most * topk
     poke(message + ll.AT_TAG, _COMBINE_TAG)
     poke(message + ll.AT_ROWS, peek(ll.route_word(context, route, block.RETURN_ROWS, source)))
     poke(message + ll.AT_CODING, form << 8 | dtype)
-    poke(message + ll.AT_PLAN, get(state, block.DIGEST))
+    poke(message + ll.AT_PLAN, get(route, block.PLAN))
     poke(message + ll.AT_RETURN_OFFSET, 0)
     row = message + HEADER_BYTES
     for _ in range(peek(ll.route_word(context, route, block.RECEIVED, source))):
         if form == FORM_REDUCED:
             _sum_token(
-                row, places, weights, topk, x, payload, dtype, get(state, block.HIDDEN), get(state, block.SCRATCH)
+                row, places, weights, topk, x, payload, dtype, get(route, block.HIDDEN), get(state, block.SCRATCH)
             )
             row += row_bytes
         else:
@@ -196,7 +196,7 @@ def combine_send(
 def _check_header(context: int, state: int, route: int, peer: int, number: int, header: int, coding: int) -> int:
     """Each word is read once: the peer could change it."""
     stream = ll.streams_of(LL_COMBINE, number)
-    status = ll.check_origin(context, state, peer, stream, header, _COMBINE_TAG, number)
+    status = ll.check_origin(context, route, peer, stream, header, _COMBINE_TAG, number)
     if status != STATUS_OK:
         return status
     word = peek(header + ll.AT_CODING)
@@ -267,7 +267,7 @@ def combine_recv(
         status = _check_header(context, state, route, peer, number, header, form << 8 | dtype)
         if status != STATUS_OK:
             return status
-    topk, hidden, scratch = get(state, block.TOPK), get(state, block.HIDDEN), get(state, block.SCRATCH)
+    topk, hidden, scratch = get(route, block.TOPK), get(route, block.HIDDEN), get(state, block.SCRATCH)
     width = payload // hidden
     returns = get(route, block.RETURNS)
     for token in range(get(route, block.SENT_TOKENS)):

@@ -32,11 +32,11 @@ _WEIGHTED = LowLatencyHeader.WEIGHTED
 
 
 @compiled
-def _place_messages(context: int, state: int, route: int, row_bytes: int) -> None:
+def _place_messages(context: int, route: int, row_bytes: int) -> None:
     """Prefix sums over destinations: where messages are packed here, and where their answers will come back to."""
     send, back = 0, 0
-    per_token = get(state, block.META) + row_bytes
-    widest = get(state, block.ROW)
+    per_token = get(route, block.META) + row_bytes
+    widest = get(route, block.ROW)
     rows_table = block.COUNTS if get(route, block.FORM) == FORM_REDUCED else block.PAIRS
     for rank in range(rank_count(context)):
         poke(ll.route_word(context, route, block.SEND_BASE, rank), send)
@@ -49,20 +49,20 @@ def _place_messages(context: int, state: int, route: int, row_bytes: int) -> Non
 
 
 @compiled
-def _pack_header(context: int, state: int, route: int, peer: int, message: int, coding: int) -> None:
+def _pack_header(context: int, route: int, peer: int, message: int, coding: int) -> None:
     """The header of the message to ``peer``, except for its number and counts."""
     poke(message + ll.AT_TAG, _DISPATCH_TAG)
     poke(message + ll.AT_ROWS, peek(ll.route_word(context, route, block.COUNTS, peer)))
     poke(message + ll.AT_CODING, coding | (_WEIGHTED if get(route, block.FORM) == FORM_REDUCED else 0))
-    poke(message + ll.AT_PLAN, get(state, block.DIGEST))
+    poke(message + ll.AT_PLAN, get(route, block.PLAN))
     poke(message + ll.AT_RETURN_OFFSET, peek(ll.route_word(context, route, block.RETURN_BASE, peer)))
 
 
 @compiled
-def _pack_metas(context: int, state: int, route: int, peer: int, meta: int, topk_idx: int, weights: int) -> None:
+def _pack_metas(context: int, route: int, peer: int, meta: int, topk_idx: int, weights: int) -> None:
     """The metas of the tokens for ``peer``, from address ``meta`` on."""
-    topk, meta_size = get(state, block.TOPK), get(state, block.META)
-    local_experts = get(state, block.EXPERTS) // rank_count(context)
+    topk, meta_size = get(route, block.TOPK), get(route, block.META)
+    local_experts = get(route, block.EXPERTS) // rank_count(context)
     lowest = peer * local_experts
     order = get(route, block.ORDER) + 4 * peek(ll.route_word(context, route, block.STARTS, peer))
     for index in range(peek(ll.route_word(context, route, block.COUNTS, peer))):
@@ -130,10 +130,10 @@ def dispatch_send(
     number = get(state, block.DISPATCH_NUMBER)
     parity = number & 1
     put(route, block.NUMBER, number)
-    _place_messages(context, state, route, row_bytes)
+    _place_messages(context, route, row_bytes)
     staging = get(state, block.DISPATCH_SEND) + parity * get(state, block.DISPATCH_SEND_STEP)
     target = get(state, block.DISPATCH_RECV) + (parity * ranks + me) * get(state, block.DISPATCH_SLOT)
-    per_token = get(state, block.META) + row_bytes
+    per_token = get(route, block.META) + row_bytes
     free = ll.spaces_free(context, state, progress)
     spin = 0
     while True:
@@ -170,9 +170,9 @@ def dispatch_send(
                     continue
                 message = message_address(context, peer, source, target)
                 meta = message + HEADER_BYTES
-                row = meta + peek(ll.route_word(context, route, block.COUNTS, peer)) * get(state, block.META)
-                _pack_header(context, state, route, peer, message, coding)
-                _pack_metas(context, state, route, peer, meta, topk_idx, weights)
+                row = meta + peek(ll.route_word(context, route, block.COUNTS, peer)) * get(route, block.META)
+                _pack_header(context, route, peer, message, coding)
+                _pack_metas(context, route, peer, meta, topk_idx, weights)
                 _pack_rows(context, route, peer, row, rows, stride, payload, row_bytes)
                 poke(message + ll.AT_NUMBER, number)
                 ll.write_acks(context, state, peer, message, free)
@@ -206,7 +206,7 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
     """Check a source's header and note what it says in the route block. Each word is read once: the peer could change
     it."""
     stream = ll.streams_of(LL_DISPATCH, number)
-    status = ll.check_origin(context, state, source, stream, header, _DISPATCH_TAG, number)
+    status = ll.check_origin(context, route, source, stream, header, _DISPATCH_TAG, number)
     if status != STATUS_OK:
         return status
     word = peek(header + ll.AT_CODING)
@@ -217,8 +217,8 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
         FORM_REDUCED if word & _WEIGHTED else FORM_EXPANDED,
     )
     word = peek(header + ll.AT_ROWS)
-    if word < 0 or word > get(state, block.TOKENS):
-        return ll.refuse(context, source, stream, word, get(state, block.TOKENS))
+    if word < 0 or word > get(route, block.TOKENS):
+        return ll.refuse(context, source, stream, word, get(route, block.TOKENS))
     poke(ll.route_word(context, route, block.RECEIVED, source), word)
     word = peek(header + ll.AT_RETURN_OFFSET)
     if word < 0 or word & 15 or word > get(state, block.COMBINE_RECV_STEP) - HEADER_BYTES:
@@ -266,8 +266,8 @@ def _place_rows(
     """Check the metas of a source's message and give each of its rows a place with each of its experts."""
     stream = ll.streams_of(LL_DISPATCH, get(route, block.NUMBER))
     ranks, me = rank_count(context), own_rank(context)
-    most, topk, meta_size = get(state, block.TOKENS), get(state, block.TOPK), get(state, block.META)
-    local_experts = get(state, block.EXPERTS) // ranks
+    most, topk, meta_size = get(route, block.TOKENS), get(route, block.TOPK), get(route, block.META)
+    local_experts = get(route, block.EXPERTS) // ranks
     capacity = ranks * most
     tokens = peek(ll.route_word(context, route, block.RECEIVED, source))
     weighted = peek(ll.route_word(context, route, block.RETURN_FORM, source)) == FORM_REDUCED
@@ -314,15 +314,14 @@ def _place_rows(
     back = tokens if weighted else pairs
     poke(ll.route_word(context, route, block.RETURN_ROWS, source), back)
     room = get(state, block.COMBINE_RECV_STEP) - peek(ll.route_word(context, route, block.RETURN_TO, source))
-    if HEADER_BYTES + back * get(state, block.ROW) > room:
-        return ll.refuse(context, source, stream, HEADER_BYTES + back * get(state, block.ROW), room)
+    if HEADER_BYTES + back * get(route, block.ROW) > room:
+        return ll.refuse(context, source, stream, HEADER_BYTES + back * get(route, block.ROW), room)
     return STATUS_OK
 
 
 @compiled
 def _unpack_rows(
     context: int,
-    state: int,
     route: int,
     source: int,
     message: int,
@@ -333,11 +332,11 @@ def _unpack_rows(
     scales: int,
 ) -> None:
     """Copy the rows of a source's message to the places that :func:`_place_rows` gave them."""
-    most, topk, hidden = get(state, block.TOKENS), get(state, block.TOPK), get(state, block.HIDDEN)
+    most, topk, hidden = get(route, block.TOKENS), get(route, block.TOPK), get(route, block.HIDDEN)
     capacity = rank_count(context) * most
     tokens = peek(ll.route_word(context, route, block.RECEIVED, source))
     places = get(route, block.PLACES) + 4 * source * most * topk
-    row = message + HEADER_BYTES + tokens * get(state, block.META)
+    row = message + HEADER_BYTES + tokens * get(route, block.META)
     for _ in range(tokens):
         for slot in range(topk):
             place = peek32(places + 4 * slot)
@@ -348,12 +347,12 @@ def _unpack_rows(
 
 
 @compiled
-def _skip_masked(context: int, state: int, route: int, source: int, recv_count: int, layout_range: int) -> None:
+def _skip_masked(context: int, route: int, source: int, recv_count: int, layout_range: int) -> None:
     """A lost source has sent nothing, and nothing returns to it: every word that combine reads says so."""
     ranks = rank_count(context)
     for table in (block.RECEIVED, block.RETURN_ROWS, block.RETURN_TO, block.RETURN_FORM):
         poke(ll.route_word(context, route, table, source), 0)
-    for expert in range(get(state, block.EXPERTS) // ranks):
+    for expert in range(get(route, block.EXPERTS) // ranks):
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert) << 32)
 
 
@@ -397,7 +396,7 @@ def dispatch_recv(
     while get(route, block.UNPACKED) < ranks:
         source = get(route, block.UNPACKED)
         if is_masked(context, source):
-            _skip_masked(context, state, route, source, recv_count, layout_range)
+            _skip_masked(context, route, source, recv_count, layout_range)
         else:
             status = ll.wait_message(context, progress, source, LL_DISPATCH, number, waited, slice_end_ns)
             if status != STATUS_OK:
@@ -409,10 +408,10 @@ def dispatch_recv(
             status = _place_rows(context, state, route, source, message, recv_count, src_info, layout_range)
             if status != STATUS_OK:
                 return status
-            _unpack_rows(context, state, route, source, message, coding, recv_x, payload, row_bytes, scales)
+            _unpack_rows(context, route, source, message, coding, recv_x, payload, row_bytes, scales)
         put(route, block.UNPACKED, source + 1)
     ll.mark_read(state, block.DISPATCH_READ, block.DISPATCH_AHEAD, number)
     if stats != 0:
-        for expert in range(get(state, block.EXPERTS) // ranks):
+        for expert in range(get(route, block.EXPERTS) // ranks):
             poke32(stats + 4 * expert, peek32(stats + 4 * expert) + peek32(recv_count + 4 * expert))
     return STATUS_OK

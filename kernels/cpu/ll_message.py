@@ -157,8 +157,9 @@ def refuse(context: int, peer: int, stream: int, got: int, expected: int) -> int
 
 
 @compiled
-def check_origin(context: int, state: int, peer: int, stream: int, header: int, tag: int, number: int) -> int:
-    """STATUS_OK when ``header`` is of message ``number`` of ``peer``, of this kind and plan; else STATUS_PROTOCOL.
+def check_origin(context: int, route: int, peer: int, stream: int, header: int, tag: int, number: int) -> int:
+    """STATUS_OK when ``header`` is of message ``number`` of ``peer``, of this kind and the route's plan; else
+    STATUS_PROTOCOL.
 
     Each word is read once: the peer could change it.
     """
@@ -166,8 +167,9 @@ def check_origin(context: int, state: int, peer: int, stream: int, header: int, 
     if word != tag:
         return refuse(context, peer, stream, word, tag)
     word = peek(header + AT_PLAN)
-    if word != get(state, block.DIGEST):
-        return refuse(context, peer, stream, word, get(state, block.DIGEST))
+    # rule: a message of another shape is refused
+    if word != get(route, block.PLAN):
+        return refuse(context, peer, stream, word, get(route, block.PLAN))
     word = peek(header + AT_NUMBER)
     # rule: the number in a header is checked
     if word != number:

@@ -28,14 +28,14 @@ __all__ = [
 
 
 @compiled
-def route(context: int, state: int, route_block: int, topk_idx: int) -> None:
+def route(context: int, route_block: int, topk_idx: int) -> None:
     """Fill the lists of a route block from int64[tokens, K] ids."""
     _fill_lists(
         context,
         topk_idx,
         get(route_block, block.SENT_TOKENS),
-        get(state, block.TOPK),
-        get(state, block.EXPERTS) // rank_count(context),
+        get(route_block, block.TOPK),
+        get(route_block, block.EXPERTS) // rank_count(context),
         1 if get(route_block, block.FORM) == FORM_REDUCED else 0,
         route_word(context, route_block, block.STARTS, 0),
         route_word(context, route_block, block.COUNTS, 0),

@@ -1,7 +1,7 @@
 """Words of the blocks, for code inside kernels: ``from .blocks import S_META`` is a ``tl.constexpr``.
 
     S_*  byte offset of a word of the low-latency state     T_*  index of one of its tables
-    R_*  index of a table of a route
+    P_*  byte offset of a word of a plan, or of the route that it is copied to     R_*  index of a table of a route
     W_*  byte offset of a word of the normal-mode state     N_*  index of one of its tables
     I_*  byte offset of a word of what an opening tells the host
 
@@ -24,7 +24,7 @@ from .words import int64s, peek
 
 def __getattr__(name: str) -> tl.constexpr:
     prefix, _, word = name.partition("_")
-    if prefix == "S":
+    if prefix in ("S", "P"):
         block = low_latency_device if hasattr(low_latency_device, word) else low_latency
         return tl.constexpr(8 * getattr(block, word))
     if prefix == "W":

@@ -11,6 +11,11 @@ import triton.language as tl
 from ...protocol.message import DTYPE_F32, FORM_REDUCED
 from ...protocol.streams import LL_COMBINE
 from .blocks import (
+    P_ROUTE_BEFORE,
+    P_ROUTE_PLACES,
+    P_ROUTE_RETURNS,
+    P_ROUTE_WEIGHTS,
+    P_TOKENS,
     R_RECEIVED,
     R_RETURN_BASE,
     R_RETURN_FORM,
@@ -24,11 +29,6 @@ from .blocks import (
     S_COMBINE_RECV_STEP,
     S_COMBINE_SEND,
     S_COMBINE_SEND_STEP,
-    S_ROUTE_BEFORE,
-    S_ROUTE_PLACES,
-    S_ROUTE_RETURNS,
-    S_ROUTE_WEIGHTS,
-    S_TOKENS,
     T_COMBINE_BASE,
     T_MESSAGE_AT,
     route_table,
@@ -119,18 +119,18 @@ def pack_combine(
     """
     if has_failed(context) == 0:
         source = tl.program_id(1).to(tl.int64)
-        ranks, most = rank_count(context), peek(state + S_TOKENS)
+        ranks, most = rank_count(context), peek(route + P_TOKENS)
         capacity = ranks * most
         tokens = peek(route_table(context, route, R_RECEIVED, source))
         width: tl.constexpr = 4 if DTYPE == _F32 else 2
-        places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
+        places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
         first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
         reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
         for lowest in range(tl.program_id(0).to(tl.int64) * ROWS, tokens, tl.num_programs(0).to(tl.int64) * ROWS):
             index = lowest + tl.arange(0, ROWS).to(tl.int64)
             inside = index < tokens
             if reduced:
-                weights = route + peek(state + S_ROUTE_WEIGHTS) + 4 * source * most * TOPK
+                weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
                 target = first_row + index * row_bytes
                 for column in range(0, HIDDEN, BLOCK):
                     value = column + tl.arange(0, BLOCK)[None, :]
@@ -153,7 +153,7 @@ def pack_combine(
                             total = tl.where(there[step][:, None], part, total)
                     store_floats(target, value, total, wanted, DTYPE, BACKEND)
             else:
-                before = route + peek(state + S_ROUTE_BEFORE) + 4 * source * most
+                before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
                 pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
                 words: tl.constexpr = HIDDEN * width // 4
                 for slot in range(TOPK):
@@ -175,7 +175,7 @@ def pack_combine(
                 rows = tl.load(int64s(route_table(context, route, R_RETURN_ROWS, peers)), mask=in_group, other=0)
                 form = tl.load(int64s(route_table(context, route, R_RETURN_FORM, peers)), mask=in_group, other=0)
                 coding = (form << 8) | DTYPE
-                send_messages(context, state, peers, _COMBINE, number, COMBINE_TAG, rows, coding, 0, BACKEND)
+                send_messages(context, state, route, peers, _COMBINE, number, COMBINE_TAG, rows, coding, 0, BACKEND)
             poke(state + S_COMBINE_NUMBER, number + 1)
 
 
@@ -224,7 +224,7 @@ def sum_rows(
     if failed == 0:
         region = window_address(context) + peek(state + S_COMBINE_RECV)
         region += (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
-        returns = route + peek(state + S_ROUTE_RETURNS)
+        returns = route + peek(route + P_ROUTE_RETURNS)
         for first in range(0, TOPK, TOGETHER):
             sources, there, factors = (), (), ()
             for step in tl.static_range(TOGETHER):

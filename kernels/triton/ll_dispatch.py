@@ -14,6 +14,15 @@ import triton.language as tl
 from ...protocol.message import DTYPE_F32, DTYPE_FP8, DTYPE_FP8_UE8M0, FORM_REDUCED, SCALE_BLOCK
 from ...protocol.streams import LL_DISPATCH
 from .blocks import (
+    P_EXPERTS,
+    P_META,
+    P_ROUTE_BEFORE,
+    P_ROUTE_COUNTS,
+    P_ROUTE_PLACES,
+    P_ROUTE_SENDS,
+    P_ROUTE_WEIGHTS,
+    P_ROW,
+    P_TOKENS,
     R_COUNTS,
     R_RECEIVED,
     R_RETURN_BASE,
@@ -27,15 +36,6 @@ from .blocks import (
     S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
-    S_EXPERTS,
-    S_META,
-    S_ROUTE_BEFORE,
-    S_ROUTE_COUNTS,
-    S_ROUTE_PLACES,
-    S_ROUTE_SENDS,
-    S_ROUTE_WEIGHTS,
-    S_ROW,
-    S_TOKENS,
     T_MESSAGE_AT,
     route_table,
     state_table,
@@ -61,7 +61,7 @@ def _row_addresses(
     rank = tl.where(chosen, entry >> 32, 0)
     row = tl.where(chosen, entry & 0xFFFFFFFF, 0)
     first = peek(state_table(context, state, T_MESSAGE_AT, rank)) + HEADER
-    meta = peek(state + S_META)
+    meta = peek(route + P_META)
     rows = first + peek(route_table(context, route, R_COUNTS, rank)) * meta + row * row_bytes
     return rows, first + row * meta
 
@@ -82,8 +82,8 @@ def _write_metas(
 ) -> None:
     """Token index, the expert ids of the destination, and the router weights of each ``token`` [rows]. Its arguments
     are those of the kernel that it is a part of."""
-    sends = route + peek(state + S_ROUTE_SENDS)
-    local = peek(state + S_EXPERTS) // rank_count(context)
+    sends = route + peek(route + P_ROUTE_SENDS)
+    local = peek(route + P_EXPERTS) // rank_count(context)
     slot = tl.arange(0, SLOTS)[None, :]
     given = (token[:, None] < tokens) & (slot < TOPK)
     at = token[:, None] * TOPK + slot
@@ -140,7 +140,7 @@ def pack_dispatch(
     tokens = tokens.to(tl.int64)
     if has_failed(context) == 0:
         token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        sends = route + peek(state + S_ROUTE_SENDS)
+        sends = route + peek(route + P_ROUTE_SENDS)
         column, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
         if column == 0:
             _write_metas(context, state, route, topk_idx, weights, token, tokens, row_bytes, REDUCED, TOPK, SLOTS)
@@ -187,7 +187,9 @@ def pack_dispatch(
                 counts = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=inside, other=0)
                 base = tl.load(int64s(route_table(context, route, R_RETURN_BASE, peers)), mask=inside, other=0)
                 coding: tl.constexpr = (WEIGHTED if REDUCED else 0) | CODING
-                send_messages(context, state, peers, _DISPATCH, number, DISPATCH_TAG, counts, coding, base, BACKEND)
+                send_messages(
+                    context, state, route, peers, _DISPATCH, number, DISPATCH_TAG, counts, coding, base, BACKEND
+                )
             # rule: low latency: the send kernel counts its message
             poke(state + S_DISPATCH_NUMBER, number + 1)
 
@@ -206,7 +208,6 @@ def _message(context: tl.tensor, state: tl.tensor, number: tl.tensor, source: tl
 @triton.jit
 def _lay_out(
     context: tl.tensor,
-    state: tl.tensor,
     route: tl.tensor,
     recv_count: tl.tensor,
     layout_range: tl.tensor,
@@ -216,8 +217,8 @@ def _lay_out(
 ) -> None:
     """Where each source's rows of an expert begin, and how many there are."""
     ranks = rank_count(context)
-    local = peek(state + S_EXPERTS) // ranks
-    counts = route + peek(state + S_ROUTE_COUNTS)
+    local = peek(route + P_EXPERTS) // ranks
+    counts = route + peek(route + P_ROUTE_COUNTS)
     rank = tl.arange(0, RANKS)[None, :].to(tl.int64)
     for first in range(0, local, EXPERTS):
         expert = first + tl.arange(0, EXPERTS)[:, None].to(tl.int64)
@@ -258,12 +259,12 @@ def count_rows(
     if has_failed(context) == 0:
         expert, source = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         ranks, me, number = rank_count(context), own_rank(context), peek(route)
-        local, most = peek(state + S_EXPERTS) // ranks, peek(state + S_TOKENS)
-        meta_size = peek(state + S_META)
+        local, most = peek(route + P_EXPERTS) // ranks, peek(route + P_TOKENS)
+        meta_size = peek(route + P_META)
         tokens = peek(route_table(context, route, R_RECEIVED, source))
         metas = _message(context, state, number, source) + HEADER
-        places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
-        before = route + peek(state + S_ROUTE_BEFORE) + 4 * source * most
+        places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
+        before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
         count = tl.full((), 0, tl.int32)
         pairs = tl.full((), 0, tl.int32)
         strange = tl.full((), 0, tl.int32)
@@ -295,7 +296,7 @@ def count_rows(
                     tl.int32
                 )
                 strange = strange | tl.max(wrong, axis=0)
-        poke_count = int32s(route + peek(state + S_ROUTE_COUNTS) + 4 * (source * local + expert))
+        poke_count = int32s(route + peek(route + P_ROUTE_COUNTS) + 4 * (source * local + expert))
         tl.store(poke_count, count)
         if expert == 0:
             back = tokens
@@ -303,7 +304,7 @@ def count_rows(
                 back = pairs.to(tl.int64)
             poke(route_table(context, route, R_RETURN_ROWS, source), back)
             room = peek(state + S_COMBINE_RECV_STEP) - peek(route_table(context, route, R_RETURN_TO, source))
-            needed = back * peek(state + S_ROW) + HEADER
+            needed = back * peek(route + P_ROW) + HEADER
             stream = stream_of(_DISPATCH, number)
             if uniform(strange, BACKEND) != 0:
                 fail(context, state, FAILURE_PROTOCOL, source, stream, strange, 0, BACKEND)
@@ -312,7 +313,7 @@ def count_rows(
         if arrives_last(state + S_ARRIVALS, ranks * local, BACKEND):
             # the verdict of another program of this kernel: counts stay zero
             if has_failed(context) == 0:
-                _lay_out(context, state, route, recv_count, layout_range, stats, RANKS, EXPERTS)
+                _lay_out(context, route, recv_count, layout_range, stats, RANKS, EXPERTS)
 
 
 @triton.jit
@@ -344,15 +345,15 @@ def unpack_rows(
     """
     if has_failed(context) == 0:
         source = tl.program_id(1).to(tl.int64)
-        ranks, most, number = rank_count(context), peek(state + S_TOKENS), peek(route)
-        meta_size, capacity = peek(state + S_META), ranks * most
+        ranks, most, number = rank_count(context), peek(route + P_TOKENS), peek(route)
+        meta_size, capacity = peek(route + P_META), ranks * most
         tokens = peek(route_table(context, route, R_RECEIVED, source))
         metas = _message(context, state, number, source) + HEADER
         for lowest in range(tl.program_id(0).to(tl.int64) * ROWS, tokens, tl.num_programs(0).to(tl.int64) * ROWS):
             index = lowest + tl.arange(0, ROWS).to(tl.int64)
             inside = index < tokens
             row = metas + tokens * meta_size + index * row_bytes
-            places = route + peek(state + S_ROUTE_PLACES) + 4 * source * most * TOPK
+            places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
             # checked by count_rows; whatever became of it since, it stays a token
             origin = tl.load(int32s(metas + index * meta_size), mask=inside, other=0)
             origin = tl.minimum(tl.maximum(origin, 0), most.to(tl.int32) - 1)
@@ -360,7 +361,7 @@ def unpack_rows(
                 slot = tl.arange(0, SLOTS)[None, :]
                 given = inside[:, None] & (slot < TOPK)
                 factors = tl.load(floats(metas + index[:, None] * meta_size + 4 + 4 * TOPK + 4 * slot), mask=given)
-                weights = route + peek(state + S_ROUTE_WEIGHTS) + 4 * source * most * TOPK
+                weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
                 tl.store(floats(weights + 4 * (index[:, None] * TOPK + slot)), factors, mask=given)
             words: tl.constexpr = PAYLOAD // 4
             scale_words: tl.constexpr = 1 if CODING == _FP8 else 4

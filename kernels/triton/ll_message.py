@@ -12,6 +12,8 @@ import triton.language as tl
 from ...protocol.message import FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
 from .blocks import (
+    P_PLAN,
+    P_TOKENS,
     R_COUNTS,
     R_PAIRS,
     R_RECEIVED,
@@ -21,14 +23,12 @@ from .blocks import (
     R_RETURN_TO,
     S_COMBINE_RECV,
     S_COMBINE_RECV_STEP,
-    S_DIGEST,
     S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
     S_FREE,
     S_PARTS,
     S_SINK,
-    S_TOKENS,
     T_COMBINE_COME,
     T_MESSAGE_AT,
     T_MESSAGE_BYTES,
@@ -63,6 +63,7 @@ WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
 def send_messages(
     context: tl.tensor,
     state: tl.tensor,
+    route: tl.tensor,
     peers: tl.tensor,
     phase: tl.tensor,
     number: tl.tensor,
@@ -75,7 +76,7 @@ def send_messages(
     """Complete the packed messages of the ``peers`` that are there with their headers, and publish them.
 
     ``rows``, ``coding`` and ``return_offset`` are tensors like ``peers``. Nothing is published once a proxy or the host
-    has set the sticky error.
+    has set the sticky error. Its arguments are blocks and the words of the headers.
     """
     zero = tl.zeros_like(peers)
     # as a tensor: the interpreter has no mask of a tensor and a scalar
@@ -90,7 +91,7 @@ def send_messages(
     tl.store(int64s(message + AT_NUMBER), zero + number, mask=live)
     tl.store(int64s(message + AT_ROWS), zero + rows, mask=live)
     tl.store(int64s(message + AT_CODING), zero + coding, mask=live)
-    tl.store(int64s(message + AT_PLAN), zero + peek(state + S_DIGEST), mask=live)
+    tl.store(int64s(message + AT_PLAN), zero + peek(route + P_PLAN), mask=live)
     tl.store(int64s(message + AT_RETURN_OFFSET), zero + return_offset, mask=live)
     tl.store(int64s(message + AT_CONSUMED_DISPATCH), zero + read, mask=live)
     tl.store(int64s(message + AT_CONSUMED_COMBINE), zero + free, mask=live)
@@ -109,6 +110,7 @@ _EXPANDED, _REDUCED = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED)
 def _check_origin(
     context: tl.tensor,
     state: tl.tensor,
+    route: tl.tensor,
     peers: tl.tensor,
     live: tl.tensor,
     stream: tl.tensor,
@@ -121,8 +123,9 @@ def _check_origin(
     got = tl.load(int64s(header + AT_TAG), mask=live, other=0)
     refuse(context, state, peers, live & (got != tag), stream, got, tag, BACKEND)
     got = tl.load(int64s(header + AT_PLAN), mask=live, other=0)
-    digest = peek(state + S_DIGEST)
-    refuse(context, state, peers, live & (got != digest), stream, got, digest, BACKEND)
+    plan = peek(route + P_PLAN)
+    # rule: low latency: a message of another shape is refused
+    refuse(context, state, peers, live & (got != plan), stream, got, plan, BACKEND)
     got = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
     refuse(context, state, peers, live & (got != number), stream, got, number, BACKEND)
     dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
@@ -152,7 +155,7 @@ def dispatch_arrival(
         start = clock_ns(BACKEND)
         number, ranks = peek(route), rank_count(context)
         stream = stream_of(_DISPATCH, number)
-        most, room = peek(state + S_TOKENS), peek(state + S_COMBINE_RECV_STEP)
+        most, room = peek(route + P_TOKENS), peek(state + S_COMBINE_RECV_STEP)
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
             live = is_live(context, peers)
@@ -160,7 +163,7 @@ def dispatch_arrival(
                 slot = (number & 1) * ranks + peers
                 header = window_address(context) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
                 header = tl.where(live, header, state + S_SINK)
-                _check_origin(context, state, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
+                _check_origin(context, state, route, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
                 coding = tl.load(int64s(header + AT_CODING), mask=live, other=CODING)
                 wrong = (coding & ~WEIGHTED) != CODING
                 refuse(context, state, peers, wrong, stream, coding, CODING, BACKEND)
@@ -207,7 +210,7 @@ def combine_arrival(
                 tl.store(come_at, tl.maximum(come, number // 2 + 1), mask=live)
                 base = tl.load(int64s(route_table(context, route, R_RETURN_BASE, peers)), mask=live, other=0)
                 header = tl.where(live, window_address(context) + region + base, state + S_SINK)
-                _check_origin(context, state, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
+                _check_origin(context, state, route, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
                 got = tl.load(int64s(header + AT_CODING), mask=live, other=coding)
                 refuse(context, state, peers, got != coding, stream, got, coding, BACKEND)
                 table = R_COUNTS if REDUCED else R_PAIRS

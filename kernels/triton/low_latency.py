@@ -6,7 +6,7 @@ import torch
 
 from ...errors import ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
-from ...protocol.layout import LowLatencyPlan, WindowLayout
+from ...protocol.layout import LowLatencyPlan
 from ...protocol.message import (
     DTYPE_FP8,
     DTYPE_FP8_UE8M0,
@@ -14,7 +14,6 @@ from ...protocol.message import (
     element_bytes,
     row_bytes,
 )
-from ..blocks.low_latency_device import DeviceState
 from .launch import Launch, Target, present_target
 from .ll_combine import pack_combine, prepare_combine, sum_rows
 from .ll_dispatch import count_rows, pack_dispatch, unpack_rows
@@ -89,8 +88,7 @@ class TritonLowLatencyKernels:
         if plan.topk > MAX_TOPK:
             raise ConfigError(f"low-latency dispatch: topk = {plan.topk} exceeds {MAX_TOPK} on a device")
         # a kernel publishes everything at once, after it has waited for room
-        longest = max(plan.dispatch_slot, plan.combine_recv)
-        parts = max(1, -(-longest // (channels * MAX_WRITE_BYTES)))
+        parts = max(1, -(-plan.room.longest_message // (channels * MAX_WRITE_BYTES)))
         commands = plan.ranks * channels * parts
         if commands > ring_slots:
             raise ConfigError(
@@ -111,7 +109,7 @@ class TritonLowLatencyKernels:
     def dispatch_ahead(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Launch, ...]:
         """Launches of a dispatch, to compile."""
         at = _ANY_ADDRESS
-        send = self.dispatch_send(at, at, at, at, at, at, self.plan.tokens, source, coding, round_scale, reduced)
+        send = self.dispatch_send(at, at, at, at, at, at, at, self.plan.tokens, source, coding, round_scale, reduced)
         return send + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0)
 
     def combine_ahead(self, dtype: int, reduced: bool) -> tuple[Launch, ...]:
@@ -119,10 +117,6 @@ class TritonLowLatencyKernels:
         at = _ANY_ADDRESS
         send = self.combine_send(at, at, at, at, at, at, dtype)
         return send + self.combine_recv(at, at, at, at, at, at, self.plan.tokens, dtype, reduced, 0)
-
-    def new_state(self, layout: WindowLayout, channels: int, device: torch.device) -> DeviceState:
-        """Counters at zero."""
-        return DeviceState(self.plan, layout, channels, device)
 
     def _blocks(self, tokens: int) -> int:
         return max(-(-tokens // self._rows), 1)
@@ -134,6 +128,7 @@ class TritonLowLatencyKernels:
         self,
         context: int,
         state: int,
+        plan_block: int,
         route_block: int,
         x: int,
         topk_idx: int,
@@ -146,7 +141,7 @@ class TritonLowLatencyKernels:
     ) -> tuple[Launch, ...]:
         """Route ``tokens`` tokens and send the next dispatch message to every rank.
 
-        Eleven arguments: blocks, tensors and formats, as the kernels of its launches take them.
+        Twelve arguments: blocks, tensors and formats, as the kernels of its launches take them.
 
         Args:
             x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
@@ -158,7 +153,7 @@ class TritonLowLatencyKernels:
         first = Launch(
             route,
             (plan.ranks + 1,),
-            (context, state, route_block, topk_idx, tokens, wire),
+            (context, state, plan_block, route_block, topk_idx, tokens, wire),
             {"REDUCED": reduced, **self._routing},
         )
         second = Launch(

@@ -16,7 +16,13 @@ import triton.language as tl
 
 from ...protocol.message import HEADER_BYTES
 from ...protocol.streams import LL_DISPATCH
+from ..blocks.low_latency_device import ROUTE_WORDS
 from .blocks import (
+    P_EXPERTS,
+    P_META,
+    P_ROUTE_RETURNS,
+    P_ROUTE_SENDS,
+    P_ROW,
     R_COUNTS,
     R_PAIRS,
     R_RETURN_BASE,
@@ -26,11 +32,6 @@ from .blocks import (
     S_DISPATCH_SEND,
     S_DISPATCH_SEND_STEP,
     S_DISPATCH_SLOT,
-    S_EXPERTS,
-    S_META,
-    S_ROUTE_RETURNS,
-    S_ROUTE_SENDS,
-    S_ROW,
     T_MESSAGE_AT,
     T_MESSAGE_BYTES,
     T_MESSAGE_FROM,
@@ -47,12 +48,13 @@ HEADER = tl.constexpr(HEADER_BYTES)
 #: Messages packed one after the other start on cache lines.
 MESSAGE_ALIGNMENT = tl.constexpr(64)
 _DISPATCH = tl.constexpr(LL_DISPATCH)
+_ROUTE_WORDS = tl.constexpr(ROUTE_WORDS)
 
 
 @triton.jit
 def _ranks_of(
     context: tl.tensor,
-    state: tl.tensor,
+    plan: tl.tensor,
     topk_idx: tl.tensor,
     first: tl.tensor,
     tokens: tl.tensor,
@@ -66,7 +68,7 @@ def _ranks_of(
     slot = tl.arange(0, SLOTS)[None, :]
     given = (token < tokens) & (slot < TOPK)
     ids = tl.load(int64s(topk_idx + 8 * (token * TOPK + slot)), mask=given, other=-1)
-    experts = peek(state + S_EXPERTS)
+    experts = peek(plan + P_EXPERTS)
     bad = (ids < -1) | (ids >= experts)
     local = (experts // rank_count(context)).to(tl.int32)
     rank = tl.where((ids >= 0) & (bad == 0), ids.to(tl.int32) // local, -1)
@@ -85,6 +87,7 @@ def _ranks_of(
 def _fill_absent(
     context: tl.tensor,
     state: tl.tensor,
+    plan: tl.tensor,
     route: tl.tensor,
     topk_idx: tl.tensor,
     tokens: tl.tensor,
@@ -94,11 +97,12 @@ def _fill_absent(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Entries of sends and returns that belong to no rank; and ids that cannot be."""
-    sends, returns = route + peek(state + S_ROUTE_SENDS), route + peek(state + S_ROUTE_RETURNS)
+    """Entries of sends and returns that belong to no rank; and ids that cannot be. Its arguments are those of the
+    kernel that it is a part of."""
+    sends, returns = route + peek(plan + P_ROUTE_SENDS), route + peek(plan + P_ROUTE_RETURNS)
     wrong = tl.full((), 1 << 60, tl.int64)
     for first in range(0, tokens, BLOCK):
-        rank, repeated, bad = _ranks_of(context, state, topk_idx, first, tokens, TOPK, SLOTS, BLOCK)
+        rank, repeated, bad = _ranks_of(context, plan, topk_idx, first, tokens, TOPK, SLOTS, BLOCK)
         token = first + tl.arange(0, BLOCK)[:, None].to(tl.int64)
         slot = tl.arange(0, SLOTS)[None, :]
         given = (token < tokens) & (slot < TOPK)
@@ -115,13 +119,13 @@ def _fill_absent(
         wrong = tl.minimum(wrong, tl.min(tl.min(position, axis=1), axis=0))
     # rule: low latency: the host is told of an expert id out of range
     if wrong < (1 << 60):
-        report_id(context, state, wrong, peek(state + S_EXPERTS), BACKEND)
+        report_id(context, state, wrong, peek(plan + P_EXPERTS), BACKEND)
 
 
 @triton.jit
 def _list_tokens(
     context: tl.tensor,
-    state: tl.tensor,
+    plan: tl.tensor,
     route: tl.tensor,
     topk_idx: tl.tensor,
     tokens: tl.tensor,
@@ -132,11 +136,11 @@ def _list_tokens(
     BLOCK: tl.constexpr,
 ) -> None:
     """Count what goes to ``rank``, and number its rows."""
-    sends, returns = route + peek(state + S_ROUTE_SENDS), route + peek(state + S_ROUTE_RETURNS)
+    sends, returns = route + peek(plan + P_ROUTE_SENDS), route + peek(plan + P_ROUTE_RETURNS)
     count = tl.full((), 0, tl.int64)
     pairs = tl.full((), 0, tl.int64)
     for first in range(0, tokens, BLOCK):
-        ranks, repeated, _ = _ranks_of(context, state, topk_idx, first, tokens, TOPK, SLOTS, BLOCK)
+        ranks, repeated, _ = _ranks_of(context, plan, topk_idx, first, tokens, TOPK, SLOTS, BLOCK)
         token = first + tl.arange(0, BLOCK)[:, None].to(tl.int64)
         slot = tl.arange(0, SLOTS)[None, :]
         at = 8 * (token * TOPK + slot)
@@ -193,6 +197,7 @@ def place_messages(
 def _place_dispatches(
     context: tl.tensor,
     state: tl.tensor,
+    plan: tl.tensor,
     route: tl.tensor,
     row_bytes: tl.tensor,
     REDUCED: tl.constexpr,
@@ -205,16 +210,16 @@ def _place_dispatches(
     pairs = tl.load(int64s(route_table(context, route, R_PAIRS, ranks)), mask=inside, other=0)
     # the experts' output may have another dtype than the tokens: space for the widest that was planned
     if REDUCED:
-        back = counts * peek(state + S_ROW) + HEADER
+        back = counts * peek(plan + P_ROW) + HEADER
     else:
-        back = pairs * peek(state + S_ROW) + HEADER
+        back = pairs * peek(plan + P_ROW) + HEADER
     back = tl.where(inside, ((back + MESSAGE_ALIGNMENT - 1) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT, 0)
     base = tl.cumsum(back, axis=0) - back
     tl.store(int64s(route_table(context, route, R_RETURN_BASE, ranks)), base, mask=inside)
     parity = number & 1
     staging = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
     target = peek(state + S_DISPATCH_RECV) + (parity * group + own_rank(context)) * peek(state + S_DISPATCH_SLOT)
-    nbytes = counts * (peek(state + S_META) + row_bytes) + HEADER
+    nbytes = counts * (peek(plan + P_META) + row_bytes) + HEADER
     place_messages(context, state, ranks, inside, nbytes, staging, target)
     poke(route, number)
 
@@ -224,6 +229,7 @@ def _place_dispatches(
 def route(
     context: tl.int64,
     state: tl.int64,
+    plan: tl.int64,
     route: tl.int64,
     topk_idx: tl.int64,
     tokens: tl.int64,
@@ -236,10 +242,11 @@ def route(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Fill a route block and make the messages' space free; grid (R + 1,), one warp. Six arguments of a launch, seven
+    """Fill a route block and make the messages' space free; grid (R + 1,), one warp. Seven arguments of a launch, seven
     constants.
 
     Args:
+        plan: sizes of the operation, which later kernels find in the route block.
         topk_idx: int64[tokens, TOPK]. row_bytes: of a row on the wire.
         REDUCED: destinations return one row per token. SLOTS, RANKS: TOPK and R rounded up to powers of two.
         BLOCK: tokens read together. LANES: peers waited for together.
@@ -249,13 +256,16 @@ def route(
     if has_failed(context) == 0:
         if program == 0:
             start = clock_ns(BACKEND)
-            _fill_absent(context, state, route, topk_idx, tokens, REDUCED, TOPK, SLOTS, BLOCK, BACKEND)
+            word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
+            sizes = tl.load(int64s(plan + 8 * word))
+            tl.store(int64s(route + 8 * word), sizes, mask=word > 0)
+            _fill_absent(context, state, plan, route, topk_idx, tokens, REDUCED, TOPK, SLOTS, BLOCK, BACKEND)
             ack_dispatches(context, state, start, LANES, BACKEND)
             wait_spaces(context, state, _DISPATCH, start, LANES, BACKEND)
         else:
-            _list_tokens(context, state, route, topk_idx, tokens, program - 1, REDUCED, TOPK, SLOTS, BLOCK)
+            _list_tokens(context, plan, route, topk_idx, tokens, program - 1, REDUCED, TOPK, SLOTS, BLOCK)
         if arrives_last(state + S_ARRIVALS, rank_count(context) + 1, BACKEND):
-            _place_dispatches(context, state, route, row_bytes, REDUCED, RANKS)
+            _place_dispatches(context, state, plan, route, row_bytes, REDUCED, RANKS)
 
 
 # any number of tokens with the same compiled code

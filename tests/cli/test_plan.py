@@ -27,8 +27,8 @@ def test_the_plan_is_the_layout_that_ranks_would_use(monkeypatch: pytest.MonkeyP
     assert layout["normal_heap"].nbytes == 64 << 20
     assert found["low_latency"] == {
         "messages_to_each_rank_at_most": 4,
-        "dispatch_bytes_at_most": low_latency.dispatch_send,
-        "combine_bytes_at_most": low_latency.combine_send,
+        "dispatch_bytes_at_most": low_latency.room.dispatch_send,
+        "combine_bytes_at_most": low_latency.room.combine_send,
     }
 
 

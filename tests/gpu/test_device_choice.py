@@ -69,7 +69,8 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
     plan, coding = LowLatencyPlan(1, 4, 128, 2, 2, 2), dispatch_coding(x, False, False, False)
     with pytest.raises(Enough):
         session.enter("low-latency dispatch", plan, coding, x, False, True)
-    compiled = [one for kernels in made[1:] for one in kernels.seen]
+    (kernels,) = made
+    compiled = [one for one in kernels.seen if one[0] != "check"]
     assert compiled == [("made", OURS), ("warm_dispatch", OURS), ("warm_combine", OURS)]
     assert Device.chosen == CURRENT
 

@@ -14,6 +14,7 @@ from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.modes.low_latency_gpu_session import LowLatencyGpuSession
+from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
 GPU = torch.device("cuda", 0)
 
@@ -49,7 +50,7 @@ class OneBuffer:
             order=self.order, interpreted=False, take_report=lambda: None, check_ids=lambda phase: None
         )
         self.runtime: Any = SimpleNamespace(
-            epoch=0, stale="", rebuild_requested=False, check=lambda phase: None, begin_operation=lambda: None
+            epoch=0, stale="", rebuild_requested=False, check=lambda phase: None, begin_operation=lambda plan: None
         )
         self.session = LowLatencyGpuSession(self.runtime, gpu)
         self.session.epoch.enter()
@@ -71,6 +72,7 @@ class OneBuffer:
         return self.session.launch(
             "low-latency dispatch",
             self.flight,
+            LowLatencyPlan(1, 4, 128, 2, 2, 2),
             (Kernel(f"{name} send"),),  # type: ignore[arg-type]
             (Kernel(f"{name} receive"),),  # type: ignore[arg-type]
             [tensor or Tensor()],  # type: ignore[list-item]

@@ -19,7 +19,8 @@ TRITON = Path(__file__).parents[2] / "kernels" / "triton"
 def test_tables_start_after_the_words() -> None:
     assert low_latency.COMBINE_AHEAD < low_latency.PEER_TABLES
     assert low_latency.WEIGHTS < low_latency.ROUTE_TABLES
-    assert low_latency_device.ROUTE_COUNTS < low_latency_device.STATE_WORDS
+    assert low_latency_device.PARTS < low_latency_device.STATE_WORDS
+    assert low_latency_device.ROUTE_COUNTS < low_latency_device.ROUTE_WORDS
     assert normal.ROUTE < normal.OPERATION_WORDS
     assert normal.FILLED < normal.PEER_WORDS
     assert normal_device.KEPT < normal_device.STATE_WORDS
@@ -39,11 +40,11 @@ def test_every_word_is_described_where_it_is_declared(path: Path) -> None:
 def test_a_device_block_holds_no_address_of_the_host() -> None:
     plan = LowLatencyPlan(2, 4, 64, 4, 2, 2)
     layout = WindowLayout(2, plan, NormalPlan(2))
-    on_host = low_latency.StateBlock(plan, layout)
-    on_device = low_latency_device.DeviceState(plan, layout, 2, torch.device("cpu"))
+    on_host = low_latency.StateBlock(layout)
+    on_device = low_latency_device.DeviceState(layout, 2, torch.device("cpu"))
     assert on_host.words[low_latency.SCRATCH] != 0
     assert on_device.words[low_latency.SCRATCH] == 0
-    fixed = low_latency.fixed_words(plan, layout)
+    fixed = low_latency.fixed_words(layout)
     assert {word: int(on_device.words[word]) for word in fixed} == fixed
 
 

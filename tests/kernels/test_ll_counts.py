@@ -43,7 +43,7 @@ class Bench:
         self.ring[CAPACITY // 8] = 64
         for stream in range(CREDIT):
             self.space.set_ring(stream, self.ring.ctypes.data)
-        self.state = StateBlock(plan, layout)
+        self.state = StateBlock(layout)
         self.route = RouteBlock(plan, 0, FORM_REDUCED)
         for table in (block.RECEIVED, block.RETURN_ROWS, block.RETURN_TO, block.RETURN_BASE):
             self.route.table(table)[:] = 0

@@ -124,8 +124,8 @@ def test_ranks_may_choose_different_forms() -> None:
     DirectGroup(3).run(body)
 
 
-def test_other_sizes_lay_the_window_out_anew() -> None:
-    cases = [Case(tokens=8), Case(tokens=16, counts=(16,)), Case(dtype=torch.float32), Case(dtype=torch.bfloat16)]
+def test_sizes_that_do_not_fit_rebuild_the_windows() -> None:
+    cases = [Case(tokens=8), Case(tokens=16, counts=(16,)), Case(dtype=torch.float32), Case(hidden=512), Case(tokens=8)]
 
     def body(runtime: Any) -> list[int]:
         low_latency = LowLatency(runtime)
@@ -136,5 +136,5 @@ def test_other_sizes_lay_the_window_out_anew() -> None:
             epochs.append(runtime.epoch)
         return epochs
 
-    # the last one fits the space planned for float32
-    assert DirectGroup(2).run(body) == [[1, 2, 3, 3]] * 2
+    # half as many tokens of twice the width fit
+    assert DirectGroup(2).run(body) == [[1, 2, 2, 3, 3]] * 2

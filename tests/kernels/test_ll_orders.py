@@ -46,11 +46,11 @@ class Player:
     """One rank that plays a program of operations, each checked when it is received.
 
     A program is a list of words: ``D`` dispatch, ``C<i>`` combine dispatch i, ``d<i>`` / ``c<i>`` call the hook of
-    dispatch i / combine i.
+    dispatch i / combine i. Dispatches have the sizes of ``case`` and ``others`` in turn.
     """
 
-    def __init__(self, case: Case, runtime: Any, routings: dict[int, str] | None = None) -> None:
-        self.case, self.rank, self.routings = case, runtime.rank, routings or {}
+    def __init__(self, case: Case, runtime: Any, routings: dict[int, str] | None = None, *others: Case) -> None:
+        self.cases, self.rank, self.routings = (case, *others), runtime.rank, routings or {}
         self.low_latency = LowLatency(runtime)
         self.dispatches: list[dict[str, Any]] = []
         self.combines: list[dict[str, Any]] = []
@@ -64,7 +64,8 @@ class Player:
 
     def dispatch(self) -> None:
         number = len(self.dispatches)
-        case = replace(self.case, seed=number, routing=self.routings.get(number, self.case.routing))
+        case = self.cases[number % len(self.cases)]
+        case = replace(case, seed=number, routing=self.routings.get(number, case.routing))
         inputs = case.inputs()
         mine = inputs[self.rank]
         rows, count, handle, _, hook = self.low_latency.dispatch(

@@ -123,17 +123,28 @@ def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase
         ("low latency", "mapped"),
         *(
             pytest.param(mode, path, marks=pytest.mark.interpreter)
-            for mode, path in (("normal", "mapped"), ("low latency", "shm"), ("normal", "shm"), ("low latency", "ipc"))
+            for mode, path in (
+                ("shapes", "mapped"),
+                ("normal", "mapped"),
+                ("low latency", "shm"),
+                ("normal", "shm"),
+                ("low latency", "ipc"),
+            )
         ),
     ],
 )
 def test_different_calls_are_named_at_once_on_every_rank(interpreted: Ranks, path: str, mode: str) -> None:
     """A kernel that waits for a rank which wants other windows ends long before its deadline, with the reason."""
     for text, seconds in interpreted.run(2, triton_bodies.disagreement, PATHS[path], mode, timeout=300):
-        assert "the ranks disagree: rank 0 began" in text
-        assert "hidden=128" in text
-        assert "rank 1 began" in text
-        assert "hidden=256" in text
+        if mode == "shapes":
+            assert "rank 0: rank 1 sent an operation of another shape" in text
+            assert "T = 4, hidden 256, " in text
+            assert "That of this rank has T = 4, hidden 128, " in text
+        else:
+            assert "the ranks disagree: rank 0 began" in text
+            assert "hidden=128" in text
+            assert "rank 1 began" in text
+            assert "hidden=256" in text
         assert "The group stays usable" in text
         assert seconds < 20.0  # the deadline is 60 s
 

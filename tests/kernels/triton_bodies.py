@@ -5,6 +5,7 @@ The environment variable must be there before anything imports Triton, so these 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import weakref
@@ -51,6 +52,19 @@ def modes(buffer: Buffer) -> Any:
     return SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
 
 
+def reserve(buffer: Buffer, case: ll_cases.Case) -> None:
+    """Room for ``case``, and its kernels."""
+    buffer.reserve_low_latency(
+        case.tokens,
+        case.hidden,
+        case.experts,
+        case.topk,
+        dtype=case.dtype,
+        with_topk_weights=case.reduced,
+        **case.options,
+    )
+
+
 def check_drained(buffer: Buffer) -> None:
     """What the kernels have put into rings, the host sees put, and then taken: else leaving a window takes for ever."""
     plane = buffer.runtime._watch.plane
@@ -81,16 +95,20 @@ def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: 
 
 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
-    """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
+    """Odd ranks run Triton's kernels and even ones Numba's, over one wire and in windows that all have sized ahead."""
     os.environ["TRITON_INTERPRET"] = "1"
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     if exchange.rank % 2:
         serve_interpreted(buffer)
     for case in cases:
+        reserve(buffer, case)
+    epoch = buffer.runtime.epoch
+    for case in cases:
         inputs = case.inputs()
         combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
         check_drained(buffer)
+    assert buffer.runtime.epoch == epoch
     buffer.destroy()
     return len(cases)
 
@@ -257,8 +275,8 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
             time.sleep(0.01)
         return pin(memory, address, nbytes)
 
-    def begun() -> None:
-        begin()
+    def begun(plan: Any = None) -> None:
+        begin(plan)
         store.set("begun", b"")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -278,9 +296,9 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
 
 def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) -> tuple[str, float]:
     """Rank 1 begins low latency with wider rows, the others usual ones or normal mode; then all do the same in both
-    modes. (what was raised, seconds)."""
+    modes. With ``mode`` = shapes the windows have room for either. (what was raised, seconds)."""
     buffer = opened(exchange, overrides)
-    assert bodies.round_trip(buffer, tokens=4) < 0.02
+    assert bodies.round_trip(buffer, tokens=4, hidden=256 if mode == "shapes" else 128) < 0.02
     trip = bodies.normal_trip if mode == "normal" and exchange.rank == 0 else bodies.round_trip
     exchange.all_gather(b"")
     if exchange.rank == 1:
@@ -306,7 +324,7 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     case = ll_cases.Case(ranks=exchange.size, tokens=2, counts=(2,), experts=2, topk=1, dtype=torch.float32)
     narrow = ll_cases.Case(**{**case.__dict__, "dtype": torch.bfloat16})
     given, other = case.inputs()[exchange.rank], narrow.inputs()[exchange.rank]
-    refused = pytest.raises(ConfigError, match="once with the same shapes and dtypes before the capture")
+    refused = pytest.raises(ConfigError, match="before the capture, call Buffer")
     order.capturing = True
     with refused:
         dispatch(buffer, case, given)
@@ -322,6 +340,21 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
         buffer.low_latency_combine(rows.bfloat16(), given.topk_idx, given.topk_weights, handle)
     out, _, _ = buffer.low_latency_combine(rows, given.topk_idx, given.topk_weights, handle)
     assert torch.allclose(out, given.x * given.topk_weights.sum(dim=1, keepdim=True))
+    epoch = buffer.runtime.epoch
+    with refused:
+        reserve(buffer, narrow)
+    with pytest.raises(ConfigError, match=r"no room for .*tokens=9.* and a graph is being captured\. Next step"):
+        reserve(buffer, dataclasses.replace(narrow, tokens=9))
+    order.capturing = False
+    reserve(buffer, narrow)
+    order.capturing = True
+    # what was reserved is captured without having run, in the windows that are there
+    reserve(buffer, narrow)
+    rows, _, handle = dispatch(buffer, narrow, other)
+    out, _, _ = buffer.low_latency_combine(rows, other.topk_idx, other.topk_weights, handle)
+    assert torch.allclose(out.float(), other.x.float() * other.topk_weights, rtol=0.02)
+    dispatch(buffer, case, given)
+    assert buffer.runtime.epoch == epoch
     buffer.destroy()
 
 
@@ -386,7 +419,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     layer = Layer(buffer, "plain", torch.device("cpu"), order.compute)
     layer.run()
     buffer.check()
-    state: Any = buffer._backend.low_latency._session._serving.state  # type: ignore[union-attr]
+    state: Any = buffer._backend.low_latency._session._shared[0]  # type: ignore[union-attr]
     looked_at = [weakref.ref(one) for one in (*gpu.space()._tensors, state.words)]
     del state
     order.eager = True

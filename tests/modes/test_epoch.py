@@ -21,15 +21,15 @@ WIDER = LowLatencyPlan(ranks=2, tokens=8, hidden=128, experts=8, topk=4, element
 class Ranks:
     """A Runtime that rebuilds when it is asked, and notes what for."""
 
-    def __init__(self, low_latency: LowLatencyPlan | None = PLAN) -> None:
+    def __init__(self) -> None:
         self.epoch, self.stale, self.rebuild_requested, self.begun = 0, "", False, 0
-        self.layout = SimpleNamespace(low_latency=low_latency)
+        self.layout = SimpleNamespace(low_latency=PLAN.room)
         self.objections: list[str] = []
 
     def check(self, phase: str) -> None:
         pass
 
-    def begin_operation(self) -> None:
+    def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
         self.begun += 1
 
     def rebuild(
@@ -39,7 +39,9 @@ class Ranks:
         if objection:
             raise ConfigError(objection)
         compile()
-        self.epoch, self.stale, self.layout.low_latency = self.epoch + 1, "", plan
+        self.epoch, self.stale = self.epoch + 1, ""
+        if plan is not None:
+            self.layout.low_latency = self.layout.low_latency.with_room_for(plan.room)
 
 
 def nothing() -> None:
@@ -136,29 +138,30 @@ def test_an_operation_that_was_not_sent_takes_no_slot() -> None:
 def test_other_sizes_are_refused_on_every_rank_while_an_operation_is_in_flight(ranks: Any) -> None:
     flight = InFlight("dispatches")
     epoch = entered(ranks, flight)
-    assert epoch.make_room("dispatch", PLAN, nothing, nothing) is PLAN
+    epoch.make_room("dispatch", PLAN, nothing, nothing)
+    assert ranks.objections == []
     with epoch.operation("dispatch", flight) as operation:
         pass
     with pytest.raises(ConfigError, match=r"is in flight\. Next step: call its recv hook first"):
         epoch.make_room("dispatch", WIDER, nothing, nothing)
     operation.received()
-    assert epoch.make_room("dispatch", WIDER, nothing, nothing) is WIDER
+    epoch.make_room("dispatch", WIDER, nothing, nothing)
     assert [bool(objection) for objection in ranks.objections] == [True, False]
 
 
 def test_what_keeps_this_rank_from_new_windows_is_told_to_the_others(ranks: Any) -> None:
     compiled: list[Any] = []
 
-    def objects() -> None:
+    def check() -> None:
         raise ConfigError("a ring is too short")
 
     with pytest.raises(ConfigError, match="a ring is too short"):
-        Epoch(ranks).make_room("dispatch", WIDER, objects, lambda: compiled.append(WIDER))
+        Epoch(ranks).make_room("dispatch", WIDER, check, lambda: compiled.append(WIDER))
     assert ranks.objections == ["a ring is too short"]
     assert compiled == []
     # a peer asks for other windows: this rank meets it, although its own have room
     ranks.rebuild_requested = True
-    assert Epoch(ranks).make_room("dispatch", PLAN, nothing, nothing) is PLAN
+    Epoch(ranks).make_room("dispatch", PLAN, nothing, nothing)
     assert ranks.epoch == 1
 
 
@@ -194,9 +197,10 @@ def test_a_hook_runs_once_and_only_in_its_epoch(ranks: Any) -> None:
 def test_a_handle_of_another_epoch_or_buffer_is_refused(ranks: Any) -> None:
     epoch, owner, nothing = entered(ranks), object(), torch.empty(0)
     handle = LowLatencyHandle.build(
-        (nothing, nothing, 8, 128, 8),
+        (nothing, nothing),
         owner=owner,
         epoch=epoch.number,
+        plan=PLAN,
         route=None,
         topk_idx=nothing,
         topk_weights=None,

@@ -26,7 +26,9 @@ def test_an_opening_that_gave_up_without_a_report_has_a_cause_and_a_next_step(mo
         take_report=lambda: None,
         check_ids=lambda phase: None,
     )
-    runtime: Any = SimpleNamespace(ranks=2, epoch=0, stale="", check=lambda phase: None, begin_operation=lambda: None)
+    runtime: Any = SimpleNamespace(
+        ranks=2, epoch=0, stale="", check=lambda phase: None, begin_operation=lambda plan: None
+    )
     session = NormalGpuSession(runtime, gpu)
     session.epoch.enter()
     form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uccl_ep_serving.protocol.layout import PAGE, LowLatencyPlan, NormalPlan, WindowLayout
+from uccl_ep_serving.protocol.layout import (
+    PAGE,
+    LowLatencyPlan,
+    NormalPlan,
+    WindowLayout,
+    is_plan,
+    plan_in_words,
+)
 from uccl_ep_serving.protocol.message import DTYPE_FP8, HEADER_BYTES, row_bytes
 from uccl_ep_serving.protocol.streams import STREAMS
 
@@ -36,15 +45,41 @@ def test_regions_are_aligned_disjoint_and_hold_the_worst_case(plan: LowLatencyPl
         end = region.offset + region.nbytes
     assert end <= window.nbytes
     # One slot per (source, token), whatever the experts; a header fits in front of it.
-    assert plan.dispatch_slot >= HEADER_BYTES + plan.tokens * (plan.meta + plan.row)
+    assert plan.room.dispatch_slot >= HEADER_BYTES + plan.tokens * (plan.meta + plan.row)
     # A token goes to at most topk ranks and returns at most topk rows.
-    assert plan.combine_recv >= plan.tokens * plan.topk * plan.row + plan.ranks * HEADER_BYTES
+    assert plan.room.combine_recv >= plan.tokens * plan.topk * plan.row + plan.ranks * HEADER_BYTES
     assert window["direct_flags"].nbytes == plan.ranks * STREAMS * 8
 
 
 @given(_plans(), _plans())
-def test_digests_tell_plans_apart(a: LowLatencyPlan, b: LowLatencyPlan) -> None:
-    assert (a.digest == b.digest) == (a == b)
+def test_words_tell_plans_of_a_group_apart(a: LowLatencyPlan, b: LowLatencyPlan) -> None:
+    assert (a.word == b.word) == (replace(a, ranks=1) == replace(b, ranks=1))
+    assert is_plan(a.word)
+    said = plan_in_words(a.word)
+    assert f"T = {a.tokens}, hidden {a.hidden}, {a.experts} experts, top-{a.topk}, values of {a.element} b" in said
+
+
+@given(st.integers(-(1 << 63), (1 << 62) - 1))
+def test_no_other_word_is_taken_for_a_plan(word: int) -> None:
+    assert not is_plan(word)
+    assert plan_in_words(word) == f"{word:#x}"
+
+
+@given(_plans(), _plans())
+def test_a_room_for_two_is_the_larger_of_each_region(a: LowLatencyPlan, b: LowLatencyPlan) -> None:
+    b = replace(b, ranks=a.ranks, experts=a.ranks * b.local_experts, topk=min(b.topk, a.ranks * b.local_experts))
+    normal = NormalPlan(a.ranks, heap=0, rounds=1 << 20, chunk=1 << 16)
+    both = a.room.with_room_for(b.room)
+    assert both == b.room.with_room_for(a.room)
+    assert both.holds(a)
+    assert both.holds(b)
+    assert a.room.holds(b) == (both == a.room)
+    windows = [WindowLayout(a.ranks, room, normal) for room in (a, b, both)]
+    for one, other, common in zip(*windows, strict=True):
+        assert common.nbytes == max(one.nbytes, other.nbytes)
+    # what fits changes nothing
+    if a.room.holds(b):
+        assert windows[2].digest == windows[0].digest
 
 
 def test_a_quantized_row_never_exceeds_the_plain_one() -> None:
@@ -61,6 +96,7 @@ def test_a_quantized_row_never_exceeds_the_plain_one() -> None:
         ({"topk": 65}, "topk = 65"),
         ({"element": 3}, "element = 3"),
         ({"hidden": 7}, "hidden = 7"),
+        ({"hidden": 1 << 23}, "hidden = 8388608"),
         ({"tokens": 128.0}, "tokens = 128.0 is no integer"),
         ({"experts": None}, "experts = None is no integer"),
     ],
@@ -74,7 +110,7 @@ def test_impossible_plans_are_refused_by_name(wrong: dict[str, int], message: st
 def test_numpys_integers_are_plain_ones() -> None:
     """A rank that takes its sizes from NumPy means the same plan as the others."""
     plain, other = LowLatencyPlan(2, 8, 128, 4, 2, 2), LowLatencyPlan(2, np.int64(8), 128, np.int32(4), 2, 2)
-    assert (plain, plain.digest) == (other, other.digest)
+    assert (plain, plain.word) == (other, other.word)
     assert type(other.tokens) is int
 
 

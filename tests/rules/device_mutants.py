@@ -38,6 +38,10 @@ DEVICE_MUTANTS = Rules(
             SKIP,
             _LOW_LATENCY + "test_different_calls_are_named_at_once_on_every_rank[low latency-mapped]",
         ),
+        "low latency: a message of another shape is refused": Mutant(
+            SKIP,
+            _LOW_LATENCY + "test_different_calls_are_named_at_once_on_every_rank[shapes-mapped]",
+        ),
         "normal mode: an operation opens only when every peer's notify has arrived": Mutant(
             ALWAYS,
             _NORMAL + "test_a_silent_peer_is_named",

@@ -117,6 +117,10 @@ MUTANTS = Rules(
             NEVER,
             _PUBLISH + "test_a_write_outside_the_window_is_refused_before_it_is_published",
         ),
+        "a message of another shape is refused": Mutant(
+            NEVER,
+            "tests/kernels/test_ll_shapes.py::test_operations_of_different_shapes_name_each_other",
+        ),
         "the number in a header is checked": Mutant(
             NEVER,
             _LL_FAILURES + "test_lying_dispatch_header_is_refused",

@@ -92,6 +92,7 @@ CLAUSES: dict[int, list[str]] = {
         "the source must be proven",
         "a number out of sequence is a fault where order is kept",
         "credits are bounded by what was sent",
+        "a message of another shape is refused",
         "the number in a header is checked",
         "counts that a peer claims are checked",
         "where a grant lets rows land is checked",

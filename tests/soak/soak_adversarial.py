@@ -36,7 +36,7 @@ from uccl_ep_serving.kernels.select import cpu_groups
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native.groups import load
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 __all__ = ["AdversarialCase", "Failed", "Result", "Stretch", "draw", "run_case", "stretch"]
@@ -221,8 +221,8 @@ class _Group(FakeGroup):
         # normal mode then crosses once to each node
         self.node_ranks = case.node_ranks
 
-    def build(self, plan: LowLatencyPlan | None) -> None:
-        super().build(plan or self._plan)
+    def build(self, room: LowLatencyRoom | None) -> None:
+        super().build(room or self._plan.room)
 
 
 def run_case(case: AdversarialCase) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan, WindowLayout
 
 
 class DirectRuntime:
@@ -45,7 +46,7 @@ class DirectRuntime:
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
         self.records.append((op, tokens, rows, nanoseconds))
 
-    def begin_operation(self) -> None:
+    def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
         pass
 
     def compile_together(self, compile: Callable[[], object]) -> None:
@@ -54,7 +55,7 @@ class DirectRuntime:
     def rebuild(
         self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None
     ) -> None:
-        """Collective: new windows with room for ``plan``."""
+        """Collective: new windows with room for ``plan`` and all before it."""
         if objection:
             raise ConfigError(objection)
         compile()
@@ -62,7 +63,8 @@ class DirectRuntime:
         if self.group.barrier.wait(30) == 0:
             self.group.agreed = len(set(self.group.proposals)) == 1
             if self.group.agreed:
-                self.group.build(plan)
+                rooms = [room for room in (self.layout.low_latency, plan and plan.room) if room]
+                self.group.build(functools.reduce(LowLatencyRoom.with_room_for, rooms) if rooms else None)
         self.group.barrier.wait(30)
         if not self.group.agreed:
             raise ConfigError(f"ranks disagree on the low-latency plan: {self.group.proposals}")
@@ -84,8 +86,8 @@ class DirectGroup:
         self.spaces: list[KernelSpace] = []
         self.build(None)
 
-    def build(self, plan: LowLatencyPlan | None) -> None:
-        layout = WindowLayout(self.ranks, plan, self.normal)
+    def build(self, room: LowLatencyRoom | None) -> None:
+        layout = WindowLayout(self.ranks, room, self.normal)
         segments = [Segment.create(f"test{rank}", layout.nbytes) for rank in range(self.ranks)]
         self.spaces = [
             KernelSpace(rank, self.ranks, self.settings.least_channels, segment, layout, self.settings.timeout)

@@ -8,7 +8,7 @@ from tests.support.fake_ranks import FakeGroup
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+from uccl_ep_serving.protocol.layout import LowLatencyRoom, WindowLayout
 from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
 
 __all__ = ["EfaGroup"]
@@ -17,9 +17,9 @@ __all__ = ["EfaGroup"]
 class EfaGroup(FakeGroup):
     """A :class:`FakeGroup` on one EFA device per rank."""
 
-    def build(self, plan: LowLatencyPlan | None) -> None:
+    def build(self, room: LowLatencyRoom | None) -> None:
         self.close()
-        layout = WindowLayout(self.ranks, plan, self.normal)
+        layout = WindowLayout(self.ranks, room, self.normal)
         segments = [Segment.create(f"test{rank}", layout.nbytes) for rank in range(self.ranks)]
         self.network = SrdNetwork(self.ranks, seed=self.seed, repeat=0.0, pace=64)
         self.endpoints = [

@@ -11,7 +11,7 @@ from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from uccl_ep_serving.protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.streams import CREDIT
 from uccl_ep_serving.proxy.service import ProxyService
 from uccl_ep_serving.proxy.transport.base import Endpoint
@@ -60,9 +60,9 @@ class FakeGroup(DirectGroup):
             service.stop(time.monotonic() + 10)
         self.services = []
 
-    def build(self, plan: LowLatencyPlan | None) -> None:
+    def build(self, room: LowLatencyRoom | None) -> None:
         self.close()
-        layout = WindowLayout(self.ranks, plan, self.normal)
+        layout = WindowLayout(self.ranks, room, self.normal)
         segments = [Segment.create(f"test{rank}", layout.nbytes) for rank in range(self.ranks)]
         self.fabric = FakeFabric(self.ranks, layout.nbytes, self.seed, self.adversary, proxies=self.settings.proxies)
         for rank, segment in enumerate(segments):

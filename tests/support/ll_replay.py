@@ -7,6 +7,7 @@ the host's code left out, which is what a graph leaves out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from tests.support import ll_cases
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.handles import EventOverlap
 
-#: What a graph may hold: one layer; a dispatch that nobody combines, then one that is; two micro-batches in flight.
-FORMS = ("plain", "twice", "overlapped")
+#: What a graph may hold: one layer; a dispatch that nobody combines, then one that is; two micro-batches in flight; two
+#: layers of different shapes.
+FORMS = ("plain", "twice", "overlapped", "shapes")
 
 
 class RecordingOrder:
@@ -123,15 +125,26 @@ class Layer:
         device: torch.device,
         compute: Callable[[Callable[[], None]], None] = lambda work: work(),
     ) -> None:
-        size = {"ranks": buffer.group_size, "tokens": 4, "experts": 2 * buffer.group_size, "topk": 2, "hidden": 128}
-        reduced = (True, False) if form == "overlapped" else (True,)
-        self.batches = [
-            _Batch(ll_cases.Case(**size, counts=(4, 3), reduced=one), buffer.rank, device) for one in reduced
-        ]
+        ranks = buffer.group_size
+        case = ll_cases.Case(ranks=ranks, tokens=4, experts=2 * ranks, topk=2, hidden=128, counts=(4, 3))
+        cases = [case]
+        if form == "overlapped":
+            cases += [dataclasses.replace(case, reduced=False)]
+        elif form == "shapes":
+            cases += [ll_cases.Case(ranks=ranks, tokens=3, experts=4 * ranks, topk=3, hidden=256, counts=(1, 3))]
+            for one in cases:
+                buffer.reserve_low_latency(
+                    one.tokens, one.hidden, one.experts, one.topk, use_fp8=False, with_topk_weights=True
+                )
+        self.batches = [_Batch(one, buffer.rank, device) for one in cases]
         self._buffer, self._form, self._compute = buffer, form, compute
 
     def run(self) -> None:
         """Launch everything once."""
+        if self._form == "shapes":
+            for batch in self.batches:
+                self._layer(batch)
+            return
         if self._form == "twice":
             self.batches[0].dispatch(self._buffer)[2]()
         sent = [batch.dispatch(self._buffer) for batch in self.batches]
@@ -142,6 +155,12 @@ class Layer:
             hooks.append(batch.combine(self._buffer, handle))
         for hook in hooks[::-1]:
             hook()
+
+    def _layer(self, batch: _Batch) -> None:
+        rows, handle, hook = batch.dispatch(self._buffer)
+        hook()
+        self._compute(lambda: batch.experts(rows))
+        batch.combine(self._buffer, handle)()
 
     def check(self, replay: Callable[[], None], times: int) -> None:
         """Replay with other tokens each time, and hold every result against the oracle."""

@@ -72,8 +72,8 @@ def plan(
     if low_latency is not None:
         result["low_latency"] = {
             "messages_to_each_rank_at_most": settings.least_channels,
-            "dispatch_bytes_at_most": low_latency.dispatch_send,
-            "combine_bytes_at_most": low_latency.combine_send,
+            "dispatch_bytes_at_most": low_latency.room.dispatch_send,
+            "combine_bytes_at_most": low_latency.room.combine_send,
         }
     return result
 

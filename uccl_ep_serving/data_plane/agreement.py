@@ -6,18 +6,21 @@ names who differs. Standard data only; the exchange itself is a gather of the co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from ..errors import ProtocolError
-from ..protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan, WindowLayout
 
 __all__ = ["SETUP", "Outcome", "Proposal", "decide", "read_proposal"]
 
 #: Name of the step in which proposals are exchanged.
 SETUP = "window layout"
+#: Ranks whose objections are told; there may be thousands.
+_MOST_NAMED = 4
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -25,18 +28,22 @@ class Proposal(msgspec.Struct, frozen=True):
 
     Attributes:
         plan: low-latency sizes that its next operation needs, None when that is a normal-mode one.
+        room: that its windows have for low latency, None for none.
         epoch: of its data plane.
         begun: operations that it has begun in this epoch. Ranks make the same calls in the same order, so one that
             has begun more than another that is already here is in an operation that the other one will never join.
         masked: ranks that it has masked, ascending.
         objection: why it cannot, empty when it can.
+        failed: nothing goes on in its data plane.
     """
 
     plan: LowLatencyPlan | None
+    room: LowLatencyRoom | None
     epoch: int
     begun: int
     masked: tuple[int, ...]
     objection: str = ""
+    failed: bool = False
 
     def encode(self) -> bytes:
         """For the wire."""
@@ -57,14 +64,17 @@ class Outcome:
 
     Attributes:
         refusal: why nothing is rebuilt, empty when it is.
-        torn: ranks have begun different numbers of operations: what the present data plane carries fits nobody, and
-            the next operation must begin in a new one.
+        torn: ranks have begun different numbers of operations, or operations of different shapes: what the present
+            data plane carries fits nobody, and the next operation must begin in a new one.
         epoch: number of the next data plane.
+        room: that it has for low latency: for the plan and for all that its predecessors had room for, so that ranks
+            whose operations alternate between shapes rebuild once for each.
     """
 
     refusal: str
     torn: bool
     epoch: int
+    room: LowLatencyRoom | None
 
 
 def _words(proposal: Proposal) -> str:
@@ -94,19 +104,28 @@ def decide(ranks: int, normal: NormalPlan, proposals: Mapping[int, Proposal]) ->
             + ". Next step: mask the same ranks on every rank"
         )
     elif objections:
-        refusal = "; ".join(objections)
+        refusal = "; ".join(objections[:_MOST_NAMED])
+        if len(objections) > _MOST_NAMED:
+            refusal += f"; and {len(objections) - _MOST_NAMED} more ranks"
     elif any(one.plan != first.plan for one in proposals.values()):
         refusal = (
             f"the ranks disagree: {_differences(proposals)}. Next step: make the same calls with the same sizes on "
             "every rank"
         )
-    else:
+    room: LowLatencyRoom | None = None
+    if not refusal:
+        rooms = [one.room for one in proposals.values() if one.room]
+        if first.plan:
+            rooms.append(first.plan.room)
         try:
-            WindowLayout(ranks, first.plan, normal)
+            room = functools.reduce(LowLatencyRoom.with_room_for, rooms) if rooms else None
+            WindowLayout(ranks, room, normal)
         except ValueError as error:
             refusal = str(error)
     return Outcome(
         refusal,
-        torn=len({(one.epoch, one.begun) for one in proposals.values()}) > 1,
+        torn=len({(one.epoch, one.begun) for one in proposals.values()}) > 1
+        or any(one.failed for one in proposals.values()),
         epoch=max(one.epoch for one in proposals.values()) + 1,
+        room=room,
     )

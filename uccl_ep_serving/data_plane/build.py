@@ -19,7 +19,7 @@ from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
 from ..native.groups import load
-from ..protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
+from ..protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
 from ..protocol.mailbox import mailbox_bytes
 from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService, data_paths
@@ -79,10 +79,11 @@ class PlaneBuilder:
         #: Agreed by the first build, and the same in every epoch: kernels are made for it.
         self.channels = Channels(0, "")
 
-    def build(self, plan: LowLatencyPlan | None, epoch: int, watch: PlaneWatch) -> DataPlane:
-        """A running data plane with room for ``plan``. Collective among the ranks that are not masked.
+    def build(self, room: LowLatencyRoom | None, epoch: int, watch: PlaneWatch) -> DataPlane:
+        """A running data plane. Collective among the ranks that are not masked.
 
         Args:
+            room: for low latency, None for none.
             epoch: number of the plane, equal on all ranks; connections of another one are refused.
             watch: what waits in the plane ask, and who names what ends them.
 
@@ -91,7 +92,7 @@ class PlaneBuilder:
             BootstrapError, TransportError, PeerError: a rank could not be reached; nothing is left open.
         """
         try:
-            layout = WindowLayout(self._ranks, plan, self._normal)
+            layout = WindowLayout(self._ranks, room, self._normal)
         except ValueError as error:
             raise ConfigError(f"{error}") from error
         plane = DataPlane(layout)
@@ -154,13 +155,9 @@ class PlaneBuilder:
             plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
 
     def _log_choices(self, plane: DataPlane) -> None:
-        """Once for each data plane: the first serves normal mode only, a later one another low-latency plan."""
-        plan, masked = plane.layout.low_latency, sorted(self._liveness.masked)
-        served = (
-            f"low latency for {plan.tokens} tokens a rank, hidden size {plan.hidden}, {plan.experts} experts"
-            if plan is not None
-            else "no low latency yet"
-        )
+        """Once for each data plane: the first serves normal mode only, a later one more low-latency shapes."""
+        room, masked = plane.layout.low_latency, sorted(self._liveness.masked)
+        served = f"low latency {room.nbytes / 2**20:.1f} MiB" if room is not None else "no low latency yet"
         _log.info(
             "uccl_ep rank %d of %d: %s. %d proxies (spin %s), %d channels (%s), window %.1f MiB (heap %.1f MiB, %s), "
             "timeout %g s%s",

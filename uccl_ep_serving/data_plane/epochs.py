@@ -12,11 +12,10 @@ from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import REBUILD_GROUP, ConfigError, PeerError, UcclEpError
-from ..protocol.layout import LowLatencyPlan, NormalPlan
+from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
 from .compiling import compile_together
-from .plane import DataPlane
 from .watch import PlaneWatch
 
 __all__ = ["Epochs"]
@@ -47,6 +46,8 @@ class Epochs:
         self._mesh = mesh
         self._settings = settings
         self._normal = normal
+        #: Of the last windows; it never shrinks.
+        self._room: LowLatencyRoom | None = None
 
     def start(self, introduction: Introduction) -> None:
         """Build the first data plane. Collective."""
@@ -60,7 +61,7 @@ class Epochs:
             if not outcome.refusal:
                 outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
             if not outcome.refusal:
-                self._replace(plan, outcome.epoch)
+                self._replace(outcome)
         self._refuse(outcome)
 
     def compile_together(self, compile: Callable[[], object]) -> None:
@@ -95,9 +96,9 @@ class Epochs:
             finally:
                 del named  # this frame is in the traceback: a cycle would keep windows mapped
 
-    def _agree(self, plan: LowLatencyPlan | None, objection: str) -> Outcome:
-        masked = self._mesh.liveness.masked
-        mine = Proposal(plan, self.number, self.watch.begun, tuple(sorted(masked)), objection)
+    def _agree(self, plan: LowLatencyPlan | None, objection: str, failed: bool = False) -> Outcome:
+        masked = tuple(sorted(self._mesh.liveness.masked))
+        mine = Proposal(plan, self._room, self.number, self.watch.begun, masked, objection, failed)
         answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=self._settings.timeout)
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self._mesh.ranks, self._normal, proposals)
@@ -112,14 +113,14 @@ class Epochs:
             + (": what was sent before is void, go on with a dispatch on every rank" if self.watch.stale else "")
         )
 
-    def _settle(self, plane: DataPlane) -> None:
-        """A peer waits for other windows, and this rank for an operation which that peer will never join: say so to
-        the others, and raise what all of them come to."""
+    def _settle(self, mismatch: str) -> None:
+        """A peer waits for other windows, and this rank for an operation which that peer will never join; or peers
+        have sent one of another shape. Say so to the others, and raise what all of them come to."""
         with self._breaking():
-            outcome = _together(self._agree(plane.layout.low_latency, ""))
+            outcome = _together(self._agree(self.watch.plan, mismatch, failed=bool(mismatch)))
         self._refuse(outcome)
 
-    def _replace(self, plan: LowLatencyPlan | None, epoch: int) -> None:
+    def _replace(self, outcome: Outcome) -> None:
         deadline = time.monotonic() + self._settings.connect_timeout
         old = self.watch.plane
         if old is not None and not self.watch.drain(old, deadline):
@@ -129,15 +130,16 @@ class Epochs:
         self.watch.plane = None
         if old is not None:
             old.close(deadline)
-        self.number, self.watch.begun = epoch, 0
-        self._install(plan)
+        self.number, self.watch.begun = outcome.epoch, 0
+        self._install(outcome.room)
         self.watch.stale = ""
 
-    def _install(self, plan: LowLatencyPlan | None) -> None:
-        plane = self._builder.build(plan, self.number, self.watch)
+    def _install(self, room: LowLatencyRoom | None) -> None:
+        plane = self._builder.build(room, self.number, self.watch)
         if not self.watch.install(plane):
             plane.close(time.monotonic() + 1.0)
             raise UcclEpError("this Buffer was closed while it was being built")
+        self._room = room
         self.all_direct = not plane.kinds
         self.node_ranks = plane.node_ranks
         self.channels = self._builder.channels.count

@@ -174,9 +174,16 @@ class KernelSpace:
         end = time.monotonic() + CLAIM_TIMEOUT
         while (code := int(failure_code(self.error))) == ctx.FAILURE_CLAIMED and time.monotonic() < end:
             time.sleep(1e-4)
-        # after the acquire load of the code; nobody writes them a second time
-        rest = (int(word) for word in self._error[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1])
-        return StickyError(code, *rest).exception(phase, f"{phase}, rank {self.rank} of {self.ranks}", self.timeout)
+        return self._sticky(code).exception(phase, f"{phase}, rank {self.rank} of {self.ranks}", self.timeout)
+
+    @property
+    def mismatch(self) -> str:
+        """What is wrong, in words, when low-latency operations of different shapes have met; else empty."""
+        return self._sticky(int(failure_code(self.error))).mismatch
+
+    def _sticky(self, code: int) -> StickyError:
+        # after the acquire load of the code; nobody writes the rest a second time
+        return StickyError(code, *(int(word) for word in self._error[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1]))
 
     @property
     def awaited(self) -> int:

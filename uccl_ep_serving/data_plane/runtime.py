@@ -1,7 +1,7 @@
 """The runtime of a Buffer: allocate -> register -> connect -> start, and the reverse on close.
 
-A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode first meets a
-shape that does not fit, or after a rank was masked, all ranks agree and build another one (:meth:`Runtime.rebuild`),
+A runtime outlives its *data plane* (window, endpoints, proxies, kernel space). When low-latency mode meets a shape
+that does not fit, or after a rank was masked, all ranks agree and build another one (:meth:`Runtime.rebuild`),
 which begins a new *epoch*; the control connections stay. Everything above sees only the kernel space of the present
 epoch.
 
@@ -171,9 +171,10 @@ class Runtime:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def begin_operation(self) -> None:
-        """Count a collective operation, before anything of it is sent."""
+    def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
+        """Count a collective operation, before anything of it is sent; ``plan``: of one of low latency."""
         self._watch.begun += 1
+        self._watch.plan = plan
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""
@@ -253,11 +254,11 @@ class Runtime:
     def rebuild(
         self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None
     ) -> None:
-        """Rebuild the windows of all ranks that are not masked, with room for ``plan``. Collective; none of this
-        rank's operations may be in flight that shall still end.
+        """Rebuild the windows of all ranks that are not masked, with room for ``plan`` and for every plan that they had
+        room for before. Collective; none of this rank's operations may be in flight that shall still end.
 
         Args:
-            plan: sizes of low latency, None for none.
+            plan: sizes of the low-latency operation that needs it, None for one of normal mode.
             objection: why this rank cannot; it then raises on all ranks.
             compile: what operations in the new windows need, called once the ranks agree; see
                 :meth:`compile_together`.

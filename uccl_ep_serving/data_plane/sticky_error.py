@@ -16,6 +16,7 @@ from ..errors import (
     after_silence,
 )
 from ..protocol import context as ctx
+from ..protocol.layout import is_plan, plan_in_words
 from ..protocol.streams import channel_of, name_of
 
 __all__ = ["StickyError"]
@@ -35,6 +36,17 @@ class StickyError(NamedTuple):
     stream: int
     arrived: int
     expected: int
+
+    @property
+    def mismatch(self) -> str:
+        """What is wrong, in words, when low-latency operations of different shapes met; else empty."""
+        if self.code != ctx.FAILURE_PROTOCOL or not (is_plan(self.arrived) and is_plan(self.expected)):
+            return ""
+        return (
+            f"rank {self.peer} sent an operation of another shape on {name_of(self.stream)}: "
+            f"{plan_in_words(self.arrived)}. That of this rank has {plan_in_words(self.expected)}. Likely cause: the "
+            "ranks made different calls, or the same with other sizes or dtypes"
+        )
 
     def exception(self, phase: str, where: str, timeout: float) -> UcclEpError:
         """What to raise.
@@ -70,6 +82,8 @@ class StickyError(NamedTuple):
             return ProxyDied(
                 f"{where}: proxy thread {arrived} of this rank died. Close this Buffer; the log has the cause"
             )
+        if self.mismatch:
+            return ProtocolError(f"{where}: {self.mismatch}. {REBUILD_GROUP}", peer=peer, channel=channel)
         if code == ctx.FAILURE_PROTOCOL:
             return ProtocolError(
                 f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "

@@ -22,6 +22,7 @@ from ..errors import (
     after_loss,
 )
 from ..protocol import context as ctx
+from ..protocol.layout import LowLatencyPlan
 from ..protocol.streams import channel_of
 from .agreement import SETUP, read_proposal
 from .plane import DataPlane
@@ -36,11 +37,13 @@ class PlaneWatch:
 
     Args:
         mesh: its callbacks are taken over.
-        settle: called when a peer asks for other windows before an operation that this rank has begun.
+        settle: called when a peer asks for other windows before an operation that this rank has begun; and with the
+            words for it when operations of different shapes have met.
 
     Attributes:
         plane: the present data plane, None while there is none.
         begun: operations that this rank has begun in it.
+        plan: of the last of them, None for one of normal mode.
         stale: why the next operation must begin in another one, in words; empty when it need not.
         broken: why the ranks cannot go on together, in words; masking a lost rank mends that.
         closed: no other data plane will be taken into use.
@@ -48,9 +51,10 @@ class PlaneWatch:
             Writer: the thread that reads the control connections. Reader: the host.
     """
 
-    def __init__(self, mesh: ControlMesh, settle: Callable[[DataPlane], None]) -> None:
+    def __init__(self, mesh: ControlMesh, settle: Callable[[str], None]) -> None:
         self.plane: DataPlane | None = None
         self.begun = 0
+        self.plan: LowLatencyPlan | None = None
         self.stale = ""
         self.broken = ""
         self.closed = False
@@ -159,7 +163,10 @@ class PlaneWatch:
             # of what a peer sent, or a device said, the proxies know more than the sticky error
             service.check()
         if code in (ctx.FAILURE_NONE, ctx.FAILURE_LAYOUT) and self._requested_before() is not None:
-            self._settle(plane)
+            self._settle("")
+        elif code == ctx.FAILURE_PROTOCOL and (mismatch := space.mismatch):
+            # every rank meets it when it receives that operation: they can say together that it does not count
+            self._settle(mismatch)
 
     def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
         """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""

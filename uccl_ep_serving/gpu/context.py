@@ -116,7 +116,7 @@ class GpuContext:
             return make()
         except (TransportError, torch.OutOfMemoryError) as error:
             # an objection to the windows: it ends the waits of who has begun, and refuses on all
-            self._runtime.rebuild(self._runtime.layout.low_latency, str(error))
+            self._runtime.rebuild(None, str(error))
             raise
 
     def space(self) -> DeviceSpace:

@@ -2,7 +2,7 @@
 
 An epoch is the time of one data plane: its windows, connections and counters. The ranks begin a new one together
 (``Runtime.rebuild``) for sizes that the windows have no room for, or once a rank was masked. Each mode counts its
-messages from 0 in it; what was sent before is void.
+messages from 0 in it; what was sent before is void. Within one, low-latency operations may have any sizes that fit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from ..protocol.layout import LowLatencyPlan
 if TYPE_CHECKING:
     from ..gpu.context import GpuContext
 
-__all__ = ["RECEIVE_FIRST", "Epoch", "InFlight", "Operation", "RecvHook"]
+__all__ = ["RECEIVE_FIRST", "RESERVE_FIRST", "Epoch", "InFlight", "Operation", "RecvHook"]
 
 _VOID = "so what was sent before is void. Next step: go on with a dispatch on every rank"
 #: What an operation is told that needs another one to be received.
 RECEIVE_FIRST = "Next step: call its recv hook first"
+#: What a captured operation is told that needs what cannot be captured.
+RESERVE_FIRST = (
+    "Next step: before the capture, call Buffer.reserve_low_latency on every rank for each shape of the model, or "
+    "dispatch and combine once with the same shapes and dtypes"
+)
 
 
 class InFlight:
@@ -174,6 +179,8 @@ class Epoch:
         self._flights = flights
         self._gpu = gpu
         self._interrupted = ""
+        #: What the windows have room for, these and all later ones: room never shrinks.
+        self._fitting: set[LowLatencyPlan] = set()
 
     @property
     def present(self) -> bool:
@@ -201,8 +208,8 @@ class Epoch:
         """Raise ConfigError unless ``what`` was sent in the present epoch."""
         if number != self._runtime.epoch:
             raise ConfigError(
-                f"{phase}: the windows were rebuilt since {what} was sent (another T, hidden, number of experts, top-k "
-                f"or dtype was dispatched, or a rank was masked), {_VOID}"
+                f"{phase}: the windows were rebuilt since {what} was sent (for a low-latency shape that they had no "
+                f"room for, or because a rank was masked), {_VOID}"
             )
 
     def check_handle(self, phase: str, handle: object, owner: object) -> None:
@@ -212,34 +219,40 @@ class Epoch:
         self.check_number(phase, handle.epoch, "the dispatch of this handle")
 
     def make_room(
-        self, phase: str, plan: LowLatencyPlan, objects: Callable[[], None], compile: Callable[[], object]
-    ) -> LowLatencyPlan:
-        """The plan that the windows serve, rebuilt on all ranks where they have no room for ``plan``.
+        self, phase: str, plan: LowLatencyPlan, check: Callable[[], None], compile: Callable[[], object]
+    ) -> None:
+        """Have windows with room for ``plan``, rebuilt on all ranks where these have none.
 
         Args:
-            objects: raises ConfigError when this rank cannot serve ``plan``.
+            check: raises ConfigError when this rank cannot serve ``plan``.
             compile: compiles what its operations need, on all ranks once they agree.
 
         Raises:
-            ConfigError: a rank cannot serve or compile it, or has an operation in flight; on every rank, and the
-                group stays usable.
+            ConfigError: a rank cannot serve or compile it, captures a graph or has an operation in flight; on every
+                rank, and the group stays usable.
         """
         runtime = self._runtime
-        served = None if runtime.stale else runtime.layout.low_latency
-        if served is not None and _covers(served, plan) and not runtime.rebuild_requested:
-            return served
+        if plan in self._fitting and not runtime.stale and not runtime.rebuild_requested:
+            return
+        room = None if runtime.stale else runtime.layout.low_latency
         # what is wrong on this rank alone is told to the others, who would wait for it
         objection = ""
         try:
+            check()
+            why = runtime.stale or f"the windows have no room for {plan}"
+            if room is not None and room.holds(plan):
+                if not runtime.rebuild_requested:
+                    self._fitting.add(plan)
+                    return
+                why = "another rank asks for other windows"
+            if self._gpu is not None and self._gpu.order.capturing:
+                raise ConfigError(f"{phase}: {why}, and a graph is being captured. {RESERVE_FIRST}")
             if self.present and not self._interrupted and any(flight.count for flight in self._flights):
-                raise ConfigError(
-                    f"{phase}: {plan} needs other windows than {served}, and an operation is in flight. {RECEIVE_FIRST}"
-                )
-            objects()
+                raise ConfigError(f"{phase}: {why}, and an operation is in flight. {RECEIVE_FIRST}")
         except ConfigError as error:
             objection = str(error)
         runtime.rebuild(plan, objection, compile)
-        return plan
+        self._fitting.add(plan)
 
     def enter(self) -> bool:
         """Begin in the windows that are there; True when they are new to this mode: every counter restarts."""
@@ -250,9 +263,9 @@ class Epoch:
             flight.clear()
         return True
 
-    def operation(self, phase: str, flight: InFlight | None = None) -> Operation:
-        """What goes around sending an operation, which counts as begun."""
-        self._runtime.begin_operation()
+    def operation(self, phase: str, flight: InFlight | None = None, plan: LowLatencyPlan | None = None) -> Operation:
+        """What goes around sending an operation, which counts as begun; ``plan``: of one of low latency."""
+        self._runtime.begin_operation(plan)
         return Operation(self, phase, flight)
 
     def interrupt(self, phase: str, error: BaseException) -> None:
@@ -260,9 +273,3 @@ class Epoch:
         repeated nor skipped. Of what is captured, nothing has run."""
         if self._gpu is None or not self._gpu.order.capturing:
             self._interrupted = f"{phase} ({type(error).__name__}: {error}".rstrip(": ") + ")"
-
-
-def _covers(have: LowLatencyPlan, need: LowLatencyPlan) -> bool:
-    """True when the space of ``have`` serves ``need``: the same sizes, values at least as wide."""
-    same = (have.ranks, have.tokens, have.hidden, have.experts, have.topk)
-    return same == (need.ranks, need.tokens, need.hidden, need.experts, need.topk) and have.element >= need.element

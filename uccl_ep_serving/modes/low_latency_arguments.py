@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,20 @@ def combine_coding(x: torch.Tensor) -> Coding:
     return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
 
 
+# typed: 8.0 is no number of tokens, also where 8 was one before
+@functools.lru_cache(maxsize=256, typed=True)
+def _known_plan(*sizes: int) -> LowLatencyPlan:
+    return LowLatencyPlan(*sizes)
+
+
+def _plan(where: str, *sizes: int) -> LowLatencyPlan:
+    """The plan of these sizes. Raises ConfigError when there can be none."""
+    try:
+        return _known_plan(*sizes)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def check_dispatch(
     ranks: int,
     x: object,
@@ -105,10 +120,7 @@ def check_dispatch(
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if isinstance(tensor, torch.Tensor) and tensor.device != x.device:
             raise ConfigError(f"{where}: x is on {x.device} and {name} on {tensor.device}")
-    try:
-        plan = LowLatencyPlan(ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    plan = _plan(where, ranks, tokens, x.shape[1], experts, topk_idx.shape[1], x.element_size())
     if count > plan.tokens:
         raise ConfigError(
             f"{where}: {count} tokens exceed num_max_dispatch_tokens_per_rank = {tokens}. Raise that number on all "
@@ -128,10 +140,7 @@ def check_reserve(
     where = "reserve_low_latency"
     if dtype not in VALUE_CODES:
         raise ConfigError(f"{where}: dtype must be bfloat16, float16 or float32, not {dtype!r}")
-    try:
-        plan = LowLatencyPlan(ranks, tokens, hidden, experts, topk, dtype.itemsize)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    plan = _plan(where, ranks, tokens, hidden, experts, topk, dtype.itemsize)
     return plan, torch.empty(0, plan.hidden, dtype=dtype)
 
 
@@ -147,7 +156,7 @@ def check_ring(plan: LowLatencyPlan, channels: int, ring_slots: int) -> None:
     Raises:
         ConfigError: a message of ``plan`` needs more commands per channel than a ring holds.
     """
-    longest = max(plan.dispatch_slot, plan.combine_recv)
+    longest = plan.room.longest_message
     commands = -(-longest // (channels * MAX_WRITE_BYTES))
     if commands > ring_slots:
         raise ConfigError(

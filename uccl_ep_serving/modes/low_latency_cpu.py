@@ -50,7 +50,7 @@ class LowLatency:
         self._memory = OutputMemory()
         self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
-        self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._combine_buffers: dict[tuple[LowLatencyPlan, torch.dtype], torch.Tensor] = {}
 
     def reserve(
         self,
@@ -96,8 +96,8 @@ class LowLatency:
         Args:
             x: bfloat16, float16 or float32 [tokens, H], contiguous, tokens <= T (0 is fine).
             topk_idx: int64 [tokens, K], global expert ids, -1 = none. Expert e lives on rank e // L.
-            num_max_dispatch_tokens_per_rank, num_experts: equal on all ranks. The first call with new sizes is
-                collective: the windows are rebuilt.
+            num_max_dispatch_tokens_per_rank, num_experts: equal on all ranks, like H and K. The first call with sizes
+                that the windows have no room for is collective: they are rebuilt.
             topk_weights: float32 [tokens, K], exactly what combine will get. Given here, one row per (token, rank)
                 returns at combine, summed by the expert side; otherwise one per (token, expert).
             use_fp8: send e4m3 with one float32 scale per 128 values; round_scale: scales rounded up to powers of two;
@@ -136,9 +136,8 @@ class LowLatency:
         if (bad := kernels.first_bad_id(ids.data_ptr(), ids.numel(), num_experts)) >= 0:
             raise _bad_id(phase, ids, bad, num_experts)
 
-        # Windows with room for it: the first call with other sizes rebuilds them on all ranks.
+        # Windows with room for it: the first call with sizes that do not fit rebuilds them on all ranks.
         state = self._enter(phase, plan)
-        plan = state.plan
         # rule: a third dispatch in flight is refused
         if not self._dispatches.has_room:
             raise self._dispatches.refusal(phase)
@@ -150,9 +149,10 @@ class LowLatency:
         route = block.RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
         outputs = DispatchOutputs(plan, coding, CPU, coding.output, self._memory.rows)
         handle = LowLatencyHandle.build(
-            (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
+            (outputs.src_info, outputs.layout_range),
             owner=self,
             epoch=epoch.number,
+            plan=plan,
             route=route,
             topk_idx=ids,
             topk_weights=weights,
@@ -162,7 +162,7 @@ class LowLatency:
         # Who gets which tokens; one message to every rank; one message of every rank, unpacked per expert.
         space = runtime.space
         blocks = space.context, state.address, route.address
-        kernels.route(*blocks, ids.data_ptr())
+        kernels.route(space.context, route.address, ids.data_ptr())
         send = partial(
             kernels.dispatch_send,
             *blocks,
@@ -190,7 +190,7 @@ class LowLatency:
             counts_address,
             waits_address,
         )
-        with epoch.operation(phase, self._dispatches) as operation:
+        with epoch.operation(phase, self._dispatches, plan) as operation:
             space.wait(f"{phase} send", send)
             if not return_recv_hook:
                 space.wait(f"{phase} recv", receive)
@@ -251,11 +251,12 @@ class LowLatency:
         # What is given: nothing of it has moved when it is refused.
         check_finish(phase, async_finish, return_recv_hook)
         state = self._state_of(phase, handle)
+        plan: LowLatencyPlan = handle.plan
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
-        check_combine(state.plan, handle, x, topk_idx, topk_weights, out)
+        check_combine(plan, handle, x, topk_idx, topk_weights, out)
         coding, waits = combine_coding(x), combine_wait_recv_cost_stats
-        waits_address = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, state.plan.ranks, CPU)
+        waits_address = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, CPU)
         # rule: a third combine in flight is refused
         if not self._combines.has_room:
             raise self._combines.refusal(phase)
@@ -265,7 +266,7 @@ class LowLatency:
         if weights is None:
             # read only when the hook runs: the caller may change its own by then
             weights = topk_weights.clone(memory_format=torch.contiguous_format)
-        result = torch.empty(topk_idx.shape[0], state.plan.hidden, dtype=x.dtype) if out is None else out
+        result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype) if out is None else out
         # the number of this combine: written by combine_send, read by combine_recv
         ticket = np.zeros(1, dtype=np.int64)
 
@@ -275,7 +276,7 @@ class LowLatency:
         form = coding.payload, coding.row, coding.dtype
         send = partial(kernels.combine_send, *blocks, x.data_ptr(), *form)
         receive = partial(kernels.combine_recv, *blocks, weights.data_ptr(), result.data_ptr(), *form, waits_address)
-        with epoch.operation(phase, self._combines) as operation:
+        with epoch.operation(phase, self._combines, plan) as operation:
             space.wait(f"{phase} send", send)
             if not return_recv_hook:
                 space.wait(f"{phase} recv", receive)
@@ -301,25 +302,27 @@ class LowLatency:
         Its dtype is that of the tokens at the handle's dispatch. The same tensor is returned for the same plan and
         dtype: combine has read it when it returns. Raises ConfigError for a handle of another Buffer.
         """
-        plan = self._state_of("low-latency combine buffer", handle).plan
-        if handle.dtype not in self._combine_buffers:
+        self._state_of("low-latency combine buffer", handle)
+        plan: LowLatencyPlan = handle.plan
+        kind = plan, handle.dtype
+        if kind not in self._combine_buffers:
             shape = plan.local_experts, plan.ranks * plan.tokens, plan.hidden
-            self._combine_buffers[handle.dtype] = self._memory.rows(shape, handle.dtype)
-        return self._combine_buffers[handle.dtype]
+            self._combine_buffers[kind] = self._memory.rows(shape, handle.dtype)
+        return self._combine_buffers[kind]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: str, plan: LowLatencyPlan) -> block.StateBlock:
-        """Counters of the windows that serve ``plan``."""
+        """Counters of windows that have room for ``plan``."""
         runtime = self._runtime
-        served = self._epoch.make_room(
+        self._epoch.make_room(
             phase,
             plan,
             lambda: check_ring(plan, runtime.channels, runtime.settings.ring_slots),
             lambda: load(kernels.LOW_LATENCY),
         )
         if self._epoch.enter() or self._state is None:
-            self._state = block.StateBlock(served, runtime.layout)
+            self._state = block.StateBlock(runtime.layout)
             self._memory.clear()
             self._combine_buffers.clear()
         return self._state

@@ -16,6 +16,7 @@ from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..handles import EventOverlap, LowLatencyHandle
+from ..protocol.layout import LowLatencyPlan
 from .arguments import VALUE_CODES, check_start
 from .epoch import RECEIVE_FIRST, RecvHook
 from .low_latency_arguments import (
@@ -110,8 +111,7 @@ class LowLatencyGpu:
         waits_address = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, device)
         ids = topk_idx.contiguous()
         weights = None if topk_weights is None else topk_weights.contiguous()
-        state, kernels, space = session.enter(phase, plan, coding, x, round_scale, weights is not None)
-        plan = state.plan
+        state, space, kernels, block = session.enter(phase, plan, coding, x, round_scale, weights is not None)
         if not session.dispatches.has_room:
             raise session.dispatches.refusal(phase)
 
@@ -119,10 +119,11 @@ class LowLatencyGpu:
             return torch.empty(shape, dtype=dtype, device=device)
 
         outputs = DispatchOutputs(plan, coding, device, kernels.fp8_dtype, allocate)
-        route = state.new_route()
+        route = block.new_route()
         send = kernels.dispatch_send(
             space.context,
             state.address,
+            block.address,
             route.data_ptr(),
             x.data_ptr(),
             ids.data_ptr(),
@@ -147,9 +148,10 @@ class LowLatencyGpu:
             waits_address,
         )
         handle = LowLatencyHandle.build(
-            (outputs.src_info, outputs.layout_range, plan.tokens, plan.hidden, plan.experts),
+            (outputs.src_info, outputs.layout_range),
             owner=self,
             epoch=session.epoch.number,
+            plan=plan,
             route=route,
             topk_idx=ids,
             topk_weights=weights,
@@ -165,6 +167,7 @@ class LowLatencyGpu:
         event, hook = session.launch(
             phase,
             session.dispatches,
+            plan,
             send,
             receive,
             used,
@@ -200,8 +203,8 @@ class LowLatencyGpu:
         waits = combine_wait_recv_cost_stats
         session.epoch.check(phase)
         check_finish(phase, async_finish, return_recv_hook)
-        state, kernels, space = session.of(phase, handle, self)
-        plan = state.plan
+        state, space, kernels, _ = session.of(phase, handle, self)
+        plan: LowLatencyPlan = handle.plan
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
@@ -246,6 +249,7 @@ class LowLatencyGpu:
         event, hook = session.launch(
             phase,
             session.combines,
+            plan,
             send,
             receive,
             used,
@@ -257,5 +261,5 @@ class LowLatencyGpu:
 
     def next_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """See :meth:`LowLatency.next_combine_buffer`."""
-        plan = self._session.of("low-latency combine buffer", handle, self).state.plan
+        plan = self._session.of("low-latency combine buffer", handle, self).kernels.plan
         return self._session.combine_buffer(plan, handle.dtype)

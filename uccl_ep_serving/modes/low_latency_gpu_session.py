@@ -1,7 +1,8 @@
 """What outlives one low-latency operation on a device: counters, kernels and addresses of the present epoch.
 
-The windows of an epoch serve one plan. The first dispatch with other sizes, or after a rank was masked, has all ranks
-rebuild them: every counter starts at 0, and what belongs to the old ones is refused by name.
+The windows of an epoch serve every plan that they have room for. The first dispatch with sizes that do not fit, or
+after a rank was masked, has all ranks rebuild them: every counter starts at 0, and what belongs to the old ones is
+refused by name.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..gpu.window import DeviceSpace
 from ..handles import EventOverlap, LowLatencyHandle
+from ..kernels.blocks.low_latency_device import DevicePlan, DeviceState
 from ..kernels.select import device_low_latency_kernels
 from ..protocol.layout import LowLatencyPlan
 from .arguments import VALUE_CODES
-from .epoch import Epoch, InFlight, RecvHook
+from .epoch import RESERVE_FIRST, Epoch, InFlight, RecvHook
 from .low_latency_arguments import Coding
 
 if TYPE_CHECKING:
-    from ..kernels.blocks.low_latency_device import DeviceState
     from ..kernels.triton.launch import Launch
     from ..kernels.triton.low_latency import TritonLowLatencyKernels
 
@@ -32,17 +33,19 @@ __all__ = ["LowLatencyGpuSession", "Serving"]
 
 
 class Serving(NamedTuple):
-    """What serves the operations of one epoch.
+    """What serves the operations of one plan in one epoch.
 
     Attributes:
-        state: counters, in device memory.
-        kernels: of its plan.
-        space: the kernel context, in device memory.
+        state: counters, in device memory, the same for all plans.
+        space: the kernel context, in device memory, the same for all plans.
+        kernels: of the plan.
+        block: its sizes, in device memory.
     """
 
     state: DeviceState
-    kernels: TritonLowLatencyKernels
     space: DeviceSpace
+    kernels: TritonLowLatencyKernels
+    block: DevicePlan
 
 
 class LowLatencyGpuSession:
@@ -62,14 +65,18 @@ class LowLatencyGpuSession:
         self.epoch = Epoch(runtime, (self.dispatches, self.combines), gpu)
         self._runtime = runtime
         self._gpu = gpu
-        self._serving: Serving | None = None
-        self._combine_buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._shared: tuple[DeviceState, DeviceSpace]
+        self._servings: dict[LowLatencyPlan, Serving] = {}
+        self._combine_buffers: dict[tuple[LowLatencyPlan, torch.dtype], torch.Tensor] = {}
+        # of any epoch
+        self._kernels: dict[LowLatencyPlan, TritonLowLatencyKernels] = {}
+        self._blocks: dict[LowLatencyPlan, DevicePlan] = {}
         self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
 
     def enter(
         self, phase: str, plan: LowLatencyPlan, coding: Coding, x: torch.Tensor, round_scale: bool, reduced: bool
     ) -> Serving:
-        """What serves ``plan``; the first call with other sizes rebuilds the windows on all ranks.
+        """What serves ``plan``; the first call with sizes that do not fit rebuilds the windows on all ranks.
 
         Args:
             coding, x, round_scale, reduced: of the dispatch that needs it, for which kernels are compiled.
@@ -79,36 +86,45 @@ class LowLatencyGpuSession:
         """
         runtime, source = self._runtime, VALUE_CODES[x.dtype]
 
-        def objects() -> None:
-            self._refuse_capture(f"{plan} is new")
-            self._new_kernels(plan).check(runtime.channels, runtime.settings.ring_slots)
-
         def compile() -> None:
-            kernels = self._new_kernels(plan)
+            kernels = self._kernels_for(plan)
             self._compile_dispatch(kernels, source, coding.dtype, round_scale, reduced)
             self.compile_combine(kernels, source, reduced)
 
-        served = self.epoch.make_room(phase, plan, objects, compile)
-        if self._serving is None or not self.epoch.present:
-            self._refuse_capture(f"the windows for {served} are not in use yet")
-            kernels, space = self._new_kernels(served), self._gpu.space()
+        self.epoch.make_room(
+            phase, plan, lambda: self._kernels_for(plan).check(runtime.channels, runtime.settings.ring_slots), compile
+        )
+        if not self.epoch.present:
+            self._refuse_capture("the windows are not in use yet")
+            space = self._gpu.space()
             device, channels = self._gpu.memory.device, runtime.channels
-            state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, channels, device))
+            state = self._gpu.prepare(lambda: DeviceState(runtime.layout, channels, device))
             runtime.before_unmapping(lambda: self._gpu.keep(state))
-            self._serving, self._combine_buffers = Serving(state, kernels, space), {}
+            self._servings, self._combine_buffers = {}, {}
+            self._shared = state, space
             self.epoch.enter()
-        self._compile_dispatch(self._serving.kernels, source, coding.dtype, round_scale, reduced)
-        return self._serving
+        serving = self._servings.get(plan)
+        if serving is None:
+            serving = self._servings[plan] = Serving(*self._shared, self._kernels_for(plan), self._block_for(plan))
+        self._compile_dispatch(serving.kernels, source, coding.dtype, round_scale, reduced)
+        return serving
 
     def of(self, phase: str, handle: LowLatencyHandle, owner: object) -> Serving:
         """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or of another epoch."""
         self.epoch.check_handle(phase, handle, owner)
-        assert self._serving is not None
-        return self._serving
+        return self._servings[handle.plan]
 
-    def _new_kernels(self, plan: LowLatencyPlan) -> TritonLowLatencyKernels:
-        with self._gpu.on_its_device():
-            return device_low_latency_kernels(plan, self._gpu.interpreted)
+    def _kernels_for(self, plan: LowLatencyPlan) -> TritonLowLatencyKernels:
+        if plan not in self._kernels:
+            with self._gpu.on_its_device():
+                self._kernels[plan] = device_low_latency_kernels(plan, self._gpu.interpreted)
+        return self._kernels[plan]
+
+    def _block_for(self, plan: LowLatencyPlan) -> DevicePlan:
+        if plan not in self._blocks:
+            self._refuse_capture(f"{plan} is new")
+            self._blocks[plan] = self._gpu.prepare(lambda: DevicePlan(plan, self._gpu.memory.device))
+        return self._blocks[plan]
 
     def _compile_dispatch(
         self, kernels: TritonLowLatencyKernels, source: int, coding: int, round_scale: bool, reduced: bool
@@ -132,14 +148,14 @@ class LowLatencyGpuSession:
     def _refuse_capture(self, why: str) -> None:
         if self._gpu.order.capturing:
             raise ConfigError(
-                f"low-latency mode: {why}, and what that takes cannot be captured in a graph. Next step: dispatch and "
-                "combine once with the same shapes and dtypes before the capture"
+                f"low-latency mode: {why}, and what that takes cannot be captured in a graph. {RESERVE_FIRST}"
             )
 
     def launch(
         self,
         phase: str,
         flight: InFlight,
+        plan: LowLatencyPlan,
         send: tuple[Launch, ...],
         receive: tuple[Launch, ...],
         used: Sequence[torch.Tensor],
@@ -151,6 +167,7 @@ class LowLatencyGpuSession:
         """Launch an operation, or its first half.
 
         Args:
+            plan: its sizes.
             used: tensors that its kernels touch.
             received: called once the receive is launched, with the nanoseconds that launching took.
             async_finish: the current stream does not wait: the caller waits for the event.
@@ -161,7 +178,7 @@ class LowLatencyGpuSession:
         """
         started = time.monotonic_ns()
         epoch, order, interpreted = self.epoch, self._gpu.order, self._gpu.interpreted
-        operation = epoch.operation(phase, flight)
+        operation = epoch.operation(phase, flight, plan)
         if self._runtime.rebuild_requested:
             # for other windows, since this call began
             epoch.check(phase)
@@ -190,13 +207,15 @@ class LowLatencyGpuSession:
         )
 
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:
-        """[L, R * T, H] for the experts' output, the same tensor for a dtype as long as the windows serve ``plan``."""
-        if dtype not in self._combine_buffers:
+        """[L, R * T, H] for the experts' output, the same tensor for a plan and dtype within an epoch."""
+        if (plan, dtype) not in self._combine_buffers:
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
-            buffer = self._combine_buffers[dtype] = torch.empty(shape, dtype=dtype, device=self._gpu.memory.device)
+            buffer = self._combine_buffers[plan, dtype] = torch.empty(
+                shape, dtype=dtype, device=self._gpu.memory.device
+            )
             # experts of a captured graph may write to it
             self._runtime.before_unmapping(lambda: self._gpu.keep(buffer))
-        return self._combine_buffers[dtype]
+        return self._combine_buffers[plan, dtype]
 
 
 def _run_all(launches: tuple[Launch, ...]) -> None:

@@ -1,8 +1,11 @@
 """Where everything lies in a window: regions at equal offsets on every rank.
 
-A layout is a pure function of a :class:`LowLatencyPlan` (or none) and a :class:`NormalPlan`; ranks that agree on those
+A layout is a pure function of a :class:`LowLatencyRoom` (or none) and a :class:`NormalPlan`; ranks that agree on those
 agree on every offset. All regions start on a page. Sizes follow the real dtype. "Peer-written" regions are the only
 memory that another rank's write may touch; a proxy refuses offsets outside the window, a kernel checks what it reads.
+
+Low-latency operations of any :class:`LowLatencyPlan` that a room holds use the same regions: what a plan decides lies
+inside one slot or one parity of a region, never where that begins.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from .bitfield import Word
 from .command import MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from .message import (
     FORMAT_VERSION,
@@ -30,16 +34,35 @@ __all__ = [
     "MAX_LOW_LATENCY_TOKENS",
     "PAGE",
     "PARITIES",
+    "PLAN",
     "LowLatencyPlan",
+    "LowLatencyRoom",
     "NormalPlan",
     "Region",
     "WindowLayout",
+    "is_plan",
+    "plan_in_words",
 ]
 
 PAGE = 4096
 PARITIES = 2
+#: Peer-written slots and parities of a region begin on multiples of so many bytes: no two share a cache line.
+_SLOT = 128
 MAX_EXPERTS = 4096
 MAX_LOW_LATENCY_TOKENS = 8192
+
+#: The sizes of a low-latency operation in one word of every header of it. Ranks agree on how many they are.
+PLAN = Word(
+    "low-latency plan",
+    63,
+    ("tokens", 14, "most tokens a rank dispatches, T"),
+    ("quads", 21, "hidden size / 4"),
+    ("experts", 13, "routed experts, E"),
+    ("topk", 13, "experts per token, K"),
+    ("wide", 1, "1 = values of 4 bytes, 0 = of 2"),
+    ("marked", 1, "1: no other word of a header is that large"),
+)
+_MAX_HIDDEN = 4 * PLAN["quads"].limit
 
 
 def _digest(*values: int | str) -> int:
@@ -49,9 +72,56 @@ def _digest(*values: int | str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class LowLatencyRoom:
+    """Bytes of the low-latency regions: enough for every plan that they hold.
+
+    Attributes:
+        ranks: EP ranks.
+        dispatch_slot: of the receive slot of one source rank.
+        dispatch_send: of one parity of packed dispatch messages.
+        combine_recv: of one parity of returned rows.
+        combine_send: of one parity of rows to return.
+    """
+
+    ranks: int
+    dispatch_slot: int
+    dispatch_send: int
+    combine_recv: int
+    combine_send: int
+
+    def __post_init__(self) -> None:
+        for name, nbytes in self._regions():
+            if nbytes < 0 or nbytes % _SLOT:
+                raise ValueError(f"{name} = {nbytes} must be a multiple of {_SLOT} bytes")
+
+    def _regions(self) -> Iterator[tuple[str, int]]:
+        return ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
+
+    def holds(self, plan: LowLatencyPlan) -> bool:
+        """True when operations of ``plan`` fit."""
+        return self.with_room_for(plan.room) == self
+
+    def with_room_for(self, other: LowLatencyRoom) -> LowLatencyRoom:
+        """The smallest room that holds what either holds. Raises ValueError for other ranks."""
+        if other.ranks != self.ranks:
+            raise ValueError(f"room for {other.ranks} ranks in a window of {self.ranks}")
+        return LowLatencyRoom(self.ranks, *(max(nbytes, getattr(other, name)) for name, nbytes in self._regions()))
+
+    @property
+    def longest_message(self) -> int:
+        """Bytes that one message may have."""
+        return max(self.dispatch_slot, self.combine_recv)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all low-latency regions, without the round-up to pages."""
+        return PARITIES * (self.ranks * self.dispatch_slot + self.dispatch_send + self.combine_recv + self.combine_send)
+
+
+@dataclass(frozen=True, slots=True)
 class LowLatencyPlan:
-    """What fixes the low-latency regions. Raises ValueError when a value is no integer or outside the formats'
-    capacity.
+    """Sizes of a low-latency operation, equal on all ranks. Raises ValueError when a value is no integer or outside the
+    formats' capacity.
 
     Attributes:
         ranks: EP ranks R.
@@ -89,9 +159,10 @@ class LowLatencyPlan:
             raise ValueError(f"topk = {self.topk} is outside 1..{self.experts} experts")
         if self.element not in (2, 4):
             raise ValueError(f"element = {self.element} bytes: bf16 and fp16 have 2, float32 has 4")
-        if self.hidden <= 0 or self.hidden * self.element % UNIT:
+        if not 0 < self.hidden <= _MAX_HIDDEN or self.hidden * self.element % UNIT:
             raise ValueError(
-                f"hidden = {self.hidden}: a row of {self.element}-byte values must be a multiple of {UNIT} bytes"
+                f"hidden = {self.hidden}: a row of {self.element}-byte values must be a multiple of {UNIT} bytes, with "
+                f"at most {_MAX_HIDDEN} values"
             )
 
     @property
@@ -115,30 +186,51 @@ class LowLatencyPlan:
         return meta_bytes(self.topk)
 
     @property
-    def dispatch_slot(self) -> int:
-        """Bytes of the receive slot of one source rank."""
-        return round_up(HEADER_BYTES + self.tokens * (self.meta + self.row), 128)
+    def room(self) -> LowLatencyRoom:
+        """What its messages need.
+
+        A dispatch packs each token once per destination rank. At most T x K rows return. A combine packs each received
+        (token, local expert). Headers and the round-up of a message lie in ``_SLOT`` bytes for each rank.
+        """
+        token = self.meta + self.row
+        return LowLatencyRoom(
+            self.ranks,
+            dispatch_slot=round_up(HEADER_BYTES + self.tokens * token, _SLOT),
+            dispatch_send=round_up(self.ranks * _SLOT + self.tokens * min(self.topk, self.ranks) * token, _SLOT),
+            combine_recv=round_up(self.ranks * _SLOT + self.tokens * self.topk * self.row, _SLOT),
+            combine_send=round_up(
+                self.ranks * _SLOT + self.ranks * self.tokens * self.slots_per_rank * self.row, _SLOT
+            ),
+        )
 
     @property
-    def dispatch_send(self) -> int:
-        """Bytes one parity of packed dispatch messages can need: each token once per destination rank."""
-        copies = self.tokens * min(self.topk, self.ranks)
-        return self.ranks * 128 + copies * (self.meta + self.row)
+    def word(self) -> int:
+        """What every header of its operations carries, so that ranks with different plans refuse each other by name:
+        see :data:`PLAN`."""
+        return PLAN.pack(
+            tokens=self.tokens,
+            quads=self.hidden // 4,
+            experts=self.experts,
+            topk=self.topk,
+            wide=int(self.element == 4),
+            marked=1,
+        )
 
-    @property
-    def combine_recv(self) -> int:
-        """Bytes one parity of returned rows can need: at most T x K rows, a header per peer."""
-        return self.ranks * 128 + self.tokens * self.topk * self.row
 
-    @property
-    def combine_send(self) -> int:
-        """Bytes one parity of rows to return can need: each received (token, local expert)."""
-        return self.ranks * 128 + self.ranks * self.tokens * self.slots_per_rank * self.row
+def is_plan(word: int) -> bool:
+    """True for a :data:`PLAN` word, False for any other that a header rightly has."""
+    return word >> PLAN["marked"].shift == 1
 
-    @property
-    def digest(self) -> int:
-        """What every low-latency header carries, so that ranks with different plans refuse each other by name."""
-        return _digest(self.ranks, self.tokens, self.hidden, self.experts, self.topk, self.element)
+
+def plan_in_words(word: int) -> str:
+    """What a :data:`PLAN` word says, for messages; one that is none in digits."""
+    if not is_plan(word):
+        return f"{word:#x}"
+    sizes = PLAN.unpack(word)
+    return (
+        f"T = {sizes['tokens']}, hidden {4 * sizes['quads']}, {sizes['experts']} experts, top-{sizes['topk']}, "
+        f"values of {4 if sizes['wide'] else 2} bytes"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +288,12 @@ class WindowLayout:
     """Offsets of all regions for ``ranks`` ranks.
 
     Attributes named after a region hold its byte offset. Raises ValueError when the window would exceed 1 TiB.
+
+    Args:
+        low_latency: room for all plans that it holds, or one plan, or None.
+
+    Attributes:
+        low_latency: that room.
     """
 
     direct_flags: int
@@ -215,11 +313,11 @@ class WindowLayout:
     normal_rounds: int
     normal_heap: int
 
-    def __init__(self, ranks: int, low_latency: LowLatencyPlan | None, normal: NormalPlan) -> None:
+    def __init__(self, ranks: int, low_latency: LowLatencyRoom | LowLatencyPlan | None, normal: NormalPlan) -> None:
         if normal.ranks != ranks or (low_latency is not None and low_latency.ranks != ranks):
             raise ValueError(f"plans of {normal.ranks} ranks in a window of {ranks}")
         self.ranks = ranks
-        self.low_latency = low_latency
+        self.low_latency = room = low_latency.room if isinstance(low_latency, LowLatencyPlan) else low_latency
         self.normal = normal
         self._regions: dict[str, Region] = {}
         self.nbytes = 0
@@ -245,25 +343,24 @@ class WindowLayout:
         add("grant_send", ranks * GRANT_SLOTS * HEADER_BYTES, "[destination rank, slot]: grants to send")
         add("relay_boards", ranks * BOARD_BYTES, "[node]: what has arrived from a node for this one")
         add("relay_lines", ranks * LINE_BYTES, "[node, rank of this node]: rows forwarded inside this node")
-        plan = low_latency
         add(
             "ll_dispatch_recv",
-            PARITIES * ranks * plan.dispatch_slot if plan else 0,
+            PARITIES * ranks * room.dispatch_slot if room else 0,
             "[parity, source rank]: dispatch messages received",
         )
         add(
             "ll_dispatch_send",
-            PARITIES * round_up(plan.dispatch_send, 128) if plan else 0,
+            PARITIES * room.dispatch_send if room else 0,
             "[parity]: dispatch messages packed by destination",
         )
         add(
             "ll_combine_recv",
-            PARITIES * round_up(plan.combine_recv, 128) if plan else 0,
+            PARITIES * room.combine_recv if room else 0,
             "[parity]: combine messages received, where the dispatch header said",
         )
         add(
             "ll_combine_send",
-            PARITIES * round_up(plan.combine_send, 128) if plan else 0,
+            PARITIES * room.combine_send if room else 0,
             "[parity]: combine messages packed by source",
         )
         add(

@@ -51,7 +51,7 @@ __all__ = [
     "tag",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_WORDS = 8
 HEADER_BYTES = HEADER_WORDS * 8
 #: Values per scale in block-scaled FP8 (DeepEP: per-token groups of 128).
@@ -98,7 +98,7 @@ class LowLatencyHeader:
     ROWS = 2
     #: Dispatch: DTYPE_* of the rows. Combine: FORM_* << 8 | DTYPE_* of the rows.
     CODING = 3
-    #: Digest of (tokens, hidden, experts, topk, ranks, version): both sides laid the window out alike.
+    #: Sizes of the operation (`layout.PLAN`): both sides mean the same one.
     PLAN = 4
     #: Dispatch: byte offset in the *source's* window where this destination puts its combine message, rows follow the
     #: header there. Combine: 0.

@@ -162,6 +162,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "streams": _streams,
     "layout": _layout,
     "headers": _headers,
+    "plan": lambda: _words(layout.PLAN),
     "context": _context,
     "mailbox": lambda: _words(mailbox.WORD),
     "frame": lambda: _table(("byte", "bytes", "field", "meaning"), _frame_rows()),
