@@ -37,8 +37,18 @@ def alternate(exchange: StoreExchange, overrides: dict[str, Any], reserved: bool
     return epochs
 
 
-@pytest.mark.parametrize("reserved", [True, False], ids=["reserved", "as they come"])
-@pytest.mark.parametrize("path", ["direct", "shm", "tcp"])
+@pytest.mark.parametrize(
+    ("path", "reserved"),
+    [
+        ("direct", False),
+        ("shm", True),
+        ("tcp", True),
+        *(
+            pytest.param(path, reserved, marks=pytest.mark.combinations)
+            for path, reserved in (("direct", True), ("shm", False), ("tcp", False))
+        ),
+    ],
+)
 def test_alternating_layers(ranks: Ranks, path: str, reserved: bool) -> None:
     want = [3] * 100 if reserved else [1, 2, *[3] * 98]
     assert ranks.run(3, alternate, PATHS[path], reserved) == [want] * 3
