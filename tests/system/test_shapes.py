@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -105,6 +106,28 @@ def reserve_apart(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
     assert buffer.runtime.layout.low_latency == before
     buffer.destroy()
     return str(caught.value)
+
+
+def reserve_apart_in_time(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
+    """Rank 1 asks for room for the second shape while the others still reserve the first, which all have room for."""
+    buffer = bodies.opened(exchange, overrides)
+    buffer.reserve_low_latency(8, 128, 6, 2)
+    if buffer.rank != 1:
+        deadline = time.monotonic() + 20.0
+        while not buffer.runtime.rebuild_requested and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert buffer.runtime.rebuild_requested
+        for _ in range(2):
+            buffer.reserve_low_latency(8, 128, 6, 2)
+    buffer.reserve_low_latency(8, 256, 6, 2)
+    assert bodies.round_trip(buffer, hidden=256, experts=6) < 0.02
+    epoch = buffer.runtime.epoch
+    buffer.destroy()
+    return epoch
+
+
+def test_a_rank_that_is_ahead_waits_for_the_others(ranks: Ranks) -> None:
+    assert ranks.run(3, reserve_apart_in_time, PATHS["shm"]) == [2, 2, 2]
 
 
 def test_ranks_that_reserve_different_shapes(ranks: Ranks) -> None:

@@ -219,20 +219,28 @@ class Epoch:
         self.check_number(phase, handle.epoch, "the dispatch of this handle")
 
     def make_room(
-        self, phase: str, plan: LowLatencyPlan, check: Callable[[], None], compile: Callable[[], object]
+        self,
+        phase: str,
+        plan: LowLatencyPlan,
+        check: Callable[[], None],
+        compile: Callable[[], object],
+        *,
+        ahead: bool = False,
     ) -> None:
         """Have windows with room for ``plan``, rebuilt on all ranks where these have none.
 
         Args:
             check: raises ConfigError when this rank cannot serve ``plan``.
             compile: compiles what its operations need, on all ranks once they agree.
+            ahead: no operation begins yet. Where there is room nothing is done, which no rank counts: one that asks for
+                other windows meanwhile may be further on in the same calls.
 
         Raises:
             ConfigError: a rank cannot serve or compile it, captures a graph or has an operation in flight; on every
                 rank, and the group stays usable.
         """
         runtime = self._runtime
-        if plan in self._fitting and not runtime.stale and not runtime.rebuild_requested:
+        if plan in self._fitting and not runtime.stale and (ahead or not runtime.rebuild_requested):
             return
         room = None if runtime.stale else runtime.layout.low_latency
         # what is wrong on this rank alone is told to the others, who would wait for it
@@ -241,7 +249,7 @@ class Epoch:
             check()
             why = runtime.stale or f"the windows have no room for {plan}"
             if room is not None and room.holds(plan):
-                if not runtime.rebuild_requested:
+                if ahead or not runtime.rebuild_requested:
                     self._fitting.add(plan)
                     return
                 why = "another rank asks for other windows"

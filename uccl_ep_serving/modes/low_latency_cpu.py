@@ -70,7 +70,7 @@ class LowLatency:
         self._epoch.check(phase, begins=True)
         plan, x = check_reserve(self._runtime.ranks, tokens, hidden, experts, topk, dtype)
         dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
-        self._enter(phase, plan)
+        self._enter(phase, plan, ahead=True)
 
     def dispatch(
         self,
@@ -312,7 +312,7 @@ class LowLatency:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _enter(self, phase: str, plan: LowLatencyPlan) -> block.StateBlock:
+    def _enter(self, phase: str, plan: LowLatencyPlan, ahead: bool = False) -> block.StateBlock:
         """Counters of windows that have room for ``plan``."""
         runtime = self._runtime
         self._epoch.make_room(
@@ -320,6 +320,7 @@ class LowLatency:
             plan,
             lambda: check_ring(plan, runtime.channels, runtime.settings.ring_slots),
             lambda: load(kernels.LOW_LATENCY),
+            ahead=ahead,
         )
         if self._epoch.enter() or self._state is None:
             self._state = block.StateBlock(runtime.layout)

@@ -66,7 +66,7 @@ class LowLatencyGpu:
         session.epoch.check(phase, begins=True)
         plan, x = check_reserve(self._runtime.ranks, tokens, hidden, experts, topk, dtype)
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
-        serving = session.enter(phase, plan, coding, x, round_scale, with_topk_weights)
+        serving = session.enter(phase, plan, coding, x, round_scale, with_topk_weights, ahead=True)
         session.compile_combine(serving.kernels, VALUE_CODES[dtype], with_topk_weights)
 
     # -- dispatch -----------------------------------------------------------------------------------------------

@@ -74,12 +74,21 @@ class LowLatencyGpuSession:
         self._compiled: set[tuple[LowLatencyPlan, tuple[int | bool, ...]]] = set()
 
     def enter(
-        self, phase: str, plan: LowLatencyPlan, coding: Coding, x: torch.Tensor, round_scale: bool, reduced: bool
+        self,
+        phase: str,
+        plan: LowLatencyPlan,
+        coding: Coding,
+        x: torch.Tensor,
+        round_scale: bool,
+        reduced: bool,
+        *,
+        ahead: bool = False,
     ) -> Serving:
         """What serves ``plan``; the first call with sizes that do not fit rebuilds the windows on all ranks.
 
         Args:
             coding, x, round_scale, reduced: of the dispatch that needs it, for which kernels are compiled.
+            ahead: that dispatch does not begin yet.
 
         Raises:
             ConfigError: the kernels cannot serve it, an operation is in flight, or a graph is being captured.
@@ -91,9 +100,10 @@ class LowLatencyGpuSession:
             self._compile_dispatch(kernels, source, coding.dtype, round_scale, reduced)
             self.compile_combine(kernels, source, reduced)
 
-        self.epoch.make_room(
-            phase, plan, lambda: self._kernels_for(plan).check(runtime.channels, runtime.settings.ring_slots), compile
-        )
+        def check() -> None:
+            self._kernels_for(plan).check(runtime.channels, runtime.settings.ring_slots)
+
+        self.epoch.make_room(phase, plan, check, compile, ahead=ahead)
         if not self.epoch.present:
             self._refuse_capture("the windows are not in use yet")
             space = self._gpu.space()
