@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,72 @@ def test_heap_merges_whatever_the_order_of_return() -> None:
             heap.give(offset)
         assert heap.free_bytes == 1 << 20
         assert heap.take(1 << 20) == 0
+
+
+def mapping(address: int, file: str) -> dict[str, str]:
+    """What /proc/self/``file`` (smaps, numa_maps) says of the mapping that begins at ``address``, by name."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"{address:x}"))
+    if file == "numa_maps":
+        return {"policy": lines[start].split()[1]}
+    rest = (line.split(":", 1) for line in lines[start + 1 : start + 25] if ":" in line)
+    return {name: value.strip() for name, value in rest}
+
+
+def test_a_window_prefers_the_memory_of_a_node() -> None:
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("a kernel without NUMA")
+    one = Segment.create("test", 1 << 20, huge=True, node=0)
+    assert one.pages.endswith("on NUMA node 0")
+    assert mapping(one.address, "numa_maps")["policy"].startswith("prefer")
+    one.bytes[:] = 1
+    # a node that is not there is done without
+    other = Segment.create("test", 4096, node=1000)
+    assert other.pages == ""
+    other.bytes[:] = 1
+
+
+def test_huge_pages_are_done_without_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    one = Segment.create("test", 1 << 40, huge=True)
+    assert one.pages == ""
+    one.bytes[:4096] = 1
+    one.close()
+    # a container may have fewer than the system
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+    two = Segment.create("test", 5 << 20, huge=True)
+    assert two.pages == ""
+    two.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_huge_pages_where_the_system_has_set_some_aside() -> None:
+    if int(Path("/proc/sys/vm/nr_hugepages").read_text()) < 8:
+        pytest.skip("vm.nr_hugepages is below 8")
+    one = Segment.create("test", (4 << 20) + 4096, huge=True)
+    assert one.pages == "of 2 MiB pages"
+    two = Segment.attach(os.dup(one.fd), (4 << 20) + 4096)
+    for segment in (one, two):
+        assert mapping(segment.address, "smaps")["KernelPageSize"] == "2048 kB"
+        assert segment.bytes.nbytes == (4 << 20) + 4096
+    one.bytes[-1] = 7
+    assert two.bytes[-1] == 7
+    with pytest.raises(PermissionError):
+        os.ftruncate(one.fd, 2 << 20)
+    address = one.address
+    one.close()
+    two.close()
+    del one, two, segment
+    gc.collect()
+    assert not [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith(f"{address:x}-")]
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_what_is_forgotten_returns_to_the_system(huge: bool) -> None:
+    one = Segment.create("test", 4 << 20, huge=huge)
+    two = Segment.attach(os.dup(one.fd), 4 << 20)
+    one.bytes[:] = 7
+    assert os.fstat(one.fd).st_blocks >= (4 << 20) // 512
+    one.forget()
+    assert os.fstat(one.fd).st_blocks == 0
+    assert not two.bytes.any()

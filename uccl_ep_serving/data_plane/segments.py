@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 import weakref
 
 import numpy as np
@@ -31,9 +32,9 @@ Bytes = npt.NDArray[np.uint8]
 _MFD_NOEXEC_SEAL = 0x8
 
 
-def _memfd(name: str) -> int:
+def _memfd(name: str, more: int = 0) -> int:
     """A new sealable memfd."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | more
     try:
         return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
@@ -53,6 +54,8 @@ _libc.mmap.argtypes = (
     ctypes.c_long,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.restype = ctypes.c_long
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -74,11 +77,32 @@ def _map(fd: int, nbytes: int) -> Bytes:
     return np.frombuffer(memoryview(block), dtype=np.uint8)
 
 
+#: Bytes of a huge page, and memfd_create's words for it.
+_HUGE = 2 << 20
+_MFD_HUGE = 0x4 | 21 << 26
+#: mbind(2): its number, which differs by machine; MPOL_PREFERRED, which falls back to other nodes.
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine(), -1)
+_MPOL_PREFERRED = 1
+_NODE_BITS = 1024
+
+
+def _prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Have pages that are not there yet come from NUMA ``node`` while it has any; False where that is not allowed (a
+    container's seccomp profile) or there is no such node."""
+    mask = (ctypes.c_uint64 * (_NODE_BITS // 64))()
+    if not 0 <= node < _NODE_BITS - 1:
+        return False
+    mask[node // 64] = 1 << node % 64
+    arguments = (address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), _NODE_BITS, 0)
+    return bool(_libc.syscall(ctypes.c_long(_SYS_MBIND), *map(ctypes.c_ulong, arguments)) == 0)
+
+
 class Segment:
     """A shared memory segment mapped into this process.
 
     Attributes:
         nbytes: length.
+        pages: what it was asked to be made of and is, in words; "" for ordinary pages of any node.
         address: where it is mapped; valid while ``bytes`` or any array or tensor derived from it lives.
         bytes: uint8 array over the whole segment.
         fd: descriptor to hand to peers, -1 once closed.
@@ -87,8 +111,11 @@ class Segment:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.fd = fd
+        self.pages = ""
         try:
-            self.bytes: Bytes = _map(fd, nbytes)
+            # whole pages, which may be huge: no others can be unmapped
+            grain = os.fstat(fd).st_blksize
+            self.bytes: Bytes = _map(fd, -(-nbytes // grain) * grain)[:nbytes]
         except OSError as error:
             os.close(fd)
             raise TransportError(
@@ -100,12 +127,51 @@ class Segment:
         self.address: int = self.bytes.ctypes.data
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
-        """A new zeroed segment; ``name`` shows in /proc/<pid>/maps. Raises TransportError when memory is refused."""
+    def create(cls, name: str, nbytes: int, huge: bool = False, node: int = -1) -> Segment:
+        """A new zeroed segment; ``name`` shows in /proc/<pid>/maps.
+
+        Args:
+            huge: of huge pages, where the system has set enough of them aside, all committed now; else of ordinary
+                ones, which it may make huge. For what a device pins as a whole.
+            node: NUMA node whose memory is preferred, -1 = any.
+
+        Raises:
+            TransportError: memory is refused.
+        """
+        if huge and (made := cls._of_huge_pages(name, nbytes, node)) is not None:
+            return made
+        made = cls._new(name, nbytes)
+        if huge:
+            # as /sys/kernel/mm/transparent_hugepage/shmem_enabled has it: nothing by default
+            _libc.madvise(made.address, nbytes, mmap.MADV_HUGEPAGE)
+        if node >= 0 and _prefer_node(made.address, nbytes, node):
+            made.pages = f"on NUMA node {node}"
+        return made
+
+    @classmethod
+    def _of_huge_pages(cls, name: str, nbytes: int, node: int) -> Segment | None:
+        """The same of huge pages; None where there are too few."""
+        try:
+            made = cls._new(name, nbytes, _MFD_HUGE)
+        except TransportError:
+            return None
+        whole = -(-nbytes // _HUGE) * _HUGE
+        bound = node >= 0 and _prefer_node(made.address, whole, node)
+        try:
+            # Now: a container may have fewer than the system, and a first touch would then be fatal (SIGBUS).
+            os.posix_fallocate(made.fd, 0, whole)
+        except OSError:
+            made.close()
+            return None
+        made.pages = "of 2 MiB pages" + (f" on NUMA node {node}" if bound else "")
+        return made
+
+    @classmethod
+    def _new(cls, name: str, nbytes: int, flags: int = 0) -> Segment:
         fd = -1
         try:
-            fd = _memfd(name)
-            os.ftruncate(fd, nbytes)
+            fd = _memfd(name, flags)
+            os.ftruncate(fd, -(-nbytes // _HUGE) * _HUGE if flags else nbytes)
             # Touching a page beyond the end is fatal (SIGBUS): nobody may shorten it, neither we nor who maps it.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
@@ -137,6 +203,10 @@ class Segment:
                 raise ConfigError(f"the peer's segment has {actual} bytes where {nbytes} were agreed")
             raise ConfigError("the peer's segment is not sealed: it could be shortened under this rank")
         return cls(fd, nbytes)
+
+    def forget(self) -> None:
+        """Give the memory back to the system: who reads it from now on finds zeros. For what nobody uses any more."""
+        _libc.madvise(self.address, self.nbytes, mmap.MADV_REMOVE)
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the mapping stays."""
