@@ -16,7 +16,15 @@ import triton.language as tl
 from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES, UNIT
 from ...protocol.ring import HEAD, SLOTS, TAIL
 from .blocks import S_SINK
-from .context import channel_count, flag_address, head_address, ring_address, stream_of
+from .context import (
+    channel_count,
+    flag_address,
+    head_address,
+    peer_window,
+    rank_count,
+    ring_address,
+    stream_of,
+)
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
 
@@ -152,28 +160,34 @@ def put_messages(
     # first, since these peers wait for nothing else
     for channel in range(channels):
         store_flags(context, state, peers, live & mapped, first + channel, number // 2 + 1, BACKEND)
-    for channel in range(channels):
-        start = tl.minimum(channel * piece, nbytes)
-        length = tl.minimum(piece, nbytes - start)
-        # an empty write names the start of the message: the end may be the end of the window
-        start = tl.where(length == 0, 0, start)
-        for part in range(parts):
-            done = part * _MAX_WRITE
-            rest = length - done
-            # also an empty piece is a write
-            chosen = live & (mapped == 0) & (rest >= tl.minimum(part, 1))
-            put_writes(
-                context,
-                state,
-                peers,
-                chosen,
-                first + channel,
-                source + start + done,
-                target + start + done,
-                tl.where(chosen, tl.minimum(rest, _MAX_WRITE), 0),
-                rest <= _MAX_WRITE,
-                BACKEND,
-            )
+    proxied = live & (mapped == 0)
+    # Where nobody is, the ring's head in host memory is left alone. Asked of the tables: who is live is known to each
+    # thread for itself, and threads must not part here.
+    inside = peers < rank_count(context)
+    through = inside & (peer_window(context, tl.where(inside, peers, 0)) == 0)
+    if tl.max(through.to(tl.int32), axis=0) != 0:
+        for channel in range(channels):
+            start = tl.minimum(channel * piece, nbytes)
+            length = tl.minimum(piece, nbytes - start)
+            # an empty write names the start of the message: the end may be the end of the window
+            start = tl.where(length == 0, 0, start)
+            for part in range(parts):
+                done = part * _MAX_WRITE
+                rest = length - done
+                # also an empty piece is a write
+                chosen = proxied & (rest >= tl.minimum(part, 1))
+                put_writes(
+                    context,
+                    state,
+                    peers,
+                    chosen,
+                    first + channel,
+                    source + start + done,
+                    target + start + done,
+                    tl.where(chosen, tl.minimum(rest, _MAX_WRITE), 0),
+                    rest <= _MAX_WRITE,
+                    BACKEND,
+                )
 
 
 @triton.jit

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
-from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
+from uccl_ep_serving.kernels.triton.context import peer_window, rank_count
+from uccl_ep_serving.kernels.triton.publish import put_messages, put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.command import Command, decode
@@ -37,6 +38,16 @@ def _assembly(
         for at, word in np.broadcast(where, what):
             ctypes.c_int64.from_address(int(at) + int(offset or 0)).value = int(word)
     return values[0] if values else None
+
+
+@triton.jit
+def put(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """A message of 32 bytes for each peer."""
+    peers = tl.arange(0, LANES).to(tl.int64)
+    live = peers < rank_count(context)
+    mapped = peer_window(context, tl.where(live, peers, 0)) != 0
+    zero, none = tl.zeros_like(peers), tl.full((), 0, tl.int64)
+    put_messages(context, state, peers, live, mapped, none, none, zero + 64, zero + 128, zero + 32, none + 1, BACKEND)
 
 
 @triton.jit
@@ -74,6 +85,7 @@ class _Bench:
         places = (self.flags.ctypes.data + 8 * np.arange(RANKS, dtype=np.int64)).repeat(STREAMS)
         self.context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
         self.context[ctx.RANKS], self.context[ctx.FLAG] = RANKS, places.ctypes.data
+        self.context[ctx.CHANNELS] = 1
         self.context[ctx.RING], self.context[ctx.HEADS] = rings.ctypes.data, heads.ctypes.data
         self.kept = (rings, heads, places)
 
@@ -84,6 +96,15 @@ class _Bench:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tl, "inline_asm_elementwise", _assembly)
             publish[(1,)](*arguments, FLAGS=flags, LANES=LANES, BACKEND=HIP)
+
+    def put(self, mapped: list[int]) -> None:
+        """A message to every rank, of which the kernel writes the window of those that are ``mapped`` itself."""
+        windows = np.zeros(RANKS, dtype=np.int64)
+        windows[mapped] = 1 << 40
+        self.context[ctx.PEER_WINDOW] = windows.ctypes.data
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tl, "inline_asm_elementwise", _assembly)
+            put[(1,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
 
     def commands(self) -> list[Command]:
         found = []
@@ -106,3 +127,15 @@ def run() -> tuple[list[Command], list[int], list[int]]:
     bench.publish([0, 3], flags=True)
     assert not bench.ring[SLOTS // 8 + 2 * 3 :].any()
     return bench.commands(), bench.flags.tolist(), bench.changed()
+
+
+def run_messages() -> tuple[list[int], list[int], list[int]]:
+    """Ranks that commands name and flags, of messages of which two and then none go through proxies. For the latter no
+    byte of the ring can be touched."""
+    bench = _Bench()
+    bench.put([0, 2, 4])
+    named = [command.rank for command in bench.commands()]
+    # nothing is mapped there
+    bench.kept[0][:] = 16
+    bench.put(list(range(RANKS)))
+    return named, bench.flags.tolist(), bench.head.tolist()

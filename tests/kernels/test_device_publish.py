@@ -30,3 +30,14 @@ def test_lanes_that_send_nothing_change_nothing_but_the_sink() -> None:
     ]
     assert flags == [7, 0, 0, 7, 0]
     assert changed == [sink]
+
+
+def _run_messages() -> Any:
+    from tests.kernels import publish_kernels
+
+    return publish_kernels.run_messages()
+
+
+def test_where_no_peer_is_proxied_the_ring_is_left_alone() -> None:
+    """Its head lies in host memory, and storing it takes a way over PCIe."""
+    assert interpreted(_run_messages) == ([1, 3], [1] * 5, [2, 0, 16])
