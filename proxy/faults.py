@@ -26,7 +26,8 @@ from .transport import base
 from .transport.base import Diagnosed, Endpoint
 
 # Codes of what went wrong, continuing the FAULT_* codes of transport.base (1..15), which pass through unchanged.
-# 16..19: the connection or the transport; 20..: a peer's immediates; 25..: commands of this rank's own kernels.
+# 16..19: the connection or the transport; 20..: a peer's immediates; 25..: commands of this rank's own kernels; 29: the
+# GPU.
 FAULT_DOWN = 16
 FAULT_POST = 17
 FAULT_DEVICE = 18
@@ -40,6 +41,7 @@ FAULT_COMMAND_KIND = 25
 FAULT_COMMAND_PEER = 26
 FAULT_COMMAND_STREAM = 27
 FAULT_COMMAND_RANGE = 28
+FAULT_FENCE = 29
 
 
 @compiled
@@ -47,6 +49,8 @@ def _failure_of(fault: int) -> int:
     """The FAILURE_* code of the sticky error for a fault."""
     if fault == FAULT_DOWN:
         return FAILURE_PEER_LOST
+    if fault == FAULT_FENCE:
+        return FAILURE_TRANSPORT
     return FAILURE_TRANSPORT if FAULT_DOWN < fault <= FAULT_SENT_TWICE else FAILURE_PROTOCOL
 
 
@@ -168,6 +172,7 @@ _WHAT = {
     FAULT_COMMAND_PEER: "a command for a rank that no proxy reaches",
     FAULT_COMMAND_STREAM: "a command for a stream that this proxy does not own",
     FAULT_COMMAND_RANGE: "a command whose bytes lie outside the window",
+    FAULT_FENCE: "the flush of what NICs wrote into GPU memory failed (by the GPU's driver, or a read of the NIC's)",
 }
 
 #: What was expected instead, for faults of a peer; ``detail`` as the loop noted it.

@@ -15,7 +15,8 @@ from ..protocol.ring import HEAD
 from ..protocol.ring import TAIL as TAIL_OF_RING
 from . import words
 from .arrivals import arrive, grant_credits
-from .faults import FAULT_DEVICE, FAULT_DOWN, blame_peer, blame_self, serve_requests
+from .faults import FAULT_DEVICE, FAULT_DOWN, FAULT_FENCE, blame_peer, blame_self, serve_requests
+from .fence import flush_by_driver
 from .flow import complete
 from .ring import send_queued, take_commands
 from .state import acknowledge, read, request_forget, request_stop
@@ -42,13 +43,13 @@ _LONG_IDLE = _SLEEP_SHARE * SLEEP_MOST
 
 
 @compiled
-def _break_endpoint(state: int, endpoint: int, status: int) -> None:
-    """poll or flush failed: the endpoint is of no use any more, and all of its peers are out of reach."""
+def _break_endpoint(state: int, endpoint: int, fault: int, status: int) -> None:
+    """poll, flush or the fence failed: the endpoint is of no use any more, and all of its peers are out of reach."""
     poke(endpoint + words.EP_BROKEN, 1)
-    blame_self(state, FAULT_DEVICE, -1, -1, status)
+    blame_self(state, fault, -1, -1, status)
     for peer in range(peek(state + words.RANKS)):
         if peek(words.peer_entry(state, peer) + words.PEER_ENDPOINT) == endpoint:
-            blame_peer(state, peer, FAULT_DEVICE, -1, status, 0)
+            blame_peer(state, peer, fault, -1, status, 0)
 
 
 @compiled
@@ -69,8 +70,9 @@ def _receive(state: int, endpoint: int) -> int:
     events = peek(state + words.EVENTS)
     count = call3(peek(endpoint + words.EP_POLL), peek(endpoint + words.EP_CONTEXT), events, words.EVENT_LIMIT)
     if count < 0:
-        _break_endpoint(state, endpoint, count)
+        _break_endpoint(state, endpoint, FAULT_DEVICE, count)
         return 0
+    fence = peek(endpoint + words.EP_FENCE)
     for i in range(count):
         event = events + i * EVENT_BYTES
         kind = peek(event)
@@ -80,6 +82,14 @@ def _receive(state: int, endpoint: int) -> int:
         if kind == SENT:
             complete(state, value)
         elif kind == ARRIVED:
+            # rule: what a NIC wrote is made visible before it counts
+            if fence != 0:
+                # once, since all of the batch has arrived
+                failure = call1(peek(fence), fence)
+                if failure != 0:
+                    _break_endpoint(state, endpoint, FAULT_FENCE, failure)
+                    return count
+                fence = 0
             arrive(state, peer, value, status)
         else:
             _peer_event(state, kind, value, peer, status)
@@ -109,7 +119,7 @@ def step(state: int) -> int:
             poke(endpoint + words.EP_DIRTY, 0)
             status = call1(peek(endpoint + words.EP_FLUSH), peek(endpoint + words.EP_CONTEXT))
             if status < 0:
-                _break_endpoint(state, endpoint, status)
+                _break_endpoint(state, endpoint, FAULT_DEVICE, status)
     if taken < 0:
         return DIED
     words.count(state, words.C_ITERATIONS)
@@ -187,5 +197,5 @@ def run(state: int) -> int:
             _sleep(state, idle, now, wakeups)
 
 
-#: What a proxy runs, and the host's access to its words.
-LOOP = Group("proxy loop", step, run, read, request_stop, request_forget, acknowledge)
+#: What a proxy runs, the host's access to its words, and what may stand in them.
+LOOP = Group("proxy loop", step, run, read, request_stop, request_forget, acknowledge, flush_by_driver)

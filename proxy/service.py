@@ -139,6 +139,11 @@ class ProxyService:
         """Address of the int64 count of own messages to ``peer`` completed locally, a prefix (stored with release)."""
         return self.states[self._owner[stream]].completed_address(peer, stream)
 
+    def use_fence(self, proxy: int, index: int, fence: int) -> None:
+        """Call the fence at this address before arrivals over endpoint ``index`` of ``proxy`` count; none has arrived
+        yet."""
+        self.states[proxy].use_fence(index, fence)
+
     # --- life ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

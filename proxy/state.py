@@ -195,6 +195,10 @@ class ProxyState:
             state.header[words.RINGS // 8] = family.ctypes.data + 64
             state._family = family
 
+    def use_fence(self, index: int, fence: int) -> None:
+        """Have arrivals over endpoint ``index`` wait for the fence at this address."""
+        self._endpoints.view(np.int64)[(index * words.ENDPOINT_ENTRY + words.EP_FENCE) // 8] = fence
+
     def word(self, offset: int) -> int:
         """Header word at byte ``offset``."""
         return int(self.header[offset // 8])

@@ -110,6 +110,7 @@ EP_POLL = 24
 EP_DROP = 32
 EP_DIRTY = 40  # posted to since the last flush
 EP_BROKEN = 48  # one of its functions returned a negative status
+EP_FENCE = 56  # address of the fence (fence.py) before its arrivals count, 0 = none; host stores, before any arrives
 ENDPOINT_ENTRY = 64
 
 # --- send side of a stream --------------------------------------------------------------------------------------------

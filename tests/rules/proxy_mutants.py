@@ -51,6 +51,7 @@ RULES = Rules[Way](
         "a wrong command of an operation ends the pair": ALWAYS,
         "a wrong command outside operations ends nothing": SKIP,
         "a number out of sequence is a fault where order is kept": NEVER,
+        "what a NIC wrote is made visible before it counts": NEVER,
         "a lost peer sets the sticky error": NEVER,
         "a stream gets time slices": ALWAYS,
         "the proxy takes a bounded batch of commands": ALWAYS,

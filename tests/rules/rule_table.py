@@ -82,7 +82,7 @@ CLAUSES: dict[int, list[str]] = {
         "rows laid out for a forwarder are overwritten only when it has read them",
         "a forwarder sums a token only when all of its rows are laid out",
     ],
-    6: [],
+    6: ["what a NIC wrote is made visible before it counts"],
     7: ["a command is taken when both of its words are written"],
     8: [
         "commands stay inside the window",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.rules.proxy_mutants import RULES, Mutants
+from tests.support.driver_flush import Driver
 from tests.support.world import SLOT, Link, World, drive
 from uccl_ep_serving.errors import UcclEpError
 from uccl_ep_serving.protocol import imm
@@ -346,6 +347,14 @@ def a_gap_on_an_ordered_connection(step: Step) -> None:
     assert world.errors[0][ERROR_CODE] == FAILURE_PROTOCOL
 
 
+def arrivals_behind_a_flush(step: Step) -> None:
+    world = World(2, 1 << 16, step=step)
+    driver = Driver(world)
+    _message(world, 0, 1, 16)
+    assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == 1, 50)
+    assert driver.calls[-1] == ("flush", 0, 100, 0), "kernels were told of what they may not see yet"
+
+
 def a_connection_that_ends(step: Step) -> None:
     world = World(2, 1 << 16, step=step)
     world.fabric.endpoint(0).inject(DOWN, 0, 1, 104)
@@ -410,6 +419,7 @@ SCENARIOS: dict[str, Callable[[Step], None]] = {
     "a wrong command of an operation ends the pair": a_message_missing_in_an_operation,
     "a wrong command outside operations ends nothing": a_stray_command,
     "a number out of sequence is a fault where order is kept": a_gap_on_an_ordered_connection,
+    "what a NIC wrote is made visible before it counts": arrivals_behind_a_flush,
     "a lost peer sets the sticky error": a_connection_that_ends,
     "a stream gets time slices": a_long_queue_beside_a_short_one,
     "the proxy takes a bounded batch of commands": a_ring_full_of_commands,
