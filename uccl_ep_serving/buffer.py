@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .buffer_config import Config, check_config, check_num_sms, default_config, low_latency_size_hint
 from .config import Settings
 from .control_plane.bootstrap import Exchange, TorchExchange, refusing
+from .data_plane.gpu_direct import Gpu, GpuMemory
 from .data_plane.runtime import Runtime
 from .errors import ConfigError
 from .gpu.program_budget import DEFAULT_SMS
@@ -70,6 +71,23 @@ def gpu_backend(runtime: Runtime, device: torch.device) -> Backend:
 
     gpu = GpuContext(runtime, device)
     return Backend(LowLatencyGpu(runtime, gpu), NormalGpu(runtime, gpu), gpu)
+
+
+def _gpu(settings: Settings, on_cpu: bool) -> Gpu | None:
+    """The GPU whose memory NICs are asked for before a tensor decides; None for a Buffer of CPU tensors."""
+    if on_cpu:
+        return None
+    interpreted = settings.device == "interpreter"
+    if not interpreted and settings.device == settings.window == "auto" and not torch.cuda.is_initialized():
+        # CPU tensors may come, and nobody has asked for a context on a GPU
+        return Gpu(None)
+
+    def memory() -> GpuMemory:
+        from .gpu.memory import memory_of
+
+        return memory_of(torch.device("cpu" if interpreted else "cuda"), interpreted)
+
+    return Gpu(memory)
 
 
 class Buffer:
@@ -145,7 +163,8 @@ class Buffer:
             # peers, the other mode) is compiled by all ranks together, before the first operation that needs it.
             normal = sizes[0] > 0 or not low_latency_mode
             load(STICKY_ERROR, LOOP, *(cpu_groups(low_latency_mode, normal) if on_cpu else ()))
-        self.runtime = Runtime(exchange, settings, sizes[0] if low_latency_mode else sum(sizes))
+        heap_bytes = sizes[0] if low_latency_mode else sum(sizes)
+        self.runtime = Runtime(exchange, settings, heap_bytes, _gpu(settings, on_cpu))
         try:
             self._device = settings.device
             self._backend = cpu_backend(self.runtime) if on_cpu else None

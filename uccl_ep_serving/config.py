@@ -218,6 +218,7 @@ class Settings:
     nic_retries: int = -1
     nic_qps: int = 1
     nic_bytes_in_flight: int = 0
+    nic_flush: str = "auto"
     proxy_cpus: tuple[int, ...] = ()
     proxy_spin: str = "auto"
     fault_proxy_after: int = 0
@@ -321,8 +322,8 @@ SETTINGS: tuple[Variable, ...] = (
         _choice("auto", "host", "device"),
         True,
         "where the windows of a GPU Buffer lie. host: pinned memory, which every transport reaches; device: GPU "
-        "memory, which peers on this host map (CUDA IPC) and NICs reach by GPUDirect; auto: device where all ranks "
-        "are on one host, else host",
+        "memory, which peers on this host map (CUDA IPC) and NICs reach by GPUDirect; auto: device where every other "
+        "rank is on this host or reached by NICs that write GPU memory, else host with a warning that says why",
     ),
     Variable("proxies", _integer(1, 16), True, "proxy threads per Buffer"),
     Variable(
@@ -485,6 +486,14 @@ SETTINGS: tuple[Variable, ...] = (
         _size(0, 1 << 40),
         False,
         "bytes posted and not completed, per NIC; 0: the default of the NIC's family",
+        group="nic",
+    ),
+    Variable(
+        "nic_flush",
+        _choice("auto", "read"),
+        True,
+        "flush of what NICs wrote into GPU memory, before kernels are told of it. auto: by the driver, on GPUs that "
+        "need one; read: each NIC reads a word of that memory back (roce), for AMD GPUs that see arrivals too early",
         group="nic",
     ),
     Variable(

@@ -16,7 +16,7 @@ _PEER_WINDOW, _FLAG = tl.constexpr(8 * ctx.PEER_WINDOW), tl.constexpr(8 * ctx.FL
 _RING, _HEADS = tl.constexpr(8 * ctx.RING), tl.constexpr(8 * ctx.HEADS)
 _MASK, _ERROR = tl.constexpr(8 * ctx.MASK), tl.constexpr(8 * ctx.ERROR)
 _VERDICT, _REPORT = tl.constexpr(8 * ctx.VERDICT), tl.constexpr(8 * ctx.REPORT)
-_LIMIT = tl.constexpr(8 * ctx.LIMIT)
+_LIMIT, _LANDING = tl.constexpr(8 * ctx.LIMIT), tl.constexpr(8 * ctx.LANDING)
 _STREAMS, _MAX_CHANNELS = tl.constexpr(STREAMS), tl.constexpr(MAX_CHANNELS)
 
 
@@ -40,8 +40,14 @@ def channel_count(context: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def window_address(context: tl.tensor) -> tl.tensor:
-    """Address of this rank's window."""
+    """Address of this rank's window: in normal mode the only one, in low latency the one that proxies read."""
     return peek(context + _WINDOW)
+
+
+@triton.jit
+def landing_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses of this rank's windows that the peers' low-latency messages land in. For ranks of the group."""
+    return peek(peek(context + _LANDING) + 8 * peers)
 
 
 @triton.jit

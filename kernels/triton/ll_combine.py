@@ -34,7 +34,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, is_live, rank_count, window_address
+from .context import has_failed, is_live, landing_window, rank_count
 from .ll_counts import ack_combines, mark_read, wait_spaces
 from .ll_dispatch import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import COMBINE_TAG, send_messages
@@ -222,7 +222,7 @@ def sum_rows(
     failed = has_failed(context)
     number = peek(ticket)
     if failed == 0:
-        region = window_address(context) + peek(state + S_COMBINE_RECV)
+        region = peek(state + S_COMBINE_RECV)
         region += (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
         returns = route + peek(route + P_ROUTE_RETURNS)
         for first in range(0, TOPK, TOGETHER):
@@ -234,7 +234,7 @@ def sum_rows(
                 rank = tl.where(entry >= 0, entry >> 32, 0)
                 # of a rank that was lost since the dispatch nothing has come
                 here = (entry >= 0) & is_live(context, rank)
-                base = region + peek(route_table(context, route, R_RETURN_BASE, rank))
+                base = landing_window(context, rank) + region + peek(route_table(context, route, R_RETURN_BASE, rank))
                 sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * row_bytes,)  # type: ignore[assignment]
                 there += (here,)  # type: ignore[assignment]
                 if not REDUCED:

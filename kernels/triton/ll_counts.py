@@ -44,6 +44,7 @@ from .context import (
     channel_count,
     completed_address,
     is_live,
+    landing_window,
     own_rank,
     peer_window,
     rank_count,
@@ -168,12 +169,12 @@ def _listen(
     inside = tl.where(live, peers, 0)
     if PHASE == _DISPATCH:
         slot = (number & 1) * rank_count(context) + inside
-        header = window_address(context) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+        header = landing_window(context, inside) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
         tag = _DISPATCH_TAG
     else:
         region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
         base = peek(state_table(context, state, T_COMBINE_BASE + (number & 1), inside))
-        header = window_address(context) + region + base
+        header = landing_window(context, inside) + region + base
         tag = _COMBINE_TAG
     # a header that is not the expected one is refused when its message is received
     here = here & (tl.load(int64s(header + _TAG), mask=here, other=0) == tag)
@@ -216,7 +217,7 @@ def _read_acks(
     fresh = live & (notices > notices_read)
     # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
     slot = inside * _NOTICE_SLOTS + tl.where(fresh, notices - 1, 0) % _NOTICE_SLOTS
-    notice = window_address(context) + peek(state + S_NOTICE_RECV) + slot * _HEADER
+    notice = landing_window(context, inside) + peek(state + S_NOTICE_RECV) + slot * _HEADER
     tag = tl.load(int64s(notice), mask=fresh, other=_NOTICE_TAG)
     strange = refuse(context, state, peers, tag != _NOTICE_TAG, _NOTICE, tag, _NOTICE_TAG, BACKEND)
     dispatched, combined, broken = take_acks(

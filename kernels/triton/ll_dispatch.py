@@ -40,7 +40,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, own_rank, rank_count, stream_of, window_address
+from .context import has_failed, landing_window, own_rank, rank_count, stream_of
 from .ll_counts import mark_read
 from .ll_message import DISPATCH_TAG, WEIGHTED, send_messages
 from .quant import load_floats, quantise_blocks
@@ -202,7 +202,7 @@ PLACE_EXPERT, PLACE_POSITION = tl.constexpr(16), tl.constexpr(0xFFFF)
 @triton.jit
 def _message(context: tl.tensor, state: tl.tensor, number: tl.tensor, source: tl.tensor) -> tl.tensor:
     slot = (number & 1) * rank_count(context) + source
-    return window_address(context) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+    return landing_window(context, source) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, is_live, peer_window, rank_count, sticky_code_once, stream_of, window_address
+from .context import has_failed, is_live, landing_window, peer_window, rank_count, sticky_code_once, stream_of
 from .ll_counts import take_acks
 from .publish import put_messages
 from .routing import HEADER
@@ -120,14 +120,15 @@ def _check_origin(
     BACKEND: tl.constexpr,
 ) -> None:
     """The message is of this kind, plan and number; and what it says of the receiver's own messages."""
-    got = tl.load(int64s(header + AT_TAG), mask=live, other=0)
-    refuse(context, state, peers, live & (got != tag), stream, got, tag, BACKEND)
-    got = tl.load(int64s(header + AT_PLAN), mask=live, other=0)
+    # before any of them is checked: a window in host memory is waited for once
+    got_tag = tl.load(int64s(header + AT_TAG), mask=live, other=0)
+    got_plan = tl.load(int64s(header + AT_PLAN), mask=live, other=0)
+    got_number = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
     plan = peek(route + P_PLAN)
+    refuse(context, state, peers, live & (got_tag != tag), stream, got_tag, tag, BACKEND)
     # rule: low latency: a message of another shape is refused
-    refuse(context, state, peers, live & (got != plan), stream, got, plan, BACKEND)
-    got = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
-    refuse(context, state, peers, live & (got != number), stream, got, number, BACKEND)
+    refuse(context, state, peers, live & (got_plan != plan), stream, got_plan, plan, BACKEND)
+    refuse(context, state, peers, live & (got_number != number), stream, got_number, number, BACKEND)
     dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
     combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
     dispatched = tl.load(dispatched_at, mask=live, other=0)
@@ -161,16 +162,17 @@ def dispatch_arrival(
             live = is_live(context, peers)
             if wait_messages(context, state, peers, live, _DISPATCH, number, waited, start, True, BACKEND):
                 slot = (number & 1) * ranks + peers
-                header = window_address(context) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+                header = landing_window(context, tl.where(live, peers, 0))
+                header += peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
                 header = tl.where(live, header, state + S_SINK)
-                _check_origin(context, state, route, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
                 coding = tl.load(int64s(header + AT_CODING), mask=live, other=CODING)
+                rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
+                back = tl.load(int64s(header + AT_RETURN_OFFSET), mask=live, other=0)
+                _check_origin(context, state, route, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
                 wrong = (coding & ~WEIGHTED) != CODING
                 refuse(context, state, peers, wrong, stream, coding, CODING, BACKEND)
                 form = tl.where((coding & WEIGHTED) != 0, _REDUCED, _EXPANDED)
-                rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
                 refuse(context, state, peers, (rows < 0) | (rows > most), stream, rows, most, BACKEND)
-                back = tl.load(int64s(header + AT_RETURN_OFFSET), mask=live, other=0)
                 wrong = (back < 0) | ((back & 15) != 0) | (back > room - HEADER)
                 refuse(context, state, peers, wrong, stream, back, 0, BACKEND)
                 inside = peers < ranks
@@ -209,11 +211,12 @@ def combine_arrival(
                 come = tl.load(come_at, mask=live, other=0)
                 tl.store(come_at, tl.maximum(come, number // 2 + 1), mask=live)
                 base = tl.load(int64s(route_table(context, route, R_RETURN_BASE, peers)), mask=live, other=0)
-                header = tl.where(live, window_address(context) + region + base, state + S_SINK)
-                _check_origin(context, state, route, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
+                landing = landing_window(context, tl.where(live, peers, 0))
+                header = tl.where(live, landing + region + base, state + S_SINK)
                 got = tl.load(int64s(header + AT_CODING), mask=live, other=coding)
+                rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
+                _check_origin(context, state, route, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
                 refuse(context, state, peers, got != coding, stream, got, coding, BACKEND)
                 table = R_COUNTS if REDUCED else R_PAIRS
                 expected = tl.load(int64s(route_table(context, route, table, peers)), mask=live, other=0)
-                rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
                 refuse(context, state, peers, rows != expected, stream, rows, expected, BACKEND)

@@ -43,7 +43,7 @@ from typing import Protocol, runtime_checkable
 from ...errors import BootstrapError, TransportError
 from ...native.atomics import poke
 from ...native.groups import Group, load
-from ...native.jit import compiled
+from ...native.jit import Compiled, compiled
 
 ACCEPTED = 0
 BUSY = 1
@@ -79,6 +79,7 @@ class DataFunctions(Group):
     Args:
         transport: its name.
         post, flush, poll, drop: as the text above says.
+        others: what is compiled with them.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class DataFunctions(Group):
         flush: Callable[[int], int],
         poll: Callable[[int, int, int], int],
         drop: Callable[[int, int, int], int],
+        *others: Compiled[..., int],
     ) -> None:
         self._functions = compiled(post), compiled(flush), compiled(poll), compiled(drop)
-        super().__init__(f"transport {transport}", *self._functions)
+        super().__init__(f"transport {transport}", *self._functions, *others)
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
@@ -187,6 +189,18 @@ class DeviceReach(Protocol):
 
         ``offers``: of the peers, by rank. Raises BootstrapError naming a peer whose offer does not fit.
         """
+
+    @property
+    def fence(self) -> int:
+        """Address of a fence (``proxy.fence``) of its own that arrivals in device memory wait for, 0 = none; valid from
+        ``offer_device`` to ``release_device``."""
+
+    def device_way(self) -> str:
+        """How the NICs reach this rank's device memory, in words, once it is offered."""
+
+    def release_host(self) -> None:
+        """Let go of this rank's window in host memory: every write of this epoch lies in device memory, at both ends.
+        Never raises."""
 
     def release_device(self) -> None:
         """Let go of the device memory, which is about to be freed. The proxy thread has stopped. Never raises."""

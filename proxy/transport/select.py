@@ -37,6 +37,8 @@ class Offer:
         broken: what is wrong with NICs that would be among them.
         unused: there are NICs that ought to be among them, and none of them can be used: worth a warning.
         asked: the variable that asks for NICs by name which cannot be used; "" where none does.
+        gpu: how its NICs reach its GPU's memory, in words; "" = they were not asked, or do not.
+        no_gpu: why they do not.
     """
 
     nics: tuple[str, ...] = ()
@@ -46,6 +48,8 @@ class Offer:
     broken: tuple[str, ...] = ()
     unused: bool = False
     asked: str = ""
+    gpu: str = ""
+    no_gpu: str = ""
 
 
 #: By transport; a transport that is missing is not offered.

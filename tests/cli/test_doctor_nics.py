@@ -75,10 +75,10 @@ def test_which_variable_is_in_force(environment: dict[str, str], text: str, vari
 def test_transports_over_nics(tmp_path: Path) -> None:
     """Demanded and absent is a problem; otherwise there is always tcp."""
     nics = HostNics(Settings(), topology=machine("laptop", tmp_path), libraries={})
-    found = {one.name: one for one in examine_nic_transports(nics, Settings())}
+    found = {one.name: one for one in examine_nic_transports(nics.offers, Settings())}
     assert {one.status for one in found.values()} == {Status.NOTE}
     assert found["efa"].value == "unusable: no device with the efa driver"
     assert found["roce"].value.startswith("unusable: rxe0: a software device")
-    demanded = {one.name: one for one in examine_nic_transports(nics, Settings(transport="efa"))}
+    demanded = {one.name: one for one in examine_nic_transports(nics.offers, Settings(transport="efa"))}
     assert demanded["efa"].status is Status.PROBLEM
     assert demanded["efa"].next_step

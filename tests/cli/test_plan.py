@@ -39,6 +39,10 @@ def test_programs_of_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCCL_EP_NIC_BANDWIDTH", "25")
     between = plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]
     assert between["bytes_by_proxies"] == 4096 * 7168 * 2
+    assert (between["windows_in"], between["programs"]) == ("GPU memory", Buffer.num_sms)
+    monkeypatch.setenv("UCCL_EP_WINDOW", "host")
+    between = plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]
+    assert between["windows_in"] == "host memory"
     assert between["programs"] < Buffer.num_sms
     monkeypatch.setenv("UCCL_EP_HIERARCHY", "off")
     assert plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]["bytes_by_proxies"] == 4 * 4096 * 7168 * 2
@@ -60,7 +64,7 @@ def test_the_command_prints_a_table_or_json() -> None:
     assert shown.exit_code == 0
     assert "[source rank, stream]" in shown.output
     assert "Messages to each rank, at most: 1." in shown.output
-    assert "A normal-mode dispatch of 4096 tokens on a GPU: " in shown.output
+    assert "A normal-mode dispatch of 4096 tokens on a GPU, windows in GPU memory: " in shown.output
     plain = CliRunner().invoke(app, [*shapes, "--json"])
     assert json.loads(plain.output)["window_bytes"] > 0
 

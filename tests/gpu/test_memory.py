@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from uccl_ep_serving.data_plane.gpu_direct import cuda_writes
 from uccl_ep_serving.errors import ConfigError, TransportError
 from uccl_ep_serving.gpu import memory as device_memory
 from uccl_ep_serving.gpu.memory import CudaMemory, HipMemory, InterpretedMemory
@@ -179,26 +180,49 @@ def test_cuda_exports_whole_pages_as_dma_buf(driver: Any) -> None:
         CudaMemory(GPU).export_dmabuf(0, page)
 
 
-@pytest.mark.parametrize(
-    ("ordering", "shown", "words"),
-    [
-        (0, False, "does not order the writes of NICs"),
-        (0, True, "does not order the writes of NICs"),
-        (100, False, ""),
-        (100, True, "for itself only (cudaDevAttrGPUDirectRDMAWritesOrdering is 100)"),
-        (200, True, ""),
-    ],
-)
-def test_a_gpu_that_does_not_order_writes_of_nics_is_found_out(
-    cuda: list[tuple[Any, ...]], ordering: int, shown: bool, words: str
-) -> None:
+def test_cuda_tells_how_it_orders_the_writes_of_nics(cuda: list[tuple[Any, ...]]) -> None:
     runtime: Any = sys.modules["cuda.bindings.runtime"]
-    runtime.cudaDeviceAttr = lambda value: f"attribute {value}"
-    runtime.cudaDeviceGetAttribute = lambda *arguments: (cuda.append(arguments), (0, ordering))[1]  # type: ignore[func-returns-value]
-    found = CudaMemory(GPU).unordered(shown)
-    assert words in found
-    assert bool(found) == bool(words)
-    assert cuda == [("attribute 118", 0)]
+    values = {75: 8, 100: 0, 117: 3, 118: 100}
+    runtime.cudaDeviceAttr = lambda value: value
+    runtime.cudaDeviceGetAttribute = lambda number, device: (cuda.append((number, device)), (0, values[number]))[1]  # type: ignore[func-returns-value]
+    assert CudaMemory(GPU).nic_writes() == cuda_writes("cuda:0", 100, 8, coherent=False, flushes=True)
+    assert sorted(cuda) == [(number, 0) for number in values]
+    # memory operations of a stream are no use to a proxy
+    values[117] = 2
+    assert CudaMemory(GPU).nic_writes().refusal
+    values.update({75: 9, 100: 1, 117: 1, 118: 200})
+    assert CudaMemory(GPU).nic_writes() == cuda_writes("cuda:0", 200, 9, coherent=True, flushes=True)
+
+
+class Driver:
+    """``libcuda`` as ctypes presents it."""
+
+    def __init__(self, context: int = 0x77, code: int = 0) -> None:
+        self._context, self._code = context, code
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+        self.cuCtxSetCurrent, self.cuFlushGPUDirectRDMAWrites = kind(lambda _: 0), kind(lambda _: 0)
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self._context
+        return self._code
+
+
+def test_the_flush_of_the_driver_is_called_by_address(
+    cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, library = CudaMemory(GPU), Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    select, flush = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.cuCtxSetCurrent, library.cuFlushGPUDirectRDMAWrites)
+    )
+    assert memory.driver_flush(200) == (select, 0x77, flush, 0, 200)
+    # the context is there before it is asked for
+    assert cuda == [("cudaFree", 0)]
+    for broken in (Driver(context=0), Driver(code=4), object()):
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, library=broken: library)
+        with pytest.raises(TransportError, match="failed on cuda:0"):
+            memory.driver_flush(200)
 
 
 def test_rocm_exports_through_its_runtime() -> None:
@@ -213,7 +237,14 @@ def test_rocm_exports_through_its_runtime() -> None:
     hsa = Hsa()
     memory = HipMemory(GPU, Hip(), hsa)
     assert memory.export_dmabuf(0xB010, 1 << 33) == (55, 0x10)
-    assert memory.unordered(shown=True) == ""
+    assert memory.nic_writes() == (  # uncached: nothing is flushed, rows are forwarded
+        "",
+        True,
+        0,
+        "no flush (uncached memory)",
+    )
+    with pytest.raises(TransportError, match="ROCm has no flush"):
+        memory.driver_flush(100)
     hsa.code = 4096
     with pytest.raises(TransportError, match=r"cuda:0 exports no dma-buf.*4096"):
         memory.export_dmabuf(0xB010, 1 << 33)

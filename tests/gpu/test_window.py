@@ -69,6 +69,15 @@ class Memory(InterpretedMemory):
         super().free(address)
 
 
+def run(body: Callable[[int], None]) -> None:
+    """``body`` for every rank, each in a thread."""
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+
+
 def share(fails: str) -> tuple[list[Any], Together, list[Memory]]:
     """What each rank gets when rank 1 fails."""
     together = Together()
@@ -81,11 +90,7 @@ def share(fails: str) -> tuple[list[Any], Together, list[Memory]]:
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
+    run(body)
     return results, together, memories
 
 
@@ -97,6 +102,39 @@ def test_every_rank_opens_every_window() -> None:
     for window in windows:
         window.close()
     assert not any(memory._owned or memory._opened for memory in memories)
+
+
+def test_a_second_window_ends_where_normal_mode_begins() -> None:
+    together = Together()
+    memories = [Memory(rank, together) for rank in range(RANKS)]
+    windows: list[Any] = [None] * RANKS
+
+    def body(rank: int) -> None:
+        far = frozenset({2}) if rank < 2 else frozenset({0, 1})
+        windows[rank] = DeviceWindow(memories[rank], LAYOUT, rank, together.exchange_of(rank), far, near_only=True)
+
+    run(body)
+    for rank, window in enumerate(windows):
+        assert window.nbytes == LAYOUT.normal_send < LAYOUT.nbytes
+        assert [bool(address) for address in window.addresses] == [(peer < 2) == (rank < 2) for peer in range(RANKS)]
+        window.close()
+    assert not any(memory._owned or memory._opened for memory in memories)
+
+
+def test_windows_that_are_given_back_are_closed_before_they_are_freed() -> None:
+    together = Together()
+    memories = [Memory(rank, together) for rank in range(RANKS)]
+
+    def body(rank: int) -> None:
+        exchange = together.exchange_of(rank)
+        window = DeviceWindow(memories[rank], LAYOUT, rank, exchange)
+        window.give_back(exchange)
+        window.close()
+
+    run(body)
+    assert not any(memory._owned or memory._opened for memory in memories)
+    steps = [step for step, _ in together.order]
+    assert steps == sorted(steps) == ["close"] * 6 + ["free"] * 3
 
 
 @pytest.mark.parametrize("fails", ["allocate", "open"])

@@ -78,6 +78,25 @@ def test_through_the_proxies(interpreted: Ranks) -> None:
     assert interpreted.run(2, triton_bodies.against_the_oracle, PATHS["shm"], QUICK[:1], timeout=300) == [1, 1]
 
 
+#: Two ranks of one host, one of another that no NIC reaches; host and device memory hold what either brings.
+APART: dict[str, Any] = {"window": "auto", "transport": "shm", "node_ranks": 2}
+
+
+def test_near_ranks_keep_device_memory_where_far_ones_need_host_memory(interpreted: Ranks) -> None:
+    """The messages of ranks of a host land in device memory, those of another in host memory; all rows are right."""
+    found = interpreted.run(3, triton_bodies.in_two_windows, APART, of_ranks(QUICK[:1], 3), timeout=300)
+    assert found == [(0b011, 0b100), (0b011, 0b100), (0b100, 0b011)]
+
+
+@pytest.mark.interpreter
+def test_two_kinds_of_window_in_every_wire_format(interpreted: Ranks) -> None:
+    cases = of_ranks([*QUICK, *WIRE_FORMATS], 4)
+    for transport in ("shm", "tcp"):
+        overrides = {**APART, "transport": transport, "proxies": 2, "channels": 3}
+        found = interpreted.run(4, triton_bodies.in_two_windows, overrides, cases, timeout=580)
+        assert found == [(0b0011, 0b1100)] * 2 + [(0b1100, 0b0011)] * 2
+
+
 def test_windows_that_one_rank_cannot_open(interpreted: Ranks) -> None:
     """GPUs without peer access: by default all ranks take windows in host memory, and else all say whose it is."""
     body, case = triton_bodies.windows_that_one_rank_cannot_open, QUICK[0]

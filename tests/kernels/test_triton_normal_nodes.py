@@ -52,6 +52,13 @@ def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
 
 
 @pytest.mark.interpreter
+def test_beside_low_latency_in_a_window_of_its_own(interpreted: Ranks) -> None:
+    """By default low latency inside a node has windows in device memory here, and normal mode all in host memory."""
+    overrides = {**NODES, "window": "auto"}
+    assert interpreted.run(4, plain.between_low_latency, overrides, SMALL, timeout=580) == [2] * 4
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_every_format(interpreted: Ranks, transport: str) -> None:
     paths = {**NODES, "transport": transport}

@@ -5,6 +5,7 @@ The environment variable must be there before anything imports Triton, so these 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import time
@@ -12,6 +13,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +84,32 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
         check_drained(buffer)
     buffer.destroy()
     return len(cases)
+
+
+def in_two_windows(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> tuple[int, int]:
+    """The same, and then where each source's last dispatch has landed: ranks whose messages are in the window in device
+    memory, and in that in host memory, as bits."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    for case in cases:
+        inputs = case.inputs()
+        combined = ll_cases.run_rank(case, modes(buffer), rank, inputs)
+        ll_cases.check_combined(case, inputs, rank, combined)
+        check_drained(buffer)
+    runtime, layout = buffer.runtime, buffer.runtime.layout
+    plan, space = layout.low_latency, buffer._backend.low_latency._session._gpu.space()  # type: ignore[union-attr]
+    assert plan is not None
+    assert not space.on_device
+    twin = np.frombuffer((ctypes.c_uint8 * space._window.nbytes).from_address(space._window.own), np.uint8)
+    found = []
+    for window in (twin, runtime.window_bytes):
+        slots = (
+            (source, layout.ll_dispatch_recv + (parity * runtime.ranks + source) * plan.dispatch_slot)
+            for source in range(runtime.ranks)
+            for parity in range(2)
+        )
+        found.append(sum({1 << source for source, at in slots if window[at : at + plan.dispatch_slot].any()}))
+    buffer.destroy()
+    return found[0], found[1]
 
 
 def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: int, cases: list[ll_cases.Case]) -> int:

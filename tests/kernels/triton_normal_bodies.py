@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import bodies, normal_cases
+from tests.support import bodies, ll_cases, normal_cases
 from tests.support.device_model import Device, begin_capture, install
 from tests.support.ll_replay import RecordingOrder
 from tests.support.normal_cases import Case, same_bits
@@ -50,6 +51,26 @@ def run_cases(buffer: Buffer, rank: int, cases: list[Case]) -> int:
 def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> int:
     """All ranks run Triton's kernels."""
     return run_cases(opened(exchange, overrides), exchange.rank, cases)
+
+
+def between_low_latency(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> int:
+    """A round trip of normal mode after one of low latency, and once more after another; both in one epoch. Ranks of a
+    node that rows crossed to once."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    inputs, near = case.inputs(), ll_cases.Case(ranks=buffer.group_size, tokens=4, experts=4, topk=2, counts=(4, 3))
+    for _ in range(2):
+        given = near.inputs()
+        facade: Any = SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
+        ll_cases.check_combined(near, given, rank, ll_cases.run_rank(near, facade, rank, given))
+        outcome = normal_cases.round_trip(buffer, inputs, rank)
+        normal_cases.check_rank(inputs, rank, outcome)
+    gpu = buffer._backend.gpu  # type: ignore[union-attr]
+    space = gpu.space()  # type: ignore[union-attr]
+    assert space.context != space.normal_context
+    assert buffer.runtime.epoch == 1
+    crossed = outcome.handle.nodes.node_ranks
+    buffer.destroy()
+    return int(crossed)
 
 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> int:

@@ -14,22 +14,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support import ll_cases
 from tests.support.contract import Port
 from tests.support.memory_endpoints import connect, endpoint
 from tests.support.nic_ranks import efa_nics, install, roce_nics, run_ranks
+from tests.support.provider import provider_network as net
 from tests.support.provider.provider_library import MemoryNetwork
 from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.gpu_direct import Gpu
+from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.errors import BootstrapError, TransportError
+from uccl_ep_serving.gpu import context as gpu_context
+from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.gpu.memory import InterpretedMemory
+from uccl_ep_serving.gpu.streams import HostOrder
 from uccl_ep_serving.gpu.window import DeviceSpace, DeviceWindow
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, SENT, DeviceReach
 from uccl_ep_serving.proxy.transport.nic import window as nic_window
 from uccl_ep_serving.proxy.transport.nic.efa import EfaEndpoint
+from uccl_ep_serving.proxy.transport.nic.loopback import flush_by_reading
+from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.objects import MemoryRegion
 
 HOST_BYTES, SPLIT = 1 << 17, 1 << 16
 
@@ -41,7 +51,8 @@ def bytes_at(address: int, nbytes: int) -> np.ndarray:
 class Pair:
     """Two connected endpoints whose windows begin in device memory."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, settings: Settings | None = None) -> None:
+        self._settings = settings or Settings()
         self.network: Any = SrdNetwork(2, 2) if kind == "efa" else MemoryNetwork(2, rails=2)
         self.memory = InterpretedMemory()
         self.windows = [np.zeros(HOST_BYTES, np.uint8) for _ in range(2)]
@@ -57,7 +68,7 @@ class Pair:
 
     def _endpoint(self, kind: str, rank: int) -> Any:
         if kind == "roce":
-            return endpoint(self.network, rank, self.windows[rank], ranks=2)
+            return endpoint(self.network, rank, self.windows[rank], ranks=2, settings=self._settings)
         return EfaEndpoint(
             rank,
             2,
@@ -65,7 +76,7 @@ class Pair:
             window=self.windows[rank].ctypes.data,
             window_bytes=HOST_BYTES,
             devices=["efa0", "efa1"],
-            settings=Settings(),
+            settings=self._settings,
             library=self.network.library(rank),
         )
 
@@ -130,6 +141,43 @@ def test_offsets_below_the_split_are_device_memory_at_both_ends(
     pair.write(0, HOST_BYTES, 0)
 
 
+def test_no_write_into_device_memory_may_pass_another(pair: Pair) -> None:
+    """Host windows have relaxed ordering, device windows have not, whichever way they are reached."""
+    asked: list[int] = []
+    relaxed = codes.ACCESS_RELAXED_ORDERING
+    register = MemoryRegion.__init__
+
+    def noted(self: Any, pd: Any, start: int, nbytes: int, access: int, **more: Any) -> None:
+        asked.append(access & relaxed)
+        register(self, pd, start, nbytes, access, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryRegion, "__init__", noted)
+        pair.offer(0)
+        pair.network.device_memory = [(pair.device[1], SPLIT)]
+        pair.offer(1)
+        assert asked
+        assert not any(asked)
+        nic_window.register_host(pair.endpoints[0]._rails[0].pd, pair.windows[0].ctypes.data, HOST_BYTES).close()
+        assert asked[-1] == relaxed
+
+
+def test_a_host_window_that_is_let_go_is_registered_no_more(pair: Pair) -> None:
+    before = pair.network.objects["mr"]
+    pair.lend()
+    lent = pair.network.objects["mr"] - before
+    for one in pair.endpoints:
+        one.release_host()
+    assert pair.network.objects["mr"] == before + lent - 4
+    here, there = (bytes_at(address, SPLIT) for address in pair.device)
+    here[:] = 9
+    pair.write(0, 64, 4096)
+    assert (there[64 : 64 + 4096] == 9).all()
+    # nothing of it is asked for by a write that carries nothing
+    pair.write(0, 0, 0)
+    assert {one.device_way() for one in pair.endpoints} == {"peer memory"}
+
+
 def test_before_and_after_everything_is_host_memory(pair: Pair) -> None:
     pair.windows[0][:] = 5
     pair.write(0, 0, 64)
@@ -159,8 +207,19 @@ def test_an_offer_of_another_size_names_its_rank(pair: Pair) -> None:
         pair.endpoints[0].accept_device([None, b"?"])
 
 
+class SpaceOver:
+    """A KernelSpace whose kernels see another context block."""
+
+    def __init__(self, space: KernelSpace, context: int) -> None:
+        self._space, self.context = space, context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+
 class OnDevice:
-    """A Runtime as low-latency mode sees it, with the tables of a space whose window is device memory."""
+    """A Runtime as low-latency mode of CPU kernels sees it, over the tables of a space whose window is device memory,
+    made as ``GpuContext`` makes them."""
 
     def __init__(self, runtime: Runtime, memory: InterpretedMemory) -> None:
         self._runtime, self._memory = runtime, memory
@@ -170,32 +229,17 @@ class OnDevice:
         return getattr(self._runtime, name)
 
     @property
-    def context(self) -> int:
-        """The device's context block of the present epoch, made as ``LowLatencyGpu`` makes it."""
+    def space(self) -> Any:
         runtime = self._runtime
         if self._epoch != runtime.epoch:
-            window = DeviceWindow(
-                self._memory,
-                runtime.layout,
-                runtime.rank,
-                runtime.exchange,
-                runtime.nic_peers,
-            )
+            window = DeviceWindow(self._memory, runtime.layout, runtime.rank, runtime.exchange, runtime.nic_peers)
+            runtime.before_unmapping(window.close)
+            runtime.register_device_window(window.own, window.nbytes, self._memory.export_dmabuf)
             self._space = DeviceSpace(runtime.space, self._memory, window)
             runtime.before_unmapping(self._space.close)
-            runtime.register_device_window(
-                window.own, window.nbytes, self._memory.export_dmabuf, self._memory.unordered(False)
-            )
             self._epoch = runtime.epoch
-            self.window_address = window.own
         assert self._space is not None
-        return self._space.context
-
-    @property
-    def window(self) -> int:
-        """Address of the window that kernels work on."""
-        assert self.context
-        return self.window_address
+        return SpaceOver(runtime.space, self._space.context)
 
 
 @contextlib.contextmanager
@@ -231,11 +275,89 @@ def test_low_latency_from_device_window_to_device_window(kind: str, monkeypatch:
         for case, given in zip(cases, inputs, strict=True):
             combined = ll_cases.run_rank(case, low_latency, runtime.rank, given)
             ll_cases.check_combined(case, given, runtime.rank, combined)
-        assert not runtime.window_bytes[: runtime.layout.direct_flags].any(), "host memory was used"
+        assert not runtime.window_bytes.any(), "host memory was used"
         return len(cases)
 
     with host(kind, monkeypatch, 2) as (network, here):
         assert run_ranks(network, here, settings, body) == [3, 3]
+
+
+@pytest.fixture
+def reading() -> Iterator[Pair]:
+    """Two connected endpoints whose NICs read device memory back."""
+    pair = Pair("roce", Settings(nic_flush="read"))
+    yield pair
+    for one in pair.endpoints:
+        one.release_device()
+    for address in pair.device:
+        pair.memory.free(address)
+    for one in pair.endpoints:
+        one.close()
+    assert not +pair.network.objects
+
+
+def test_each_nic_reads_a_word_of_device_memory_back(reading: Pair) -> None:
+    before = +reading.network.objects
+    assert reading.endpoints[0].fence == 0
+    reading.lend()
+    fence = reading.endpoints[0].fence
+    reads = reading.network.word(net.READS)
+    assert flush_by_reading(fence) == 0
+    assert reading.network.word(net.READS) - reads == 2
+    # its completions are not those of the data path, which goes on
+    here, there = (bytes_at(address, SPLIT) for address in reading.device)
+    here[:] = 3
+    reading.write(0, 64, 4096)
+    assert (there[64 : 64 + 4096] == 3).all()
+    reading.endpoints[0].release_device()
+    reading.endpoints[1].release_device()
+    assert reading.endpoints[0].fence == 0
+    assert +reading.network.objects == before
+
+
+def test_a_read_that_fails_is_the_fences_result(reading: Pair) -> None:
+    reading.lend()
+    fence = reading.endpoints[1].fence
+    loopback = reading.endpoints[1]._loopbacks[1]
+    reading.network.fail(loopback._qp.address, 1, codes.REM_ACCESS_ERR)
+    assert flush_by_reading(fence) == 0
+    assert flush_by_reading(fence) == codes.REM_ACCESS_ERR
+    # and one that can be posted no more
+    assert flush_by_reading(fence) != 0
+
+
+def test_efa_says_that_it_reads_nothing_back() -> None:
+    pair = Pair("efa", Settings(nic_flush="read"))
+    with pytest.raises(TransportError, match="UCCL_EP_NIC_FLUSH=read: efa has no such flush"):
+        pair.offer(0)
+    for one in pair.endpoints:
+        one.release_device()
+        one.close()
+    for address in pair.device:
+        pair.memory.free(address)
+
+
+class Refusing(InterpretedMemory):
+    """Device memory that NICs take up to ``most`` bytes of, by dma-buf only."""
+
+    def __init__(self, network: Any, most: int) -> None:
+        super().__init__()
+        self._network, self._most = network, most
+
+    def allocate(self, nbytes: int) -> int:
+        address = super().allocate(nbytes)
+        self._network.device_memory.append((address, nbytes))
+        return address
+
+    def free(self, address: int) -> None:
+        # other memory may lie there next
+        self._network.device_memory[:] = [one for one in self._network.device_memory if one[0] != address]
+        super().free(address)
+
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        if nbytes > self._most:
+            raise TransportError("cuda:0 exports no dma-buf of its memory: out of memory (2)")
+        return super().export_dmabuf(address, nbytes)
 
 
 def test_a_rank_whose_memory_no_nic_takes_is_named_on_all_and_the_group_goes_on(
@@ -246,11 +368,10 @@ def test_a_rank_whose_memory_no_nic_takes_is_named_on_all_and_the_group_goes_on(
     given = case.inputs()
 
     def body(runtime: Runtime) -> str:
-        memory = InterpretedMemory()
+        memory = Refusing(network, 0 if runtime.rank == 1 else 1 << 30)
         address = memory.allocate(4096)
-        objection = "cuda:0 does not order the writes of NICs" if runtime.rank == 1 else ""
         with pytest.raises(TransportError) as caught:
-            runtime.register_device_window(address, 4096, memory.export_dmabuf, objection)
+            runtime.register_device_window(address, 4096, memory.export_dmabuf)
         memory.free(address)
         low_latency = LowLatency(runtime)
         ll_cases.check_combined(case, given, runtime.rank, ll_cases.run_rank(case, low_latency, runtime.rank, given))
@@ -258,4 +379,71 @@ def test_a_rank_whose_memory_no_nic_takes_is_named_on_all_and_the_group_goes_on(
 
     with host("roce", monkeypatch, 2) as (network, here):
         for words in run_ranks(network, here, settings, body):
-            assert "rank 1: cuda:0 does not order the writes of NICs. Use UCCL_EP_WINDOW=host" in words
+            assert "rank 1: mem1r1: GPUDirect works in no way" in words
+            assert "exports no dma-buf of its memory: out of memory (2)" in words
+
+
+class Placed(OnDevice):
+    """The same over what a GpuContext has placed."""
+
+    def __init__(self, runtime: Runtime, gpu: GpuContext) -> None:
+        self._runtime, self._gpu = runtime, gpu
+
+    @property
+    def space(self) -> Any:
+        return SpaceOver(self._runtime.space, self._gpu.space().context)
+
+
+@pytest.mark.parametrize("kind", ["roce", "efa"])
+@pytest.mark.parametrize("most", [1 << 40, 4 << 20, 0], ids=["all", "only a probe", "none"])
+def test_auto_asks_the_nics_and_goes_on_with_what_they_do(
+    kind: str, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that only NICs connect: device memory, or host memory with one warning for all of them, and right rows."""
+    settings = Settings(transport=kind, node_ranks=1, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20)
+    cases = [ll_cases.Case(ranks=2, experts=8, counts=(8, 3), seed=seed) for seed in range(2)]
+    inputs = [case.inputs() for case in cases]
+    monkeypatch.setattr(gpu_context, "memory_of", lambda *_: memories[here.rank])
+    memories: list[Any] = []
+
+    def body(runtime: Runtime) -> tuple[bool, int]:
+        gpu = GpuContext(runtime, torch.device("cpu"), HostOrder())
+        low_latency = LowLatency(Placed(runtime, gpu))  # type: ignore[arg-type]
+        for case, given in zip(cases, inputs, strict=True):
+            combined = ll_cases.run_rank(case, low_latency, runtime.rank, given)
+            ll_cases.check_combined(case, given, runtime.rank, combined)
+        plane = runtime._watch.present
+        registered = sum(rail.region.regions[0].address != 0 for row in plane.endpoints for rail in row[0]._rails)
+        return bool(runtime.window_bytes.any()), registered
+
+    with host(kind, monkeypatch, 2) as (network, here):
+        memories += [Refusing(network, most) for _ in range(2)]
+        gpus = [Gpu(lambda rank=rank: memories[rank]) for rank in range(2)]  # type: ignore[misc]
+        for used, registered in run_ranks(network, here, settings, body, gpus=gpus):
+            # only the window in use is registered
+            assert (used, registered) == ((False, 0) if most > 1 << 30 else (True, 1))
+    warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    if most > 1 << 30:
+        assert not warned
+    else:
+        (words,) = warned
+        assert "windows lie in host memory" in words
+        assert "GPUDirect works in no way" in words
+        assert ("registering device windows" in words) == (most > 0)
+
+
+def test_whole_ranks_read_back_before_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(
+        transport="roce", node_ranks=1, timeout=30.0, heap_bytes=8 << 20, round_bytes=1 << 20, nic_flush="read"
+    )
+    case = ll_cases.Case(ranks=2, experts=8, counts=(8, 3))
+    given = case.inputs()
+    monkeypatch.setattr(gpu_context, "memory_of", lambda *_: InterpretedMemory())
+
+    def body(runtime: Runtime) -> None:
+        low_latency = LowLatency(Placed(runtime, GpuContext(runtime, torch.device("cpu"), HostOrder())))  # type: ignore[arg-type]
+        ll_cases.check_combined(case, given, runtime.rank, ll_cases.run_rank(case, low_latency, runtime.rank, given))
+
+    with host("roce", monkeypatch, 2) as (network, here):
+        run_ranks(network, here, settings, body, gpus=[Gpu(InterpretedMemory)] * 2)
+        assert network.word(net.READS) >= 2

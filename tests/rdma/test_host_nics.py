@@ -72,7 +72,7 @@ def test_a_rank_goes_on_with_the_nics_that_work(caplog: pytest.LogCaptureFixture
     assert reasons["mem0r1"] == (True, "rail 0")
     assert not reasons["mem0r0"][0]
     assert "port 1 is not active" in reasons["mem0r0"][1]
-    (found,) = [one for one in examine_nic_transports(nics, Settings()) if one.name == "roce"]
+    (found,) = [one for one in examine_nic_transports(nics.offers, Settings()) if one.name == "roce"]
     assert found.status is Status.NOTE
     assert "usable over mem0r1 (Ethernet)" in found.value
     assert "Left out: mem0r0: port 1 is not active" in found.value
@@ -164,7 +164,7 @@ def test_a_named_nic_without_a_link_is_refused(tmp_path: Path) -> None:
         "mlx5_8: no active port; check its cable, bring its interface up (NCCL_IB_HCA names mlx5_8)"
     )
     nics = HostNics(Settings(nccl_ib_hca="mlx5_8"), topology=topology, libraries={})
-    (found,) = [one for one in examine_nic_transports(nics, Settings()) if one.name == "roce"]
+    (found,) = [one for one in examine_nic_transports(nics.offers, Settings()) if one.name == "roce"]
     assert found.status is Status.PROBLEM
     assert found.next_step.endswith("or unset NCCL_IB_HCA")
 

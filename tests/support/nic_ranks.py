@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.data_plane import nics as nic_endpoints
+from uccl_ep_serving.data_plane.gpu_direct import Gpu
 from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.kernels.select import cpu_groups
@@ -68,10 +69,11 @@ def run_ranks(
     settings: Settings,
     body: Callable[[Runtime], Any],
     failed: dict[int, BaseException] | None = None,
+    gpus: Sequence[Gpu] = (),
 ) -> list[Any]:
     """``body`` with a Runtime per rank, each in a thread; results by rank, or the first failure raised.
 
-    ``failed``: takes the failures by rank, instead of one being raised.
+    ``failed``: takes the failures by rank, instead of one being raised. ``gpus``: of the ranks that serve any.
     """
     # as Buffer does: a rank that compiles in its first operation eats into the time of the one that waits for it
     load(*cpu_groups(), *proxy_groups(settings.transport, nic_endpoints._LIBRARIES))
@@ -83,7 +85,8 @@ def run_ranks(
     def work(rank: int) -> None:
         here.rank = rank
         try:
-            runtime = Runtime(StoreExchange(store, rank, network.ranks), settings)
+            gpu = gpus[rank] if gpus else None
+            runtime = Runtime(StoreExchange(store, rank, network.ranks), settings, gpu=gpu)
             try:
                 results[rank] = body(runtime)
             finally:

@@ -225,8 +225,8 @@ def dma_buf(place: Place, exchange: Exchange) -> str:
         note("the export of a dma-buf")
         descriptor, offset = place.memory.export_dmabuf(address, 4 << 20)
         with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)):
-            ordering = place.memory.unordered(shown=True) or "writes of NICs are ordered"
-        return f"exported, at offset {offset}; {ordering}"
+            writes = place.memory.nic_writes().words
+        return f"exported, at offset {offset}; writes of NICs: {writes}"
     except Exception as error:
         return f"not exported: {error}"
     finally:

@@ -82,7 +82,8 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
     """What kernels, links and NICs move of ``batch`` tokens, and how many programs that takes."""
     if ranks % node_ranks:
         raise ConfigError(f"{ranks} ranks do not fill hosts of {node_ranks}")
-    on_device = settings.window == "device" or (settings.window == "auto" and node_ranks == ranks)
+    # between hosts auto takes it where NICs do
+    on_device = settings.window != "host"
     crossed = node_ranks if 1 < node_ranks < ranks and settings.hierarchy != "off" else 0
     traffic = row_traffic(batch, row_bytes, min(topk, ranks), ranks, node_ranks, crossed, on_device)
     link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if on_device else PCIE_BANDWIDTH)
@@ -94,6 +95,7 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
         "bytes_by_kernels": round(traffic.copied),
         "bytes_over_links": round(traffic.link),
         "bytes_by_proxies": round(traffic.far),
+        "windows_in": "GPU memory" if on_device else "host memory",
         "programs": programs,
         "programs_are": "UCCL_EP_PROGRAMS" if settings.programs else found.reason,
     }
@@ -140,8 +142,9 @@ def _print(found: dict[str, Any], title: str) -> None:
     moved = found["normal"]
     kernels, links, proxies = (moved[f"bytes_{way}"] / 2**20 for way in ("by_kernels", "over_links", "by_proxies"))
     console.print(
-        f"A normal-mode dispatch of {moved['tokens']} tokens on a GPU: {kernels:,.0f} MiB copied by kernels, "
-        f"{links:,.0f} over links, {proxies:,.0f} by proxies. Programs (SMs): {moved['programs']}, "
+        f"A normal-mode dispatch of {moved['tokens']} tokens on a GPU, windows in {moved['windows_in']}: "
+        f"{kernels:,.0f} MiB copied by kernels, {links:,.0f} over links, {proxies:,.0f} by proxies. "
+        f"Programs (SMs): {moved['programs']}, "
         f"{moved['programs_are']}.",
         soft_wrap=True,
     )

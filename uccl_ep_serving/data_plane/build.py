@@ -25,10 +25,12 @@ from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService, data_paths
 from ..proxy.spin import Spin, available_cores, choose_spin
 from ..proxy.transport.base import Watchful
-from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, choose
+from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, Offers, choose
 from ..proxy.transport.shm import ShmEndpoint
 from ..proxy.transport.tcp import TcpEndpoint
+from . import gpu_direct
 from .compiling import compile_together
+from .gpu_direct import Gpu, NicWrites
 from .kernel_space import KernelSpace
 from .nics import HostNics, gpu_address
 from .nodes import equal_nodes, on_one_node
@@ -57,14 +59,11 @@ class PlaneBuilder:
         introduction: who the ranks are, and the job's secret.
         settings: this rank's settings.
         normal: sizes of normal mode, equal on all ranks.
+        gpu: whose tensors this rank may serve; None = it serves CPU tensors only.
     """
 
     def __init__(
-        self,
-        mesh: ControlMesh,
-        introduction: Introduction,
-        settings: Settings,
-        normal: NormalPlan,
+        self, mesh: ControlMesh, introduction: Introduction, settings: Settings, normal: NormalPlan, gpu: Gpu | None
     ) -> None:
         self._mesh = mesh
         self._gather = mesh.steps.gather
@@ -78,6 +77,7 @@ class PlaneBuilder:
         self._offers: list[dict[str, Offer]] = []
         #: Agreed by the first build, and the same in every epoch: kernels are made for it.
         self.channels = Channels(0, "")
+        self._gpu, self._writes = gpu, NicWrites()
 
     def build(self, room: LowLatencyRoom | None, epoch: int, watch: PlaneWatch) -> DataPlane:
         """A running data plane. Collective among the ranks that are not masked.
@@ -97,8 +97,8 @@ class PlaneBuilder:
             raise ConfigError(f"{error}") from error
         plane = DataPlane(layout)
         try:
-            windows, mailboxes = self._share_windows(plane)
             self._exchange_offers()
+            windows, mailboxes = self._share_windows(plane)
             self._choose_routes(plane, windows)
             self._agree_on_paths(plane)
             self._compile(plane)
@@ -116,7 +116,11 @@ class PlaneBuilder:
     def _share_windows(self, plane: DataPlane) -> tuple[list[int], list[int]]:
         """Allocate this rank's window and mailbox, and map those of the peers on this host: their addresses by rank."""
         rank, layout = self._rank, plane.layout
-        window = Segment.create(f"uccl_ep window {rank}", layout.nbytes)
+        # pinned as a whole anyway, by NICs or a GPU; other windows are committed as they are touched
+        nics = [kind for kind, offer in self._offers[rank].items() if offer.nics]
+        window = Segment.create(
+            f"uccl_ep window {rank}", layout.nbytes, huge=bool(nics), node=self._nics.numa(nics) if nics else -1
+        )
         plane.segments.append(window)
         mailbox = Segment.create(f"uccl_ep mailbox {rank}", mailbox_bytes(self._ranks, self._settings.proxies))
         plane.segments.append(mailbox)
@@ -159,7 +163,7 @@ class PlaneBuilder:
         room, masked = plane.layout.low_latency, sorted(self._liveness.masked)
         served = f"low latency {room.nbytes / 2**20:.1f} MiB" if room is not None else "no low latency yet"
         _log.info(
-            "uccl_ep rank %d of %d: %s. %d proxies (spin %s), %d channels (%s), window %.1f MiB (heap %.1f MiB, %s), "
+            "uccl_ep rank %d of %d: %s. %d proxies (spin %s), %d channels (%s), window %.1f MiB (heap %.1f MiB, %s)%s, "
             "timeout %g s%s",
             self._rank,
             self._ranks,
@@ -171,6 +175,7 @@ class PlaneBuilder:
             plane.layout.nbytes / 2**20,
             self._normal.heap / 2**20,
             served,
+            f", {pages}" if (pages := plane.segments[0].pages) else "",
             self._settings.timeout,
             f", without ranks {', '.join(map(str, masked))}" if masked else "",
         )
@@ -187,33 +192,35 @@ class PlaneBuilder:
         if self._settings.transport not in ("auto", *NIC_TRANSPORTS):
             self._offers = [{} for _ in range(self._ranks)]
             return
-        answers = self._gather("exchanging NICs", msgspec.msgpack.encode(self._nics.offers))
+        offers: Offers = self._nics.offers
+        if self._settings.window != "host":
+            offers, self._writes = gpu_direct.probe(self._nics, offers, self._gpu)
+        answers = self._gather("exchanging NICs", msgspec.msgpack.encode(offers))
         self._offers = [
             msgspec.msgpack.decode(payload, type=dict[str, Offer]) if payload else {} for payload, _ in answers
         ]
-        self._offers[self._rank] = dict(self._nics.offers)
+        self._offers[self._rank] = dict(offers)
 
     def _agree_on_paths(self, plane: DataPlane) -> None:
-        """Agree on the channels, in the first epoch, and set ``plane.node_ranks``; 1 when a rank is masked, since rows
-        of its peers on other nodes passed through it."""
-        mine, offers = self._offers[self._rank], self._offers
+        """Agree on the channels, in the first epoch; set ``plane.gpu_reach`` and ``plane.node_ranks``, 1 when a
+        rank is masked, since rows of its peers on other nodes passed through it."""
+        mine, offers, routes = self._offers[self._rank], self._offers, plane.routes
         shared = [
             min(len(mine[way].nics), len(offers[peer][way].nics))
-            for peer, way in plane.routes.items()
+            for peer, way in routes.items()
             if way in NIC_TRANSPORTS
         ]
-        direct = [peer for peer, way in plane.routes.items() if way == DIRECT]
-        answers = self._gather("agreeing on paths", msgspec.msgpack.encode((direct, max(shared, default=0))))
-        try:
-            told = [msgspec.msgpack.decode(payload, type=tuple[list[int], int]) for payload, _ in answers if payload]
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"a rank sent something that is no list of ranks and its rails: {error}") from error
+        direct = [peer for peer, way in routes.items() if way == DIRECT]
+        reach = gpu_direct.of_rank(self._settings, self._gpu, routes, mine, self._writes)
+        answers = self._gather("agreeing on paths", msgspec.msgpack.encode((direct, max(shared, default=0), reach)))
+        told = {peer: gpu_direct.read(peer, payload) for peer, (payload, _) in enumerate(answers) if payload}
         if not self.channels.count:
-            self.channels = choose_channels(self._settings, max(rails for _, rails in told))
+            self.channels = choose_channels(self._settings, max(one.rails for one in told.values()))
             if self.channels.warning:
                 _log.warning("rank %d: %s", self._rank, self.channels.warning)
+        plane.gpu_reach = gpu_direct.settle({peer: one.reach for peer, one in told.items()})
         if not self._liveness.masked:
-            plane.node_ranks = equal_nodes([mapped for mapped, _ in told])
+            plane.node_ranks = equal_nodes([one.direct for one in told.values()])
 
     def _compile(self, plane: DataPlane) -> None:
         """Compile, or load, the data paths of the transports that some peer needs."""

@@ -16,6 +16,7 @@ from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
 from .compiling import compile_together
+from .gpu_direct import Gpu
 from .watch import PlaneWatch
 
 __all__ = ["Epochs"]
@@ -30,6 +31,7 @@ class Epochs:
         mesh: control connections, connected before :meth:`start`.
         settings: this rank's settings.
         normal: sizes of normal mode, equal on all ranks.
+        gpu: whose tensors this rank may serve; None = it serves CPU tensors only.
 
     Attributes:
         number: how often ranks have rebuilt their windows; message counters restart at 0 with each epoch.
@@ -37,7 +39,7 @@ class Epochs:
         watch: of the present data plane.
     """
 
-    def __init__(self, mesh: ControlMesh, settings: Settings, normal: NormalPlan) -> None:
+    def __init__(self, mesh: ControlMesh, settings: Settings, normal: NormalPlan, gpu: Gpu | None) -> None:
         self.number = 0
         self.all_direct = False
         self.node_ranks = 1
@@ -48,10 +50,11 @@ class Epochs:
         self._normal = normal
         #: Of the last windows; it never shrinks.
         self._room: LowLatencyRoom | None = None
+        self._gpu = gpu
 
     def start(self, introduction: Introduction) -> None:
         """Build the first data plane. Collective."""
-        self._builder = PlaneBuilder(self._mesh, introduction, self._settings, self._normal)
+        self._builder = PlaneBuilder(self._mesh, introduction, self._settings, self._normal, self._gpu)
         self._install(None)
 
     def rebuild(self, plan: LowLatencyPlan | None, objection: str, compile: Callable[[], object]) -> None:

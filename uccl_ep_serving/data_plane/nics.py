@@ -18,6 +18,7 @@ from .topology import Nic, Topology
 # The transports are imported when a NIC is opened: most hosts that ask have none.
 if TYPE_CHECKING:
     from ..proxy.transport.base import Endpoint
+    from ..proxy.transport.nic.window import Export
     from ..proxy.transport.verbs.library import VerbsLibrary
 
 __all__ = ["HostNics", "gpu_address", "nic_transports"]
@@ -163,6 +164,18 @@ class HostNics:
         if transport == EFA:
             return efa.usable(nic.name, library)
         return roce.usable(nic.name, self._port(nic), self._settings, library)
+
+    def reach_gpu(self, transport: str, nic: Nic, start: int, nbytes: int, export: Export) -> str:
+        """How ``nic`` reaches memory of a GPU, [start, start + nbytes), in words. Opens it for a moment; raises
+        ConfigError or TransportError when it does not."""
+        from ..proxy.transport.nic import window
+
+        return window.reach(self._library(transport), nic.name, start, nbytes, export)
+
+    def numa(self, transports: Collection[str]) -> int:
+        """NUMA node of this rank's NICs of ``transports``; -1 where it is not known, or not one of several."""
+        nodes = {nic.numa for one in set(transports) & set(NIC_TRANSPORTS) for nic in self.rails[one].nics}
+        return nodes.pop() if len(nodes) == 1 and len(self._topology.cpus) > 1 else -1
 
     def _port(self, nic: Nic) -> int:
         return self._wanted.port(nic) or min(nic.ports, default=1)

@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..control_plane.failures import Liveness
 from ..errors import ProtocolError, ProxyDied, TransportError
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
+from ..proxy.fence import DriverFlush, fence_block
 from ..proxy.service import ProxyService
 from ..proxy.spin import Spin
 from ..proxy.transport.base import DeviceReach
-from ..proxy.transport.select import DIRECT, Choice
+from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Choice
+from .gpu_direct import GpuReach
 from .kernel_space import KernelSpace
 from .segments import Segment
 
@@ -51,9 +55,11 @@ class DataPlane:
         choices: the way to each peer.
         finishes: called before a drain, by whose kernels may still publish; the sticky error ends them.
         node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
+        gpu_reach: what stands in the way of windows in GPU memory.
         nic_bandwidth: bytes per second of the NICs in use, one way, 0.0 without any or where the system does not say.
         spin: how long its idle proxies keep their cores.
         releases: called before the memory goes, by who has mapped it into a device.
+        fence: words of the driver's flush that arrivals wait for.
     """
 
     layout: WindowLayout
@@ -61,17 +67,24 @@ class DataPlane:
     endpoints: list[list[Endpoint]] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
     node_ranks: int = 1
+    gpu_reach: GpuReach = GpuReach()  # noqa: RUF009
     nic_bandwidth: float = 0.0
     spin: Spin = field(default_factory=lambda: Spin(0, "no proxy runs"))
     space: KernelSpace | None = None
     service: ProxyService | None = None
     finishes: list[Callable[[], None]] = field(default_factory=list)
     releases: list[Callable[[], object]] = field(default_factory=list)
+    fence: npt.NDArray[np.int64] | None = None
 
     @property
     def routes(self) -> dict[int, str]:
         """Name of the way to each peer."""
         return {peer: choice.transport for peer, choice in self.choices.items()}
+
+    @property
+    def nic_peers(self) -> frozenset[int]:
+        """Peers that are reached over NICs."""
+        return frozenset(peer for peer, kind in self.routes.items() if kind in NIC_TRANSPORTS)
 
     @property
     def kinds(self) -> list[str]:
@@ -144,37 +157,49 @@ class DataPlane:
         start: int,
         nbytes: int,
         export: Callable[[int, int], tuple[int, int]],
-        objection: str,
+        flush: Callable[[], DriverFlush | None],
         exchange: Callable[[str, bytes], list[bytes]],
-    ) -> None:
-        """Have NICs use device memory for the first bytes of the windows; see ``Runtime.register_device_window``.
+    ) -> str:
+        """Have NICs use device memory for the windows; see ``Runtime.register_device_window``.
 
         Args:
             exchange: all-gather of bytes among the ranks, told the step's name.
         """
+        assert self.service is not None
+        objection = ""
         reached = [
-            (f"{kind} {proxy}", endpoint)
+            (proxy, index, kind, endpoint)
             for proxy, row in enumerate(self.endpoints)
-            for kind, endpoint in zip(self.kinds, row, strict=True)
+            for index, (kind, endpoint) in enumerate(zip(self.kinds, row, strict=True))
             if isinstance(endpoint, DeviceReach)
         ]
         with contextlib.ExitStack() as undo:
-            for _, endpoint in reached:
+            for *_, endpoint in reached:
                 undo.callback(endpoint.release_device)
             offers: dict[str, bytes] = {}
             try:
-                for name, endpoint in () if objection else reached:
-                    offers[name] = endpoint.offer_device(start, nbytes, export)
+                if driver := flush():
+                    self.fence = fence_block(driver)
+                for proxy, _, kind, endpoint in reached:
+                    offers[f"{kind} {proxy}"] = endpoint.offer_device(start, nbytes, export)
             except TransportError as error:
                 objection = str(error)
             answers = exchange(_LENDING, msgspec.msgpack.encode((objection, offers)))
             theirs = [_read_offers(peer, text) if text else None for peer, text in enumerate(answers)]
             for peer, answer in enumerate(theirs):
                 if answer is not None and answer[0]:
-                    raise TransportError(f"{_LENDING}: rank {peer}: {answer[0]}. Use UCCL_EP_WINDOW=host on all ranks")
-            for name, endpoint in reached:
+                    raise TransportError(f"{_LENDING}: rank {peer}: {answer[0]}")
+            for proxy, index, kind, endpoint in reached:
+                name = f"{kind} {proxy}"
                 endpoint.accept_device([answer[1].get(name) if answer is not None else None for answer in theirs])
+                if fence := endpoint.fence or (0 if self.fence is None else int(self.fence.ctypes.data)):
+                    self.service.use_fence(proxy, index, fence)
             self.releases.append(undo.pop_all().close)
+        for *_, endpoint in reached:
+            endpoint.release_host()
+        # registering it has committed every page
+        self.segments[0].forget()
+        return " and ".join(dict.fromkeys(endpoint.device_way() for *_, endpoint in reached))
 
     def forget(self, peer: int, reason: int) -> None:
         """Send nothing more to ``peer``, where proxies do; ``reason``: FAILURE_* for its transport."""

@@ -28,10 +28,12 @@ from ..errors import PeerError, UcclEpError
 from ..native.failure import STICKY_ERROR
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
-from ..proxy.transport.select import NIC_TRANSPORTS
+from ..proxy.fence import DriverFlush
+from ..proxy.transport.select import DIRECT
 from ..stats import LiveServer, OperationLog
 from .agreement import SETUP
 from .epochs import Epochs
+from .gpu_direct import Gpu, GpuReach
 from .kernel_space import KernelSpace
 from .segments import HeapAllocator
 from .window_sizes import normal_plan
@@ -51,6 +53,7 @@ class Runtime:
         exchange: the launcher's all-gather; used once.
         settings: this rank's settings.
         heap_bytes: least bytes of window for normal mode's received rows (the engine's size hint).
+        gpu: whose tensors it may serve; None = CPU tensors only.
 
     Attributes:
         rank, ranks, settings: of the group.
@@ -60,7 +63,7 @@ class Runtime:
         ConfigError, BootstrapError, TransportError: nothing is left open.
     """
 
-    def __init__(self, exchange: Exchange, settings: Settings, heap_bytes: int = 0) -> None:
+    def __init__(self, exchange: Exchange, settings: Settings, heap_bytes: int = 0, gpu: Gpu | None = None) -> None:
         for name, closest in unknown_variables().items():
             _log.warning(
                 "%s is not a setting of uccl_ep_serving%s", name, f"; did you mean {closest}?" if closest else ""
@@ -76,7 +79,7 @@ class Runtime:
             # an exchange of the caller's own need not know
             self._mesh = ControlMesh(self.rank, self.ranks, settings, getattr(exchange, "store_host", ""))
         self._liveness = self._mesh.liveness
-        self._epochs = Epochs(self._mesh, settings, normal)
+        self._epochs = Epochs(self._mesh, settings, normal, gpu)
         self._watch = self._epochs.watch
         self.check = self._watch.check
         self._live: LiveServer | None = None
@@ -186,15 +189,30 @@ class Runtime:
     # -- memory on devices --------------------------------------------------------------------------------------
 
     @property
-    def all_on_this_host(self) -> bool:
-        """True when every rank that is not masked shares its memory with this one."""
-        return self._liveness.present <= self._mesh.local_peers
+    def gpu_reach(self) -> GpuReach:
+        """What stands in the way of windows in GPU memory; the same on all ranks."""
+        return self._watch.present.gpu_reach
+
+    @property
+    def far_apart(self) -> bool:
+        """True when some ranks reach each other through proxies only; the same on all ranks."""
+        return bool(self._liveness.present - self.near_peers)
+
+    @property
+    def first_here(self) -> bool:
+        """True on one rank of each host."""
+        return self.rank < min(self._mesh.local_peers & self._liveness.present, default=self.ranks)
 
     @property
     def nic_peers(self) -> frozenset[int]:
         """Ranks that are not masked and that this one reaches over NICs."""
+        return self._watch.present.nic_peers & self._liveness.present
+
+    @property
+    def near_peers(self) -> frozenset[int]:
+        """Ranks that are not masked and whose windows kernels of this one write themselves."""
         routes = self._watch.present.routes
-        return frozenset(peer for peer, kind in routes.items() if kind in NIC_TRANSPORTS) & self._liveness.present
+        return frozenset(peer for peer, way in routes.items() if way == DIRECT) & self._liveness.present
 
     @property
     def device_unreachable(self) -> frozenset[int]:
@@ -203,20 +221,28 @@ class Runtime:
         return self._liveness.present - self._mesh.local_peers - self.nic_peers
 
     def register_device_window(
-        self, start: int, nbytes: int, export: Callable[[int, int], tuple[int, int]], objection: str
-    ) -> None:
-        """Have the NICs of all ranks use device memory [start, start + nbytes) for the first bytes of the windows of
-        the present epoch. Collective, before anything of low-latency mode is sent.
+        self,
+        start: int,
+        nbytes: int,
+        export: Callable[[int, int], tuple[int, int]],
+        flush: Callable[[], DriverFlush | None] = lambda: None,
+    ) -> str:
+        """Have the NICs of all ranks use device memory [start, start + nbytes) for the windows of the present epoch,
+        and let go of those in host memory. Collective, before anything of the epoch is sent.
 
         Args:
+            nbytes: of the windows.
             export: makes a dma-buf of a range (address, bytes): a descriptor, taken over, and the offset in it.
-            objection: why this rank cannot; it then raises on all ranks.
+            flush: gives what proxies call before counts of arrivals are published, None where nothing is needed.
+
+        Returns:
+            How the NICs reach the memory, in words.
 
         Raises:
             TransportError: on every rank, when a NIC of one of them takes the memory in no way.
             PeerError: a rank did not take part.
         """
-        self._watch.present.register_device_window(start, nbytes, export, objection, self.exchange)
+        return self._watch.present.register_device_window(start, nbytes, export, flush, self.exchange)
 
     def before_draining(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has

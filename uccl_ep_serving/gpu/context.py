@@ -12,6 +12,7 @@ import torch
 from ..data_plane.nodes import crossed_once
 from ..data_plane.runtime import Runtime
 from ..errors import ConfigError, TransportError
+from ..proxy.fence import DriverFlush
 from .memory import DeviceMemory, memory_of
 from .streams import GpuOrder, HostOrder, StreamOrder
 from .window import DeviceSpace, DeviceWindow
@@ -25,6 +26,10 @@ _log = logging.getLogger("uccl_ep_serving")
 #: What graphs look at that were captured in windows which are gone: kilobytes each. The host does not hear when the
 #: last of them is destroyed.
 _kept: list[object] = []
+_STEP = (
+    "Next step: uccl-ep doctor says how each NIC reaches GPU memory and what it lacks; or UCCL_EP_WINDOW=host on all "
+    "ranks, to have it so without a warning"
+)
 
 
 class GpuContext:
@@ -52,6 +57,8 @@ class GpuContext:
         self._epoch = -1
         #: What the order had captured when the present space was built.
         self._captures = 0
+        #: Why windows lie in host memory, as it was logged.
+        self._said: set[str] = set()
 
     @property
     def comm_stream(self) -> Any:
@@ -61,8 +68,13 @@ class GpuContext:
     @property
     def crossed(self) -> int:
         """In the present windows: ranks of a node when a row of normal mode crosses once to a node, else 0; equal on
-        all ranks."""
-        runtime = self._runtime
+        all ranks. A GPU may forward only what NICs wrote for it and for those that read it there."""
+        runtime, reach, wanted = self._runtime, self._runtime.gpu_reach, self._runtime.settings.window
+        on_device = wanted == "device" or (wanted == "auto" and not reach.near and not reach.far)
+        if self._space is not None and self._epoch == runtime.epoch:
+            on_device = self._space.on_device
+        if on_device and not reach.across:
+            return 0
         return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
 
     def on_its_device(self) -> contextlib.AbstractContextManager[None]:
@@ -120,13 +132,13 @@ class GpuContext:
             raise
 
     def space(self) -> DeviceSpace:
-        """The space of the present epoch. Its first use is collective where windows are in device memory.
+        """The space of the present epoch. Its first use is collective unless windows lie in host memory.
 
         Raises:
-            ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts that no NIC reaches; or, on every rank, one
-                that cannot pin its memory or copy its tables to the device.
-            TransportError: a NIC of some rank cannot use memory of its GPU; or, with UCCL_EP_WINDOW=device, some rank
-                cannot allocate its window or open a peer's (auto takes windows in host memory then, on all ranks).
+            ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts whose GPU memory no NIC reaches; or, on every
+                rank, one that cannot pin its memory or copy its tables to the device.
+            TransportError: with UCCL_EP_WINDOW=device, some rank cannot allocate its window, open a peer's or register
+                it with a NIC (auto takes windows in host memory then, on all ranks).
         """
         runtime = self._runtime
         if self._space is None or self._epoch != runtime.epoch:
@@ -134,41 +146,93 @@ class GpuContext:
             self._epoch, self._captures = runtime.epoch, self.order.captures
         return self._space
 
-    def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
-        try:
-            return DeviceSpace(self._runtime.space, self.memory, window)
-        except BaseException:
-            if window is not None:
-                # peers may have it open as long as the epoch lasts
-                self._runtime.before_unmapping(window.close)
-            raise
-
     def _build(self) -> DeviceSpace:
-        runtime, window = self._runtime, None
-        wanted = runtime.settings.window
-        if wanted == "device" and (far := runtime.device_unreachable):
-            raise ConfigError(
-                f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks {', '.join(map(str, sorted(far)))}, "
-                "which are on other hosts and not reached over NICs. Use UCCL_EP_WINDOW=host"
-            )
-        if wanted == "device" or (wanted == "auto" and runtime.all_on_this_host and runtime.settings.direct):
-            try:
-                window = DeviceWindow(self.memory, runtime.layout, runtime.rank, runtime.exchange, runtime.nic_peers)
-            except TransportError as error:
-                # on every rank, so that all go on with the other kind
-                if wanted == "device":
-                    raise
-                _log.warning("%s. UCCL_EP_WINDOW=auto: the windows lie in host memory", error)
-        space = self.prepare(lambda: self._space_over(window))
+        runtime = self._runtime
+        window = self._place_windows()
+        space = self.prepare(lambda: DeviceSpace(runtime.space, self.memory, window))
         # what a kernel has not published yet, no proxy can wait for
         runtime.before_draining(self.memory.synchronize)
         runtime.before_unmapping(lambda: space.close(self.keep))
-        if window is not None and runtime.nic_peers:
-            try:
-                objection = self.memory.unordered(shown=self.crossed > 0)
-                # after what frees the memory was noted: the NICs let go of it first
-                runtime.register_device_window(window.own, window.nbytes, self.memory.export_dmabuf, objection)
-            except BaseException:
-                space.close()
-                raise
         return space
+
+    def _place_windows(self) -> DeviceWindow | None:
+        """The device windows of the present epoch, None for windows in host memory; alike on all ranks."""
+        runtime, wanted = self._runtime, self._runtime.settings.window
+        reach = runtime.gpu_reach
+        if wanted == "device":
+            if far := runtime.device_unreachable:
+                raise ConfigError(
+                    f"UCCL_EP_WINDOW=device: nothing here reaches GPU memory of ranks "
+                    f"{', '.join(map(str, sorted(far)))}, which are on other hosts and not reached over NICs. Use "
+                    "UCCL_EP_WINDOW=host"
+                )
+            if reach.far:
+                raise ConfigError(f"UCCL_EP_WINDOW=device: NICs reach no GPU memory: {reach.far}. {_STEP}")
+            return self._share(near_only=False)
+        if wanted == "host":
+            return None
+        if reach.near:
+            self._say(reach.near)
+            return None
+        try:
+            if not reach.far:
+                return self._share(near_only=False)
+            why = reach.far
+        except TransportError as error:
+            # on every rank, so that all go on with the other kind
+            why = str(error)
+        self._say(why)
+        if not (reach.pairs and runtime.far_apart and runtime.layout.low_latency):
+            return None
+        try:
+            return self._share(near_only=True)
+        except TransportError as error:
+            _log.info("uccl_ep rank %d: no second window in GPU memory: %s", runtime.rank, error)
+            return None
+
+    def _share(self, near_only: bool) -> DeviceWindow:
+        """Windows in device memory, opened by the ranks of a host and registered with the NICs to the others.
+
+        Raises:
+            TransportError: on every rank, when it cannot be done on one of them; nothing is left.
+        """
+        runtime, memory = self._runtime, self.memory
+        proxied = runtime.nic_peers if not near_only else frozenset(range(runtime.ranks)) - runtime.near_peers
+        window = DeviceWindow(memory, runtime.layout, runtime.rank, runtime.exchange, proxied, near_only)
+        runtime.before_unmapping(lambda: _let_go(window))
+        said = "for the low-latency messages of ranks of a host"
+        if not near_only:
+            said = "for all messages"
+            if runtime.nic_peers:
+                try:
+                    way = runtime.register_device_window(window.own, window.nbytes, memory.export_dmabuf, self._flush)
+                except TransportError:
+                    window.give_back(runtime.exchange)
+                    raise
+                said += f": NICs reach them by {way}; {memory.nic_writes().words}"
+        _log.info("uccl_ep rank %d: windows in GPU memory %s", runtime.rank, said)
+        return window
+
+    def _flush(self) -> DriverFlush | None:
+        scope = self.memory.nic_writes().flush
+        return self.memory.driver_flush(scope) if scope else None
+
+    def _say(self, why: str) -> None:
+        """Say once, on one rank of the host as a warning, why windows lie in host memory, and what to do."""
+        if why in self._said:
+            return
+        self._said.add(why)
+        level = logging.WARNING if self._runtime.first_here else logging.INFO
+        _log.log(
+            level,
+            "UCCL_EP_WINDOW=auto: windows lie in host memory, which takes each row over PCIe twice more: %s. %s",
+            why,
+            _STEP,
+        )
+
+
+def _let_go(window: DeviceWindow) -> None:
+    try:
+        window.close()
+    except TransportError as error:
+        _log.error("%s. Its memory stays until this process ends", error)

@@ -1,24 +1,24 @@
 """Memory that kernels on a device reach: pinned host memory, device memory, and device memory of peers on this host.
 
 Nothing here is imported before a Buffer serves tensors of a device. CUDA is driven through ``cuda-bindings`` (which
-CUDA builds of torch bring from 2.10 on, our extra ``cuda`` for older ones), ROCm through its C library. In Triton's
-interpreter kernels are Python over host memory, and device memory is a memfd that peers open through /proc.
+CUDA builds of torch bring from 2.10 on, our extra ``cuda`` for older ones), ROCm through its C library.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import mmap
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from ..data_plane.gpu_direct import NicWrites, cuda_writes
 from ..errors import ConfigError, TransportError
+from ..proxy.fence import DriverFlush
+from .interpreted_memory import InterpretedMemory
 
 __all__ = ["CudaMemory", "DeviceMemory", "HipMemory", "InterpretedMemory", "memory_of"]
 
@@ -89,12 +89,11 @@ class DeviceMemory(Protocol):
         """A dma-buf over [address, address + nbytes) of an allocation, for a NIC: its descriptor, which the caller
         closes, and where the memory starts in it."""
 
-    def unordered(self, shown: bool) -> str:
-        """Why a kernel that was told of a NIC's write into device memory might read older bytes; "" = it never does.
+    def nic_writes(self) -> NicWrites:
+        """What a NIC's write into device memory takes before a kernel may be told of it."""
 
-        Args:
-            shown: the kernel may run on another device of this host, which has mapped the memory.
-        """
+    def driver_flush(self, scope: int) -> DriverFlush:
+        """The driver's flush that :meth:`nic_writes` asks for. Raises TransportError where it cannot be called."""
 
 
 class _Driver:
@@ -211,9 +210,11 @@ class CudaMemory(_Driver):
         # (status, number, ...), of which later versions have more
         return int(results[1])
 
-    #: ``cudaDevAttrGPUDirectRDMAWritesOrdering``, and its values from which on writes are ordered for the GPU itself
-    #: (``cudaGPUDirectRDMAWritesOrderingOwner``) and for all (``...OrderingAllDevices``).
-    _WRITES_ORDERING, _ORDERED_FOR_OWNER, _ORDERED_FOR_ALL = 118, 100, 200
+    #: ``cudaDevAttr``: ComputeCapabilityMajor, PageableMemoryAccessUsesHostPageTables (only where CPU and GPU are
+    #: coherent), GPUDirectRDMAFlushWritesOptions, GPUDirectRDMAWritesOrdering.
+    _MAJOR, _HOST_PAGE_TABLES, _FLUSHES, _ORDERING = 75, 100, 117, 118
+    #: ``cudaFlushGPUDirectRDMAWritesOptionHost``: the CPU may flush. ``...TargetCurrentDevice``.
+    _FLUSH_BY_HOST, _CURRENT = 1, 0
     #: ``CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD``
     _DMA_BUF = 1
 
@@ -230,19 +231,34 @@ class CudaMemory(_Driver):
             raise self._no_dmabuf(text.decode() if isinstance(text, bytes) else str(text), int(code))
         return int(descriptor), address - start
 
-    def unordered(self, shown: bool) -> str:
-        """Hopper and later order such writes; what came before needs a flush."""
-        attribute = self._runtime.cudaDeviceAttr(self._WRITES_ORDERING)
-        ordering = int(self._call("DeviceGetAttribute", attribute, self.device.index))
-        said = f"(cudaDevAttrGPUDirectRDMAWritesOrdering is {ordering})"
-        if ordering < self._ORDERED_FOR_OWNER:
-            return f"{self.device} does not order the writes of NICs {said}"
-        if shown and ordering < self._ORDERED_FOR_ALL:
-            return (
-                f"{self.device} orders the writes of NICs for itself only {said}, and the GPUs of a node read from "
-                "each other what came once for all of them, unless UCCL_EP_HIERARCHY=off"
-            )
-        return ""
+    def _attribute(self, number: int) -> int:
+        return int(self._call("DeviceGetAttribute", self._runtime.cudaDeviceAttr(number), self.device.index))
+
+    def nic_writes(self) -> NicWrites:
+        return cuda_writes(
+            str(self.device),
+            ordering=self._attribute(self._ORDERING),
+            major=self._attribute(self._MAJOR),
+            coherent=bool(self._attribute(self._HOST_PAGE_TABLES)),
+            flushes=bool(self._attribute(self._FLUSHES) & self._FLUSH_BY_HOST),
+        )
+
+    def driver_flush(self, scope: int) -> DriverFlush:
+        """``cuFlushGPUDirectRDMAWrites`` flushes the calling thread's context: this process's of the device."""
+        try:
+            library = ctypes.CDLL(_loaded("libcuda.so.1"))
+            ask, select, flush = library.cuCtxGetCurrent, library.cuCtxSetCurrent, library.cuFlushGPUDirectRDMAWrites
+        except (OSError, AttributeError) as error:
+            raise self._failed("cuFlushGPUDirectRDMAWrites", 0, str(error)) from error
+        context = ctypes.c_void_p()
+        with torch.cuda.device(self.device):
+            # the runtime's context becomes current with its first call
+            self._call("Free", 0)
+            code = int(ask(ctypes.byref(context)))
+        if code != 0 or not context.value:
+            raise self._failed("cuCtxGetCurrent", code, "there is no context")
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (select, flush)]
+        return DriverFlush(addresses[0], context.value, addresses[1], self._CURRENT, scope)
 
 
 def _loaded(name: str) -> str:
@@ -334,87 +350,18 @@ class HipMemory(_Driver):
             raise self._no_dmabuf("hsa_amd_portable_export_dmabuf failed", code)
         return descriptor.value, offset.value
 
-    def unordered(self, shown: bool) -> str:
+    def nic_writes(self) -> NicWrites:
         """The memory is allocated uncached, so that nothing older is kept anywhere."""
-        return ""
+        return NicWrites(words="no flush (uncached memory)")
+
+    def driver_flush(self, scope: int) -> DriverFlush:
+        raise self._failed("hipFlush", 0, "ROCm has no flush of what NICs write")
 
 
 def _c_argument(name: str, place: int, value: int) -> Any:
     """The C type of an integer argument: flags are unsigned, everything else a pointer or a size."""
     flags = {"HostRegister": 2, "HostGetDevicePointer": 1, "ExtMallocWithFlags": 1, "IpcOpenMemHandle": 2, "Memset": 1}
     return ctypes.c_uint(value) if flags.get(name) == place else ctypes.c_size_t(value)
-
-
-class InterpretedMemory:
-    """For Triton's interpreter: a kernel reaches all of this process's memory.
-
-    Pages are mapped once at a time, by whichever Buffer, as drivers have it.
-    """
-
-    _mapped: ClassVar[dict[int, int]] = {}
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._owned: dict[int, tuple[int, Any]] = {}
-        self._opened: dict[int, Any] = {}
-
-    def map_host(self, address: int, nbytes: int) -> int:
-        """Raises TransportError for pages that are mapped already."""
-        for start, length in self._mapped.items():
-            if address < start + length and start < address + nbytes:
-                raise TransportError(
-                    f"{nbytes} bytes at {address:#x} share pages with {length} at {start:#x}, which are mapped",
-                    device="memfd",
-                )
-        self._mapped[address] = nbytes
-        return address
-
-    def unmap_host(self, address: int) -> None:
-        del self._mapped[address]
-
-    def allocate(self, nbytes: int) -> int:
-        descriptor = os.memfd_create("uccl_ep device memory", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
-        pages = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
-        self._owned[pages.ctypes.data] = (descriptor, pages)
-        return int(pages.ctypes.data)
-
-    def free(self, address: int) -> None:
-        os.close(self._owned.pop(address)[0])
-
-    def export(self, address: int) -> bytes:
-        return f"/proc/{os.getpid()}/fd/{self._owned[address][0]}".encode().ljust(_HANDLE_BYTES)
-
-    def open(self, handle: bytes) -> int:
-        path = handle.decode().strip()
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransportError(f"cannot open {path}: {error}", device="memfd", errno=error.errno or 0) from error
-        with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)) as file:
-            pages = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
-        self._opened[pages.ctypes.data] = pages
-        return int(pages.ctypes.data)
-
-    def close(self, address: int) -> None:
-        del self._opened[address]
-
-    def synchronize(self) -> None:
-        """A kernel is over when its launch returns."""
-
-    def capture_of(self, stream: int) -> int:
-        """There are no streams."""
-        return 0
-
-    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
-        """The memfd itself."""
-        for start, (descriptor, pages) in self._owned.items():
-            if start <= address and address + nbytes <= start + pages.nbytes:
-                return os.dup(descriptor), address - start
-        raise TransportError(f"{address:#x} is no memory of this device", device="memfd")
-
-    def unordered(self, shown: bool) -> str:
-        return ""
 
 
 def memory_of(device: torch.device, interpreted: bool) -> DeviceMemory:

@@ -4,6 +4,9 @@ Two kinds of window. ``host``: the window of :class:`KernelSpace`, pinned and ma
 transport reaches it. ``device``: a twin of it in GPU memory with the same layout. Peers on this host map it (CUDA IPC)
 and write directly, with the flags in GPU memory as well; others need NICs that reach GPU memory, and the counts of what
 they sent stay where the proxies publish them, in host memory.
+
+Where NICs reach host memory only, there are both: the twin has the regions up to those of normal mode, and the
+low-latency messages of ranks of one host land there. All else is in host memory.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -89,11 +93,13 @@ class DeviceWindow:
         layout: of the windows.
         rank: of this process.
         exchange: all-gather of bytes among the ranks, told the step's name; nothing from those that are masked.
-        proxied: ranks whose windows are not opened: NICs reach them.
+        proxied: ranks whose windows are not opened: proxies reach them.
+        near_only: a twin beside windows in host memory.
 
     Attributes:
         addresses: of the windows by rank, 0 for those that are not open.
         nbytes: of each.
+        near_only: as given.
 
     Raises:
         TransportError: on every rank, when one of them cannot allocate its window or open a peer's.
@@ -106,10 +112,13 @@ class DeviceWindow:
         rank: int,
         exchange: Callable[[str, bytes], list[bytes]],
         proxied: frozenset[int] = frozenset(),
+        near_only: bool = False,
     ) -> None:
         self._memory = memory
         self._rank = rank
-        self.nbytes = layout.nbytes
+        self.near_only = near_only
+        # the regions of normal mode come last
+        self.nbytes = layout.normal_send if near_only else layout.nbytes
         self.own = 0
         self.addresses = [0] * layout.ranks
         objection, handle = "", b""
@@ -129,13 +138,17 @@ class DeviceWindow:
             try:
                 _agree(exchange, objection, b"")
             except TransportError:
-                self._close_peers()
-                # a window is freed when nobody has it open
-                exchange(_SHARING, b"")
+                self.give_back(exchange)
                 raise
         except BaseException:
             self.close()
             raise
+
+    def give_back(self, exchange: Callable[[str, bytes], list[bytes]]) -> None:
+        """Close what was opened, and free the own window once nobody has it open. Collective."""
+        self._close_peers()
+        exchange(_SHARING, b"")
+        self.close()
 
     def _close_peers(self) -> None:
         for peer, address in enumerate(self.addresses):
@@ -167,16 +180,34 @@ def _agree(exchange: Callable[[str, bytes], list[bytes]], objection: str, payloa
     return given
 
 
+class _Tables(NamedTuple):
+    """Where kernels find windows and counts, as the device sees them.
+
+    Attributes:
+        own: the window that proxies read.
+        landing, windows: by rank: where its messages land, and its window where kernels write it.
+        arrived, completed, flags: by rank and stream.
+    """
+
+    own: int
+    landing: _I64
+    windows: _I64
+    arrived: _I64
+    completed: _I64
+    flags: _I64
+
+
 class DeviceSpace:
     """Tables, counters and windows of one epoch, for kernels on a device.
 
     Args:
         space: the host's; its memory stays where it is until :meth:`close` has returned.
         memory: of the device.
-        window: the device windows, or None for windows in host memory.
+        window: the device windows, or None for windows in host memory. They are closed after this object.
 
     Attributes:
-        context: address of the context block in device memory.
+        context, normal_context: addresses, in device memory, of the context blocks of low-latency and of normal mode;
+            one block unless windows lie in two kinds of memory.
     """
 
     def __init__(self, space: KernelSpace, memory: DeviceMemory, window: DeviceWindow | None) -> None:
@@ -189,7 +220,7 @@ class DeviceSpace:
         self._verdict = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         try:
-            self.context = self._build()
+            self.context, self.normal_context = self._build()
         except BaseException:
             self._pages.unmap()
             raise
@@ -202,65 +233,83 @@ class DeviceSpace:
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def _build(self) -> int:
-        space, layout, ranks = self._space, self._space.layout, self._space.ranks
+    def _build(self) -> tuple[int, int]:
+        space, layout = self._space, self._space.layout
         words = _words(space.context, ctx.CONTEXT_WORDS)
-        arrived, completed, flag = (
-            _words(int(words[word]), ranks * STREAMS).copy() for word in (ctx.ARRIVED, ctx.COMPLETED, ctx.FLAG)
-        )
-        windows = _words(int(words[ctx.PEER_WINDOW]), ranks).copy()
         rings = _words(int(words[ctx.RING]), STREAMS).copy()
-        mask = np.array(space.mask)
-        counts = np.unique(np.concatenate([arrived, completed]))
-        pieces = [(int(address), 8) for address in counts if address]
+        arrived, completed, flags = (
+            _words(int(words[word]), space.ranks * STREAMS).reshape(space.ranks, STREAMS)
+            for word in (ctx.ARRIVED, ctx.COMPLETED, ctx.FLAG)
+        )
+        windows = _words(int(words[ctx.PEER_WINDOW]), space.ranks)
+        pieces = [(int(address), 8) for address in np.unique(np.concatenate([arrived, completed])) if address]
         pieces += [
             (int(ring), ring_bytes(int(_words(int(ring) + CAPACITY, 1)[0]))) for ring in np.unique(rings) if ring
         ]
         pieces += [(space.error, 8 * ctx.ERROR_WORDS), (self._report.ctypes.data, 8 * ctx.ERROR_WORDS)]
-        if self._window is None:
+        on_host = self._window is None or self._window.near_only
+        if on_host:
             pieces += [(int(address), layout.nbytes) for address in windows if address]
         self._pages.map(pieces)
-
-        def device(table: _I64) -> _I64:
-            return np.array([self._pages(int(address)) for address in table], dtype=np.int64)
-
-        arrived, completed = device(arrived), device(completed)
-        if self._window is None:
-            flag, windows = device(flag), device(windows)
-            own = self._pages(space.window)
-        else:
-            own = self._window.own
-            windows = np.array(self._window.addresses, dtype=np.int64)
-            # by peer: kernels write its window themselves, or proxies publish counts in host memory
-            mapped = windows[:, None] != 0
-            streams, peers = np.arange(STREAMS), np.arange(ranks)[:, None]
-            arrived = np.where(
-                mapped, own + layout.direct_flags + 8 * (peers * STREAMS + streams), arrived.reshape(ranks, STREAMS)
-            ).ravel()
-            flag = windows[:, None] + layout.direct_flags + 8 * (space.rank * STREAMS + streams)
-            flag = np.where(mapped, flag, 0).astype(np.int64).ravel()
-            completed = np.where(mapped, 0, completed.reshape(ranks, STREAMS)).ravel()
-        context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
-        for word, value in {
+        device = np.vectorize(self._pages, otypes=[np.int64])
+        common = {
             ctx.RANK: space.rank,
-            ctx.RANKS: ranks,
+            ctx.RANKS: space.ranks,
             ctx.CHANNELS: int(words[ctx.CHANNELS]),
-            ctx.WINDOW: own,
             ctx.WINDOW_BYTES: layout.nbytes,
-            ctx.ARRIVED: self._on_device(arrived),
-            ctx.COMPLETED: self._on_device(completed),
-            ctx.PEER_WINDOW: self._on_device(windows),
-            ctx.FLAG: self._on_device(flag),
             ctx.RING: self._on_device(device(rings)),
             # constant: masking a rank begins a new epoch
-            ctx.MASK: self._on_device(mask),
+            ctx.MASK: self._on_device(np.array(space.mask)),
             ctx.ERROR: self._pages(space.error),
             ctx.VERDICT: self._verdict.data_ptr(),
             ctx.REPORT: self._pages(self._report.ctypes.data),
             ctx.HEADS: self._on_device(self._heads(rings)),
             ctx.LIMIT: int(space.timeout * 1e9),
-        }.items():
+        }
+        if self._window is None:
+            own = self._pages(space.window)
+            landing = np.full(space.ranks, own)
+            block = self._block(
+                common, _Tables(own, landing, device(windows), device(arrived), device(completed), device(flags))
+            )
+            return block, block
+        twin = self._over(self._window, device(arrived), device(completed))
+        if not on_host:
+            block = self._block(common, twin)
+            return block, block
+        own = self._pages(space.window)
+        landing = np.where(twin.windows != 0, twin.own, own)
+        host = _Tables(own, np.full_like(landing, own), *map(device, (windows, arrived, completed, flags)))
+        return self._block(common, twin._replace(own=own, landing=landing)), self._block(common, host)
+
+    def _over(self, window: DeviceWindow, arrived: _I64, completed: _I64) -> _Tables:
+        """Tables over device windows; ``arrived`` and ``completed``: where proxies publish counts of whom they
+        reach."""
+        flags_at, ranks = self._space.layout.direct_flags, self._space.ranks
+        windows = np.array(window.addresses, dtype=np.int64)
+        # by peer: kernels write its window themselves, or proxies publish counts in host memory
+        mapped = windows[:, None] != 0
+        streams, peers = np.arange(STREAMS), np.arange(ranks)[:, None]
+        return _Tables(
+            window.own,
+            np.full(ranks, window.own),
+            windows,
+            np.where(mapped, window.own + flags_at + 8 * (peers * STREAMS + streams), arrived),
+            np.where(mapped, 0, completed),
+            np.where(mapped, windows[:, None] + flags_at + 8 * (self._space.rank * STREAMS + streams), 0),
+        )
+
+    def _block(self, common: Mapping[int, int], tables: _Tables) -> int:
+        """Address of a context block."""
+        context = np.zeros(ctx.CONTEXT_WORDS, dtype=np.int64)
+        for word, value in common.items():
             context[word] = value
+        context[ctx.WINDOW] = tables.own
+        context[ctx.LANDING] = self._on_device(tables.landing)
+        context[ctx.PEER_WINDOW] = self._on_device(tables.windows)
+        context[ctx.ARRIVED] = self._on_device(tables.arrived.ravel())
+        context[ctx.COMPLETED] = self._on_device(tables.completed.ravel())
+        context[ctx.FLAG] = self._on_device(tables.flags.ravel())
         return self._on_device(context)
 
     def _heads(self, rings: _I64) -> _I64:
@@ -275,21 +324,21 @@ class DeviceSpace:
 
     @property
     def all_mapped(self) -> bool:
-        """True when kernels write every peer's window themselves."""
-        return self._space.all_direct if self._window is None else all(self._window.addresses)
+        """True when kernels of normal mode write every peer's window themselves."""
+        return all(self._window.addresses) if self._window is not None and self.on_device else self._space.all_direct
 
     @property
     def mapped(self) -> int:
-        """Ranks whose windows kernels write themselves, this one included."""
-        if self._window is not None:
+        """Ranks whose windows kernels of normal mode write themselves, this one included."""
+        if self._window is not None and self.on_device:
             return sum(map(bool, self._window.addresses))
         ranks = range(self._space.ranks)
         return sum(rank == self._space.rank or self._space.is_direct(rank) for rank in ranks)
 
     @property
     def on_device(self) -> bool:
-        """True when windows lie in device memory."""
-        return self._window is not None
+        """True when windows lie in device memory, all of them."""
+        return self._window is not None and not self._window.near_only
 
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""
@@ -320,8 +369,6 @@ class DeviceSpace:
                 self._verdict.fill_(1)
                 self._memory.synchronize()
             self._pages.unmap(but=self._report.ctypes.data if kept else 0)
-            if self._window is not None:
-                self._window.close()
         except TransportError as error:
             _log.error("%s. What was mapped stays until this process ends", error)
         self._tensors = []

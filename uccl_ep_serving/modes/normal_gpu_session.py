@@ -61,7 +61,7 @@ class Present(NamedTuple):
     @property
     def addresses(self) -> tuple[int, int]:
         """Of the kernel context and the state block."""
-        return self.space.context, self.state.address
+        return self.space.normal_context, self.state.address
 
 
 class NormalGpuSession:

@@ -9,13 +9,14 @@ where the last column says so.
     0     RANK             EP rank of this process                                            -
     1     RANKS            EP ranks                                                           -
     2     CHANNELS         channels a message is striped over                                 -
-    3     WINDOW           address of this rank's window                                      -
+    3     WINDOW           address of this rank's window; where windows lie in two kinds of   -
+                           memory, of the one that proxies read
     4     WINDOW_BYTES     its length                                                         -
     5     ARRIVED          address of int64[ranks x 256]: *address* of the arrived count      -
     6     COMPLETED        address of int64[ranks x 256]: *address* of the locally completed  -
                            message count, 0 for a peer whose window is mapped
     7     PEER_WINDOW      address of int64[ranks]: address of the peer's mapped window, 0    -
-                           for a peer reached through a proxy (this rank's own entry: WINDOW)
+                           for a peer reached through a proxy (this rank's own entry: LANDING)
     8     FLAG             address of int64[ranks x 256]: address of the peer's direct flag,  -
                            0 for a peer reached through a proxy
     9     RING             address of int64[256]: address of the ring that owns the stream    -
@@ -29,8 +30,11 @@ where the last column says so.
     14    HEADS            address of int64[256]: address, in device memory, of the head, the  -
                            last known tail and the capacity of the ring that owns the stream
     15    LIMIT            nanoseconds that a wait may last                                   -
+    16    LANDING          address of int64[ranks]: address of this rank's window that the    -
+                           rank's messages land in; all are WINDOW unless windows lie in two
+                           kinds of memory
 
-The last four are for kernels on a device, which read-modify-write no memory of the host; for kernels on the CPU they
+The last five are for kernels on a device, which read-modify-write no memory of the host; for kernels on the CPU they
 are 0.
 
 Memory orders: arrived and completed counts are stored with release by their one writer (proxy, or for a mapped peer
@@ -62,6 +66,7 @@ __all__ = [
     "FAILURE_TRANSPORT",
     "FLAG",
     "HEADS",
+    "LANDING",
     "LIMIT",
     "MASK",
     "PEER_WINDOW",
@@ -79,8 +84,8 @@ __all__ = [
 ]
 
 RANK, RANKS, CHANNELS, WINDOW, WINDOW_BYTES, ARRIVED, COMPLETED, PEER_WINDOW, FLAG, RING, MASK, ERROR = range(12)
-VERDICT, REPORT, HEADS, LIMIT = range(12, 16)
-CONTEXT_WORDS = 16
+VERDICT, REPORT, HEADS, LIMIT, LANDING = range(12, 17)
+CONTEXT_WORDS = 17
 
 ERROR_CODE, ERROR_PEER, ERROR_STREAM, ERROR_ARRIVED, ERROR_EXPECTED = range(5)
 ERROR_WORDS = 8

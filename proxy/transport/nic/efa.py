@@ -220,7 +220,7 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
     ) -> None:
         if not devices:
             raise ConfigError(f"rank {rank}: no EFA device to use; uccl-ep doctor says why")
-        super().__init__(rank, ranks, proxy, window, window_bytes, watch)
+        super().__init__(rank, ranks, proxy, window, window_bytes, watch, settings.nic_flush == "read")
         self._handles: dict[tuple[int, bytes], AddressHandle] = {}
         library = library or load_libefa()
         try:

@@ -20,7 +20,7 @@ from ..verbs.library import VerbsLibrary
 from ..verbs.objects import CompletionQueue, ProtectionDomain
 from . import words
 from .defaults import choose_gid
-from .window import DeviceOffer, Export, KeyTable, WindowRegion, register_device, register_host
+from .window import ACCESS, DeviceOffer, Export, KeyTable, WindowRegion, register_device, register_host
 
 _POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -126,16 +126,26 @@ class Rail:
             if status:
                 raise self.context.library.refused("post_recv", abs(status), self.device, "posting receives")
 
-    def register_device(self, start: int, nbytes: int, export: Export, overlap: int) -> KeyTable:
+    def register_device(self, start: int, nbytes: int, export: Export, overlap: int, access: int) -> KeyTable:
         """Register device memory beside the window; the keys for peers. Raises TransportError."""
-        self._device_region = register_device(self.pd, start, nbytes, export, overlap)
+        self._device_region = register_device(self.pd, start, nbytes, export, overlap, access)
         return self._device_region.remote
+
+    @property
+    def device_way(self) -> str:
+        """How the NIC reaches the device memory."""
+        assert self._device_region is not None
+        return self._device_region.way
 
     @property
     def device_keys(self) -> KeyTable:
         """Keys of the device memory for this rank's work requests."""
         assert self._device_region is not None
         return self._device_region.local
+
+    def release_host(self) -> None:
+        """Take the keys of the window in host memory back."""
+        self.region.close()
 
     def release_device(self) -> None:
         """Take the keys of the device memory back."""
@@ -163,6 +173,7 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
         window: address of this rank's window, the only memory of the user that peers write.
         window_bytes: its length, equal on all ranks.
         watch: called a few times a second while rails are opened and peers connected; raises when one will never come.
+        reads: NICs read device memory back before what they wrote there counts (UCCL_EP_NIC_FLUSH=read).
     """
 
     #: Name of the transport, and its type of address.
@@ -172,7 +183,14 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
     refused_call: ClassVar[str]
 
     def __init__(
-        self, rank: int, ranks: int, proxy: int, window: int, window_bytes: int, watch: Callable[[], None]
+        self,
+        rank: int,
+        ranks: int,
+        proxy: int,
+        window: int,
+        window_bytes: int,
+        watch: Callable[[], None],
+        reads: bool,
     ) -> None:
         self._rank, self._ranks, self._proxy = rank, ranks, proxy
         self._window, self._window_bytes = window, window_bytes
@@ -181,6 +199,9 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
         self._rails: list[RailT] = []
         self._state: MemoryT | None = None
         self._device_bytes = 0
+        #: UCCL_EP_NIC_FLUSH: arrivals in device memory wait for a read by the NIC.
+        self._reads = reads
+        self._fence: words.Words | None = None
         self._capabilities: Capabilities
         self._data_path: DataPath
 
@@ -301,8 +322,12 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
     def offer_device(self, start: int, nbytes: int, export: Export) -> bytes:
         """See :class:`..base.DeviceReach`."""
         overlap = self._capabilities.max_write
-        keys = tuple(rail.register_device(start, nbytes, export, overlap) for rail in self._rails)
+        # what a NIC reads of its own peers do not: their queue pairs have no right to read
+        access = ACCESS | (codes.ACCESS_REMOTE_READ if self._reads else 0)
+        keys = tuple(rail.register_device(start, nbytes, export, overlap, access) for rail in self._rails)
         self._device_bytes = nbytes
+        if self._reads:
+            self._read_back(start)
         self.state.context[words.DEVICE_WINDOW] = start
         return DeviceOffer(start, nbytes, keys).encode()
 
@@ -324,6 +349,24 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
                 state.use_keys(self._links(peer, index), words.DEVICE_KEYS, own, there)
         # The last word of all: with it the data path looks at the others.
         state.context[words.SPLIT] = self._device_bytes
+
+    def device_way(self) -> str:
+        """See :class:`..base.DeviceReach`."""
+        return " and ".join(dict.fromkeys(rail.device_way for rail in self._rails))
+
+    @property
+    def fence(self) -> int:
+        """See :class:`..base.DeviceReach`."""
+        return 0 if self._fence is None else int(self._fence.ctypes.data)
+
+    def _read_back(self, start: int) -> None:
+        """Make :attr:`fence` a read of the device memory at ``start`` by each NIC. Raises TransportError."""
+        raise TransportError(f"UCCL_EP_NIC_FLUSH=read: {self.name} has no such flush. Next step: unset it")
+
+    def release_host(self) -> None:
+        """See :class:`..base.DeviceReach`."""
+        for rail in self._rails:
+            rail.release_host()
 
     def release_device(self) -> None:
         """See :class:`..base.DeviceReach`."""

@@ -25,6 +25,7 @@ from . import roce_words as rc
 from . import words
 from .defaults import Family, family_of
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress, one_device_reports
+from .loopback import Loopback, fence_over
 from .roce_data import FUNCTIONS
 
 #: An InfiniBand or Ethernet path MTU of 4096, as verbs counts them.
@@ -267,8 +268,9 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
             raise ConfigError(f"roce of rank {rank}: peers {sorted(peers)} of {ranks} ranks")
         if not nics:
             raise ConfigError(f"rank {rank}: no RDMA device to use; uccl-ep doctor says why")
-        super().__init__(rank, ranks, proxy, window, window_bytes, watch)
+        super().__init__(rank, ranks, proxy, window, window_bytes, watch, settings.nic_flush == "read")
         self._qps, self._peers = settings.nic_qps, sorted(peers)
+        self._loopbacks: list[Loopback] = []
         library = library or load_libibverbs()
         try:
             for nic in nics:
@@ -375,6 +377,20 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
 
     def _reports(self, peer: int) -> str:
         return one_device_reports(self._failed_rail(peer))
+
+    def _read_back(self, start: int) -> None:
+        self._loopbacks = []
+        for rail in self._rails:
+            key = rail.device_keys.keys[0]
+            self._loopbacks.append(Loopback(rail.pd, rail.port, rail.gid, start, key))
+        self._fence = fence_over(self._loopbacks)
+
+    def release_device(self) -> None:
+        """See :class:`..base.DeviceReach`."""
+        loopbacks, self._loopbacks, self._fence = self._loopbacks, [], None
+        for loopback in loopbacks:
+            loopback.close()
+        super().release_device()
 
     def _detach(self) -> None:
         self.state.detach()

@@ -32,6 +32,7 @@ from ..verbs import codes
 from ..verbs.abi import WC
 from . import roce_words as rc
 from . import words
+from .loopback import flush_by_reading
 from .roce_link import (
     add_request,
     fail_peer,
@@ -103,9 +104,12 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
     if nbytes < 0 or nbytes > MAX_WRITE_BYTES or target < 0 or target > peek(context + 8 * words.WINDOW_BYTES) - nbytes:
         return -_EINVAL
     source, split = local - peek(context + 8 * words.WINDOW), peek(context + 8 * words.SPLIT)
+    if nbytes == 0:
+        # it stands where the memory in use begins: the other kind may not be registered
+        source = target = 0
     on_device = target < split
     # rule: roce: a write lies in one kind of memory
-    if (nbytes > 0 and (source < split) != on_device) or (on_device and max(source, target) + nbytes > split):
+    if (source < split) != on_device or (on_device and max(source, target) + nbytes > split):
         return -_EINVAL
     qps, rails, rail = peek(context + 8 * rc.QPS), peek(record + 8 * words.COMMON_RAILS), 0
     if rails > 1:
@@ -335,4 +339,4 @@ def _drop(context: int, peer: int, reason: int) -> int:
     return 0
 
 
-FUNCTIONS = DataFunctions("roce", _post, _flush, _poll, _drop)
+FUNCTIONS = DataFunctions("roce", _post, _flush, _poll, _drop, flush_by_reading)

@@ -1,9 +1,10 @@
 """Registration of a window with a NIC: one region, or chunks where the memory is a GPU's and goes by dma-buf.
 
-Host windows are registered as they are. A device window is tried the same way first: that works where a peer-memory
-module (nvidia-peermem, amdgpu's) is loaded. Otherwise it is exported as dma-buf and registered in chunks of 1 GiB,
-because with a full IOMMU a single dma-buf region above 2 GiB can fail with ENOMEM (kernel 5.12 or newer and rdma-core
-34 are needed).
+Host windows are registered as they are, with relaxed ordering. A device window is tried by its address first: that
+works where a peer-memory module (nvidia-peermem, amdgpu's) is loaded. Otherwise it is exported as dma-buf and
+registered in chunks of 1 GiB, because with a full IOMMU a single dma-buf region above 2 GiB can fail with ENOMEM
+(kernel 5.12 or newer and rdma-core 34 are needed). Writes into GPU memory never have relaxed ordering: a GPU promises
+nothing of writes that may pass each other on the way to it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import msgspec
 
 from ....errors import TransportError
 from ..verbs import codes
+from ..verbs.device import open_device
+from ..verbs.library import VerbsLibrary, load_libibverbs
 from ..verbs.objects import MemoryRegion, ProtectionDomain
 
 #: log2 of the bytes of a dma-buf chunk.
 CHUNK_SHIFT = 30
 # Completions still order everything: only writes among themselves may pass each other.
-_ACCESS = codes.ACCESS_LOCAL_WRITE | codes.ACCESS_REMOTE_WRITE
+ACCESS = codes.ACCESS_LOCAL_WRITE | codes.ACCESS_REMOTE_WRITE
 #: Makes a dma-buf of a range (address, bytes) of device memory: a descriptor, owned by whoever receives it, and the
 #: offset at which the range starts in it.
 Export = Callable[[int, int], tuple[int, int]]
@@ -64,10 +67,17 @@ class DeviceOffer(msgspec.Struct, frozen=True, tag="device window 1"):
 
 
 class WindowRegion(NamedTuple):
-    """A registered window: offset >> ``shift`` is the chunk that an offset lies in, ``regions`` are the chunks'."""
+    """A registered window.
+
+    Attributes:
+        shift: offset >> shift is the chunk that an offset lies in.
+        regions: of the chunks.
+        way: how the NIC reaches the memory, in words.
+    """
 
     shift: int
     regions: Sequence[MemoryRegion]
+    way: str
 
     @property
     def local(self) -> KeyTable:
@@ -91,10 +101,13 @@ def register_host(pd: ProtectionDomain, start: int, nbytes: int) -> WindowRegion
     Raises:
         TransportError: the NIC refuses the memory.
     """
-    return WindowRegion(WHOLE_SHIFT, [MemoryRegion(pd, start, nbytes, _ACCESS | codes.ACCESS_RELAXED_ORDERING)])
+    access = ACCESS | codes.ACCESS_RELAXED_ORDERING
+    return WindowRegion(WHOLE_SHIFT, [MemoryRegion(pd, start, nbytes, access)], "host memory")
 
 
-def register_device(pd: ProtectionDomain, start: int, nbytes: int, export: Export, overlap: int) -> WindowRegion:
+def register_device(
+    pd: ProtectionDomain, start: int, nbytes: int, export: Export, overlap: int, access: int = ACCESS
+) -> WindowRegion:
     """Register device memory [start, start + nbytes) in the same way.
 
     Args:
@@ -103,26 +116,36 @@ def register_device(pd: ProtectionDomain, start: int, nbytes: int, export: Expor
         export: makes a dma-buf of a part of it.
         overlap: bytes that a chunk reaches into the next one: a write cannot be cut in two, and must lie whole in the
             chunk in which it starts.
+        access: ``ACCESS_*`` of the regions.
 
     Raises:
         TransportError: the NIC takes the memory in no way; every attempt is named.
     """
     try:
-        return register_host(pd, start, nbytes)
+        return WindowRegion(WHOLE_SHIFT, [MemoryRegion(pd, start, nbytes, access)], "peer memory")
     except TransportError as error:
         refusal = error
     try:
-        return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, export, overlap))
+        return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, export, overlap, access), "dma-buf")
     except TransportError as error:
         raise TransportError(
             f"{pd.device}: GPUDirect works in no way. Directly (needs nvidia-peermem or AMD's peer-memory module): "
-            f"{refusal}. By dma-buf (kernel 5.12, rdma-core 34, a driver that exports): {error}. Use a host window",
+            f"{refusal}. By dma-buf (kernel 5.12, rdma-core 34, a driver that exports): {error}",
             device=pd.device,
             errno=error.errno,
         ) from error
 
 
-def _register_chunks(pd: ProtectionDomain, start: int, nbytes: int, export: Export, overlap: int) -> list[MemoryRegion]:
+def reach(library: VerbsLibrary | None, device: str, start: int, nbytes: int, export: Export) -> str:
+    """How ``device`` reaches device memory, in words. Opens it for a moment; arguments and errors are those of
+    :func:`register_device`, and None is this machine's library."""
+    with open_device(library or load_libibverbs(), device) as context:
+        return register_device(ProtectionDomain(context), start, nbytes, export, 0).way
+
+
+def _register_chunks(
+    pd: ProtectionDomain, start: int, nbytes: int, export: Export, overlap: int, access: int
+) -> list[MemoryRegion]:
     """Regions of 1 GiB and the overlap each; all or none."""
     regions: list[MemoryRegion] = []
     try:
@@ -130,7 +153,7 @@ def _register_chunks(pd: ProtectionDomain, start: int, nbytes: int, export: Expo
             part = min(nbytes - offset, (1 << CHUNK_SHIFT) + overlap)
             descriptor, place = export(start + offset, part)
             try:
-                regions.append(MemoryRegion(pd, start + offset, part, _ACCESS, dmabuf=(descriptor, place)))
+                regions.append(MemoryRegion(pd, start + offset, part, access, dmabuf=(descriptor, place)))
             finally:
                 # The region holds the buffer; the descriptor is needed no more.
                 os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 
 # --- ibv_access_flags
-ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE = 1, 2
+ACCESS_LOCAL_WRITE, ACCESS_REMOTE_WRITE, ACCESS_REMOTE_READ = 1, 2, 4
 #: Of the optional range: a library or NIC that does not know it ignores it (``ibv_reg_mr_iova2`` only).
 ACCESS_RELAXED_ORDERING = 1 << 20
 
@@ -37,7 +37,7 @@ INIT_ATTR_PD, INIT_ATTR_SEND_OPS_FLAGS = 1 << 0, 1 << 6
 OPS_RDMA_WRITE, OPS_RDMA_WRITE_WITH_IMM = 1 << 0, 1 << 1
 
 # --- ibv_wr_opcode, ibv_send_flags, ibv_wc_opcode, ibv_wc_flags
-WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM = 0, 1
+WR_RDMA_WRITE, WR_RDMA_WRITE_WITH_IMM, WR_RDMA_READ = 0, 1, 4
 SEND_SIGNALED = 2
 WC_RDMA_WRITE, WC_RECV_RDMA_WITH_IMM = 1, 129
 WC_WITH_IMM = 1 << 1

@@ -182,9 +182,9 @@ class QueuePair(VerbsObject):
             doing=f"{doing} (ibv_modify_qp)",
         )
 
-    def initialise(self, port: int) -> None:
-        """RESET -> INIT on ``port``; receives may be posted from here on."""
-        attributes = Block(QP_ATTR, qp_state=codes.QPS_INIT, port_num=port, qp_access_flags=codes.ACCESS_REMOTE_WRITE)
+    def initialise(self, port: int, access: int = codes.ACCESS_REMOTE_WRITE) -> None:
+        """RESET -> INIT on ``port``, with ``access`` for the other end; receives may be posted from here on."""
+        attributes = Block(QP_ATTR, qp_state=codes.QPS_INIT, port_num=port, qp_access_flags=access)
         mask = codes.QP_STATE | codes.QP_PKEY_INDEX | codes.QP_PORT | codes.QP_ACCESS_FLAGS
         self.modify(attributes, mask, f"preparing a queue pair on port {port}")
 

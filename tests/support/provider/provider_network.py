@@ -41,6 +41,7 @@ WRITES = 112  # work requests posted
 IMMEDIATES = 120  # of them, with an immediate
 BYTES = 128
 CURSOR = 136  # index of the QP that the next step looks at first
+READS = 152  # RDMA reads that have read
 HALF = 144  # probability * 2**32 that only the first half of a payload lands in a step
 NETWORK_BYTES = 256
 
@@ -110,7 +111,8 @@ _CQ_CONTEXT = CQ["context"]
 _ERR, _RTR, _RTS = codes.QPS_ERR, codes.QPS_RTR, codes.QPS_RTS
 _FLUSHED, _RETRY = codes.WR_FLUSH_ERR, codes.RETRY_EXC_ERR
 _LOCAL_PROTECTION, _REMOTE_ACCESS = codes.LOC_PROT_ERR, codes.REM_ACCESS_ERR
-_REMOTE_WRITE = codes.ACCESS_REMOTE_WRITE
+_REMOTE_WRITE, _REMOTE_READ = codes.ACCESS_REMOTE_WRITE, codes.ACCESS_REMOTE_READ
+_READ = codes.WR_RDMA_READ
 _WRITE_IMM, _WRITE = codes.WR_RDMA_WRITE_WITH_IMM, codes.WR_RDMA_WRITE
 _WC_WRITE, _WC_RECV_IMM, _WITH_IMM = codes.WC_RDMA_WRITE, codes.WC_RECV_RDMA_WITH_IMM, codes.WC_WITH_IMM
 
@@ -285,7 +287,8 @@ def bounds_status(network: int, flight: int) -> int:
         return 0
     if not covers(network, peek(flight + F_LKEY), peek(flight + F_LOCAL), nbytes, 0):
         return _LOCAL_PROTECTION
-    if not covers(network, peek(flight + F_RKEY), peek(flight + F_REMOTE), nbytes, _REMOTE_WRITE):
+    access = _REMOTE_READ if peek(flight + F_OPCODE) == _READ else _REMOTE_WRITE
+    if not covers(network, peek(flight + F_RKEY), peek(flight + F_REMOTE), nbytes, access):
         return _REMOTE_ACCESS
     return 0
 
@@ -302,6 +305,9 @@ def land(network: int, qp: int, flight: int, needs_receive: bool) -> int:
     nbytes, remote, local = peek(flight + F_NBYTES), peek(flight + F_REMOTE), peek(flight + F_LOCAL)
     target = qp_at(network, peek(flight + F_DESTINATION))
     immediate = peek(flight + F_OPCODE) == _WRITE_IMM
+    if peek(flight + F_OPCODE) == _READ:
+        remote, local = local, remote
+        poke(network + READS, peek(network + READS) + 1)
     empty = peek(target + QP_RECEIVED) == peek(target + QP_RECEIVES)
     if immediate and needs_receive and empty:
         poke(network + NOT_READY, peek(network + NOT_READY) + 1)

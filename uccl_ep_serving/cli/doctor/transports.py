@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -13,6 +14,7 @@ import psutil
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.addresses import choose_address
+from uccl_ep_serving.data_plane import gpu_direct
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.listener import listen
@@ -23,6 +25,10 @@ __all__ = ["control_address", "examine_nic_transports", "transports"]
 _ABSENT = {EFA: "no device with the efa driver", ROCE: "no RDMA device other than EFA"}
 #: Free ports are counted up to this many.
 _ENOUGH_PORTS = 128
+_GPU_STEP = (
+    "load nvidia-peermem (or AMD's module), or take a kernel (5.12), rdma-core (34) and GPU driver with dma-buf: "
+    "windows lie in GPU memory then, and rows cross PCIe half as often"
+)
 _INSTALL = "install the NIC and its driver, where this transport is wanted"
 
 
@@ -44,14 +50,33 @@ def transports() -> Iterator[Finding]:
             return
         yield Finding("nics", f"not looked at: {error}", Status.NOTE, "correct or unset the variable")
     else:
-        offers = nics.offers
-        yield from examine_nic_transports(nics, in_force)
+        offers, writes = gpu_direct.probe(nics, nics.offers, _gpu(in_force))
+        yield from examine_nic_transports(offers, in_force)
+        if any(offer.gpu for offer in offers.values()):
+            yield Finding("NIC writes", f"into GPU memory: {writes.words}")
     for situation, answer in preview(in_force, offers):
         yield Finding("peer", f"{situation}: {answer}")
 
 
 def _way_out(offer: Offer) -> str:
     return f"unset {offer.asked}" if offer.asked else "UCCL_EP_TRANSPORT=tcp"
+
+
+def _gpu(settings: Settings) -> gpu_direct.Gpu | None:
+    """The GPU that NICs are asked to write, None without one. It gets a context for a moment."""
+    if settings.device == "cpu" or settings.window == "host" or "torch" not in sys.modules:
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+
+    def memory() -> gpu_direct.GpuMemory:
+        from uccl_ep_serving.gpu.memory import memory_of
+
+        return memory_of(torch.device("cuda"), False)
+
+    return gpu_direct.Gpu(memory)
 
 
 def _shm() -> Finding:
@@ -124,21 +149,29 @@ def control_address(settings: Settings) -> Iterator[Finding]:
     yield Finding("ports", words, Status.PROBLEM if few else Status.OK, step if few else "")
 
 
-def examine_nic_transports(nics: HostNics, settings: Settings) -> Iterator[Finding]:
-    """Each transport over NICs: over which ones it is usable here, or why not and what to do.
+def examine_nic_transports(offers: Offers, settings: Settings) -> Iterator[Finding]:
+    """Each transport over NICs: over which ones it is usable here and whether they write GPU memory, or why not and
+    what to do.
 
     A transport that cannot be used is a problem only where ``settings`` demand it, or name its NICs: there is always
     ``tcp``.
     """
     for transport in NIC_TRANSPORTS:
-        offer = nics.offers[transport]
+        offer = offers[transport]
         if offer.nics:
             words = f"usable over {', '.join(offer.nics)} ({offer.fabric}): {offer.reason}"
+            if offer.gpu:
+                words += f". GPU memory: by {offer.gpu}"
+            steps = []
+            if offer.no_gpu:
+                words += f". No GPU memory: {offer.no_gpu}"
+                steps.append(_GPU_STEP)
             if offer.broken:
-                left_out = f"{words}. Left out: {'; '.join(offer.broken)}"
-                yield Finding(transport, left_out, Status.NOTE, "correct what is wrong with the NICs that are left out")
-            else:
-                yield Finding(transport, words)
+                words += f". Left out: {'; '.join(offer.broken)}"
+                steps.append("correct what is wrong with the NICs that are left out")
+            demanded = offer.no_gpu and settings.window == "device"
+            status = Status.PROBLEM if demanded else Status.NOTE if steps else Status.OK
+            yield Finding(transport, words, status, "; ".join(steps))
             continue
         demanded = settings.transport == transport or bool(offer.asked)
         status = Status.PROBLEM if demanded else Status.NOTE
