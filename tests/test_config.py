@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.config import SETTINGS, Settings, deciding, unknown_variables
 from uccl_ep_serving.errors import ConfigError
 
 
@@ -130,3 +130,10 @@ def test_unknown_variables_come_with_the_closest_name() -> None:
     assert unknown_variables({"UCCL_EP_PROXYS": "2", "UCCL_EP_PROXIES": "2", "HOME": "/"}) == {
         "UCCL_EP_PROXYS": "UCCL_EP_PROXIES"
     }
+
+
+def test_what_decides_is_ours_and_what_we_read_of_nccl() -> None:
+    ours = {"UCCL_EP_TIMEOUT": "7", "UCCL_EP_CACHE_DIR": "/scratch", "UCCL_EP_MISSPELT": "1"}
+    nccl = {"NCCL_IB_HCA": "mlx5_0", "NCCL_IB_TC": "96"}
+    others = {"MASTER_ADDR": "10.0.0.1", "NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}
+    assert deciding({**ours, **nccl, **others}) == {**ours, **nccl}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from .errors import ConfigError
 
-__all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "cache_wanted", "unknown_variables"]
+__all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "cache_wanted", "deciding", "unknown_variables"]
 
 _PREFIX = "UCCL_EP_"
 _MIB = 1 << 20
@@ -549,3 +549,13 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str,
     known = [variable.name for variable in SETTINGS] + list(_EARLY)
     unknown = sorted(name for name in environment if name.startswith(_PREFIX) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in unknown}
+
+
+def deciding(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of ``environment`` that decide something here: all of ours, and NCCL's that are read.
+
+    MASTER_ADDR is not among them: launchers give each process its own.
+    """
+    environment = os.environ if environment is None else environment
+    theirs = {"NCCL_IB_HCA", *(variable.fallback for variable in SETTINGS if variable.fallback.startswith("NCCL_"))}
+    return {name: value for name, value in environment.items() if name.startswith(_PREFIX) or name in theirs}

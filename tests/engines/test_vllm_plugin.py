@@ -206,7 +206,18 @@ def engine_worker(pickled: bytes) -> dict[str, Any]:
 
 
 def engine_pickled(backend: str) -> bytes:
+    os.environ.update(UCCL_EP_TIMEOUT="7", UCCL_EP_PROXIES="3")
     return pickle.dumps(parallel_config(all2all_backend=backend))
+
+
+def engine_of_another_node(pickled: bytes, own: dict[str, str]) -> tuple[bytes, dict[str, Any]]:
+    """A worker with an environment of its own, as a Ray actor has: what it starts others with, and its settings."""
+    os.environ.update(own)
+    received = pickle.loads(pickled)
+    from uccl_ep_serving import Settings
+
+    found = Settings.from_environment()
+    return pickle.dumps(received), {"timeout": found.timeout, "proxies": found.proxies, "channels": found.channels}
 
 
 def engine_untouched(backend: str) -> dict[str, Any]:
@@ -371,6 +382,15 @@ def test_dual_batch_overlap_is_still_refused_for_others(in_engine: InEngine, mod
 def test_configuration_hooks_the_worker_that_receives_it(in_engine: InEngine) -> None:
     outcome = in_engine(engine_worker, in_engine(engine_pickled, "uccl_ep_low_latency"))
     assert outcome == {"before": False, "backend": "uccl_ep_low_latency", "hooked": True}
+
+
+def test_configuration_carries_the_launchers_settings(in_engine: InEngine) -> None:
+    """To the worker that gets it, unless that has its own, and as they were to those that this one starts."""
+    own = {"UCCL_EP_PROXIES": "2", "UCCL_EP_CHANNELS": "4"}
+    handed_on, settings = in_engine(engine_of_another_node, in_engine(engine_pickled, "uccl_ep"), own)
+    assert settings == {"timeout": 7.0, "proxies": 2, "channels": 4}
+    _, settings = in_engine(engine_of_another_node, handed_on, {"UCCL_EP_CHANNELS": "5"})
+    assert settings == {"timeout": 7.0, "proxies": 3, "channels": 5}
 
 
 @pytest.mark.parametrize("name", ["allgather_reducescatter", "deepep_low_latency", "nixl_ep"])

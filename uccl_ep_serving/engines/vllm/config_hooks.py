@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
+from uccl_ep_serving.engines import environment
 from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import VLLM
 from uccl_ep_serving.engines.vllm import hooks, layer_hooks
@@ -71,7 +72,7 @@ def _checked(original: Callable[..., Any]) -> Any:
             from uccl_ep_serving.engines.ahead import compile_ahead
 
             compile_ahead(_check_request(self))
-            self._uccl_ep_guard = _Guard()
+            self._uccl_ep_guard = _Guard(environment.launch())
         return result
 
     return hooks.mark(post_init)
@@ -80,17 +81,26 @@ def _checked(original: Callable[..., Any]) -> Any:
 class _Guard:
     """Rides on a pickled ``ParallelConfig``: unpickling it hooks the worker that receives it.
 
-    A worker process gets its configuration before it loads plugins, and a Ray actor may not load them at all.
+    A worker process gets its configuration before it loads plugins, and a Ray actor may not load them at all, nor have
+    the launcher's environment.
+
+    Args:
+        record: of the launcher's environment, handed on as it came by a worker that starts workers.
     """
 
-    def __reduce__(self) -> tuple[Callable[[], _Guard], tuple[()]]:
-        return _hook_worker, ()
+    def __init__(self, record: dict[str, str]) -> None:
+        self._record = record
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, str]], _Guard], tuple[dict[str, str]]]:
+        return _hook_worker, (self._record,)
 
 
-def _hook_worker() -> _Guard:
+def _hook_worker(record: dict[str, str]) -> _Guard:
+    log_through_vllm()
+    environment.adopt(record)
     accept_names()
     activate()
-    return _Guard()
+    return _Guard(record)
 
 
 def _check_request(parallel_config: Any) -> str:

@@ -1,0 +1,31 @@
+"""The launcher's settings, carried to workers that do not inherit its environment: those of Ray.
+
+vLLM gives Ray's workers variables of some prefixes, ours not among them; SGLang gives them none. Both engines pickle
+their configuration to each worker, and a guard of ours rides on it: the record that it carries is :func:`launch`'s, and
+unpickling it calls :func:`adopt` before anything in the worker reads a setting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from uccl_ep_serving.config import deciding
+
+__all__ = ["adopt", "launch"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+
+def launch() -> dict[str, str]:
+    """The record: what decides in this process, the launcher."""
+    return deciding()
+
+
+def adopt(record: Mapping[str, str]) -> None:
+    """Set the variables of ``record`` that this process has not; what a worker's own environment sets stays."""
+    missing = {name: value for name, value in record.items() if name not in os.environ}
+    if missing:
+        os.environ.update(missing)
+        _log.info("uccl_ep: from the launcher's environment: %s", ", ".join(f"{n}={v}" for n, v in missing.items()))
