@@ -50,7 +50,7 @@ def engine_overlapped(
         # of the same weights; one runs both micro-batches, as a model's layer does, the other only makes its inputs
         noted(layers[0].prepare_finalize, calls, ubatching.dbo_current_ubatch_id)
         barrier = threading.Barrier(3)
-        forward: list[Any] = [SimpleNamespace(micro_batch=number) for number in range(2)]
+        forward: list[Any] = [SimpleNamespace(micro_batch=number, dp_metadata=None) for number in range(2)]
         contexts = ubatching.make_ubatch_contexts(2, compute, communication, forward, barrier)
 
         def micro_batch(number: int) -> None:

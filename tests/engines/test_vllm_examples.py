@@ -32,7 +32,7 @@ def engine_parse(arguments: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("script", "arguments", "environment", "expected"),
     [
-        ("one_node.sh", (), {}, {"data_parallel_size": 8, "all2all_backend": "uccl_ep_high_throughput"}),
+        ("one_node.sh", (), {}, {"data_parallel_size": 8, "all2all_backend": "uccl_ep"}),
         (
             "one_node.sh",
             ("--max-num-seqs", "64"),
@@ -49,13 +49,13 @@ def engine_parse(arguments: list[str]) -> dict[str, Any]:
             "several_nodes.sh",
             (),
             {"HEAD": "10.0.0.1", "NNODES": "2", "NODE_RANK": "1"},
-            {"data_parallel_start_rank": 8, "data_parallel_address": "10.0.0.1", "headless": True},
+            {"data_parallel_start_rank": 8, "data_parallel_address": "10.0.0.1", "all2all_backend": "uccl_ep"},
         ),
         (
             "ray.sh",
             (),
             {"HEAD": "10.0.0.1", "NNODES": "2"},
-            {"data_parallel_backend": "ray", "data_parallel_size": 16},
+            {"data_parallel_backend": "ray", "data_parallel_size": 16, "all2all_backend": "uccl_ep"},
         ),
         ("prefill_decode.sh", ("prefill",), {}, {"all2all_backend": "uccl_ep_high_throughput", "port": 8100}),
         (
@@ -86,9 +86,11 @@ def test_vllm_takes_the_lines_of_its_page(in_engine: InEngine) -> None:
     lines = page_lines("docs/vllm.md", "vLLM")
     assert all(line[:2] == ["vllm", "serve"] for line in lines)
     parsed = [in_engine(engine_parse, line[2:]) for line in lines]
-    assert [one["data_parallel_size"] for one in parsed] == [8, 16, 8, 8]
+    assert [one["data_parallel_size"] for one in parsed] == [8, 16, 16, 8, 8]
+    assert [one["data_parallel_backend"] for one in parsed] == ["mp", "mp", "ray", "mp", "mp"]
     assert all(one["enable_expert_parallel"] for one in parsed)
     assert [one["all2all_backend"] for one in parsed] == [
+        "uccl_ep",
         "uccl_ep",
         "uccl_ep",
         "uccl_ep_high_throughput",

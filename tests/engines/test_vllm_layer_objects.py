@@ -40,12 +40,12 @@ def engine_made(fields: dict[str, Any]) -> str:
 
     parallel_config(all2all_backend="uccl_ep")
     layer_hooks.activate()
-    manager = SimpleNamespace(world_size=2, rank=1, get_handle=lambda kwargs: None)
+    manager = SimpleNamespace(world_size=2, rank=1, get_handle=lambda kwargs: None, reserve=lambda **formats: None)
     defaults = {"backend": "uccl_ep", "num_experts": 8, "max_num_tokens": 64, "hidden_dim": 256, "quant": {}}
     asked = defaults | fields
     quant = {"quant_dtype": None, "block_shape": None, "a1_scale": None, "a2_scale": None} | asked["quant"]
     moe = SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(all2all_backend=asked["backend"]),
+        moe_parallel_config=SimpleNamespace(all2all_backend=asked["backend"], sp_size=1),
         num_experts=asked["num_experts"],
         num_local_experts=asked["num_experts"] // 2,
         max_num_tokens=asked["max_num_tokens"],

@@ -166,10 +166,10 @@ def engine_moe(backend: str, data: int) -> dict[str, bool]:
 def engine_vllm_config(backend: str, dbo: bool, model: str) -> dict[str, Any]:
     """What ``VllmConfig`` makes of a backend where the platform would run dual-batch overlap.
 
-    ``graphs`` is the name that the rule about CUDA graphs is given; the rule itself is vLLM's. Overlap asks for a
-    model, up to 0.31 even a configuration without one.
+    ``graphs`` is the name that the rule about CUDA graphs is given, ``captured`` what the rule, which is vLLM's, makes
+    of it for a GPU. Overlap asks for a model, up to 0.31 even a configuration without one.
     """
-    from vllm.config import CompilationConfig, ModelConfig, VllmConfig
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -187,7 +187,10 @@ def engine_vllm_config(backend: str, dbo: bool, model: str) -> dict[str, Any]:
         config = VllmConfig(parallel_config=parallel, model_config=ModelConfig(model=model, dtype="float32"))
     except (AssertionError, ValueError) as error:
         return {"refused": str(error), "after": parallel.all2all_backend}
-    return {"after": config.parallel_config.all2all_backend, "graphs": given}
+    of_a_gpu = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    rule(of_a_gpu, all2all_backend=given[0], data_parallel_size=2)
+    captured = of_a_gpu.cudagraph_mode.name
+    return {"after": config.parallel_config.all2all_backend, "graphs": given, "captured": captured}
 
 
 def engine_worker(pickled: bytes) -> dict[str, Any]:
@@ -300,6 +303,14 @@ def engine_rebound() -> dict[str, bool]:
     return {name: held is now for name, held in holders.items()}
 
 
+def engine_fault_tolerant(backend: str) -> str:
+    try:
+        parallel_config(all2all_backend=backend, enable_fault_tolerance=True)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def engine_on_another_device() -> str:
     from vllm.platforms import current_platform
 
@@ -369,10 +380,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_vllm_config_treats_the_name_as_deepep_and_keeps_it(
     in_engine: InEngine, model: str, name: str, dbo: bool
 ) -> None:
-    ours = in_engine(engine_vllm_config, name, dbo, model)
-    assert ours == {**in_engine(engine_vllm_config, targets.twin(name), dbo, model), "after": name}
+    ours, twin = in_engine(engine_vllm_config, name, dbo, model), targets.config_twin(name)
+    assert ours == {**in_engine(engine_vllm_config, twin, dbo, model), "after": name}
     assert "refused" not in ours
-    assert ours["graphs"] == [targets.twin(name)]
+    assert ours["graphs"] == [twin]
+    assert ours["captured"] == ("NONE" if name == targets.HIGH_THROUGHPUT else "FULL_AND_PIECEWISE")
 
 
 def test_dual_batch_overlap_is_still_refused_for_others(in_engine: InEngine, model: str) -> None:
@@ -433,6 +445,12 @@ def test_a_device_without_kernels_is_refused_at_launch(in_engine: InEngine) -> N
     refused = in_engine(engine_on_another_device)
     assert "--all2all-backend uccl_ep: " in refused
     assert "no kernels for tpu tensors" in refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fault_tolerance_is_refused_at_launch(in_engine: InEngine, name: str) -> None:
+    """Not by each worker, once it runs."""
+    assert f"--all2all-backend {name} with --enable-fault-tolerance: " in in_engine(engine_fault_tolerant, name)
 
 
 def test_a_bad_setting_is_refused_at_launch() -> None:

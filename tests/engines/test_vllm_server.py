@@ -114,6 +114,21 @@ def test_answers_equal_those_of_one_rank(serve: Serve, launch: VllmLaunch, trans
         assert "Falling back to linear" not in got.log
 
 
+def test_steps_that_a_graph_may_hold_give_the_same_answers(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode in the worst-case form, prefill in the exact one, in one server under one name."""
+    for name, value in vllm_probe.install(tmp_path, vllm_probe.GRAPHS).items():
+        monkeypatch.setenv(name, value)
+    got = serve(VllmLaunch(QWEN, "uccl_ep", environment=PROXIED))
+    assert_equal(serve(one_rank(QWEN)).answers, got.answers)
+    made = vllm_probe.rooms(tmp_path)
+    assert len(made) == 2
+    for rank in made:
+        assert 0 in rank
+        assert 0 < max(rank) <= 2 * vllm_probe.LARGEST
+
+
 @pytest.mark.parametrize("backend", [HIGH_THROUGHPUT, LOW_LATENCY])
 def test_losing_remote_rows_changes_the_answers(
     serve: Serve, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str

@@ -7,9 +7,9 @@ tokens through the modular kernel, and through every expert in torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class Layer:
             dealt = torch.cat([torch.arange(EXPERTS)[one::ranks] for one in range(ranks)])
             tables = (torch.argsort(dealt), dealt, torch.tensor(local))
         if manager is None:
-            manager = SimpleNamespace(world_size=ranks, rank=rank, get_handle=lambda _kwargs: buffer)
+            manager = manager_of(buffer, rank, ranks)
         self.prepare_finalize = make_prepare_finalize(moe, quant, tables, manager)
         experts = (TorchBatchedExperts if low_latency else TorchExperts)(*expert_arguments(moe, quant, low_latency))
         self.kernel = mk.FusedMoEKernel(self.prepare_finalize, experts)
@@ -175,6 +175,17 @@ class Layer:
             apply_router_weight_on_input=self.case.weight_input,
         )
         return output
+
+
+@functools.cache
+def manager_of(buffer: Any, rank: int, ranks: int) -> Any:
+    """The all-to-all manager of a group whose Buffer is open."""
+    from uccl_ep_serving.engines.vllm.all2all import UcclEpAll2AllManager
+
+    manager: Any = object.__new__(UcclEpAll2AllManager)
+    manager.rank, manager.world_size, manager.cpu_group = rank, ranks, buffer.group
+    manager._buffer, manager._reserved = buffer, set()
+    return manager
 
 
 def moe_config(case: Case, low_latency: bool, rank: int, ranks: int, places: int) -> Any:

@@ -7,8 +7,8 @@ in a special way, ours are treated alike (:data:`.targets.BACKENDS`).
 ============================ ==========================================================================================
 name                         form
 ============================ ==========================================================================================
-``uccl_ep``                  the same as ``uccl_ep_high_throughput``
-``uccl_ep_high_throughput``  normal mode, Standard activations: prefill, and anything without a bound on tokens
+``uccl_ep``                  normal mode, Standard activations: prefill, and decode in CUDA graphs (``graph_steps``)
+``uccl_ep_high_throughput``  the same without graphs: prefill
 ``uccl_ep_low_latency``      low-latency mode, BatchedExperts activations: decode, at most ``max_num_batched_tokens``
 ============================ ==========================================================================================
 

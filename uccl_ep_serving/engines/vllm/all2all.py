@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import weakref
 from typing import Any
@@ -13,11 +14,16 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from uccl_ep_serving import Buffer
+from uccl_ep_serving.control_plane.bootstrap import TorchExchange
 from uccl_ep_serving.engines.devices import check_device
+from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
+from uccl_ep_serving.engines.vllm.graph_steps import capturing
 from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
+from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["UcclEpAll2AllManager", "check_buffers", "communicator_of", "manager_of_ep_group"]
 
+_log = logging.getLogger("uccl_ep_serving")
 _lock = threading.Lock()
 #: The open ones: elastic expert parallelism builds the next one while the present one still serves.
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,16 +47,74 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
         super().__init__(cpu_group, tcp_store_group)
         _managers.add(self)
         self._buffer: Buffer | None = None
+        self._reserved: set[tuple[Any, ...]] = set()
         self._num_sms = Buffer.num_sms
         # vLLM reserves none for DeepEP's low latency (device_communicators/all2all.py:397), whose kernels only send and
         # unpack, nor for its high throughput on ROCm (v1/worker/ubatch_utils.py:88)
         self._reserves_sms = backend != LOW_LATENCY and not current_platform.is_rocm()
 
     def get_handle(self, kwargs: dict[str, Any]) -> Buffer:
-        """The group's Buffer. Collective at the first call. Raises what :class:`~uccl_ep_serving.Buffer` raises."""
+        """The group's Buffer. Collective at the first call.
+
+        Raises:
+            ConfigError: it is not open yet, and a CUDA graph is being captured.
+            UcclEpError: as :class:`~uccl_ep_serving.Buffer`.
+        """
         if self._buffer is None:
+            if capturing():
+                raise ConfigError(
+                    "uccl_ep: the Buffer of the expert-parallel group is not open yet, and opening it cannot be "
+                    "captured in a CUDA graph. Next step: build the model's layers before graphs are captured"
+                )
             self._buffer = Buffer(self.cpu_group, explicitly_destroy=True)
         return self._buffer
+
+    def reserve(self, moe: Any, *, use_fp8: bool, use_ue8m0: bool) -> None:
+        """Make room for the low-latency dispatches of a layer, and say what it takes. Collective at a new shape.
+
+        Layers are built before vLLM profiles the memory that it may give its KV cache, and before graphs are captured.
+
+        Args:
+            moe: the layer's ``FusedMoEConfig``.
+            use_fp8, use_ue8m0: as its dispatches will say.
+        """
+        shape = (moe.max_num_tokens, moe.hidden_dim, moe.num_experts, moe.experts_per_token)
+        key = (*shape, moe.in_dtype, use_fp8, use_ue8m0)
+        if key in self._reserved:
+            return
+        buffer = self.get_handle({})
+        if self._reserved:
+            # of a draft model, say, whose weights the ranks have not loaded in the same time: this waits long enough
+            TorchExchange(self.cpu_group).all_gather(b"")
+        buffer.reserve_low_latency(
+            *shape,
+            dtype=moe.in_dtype,
+            use_fp8=use_fp8,
+            round_scale=use_ue8m0,
+            use_ue8m0=use_ue8m0,
+            with_topk_weights=True,
+            device=torch.device(moe.device),
+        )
+        self._reserved.add(key)
+        if self.rank == 0:
+            layout = buffer.runtime.layout
+            experts = MoeShape(
+                moe.hidden_dim,
+                moe.num_experts,
+                moe.experts_per_token,
+                moe.intermediate_size_per_partition,
+                moe.in_dtype.itemsize,
+            )
+            needed = memory_budget(experts, self.world_size, moe.max_num_tokens, layout.normal, quantised=use_fp8)
+            _log.info(
+                "uccl_ep: on every GPU a window of %.2f GiB, and %.2f GiB for the rows of a layer of %d experts and "
+                "hidden size %d at %d tokens a rank and step; vLLM counts both when it profiles memory",
+                layout.nbytes / GIB,
+                needed.activations / GIB,
+                moe.num_experts,
+                moe.hidden_dim,
+                moe.max_num_tokens,
+            )
 
     def set_num_sms(self, num_sms: int) -> None:
         """SMs that dispatch and combine may use, at most the default; rounded down to an even number."""

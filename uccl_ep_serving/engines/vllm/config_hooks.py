@@ -12,7 +12,17 @@ from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import VLLM
 from uccl_ep_serving.engines.vllm import hooks, layer_hooks
 from uccl_ep_serving.engines.vllm.log_records import log_through_vllm
-from uccl_ep_serving.engines.vllm.targets import BACKENDS, CONFIG_TARGETS, NAME_TARGETS, Target, find, twin, verify
+from uccl_ep_serving.engines.vllm.targets import (
+    BACKENDS,
+    CONFIG_TARGETS,
+    CURRENT_CONFIG,
+    NAME_TARGETS,
+    Target,
+    config_twin,
+    find,
+    verify,
+)
+from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["accept_names", "activate"]
 
@@ -108,8 +118,16 @@ def _check_request(parallel_config: Any) -> str:
     from uccl_ep_serving import Settings
 
     Settings.from_environment()
+    backend = parallel_config.all2all_backend
+    if getattr(parallel_config, "enable_fault_tolerance", False):
+        # vLLM refuses it as well, in each worker (v1/worker/sentinel/gpu_worker_sentinel.py:26)
+        raise ConfigError(
+            f"--all2all-backend {backend} with --enable-fault-tolerance: after a lost rank vLLM replays the CUDA "
+            "graphs that it has, and they do not know the windows that uccl_ep rebuilds without that rank. Next step: "
+            "leave the option out (a lost rank then ends the engine, by name, within a second)"
+        )
     device = find(Target("vllm.platforms", "current_platform", None, ""))[2].device_type
-    check_device(device, f"--all2all-backend {parallel_config.all2all_backend}", "uccl-ep demo-vllm")
+    check_device(device, f"--all2all-backend {backend}", "uccl-ep demo-vllm")
     return str(device)
 
 
@@ -149,11 +167,11 @@ def _post_init_as_deepep(original: Callable[..., Any]) -> Any:
         if not hooks.asked_for(parallel):
             return original(self, *args, **kwargs)
         ours = parallel.all2all_backend
-        parallel.all2all_backend = twin(ours)
+        parallel.all2all_backend = config_twin(ours)
         try:
             return original(self, *args, **kwargs)
         finally:
-            if parallel.all2all_backend == twin(ours):  # else vLLM has chosen another one
+            if parallel.all2all_backend == config_twin(ours):  # else vLLM has chosen another one
                 parallel.all2all_backend = ours
 
     return hooks.mark(wrapped)
@@ -175,7 +193,7 @@ def _hook_communicator(platform: type[Any]) -> None:
     @functools.wraps(original)
     def choose(cls: type[Any]) -> str:
         name: str = original(cls)
-        current = find(Target("vllm.config", "get_current_vllm_config_or_none", (), ""))[2]()
+        current = find(CURRENT_CONFIG)[2]()
         if current is None or not hooks.asked_for(current.parallel_config):
             return name
         from uccl_ep_serving.engines.vllm import all2all

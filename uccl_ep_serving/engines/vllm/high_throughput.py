@@ -1,4 +1,4 @@
-"""Prepare / finalize in vLLM's Standard form, on the normal mode of the Buffer: prefill, and any number of tokens."""
+"""Prepare / finalize in vLLM's Standard form, on the normal mode of the Buffer: any number of tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vllm.v1.worker.ubatching import (
 )
 
 from uccl_ep_serving import Buffer, EventOverlap
+from uccl_ep_serving.engines.vllm.graph_steps import GraphSteps
 from uccl_ep_serving.engines.vllm.prepare_finalize import PrepareFinalize
 from uccl_ep_serving.engines.vllm.quantisation import quantised_after, quantised_before, weighted_input
 
@@ -32,20 +33,27 @@ __all__ = ["HighThroughput"]
 class HighThroughput(PrepareFinalize):
     """Every token once to each rank of its experts; there the experts see rows with global expert ids and weights.
 
+    A dispatch asks how many rows come, for which the host waits; in the steps of ``graphs`` it takes the most that can
+    come instead. The experts then see rows beyond those that came: they have no expert here, and combine sends none.
+
     Under dual-batch overlap the calls yield where the built-in DeepEP high-throughput backend yields
     (``prepare_finalize/deepep_ht.py:144``): before dispatch and before combine, so that the other micro-batch computes.
 
     Args:
         buffer, ranks: as for both modes.
         rank_expert_offset: global id of the first local expert.
+        graphs: which steps a CUDA graph may hold; None: none.
     """
 
     #: Rows, with ids and weights beside them.
     activation_format = mk.FusedMoEActivationFormat.Standard
 
-    def __init__(self, buffer: Buffer, ranks: int, *, rank_expert_offset: int) -> None:
+    def __init__(
+        self, buffer: Buffer, ranks: int, *, rank_expert_offset: int, graphs: GraphSteps | None = None
+    ) -> None:
         super().__init__(buffer, ranks)
         self._offset = rank_expert_offset
+        self._graphs = graphs
 
     def prepare_async(
         self,
@@ -61,10 +69,12 @@ class HighThroughput(PrepareFinalize):
         """Send the tokens. Block-scaled formats are quantised before dispatch, others after it.
 
         Returns:
-            A function that waits and gives rows [N, H]; their scales or None; tokens of each local expert; global ids
-            int64 [N, K]; weights float32 [N, K]. An id that belongs to another rank is one that ``expert_map`` maps to
-            -1: the built-in experts take no -1 themselves.
+            A function that waits and gives rows [N, H]; their scales or None; tokens of each local expert, or None
+            where the host has not asked; global ids int64 [N, K]; weights float32 [N, K]. An id that belongs to another
+            rank, and each of a row that nobody sent, is one that ``expert_map`` maps to -1: the built-in experts take
+            no -1 themselves.
         """
+        most = 0 if self._graphs is None else self._graphs.most_rows(len(a1))
         if apply_router_weight_on_input:
             a1 = weighted_input(a1, topk_weights)
         block_scaled = quant_config.is_block_quantized and not defer_input_quant
@@ -86,6 +96,7 @@ class HighThroughput(PrepareFinalize):
             num_tokens_per_expert=per_expert,
             topk_idx=topk_ids,
             topk_weights=weights,
+            num_worst_tokens=most,
             config=Buffer.get_dispatch_config(self._ranks),
             previous_event=previous,
             async_finish=not dbo_enabled(),
@@ -99,8 +110,11 @@ class HighThroughput(PrepareFinalize):
             event.current_stream_wait()
             values, value_scales = kept if isinstance(kept, tuple) else (kept, None)
             _used_by_this_stream(values, value_scales, kept_ids, recv_weights)
-            meta = mk.ExpertTokensMetadata.make_from_list(counts, device=values.device)
+            meta = None if most else mk.ExpertTokensMetadata.make_from_list(counts, device=values.device)
             if not quant_config.is_block_quantized and not defer_input_quant and values.numel():
+                if most and quant_config.quant_dtype is not None:
+                    # a scale of the whole tensor must not come from rows that nobody sent
+                    values = values.masked_fill((kept_ids == -1).all(1, keepdim=True), 0)
                 values, value_scales = quantised_after(values, quant_config, per_act_token_quant=False)
             return values, value_scales, meta, self._global(kept_ids, num_experts), recv_weights
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from uccl_ep_serving.engines.memory_budget import GIB
 from uccl_ep_serving.engines.vllm.hooks import asked_for, hook_property, hooked, mark, verify_hooked
-from uccl_ep_serving.engines.vllm.targets import LAYER_TARGETS, USED, find, twin, verify
+from uccl_ep_serving.engines.vllm.targets import CURRENT_CONFIG, LAYER_TARGETS, ONE_NAME, USED, find, twin, verify
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import UNIT
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
 
 __all__ = ["activate", "make_prepare_finalize"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 
 def activate() -> None:
@@ -92,6 +96,19 @@ def _rounded_by_us(given: Mapping[str, Any]) -> int:
     return -(-hidden // values) * values
 
 
+@functools.cache
+def _say_rows(largest: int, rows: int, row_bytes: int) -> None:
+    """Once for each shape of a process's layers."""
+    _log.info(
+        "uccl_ep: steps of at most %d tokens a rank may be captured in CUDA graphs; their layers work on %d rows, the "
+        "most that can come: %.2f GiB of tokens, which vLLM counts when it profiles graphs. Less: "
+        "--max-cudagraph-capture-size",
+        largest,
+        rows,
+        rows * row_bytes / GIB,
+    )
+
+
 def make_prepare_finalize(
     moe: Any, quant_config: Any, routing_tables: tuple[Any, Any, Any] | None = None, all2all_manager: Any = None
 ) -> Any:
@@ -107,6 +124,7 @@ def make_prepare_finalize(
         ConfigError: the layer cannot run on this backend. All ranks refuse alike, before a token has moved.
     """
     from uccl_ep_serving.engines.vllm import all2all
+    from uccl_ep_serving.engines.vllm.graph_steps import GraphSteps
     from uccl_ep_serving.engines.vllm.high_throughput import HighThroughput
     from uccl_ep_serving.engines.vllm.low_latency import LowLatencyBatched
 
@@ -121,10 +139,18 @@ def make_prepare_finalize(
             "num_redundant_experts that fills up the last rank"
         )
     if twin(backend) == "deepep_high_throughput":
+        graphs = None
+        if backend == ONE_NAME:
+            current = find(CURRENT_CONFIG)[2]()
+            compilation = None if current is None else current.compilation_config
+            graphs = GraphSteps(compilation, ranks, moe.moe_parallel_config.sp_size)
+            if all2all_manager.rank == 0 and graphs.largest:
+                _say_rows(graphs.largest, graphs.largest * ranks, moe.hidden_dim * moe.in_dtype.itemsize)
         return HighThroughput(
             all2all_manager.get_handle({}),
             ranks,
             rank_expert_offset=all2all_manager.rank * moe.num_local_experts,
+            graphs=graphs,
         )
     most = MAX_LOW_LATENCY_TOKENS
     if not 0 < moe.max_num_tokens <= most:
@@ -136,6 +162,7 @@ def make_prepare_finalize(
     return LowLatencyBatched(
         all2all_manager.get_handle({}),
         ranks,
+        reserve=functools.partial(all2all_manager.reserve, moe),
         max_tokens_per_rank=moe.max_num_tokens,
         hidden_size=moe.hidden_dim,
         quant_config=quant_config,

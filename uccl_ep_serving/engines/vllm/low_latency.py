@@ -32,6 +32,7 @@ class LowLatencyBatched(PrepareFinalize):
 
     Args:
         buffer, ranks: as for both modes.
+        reserve: makes room in the group's windows for dispatches with ``use_fp8`` and ``use_ue8m0`` as given.
         max_tokens_per_rank: T, the most tokens a rank dispatches in one step.
         hidden_size: H.
         quant_config: of the layer; e4m3 with 128 x 128 blocks is quantised inside dispatch, with a scale per 128
@@ -51,12 +52,14 @@ class LowLatencyBatched(PrepareFinalize):
         buffer: Buffer,
         ranks: int,
         *,
+        reserve: Callable[..., None],
         max_tokens_per_rank: int,
         hidden_size: int,
         quant_config: Any,
         global_to_physical: torch.Tensor | None = None,
     ) -> None:
         super().__init__(buffer, ranks, max_tokens_per_rank)
+        self._reserve = reserve
         self._tokens = max_tokens_per_rank
         self._fp8 = is_block_scaled_fp8(quant_config)
         self._ue8m0 = False
@@ -64,8 +67,10 @@ class LowLatencyBatched(PrepareFinalize):
         _check_formats(quant_config, hidden_size, fp8=self._fp8)
 
     def post_init_setup(self, fused_experts: Any) -> None:
-        """Experts that read packed UE8M0 scales get them from dispatch."""
-        self._ue8m0 = self._fp8 and fused_experts.supports_packed_ue8m0_act_scales()
+        """Experts that read packed UE8M0 scales get them from dispatch. Now the formats are known: make room."""
+        fp8 = self._fp8 and not fused_experts.expects_unquantized_inputs
+        self._ue8m0 = fp8 and fused_experts.supports_packed_ue8m0_act_scales()
+        self._reserve(use_fp8=fp8, use_ue8m0=self._ue8m0)
 
     def prepare_async(
         self,

@@ -16,22 +16,26 @@ from uccl_ep_serving.engines.versions import VLLM
 __all__ = [
     "BACKENDS",
     "CONFIG_TARGETS",
+    "CURRENT_CONFIG",
     "HIGH_THROUGHPUT",
     "LAYER_TARGETS",
     "LOW_LATENCY",
     "NAME_TARGETS",
+    "ONE_NAME",
     "USED",
     "Target",
+    "config_twin",
     "find",
     "twin",
     "verify",
 ]
 
+ONE_NAME = "uccl_ep"
 HIGH_THROUGHPUT = "uccl_ep_high_throughput"
 LOW_LATENCY = "uccl_ep_low_latency"
 
 BACKENDS = {
-    "uccl_ep": "deepep_high_throughput",
+    ONE_NAME: "deepep_high_throughput",
     HIGH_THROUGHPUT: "deepep_high_throughput",
     LOW_LATENCY: "deepep_low_latency",
 }
@@ -41,6 +45,12 @@ BACKENDS = {
 def twin(backend: str) -> str:
     """The built-in backend that vLLM's special cases name, for one of ours; any other name is returned as it is."""
     return BACKENDS.get(backend, backend)
+
+
+def config_twin(backend: str) -> str:
+    """The same for ``VllmConfig``. There the names decide over dual-batch overlap and CUDA graphs: both are for
+    ``uccl_ep`` what they are for the built-in backend whose steps can be captured."""
+    return BACKENDS[LOW_LATENCY] if backend == ONE_NAME else twin(backend)
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ CONFIG_TARGETS = (
         "vllm.config.vllm",
         "VllmConfig.__post_init__",
         ("self",),
-        "dual-batch overlap is allowed; high throughput switches CUDA graphs off",
+        "dual-batch overlap is allowed; uccl_ep_high_throughput switches CUDA graphs off, uccl_ep keeps them",
         "config/vllm.py:2181, config/compilation.py:1243",
     ),
     Target(
@@ -152,7 +162,7 @@ LAYER_TARGETS = (
         f"{_MOE}.config",
         "FusedMoEParallelConfig.use_deepep_ht_kernels",
         None,
-        "true for the high-throughput names: the oracles choose experts that take Standard activations",
+        "true for uccl_ep and high throughput: the oracles choose experts that take Standard activations",
         "fused_moe/config.py:1041",
     ),
     Target(
@@ -186,7 +196,24 @@ LAYER_TARGETS = (
 )
 """Hooked in a worker, when its EP group is built and before the model is."""
 
+CURRENT_CONFIG = Target(
+    "vllm.config", "get_current_vllm_config_or_none", (), "the backend that is asked for, and which steps are captured"
+)
+
 USED = (
+    CURRENT_CONFIG,
+    Target("vllm.config", "CUDAGraphMode.NONE", None, "steps without a graph"),
+    Target(
+        "vllm.config",
+        "CompilationConfig",
+        ("cudagraph_mode", "max_cudagraph_capture_size"),
+        "which steps are captured",
+    ),
+    Target("vllm.forward_context", "is_forward_context_available", (), "which steps are captured"),
+    Target("vllm.forward_context", "get_forward_context", (), "which steps are captured"),
+    Target("vllm.forward_context", "ForwardContext", ("dp_metadata", "cudagraph_runtime_mode"), "the same"),
+    Target("vllm.forward_context", "DPMetadata", ("num_tokens_across_dp_cpu",), "tokens of every rank"),
+    Target(f"{_MOE}.config", "FusedMoEParallelConfig", ("sp_size", "all2all_backend"), "of a layer"),
     Target(_KERNEL, "FusedMoEPrepareAndFinalizeModular.prepare", _PREPARE, "base class"),
     Target(_KERNEL, "FusedMoEPrepareAndFinalizeModular.prepare_async", _PREPARE, "base class"),
     Target(_KERNEL, "FusedMoEPrepareAndFinalizeModular.finalize", _FINALIZE, "base class"),
