@@ -4,10 +4,10 @@
 set -euo pipefail
 MODEL=${MODEL:-deepseek-ai/DeepSeek-V3}
 GPUS=${GPUS:-8}
-MODE=${MODE:-high_throughput} # or low_latency
+MODE=${MODE:-} # or high_throughput (no CUDA graphs), low_latency (decode)
 PORT=${PORT:-8000}
 
 exec vllm serve "$MODEL" --trust-remote-code \
     --data-parallel-size "$GPUS" --enable-expert-parallel \
-    --all2all-backend "uccl_ep_$MODE" \
+    --all2all-backend "uccl_ep${MODE:+_$MODE}" \
     --host 0.0.0.0 --port "$PORT" "$@"

@@ -8,14 +8,14 @@ HEAD=${HEAD:?address of node 0, reachable from all nodes}
 NNODES=${NNODES:?number of machines}
 NODE_RANK=${NODE_RANK:?0 on the first machine, 1 on the next, ...}
 GPUS=${GPUS:-8} # of each machine
-MODE=${MODE:-high_throughput}
+MODE=${MODE:-}
 PORT=${PORT:-8000}
 
 serve() {
     exec vllm serve "$MODEL" --trust-remote-code \
         --data-parallel-size $((NNODES * GPUS)) --data-parallel-size-local "$GPUS" \
         --data-parallel-address "$HEAD" --data-parallel-rpc-port "${RPC_PORT:-13345}" \
-        --enable-expert-parallel --all2all-backend "uccl_ep_$MODE" "$@"
+        --enable-expert-parallel --all2all-backend "uccl_ep${MODE:+_$MODE}" "$@"
 }
 
 if [ "$NODE_RANK" = 0 ]; then
