@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.support.source_tree import (
     PACKAGE,
@@ -22,7 +23,7 @@ from tests.support.source_tree import (
     source_files,
     through_symlink,
 )
-from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
+from uccl_ep_serving.engines.versions import SGLANG, VLLM, Standing
 
 # Commands may end their own process. The CPU shims run only in servers that the demo or a test starts: SGLang logs a
 # failing plugin and goes on, so that leaving is the only way not to serve with half of them.
@@ -92,12 +93,22 @@ class TestRequirements:
             (numba,) = [one for one in map(Requirement, texts) if one.name == "numba"]
             assert numba.specifier.contains(version)
 
-    @pytest.mark.parametrize(("extra", "engine"), [("sglang", SGLANG), ("vllm", VLLM)])
-    def test_extras_bring_the_engines_that_tests_serve_with(self, extra: str, engine: Engine) -> None:
-        (pin,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"][extra])
+    def test_the_extra_of_sglang_brings_the_version_that_tests_serve_with(self) -> None:
+        (pin,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"]["sglang"])
         (only,) = pin.specifier
-        assert (pin.name, only.operator) == (extra, "==")
-        assert engine.look_up(only.version)[0] is Standing.SUPPORTED
+        assert (pin.name, only.operator) == ("sglang", "==")
+        assert SGLANG.look_up(only.version)[0] is Standing.SUPPORTED
+
+    def test_the_extra_of_vllm_takes_the_versions_that_tests_run_on(self) -> None:
+        """Those that serve on a CPU and those of which there are only sources; the newest where none is there yet."""
+        (wanted,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"]["vllm"])
+        lists = "".join((ROOT / f"requirements/vllm-{name}.txt").read_text() for name in ("cpu-wheel", "versions"))
+        tested = sorted(Version(found) for found in re.findall(r"^vllm\S*==(\S+)", lists, re.MULTILINE))
+        assert all(wanted.specifier.contains(one) for one in tested)
+        assert all(VLLM.look_up(str(one))[0] in (Standing.SUPPORTED, Standing.READ) for one in tested)
+        first, last = tested[0].release, tested[-1].release
+        assert not wanted.specifier.contains(f"{first[0]}.{first[1] - 1}.9")
+        assert not wanted.specifier.contains(f"{last[0]}.{last[1] + 1}.0")
 
 
 class TestImports:
