@@ -25,7 +25,8 @@ def test_a_worker_takes_what_its_own_environment_does_not_set(
     settings = Settings.from_environment()
     assert (settings.timeout, settings.proxies) == (7.0, 2)
     assert [line.getMessage() for line in caplog.records] == [
-        "uccl_ep: from the launcher's environment: UCCL_EP_TIMEOUT=7"
+        "uccl_ep: this worker has from the launcher's environment: UCCL_EP_TIMEOUT=7",
+        "uccl_ep: this worker has not the launcher's, but its own: UCCL_EP_PROXIES=2",
     ]
 
 

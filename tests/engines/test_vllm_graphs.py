@@ -339,10 +339,10 @@ def test_windows_have_room_once_the_layers_are_built(in_engine_ranks: InRanks) -
     """vLLM profiles memory, and captures, after that."""
     for rank, (before, built, after, rebuilt, said) in enumerate(in_engine_ranks(2, engine_reserved)):
         assert before is None
-        assert (built.tokens, built.hidden, built.experts, built.topk) == (16, 256, EXPERTS, 6)
+        assert built is not None
         assert (after, rebuilt) == (built, 0)
         assert len(said) == (rank == 0)
-        assert all("GiB, and " in line and "16 tokens a rank and step" in line for line in said)
+        assert all(f"{EXPERTS} experts and hidden size 256 at 16 tokens a rank and step" in line for line in said)
 
 
 def test_a_buffer_is_not_opened_in_a_capture(in_engine: InEngine) -> None:

@@ -26,6 +26,8 @@ def launch() -> dict[str, str]:
 def adopt(record: Mapping[str, str]) -> None:
     """Set the variables of ``record`` that this process has not; what a worker's own environment sets stays."""
     missing = {name: value for name, value in record.items() if name not in os.environ}
-    if missing:
-        os.environ.update(missing)
-        _log.info("uccl_ep: from the launcher's environment: %s", ", ".join(f"{n}={v}" for n, v in missing.items()))
+    own = {name: os.environ[name] for name, value in record.items() if os.environ.get(name, value) != value}
+    for where, variables in (("from the launcher's environment", missing), ("not the launcher's, but its own", own)):
+        if variables:
+            _log.info("uccl_ep: this worker has %s: %s", where, ", ".join(f"{n}={v}" for n, v in variables.items()))
+    os.environ.update(missing)
