@@ -168,7 +168,7 @@ def engine_without_a_host(backend: str, fp8: bool, look: bool) -> str:
         output.copy_(output + here.any(1, keepdim=True))
 
     TorchExperts.apply = experts  # type: ignore[method-assign]
-    fused_moe.per_token_group_quant_fp8 = lambda x, block: (
+    fused_moe.per_token_group_quant_fp8 = lambda x, block, **_options: (
         x.to(torch.float8_e4m3fn),
         x.new_empty(len(x), x.shape[1] // block, dtype=torch.float32),
     )

@@ -243,7 +243,7 @@ def group(rank: int, ranks: int, rendezvous: str) -> Iterator[Any]:
     config_hooks.accept_names()
     config_hooks.activate()
     layer_hooks.activate()
-    fused_moe.per_token_group_quant_fp8 = lambda x, _block: quantised(x, 1)
+    fused_moe.per_token_group_quant_fp8 = lambda x, _block, **_options: quantised(x, 1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     try:
         buffer = Buffer(dist.group.WORLD)
