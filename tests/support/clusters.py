@@ -13,14 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 from tests.support.sysfs_tree import MACHINES, Network, build, facts, network
+from uccl_ep_serving.check.machine import Machine
+from uccl_ep_serving.check.stamp import COMMAND, Record, State
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.addresses import choose_address
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.nodes import crossed_once, equal_nodes
 from uccl_ep_serving.data_plane.rails import choose_channels
 from uccl_ep_serving.data_plane.topology import Nic, Topology, parse_cpus
+from uccl_ep_serving.engines.devices import check_device
+from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.proxy.spin import choose_spin
 from uccl_ep_serving.proxy.transport.select import DIRECT, NIC_TRANSPORTS, Choice, choose
 
@@ -74,7 +79,9 @@ class _Node:
         self.topology: Topology = Topology.read(root)
         self.network: Network = network(text, root)
         self.facts = facts(text)
-        self.cores = sum(len(parse_cpus(line.split()[3])) for line in text.splitlines() if line.startswith("node "))
+        self.cores = sum(
+            len(parse_cpus(words[3])) for words in map(str.split, text.splitlines()) if words[:1] == ["node"]
+        )
         self.gpus = len(self.topology.gpus)
         self.ranks = self.gpus * cluster.nodes
         self.nics = [
@@ -134,6 +141,37 @@ def spin(node: _Node) -> Chosen:
     return Chosen("on" if found.nanoseconds else "off", found.reason)
 
 
+class _Checks(Exception):
+    """The launcher would check the GPUs now."""
+
+
+def gate() -> Chosen:
+    """What a launcher does on such GPUs, by what is on record of them."""
+    machine = Machine(("a GPU",), "its driver", "its Triton", "this version", "these kernels")
+    outcomes = {}
+    for state in State:
+        with (
+            mock.patch("uccl_ep_serving.check.machine.present", return_value=machine),
+            mock.patch("uccl_ep_serving.check.stamp.look", return_value=Record(state, str(state))),
+            mock.patch("uccl_ep_serving.check.gate.checked", side_effect=_Checks),
+            mock.patch("uccl_ep_serving.engines.devices._passed", set()),
+            mock.patch.dict("os.environ", clear=True),
+        ):
+            try:
+                check_device("cuda", "--moe-a2a-backend uccl_ep", "make demo")
+                outcomes[state] = "opens"
+            except ConfigError:
+                outcomes[state] = "refuses"
+            except _Checks:
+                outcomes[state] = "checks first"
+    words = ", ".join(f"{_RECORDS[state]}: the launcher {outcome}" for state, outcome in outcomes.items())
+    return Chosen(outcomes[State.UNKNOWN], f"`{COMMAND}`; {words}")
+
+
+#: What is on record of the GPUs.
+_RECORDS = {State.PASSED: "passed", State.FAILED: "failed", State.UNKNOWN: "nothing on record"}
+
+
 def hierarchy(node: _Node) -> Chosen:
     """Whether a row of normal mode crosses once to each node."""
     direct = [
@@ -161,6 +199,7 @@ def choices(cluster: Cluster) -> dict[str, Chosen]:
     with tempfile.TemporaryDirectory() as root:
         node = _Node(cluster, Path(root))
         return {
+            "gate": gate(),
             "transport": transport(node),
             "rails per GPU": rails(node),
             "channels": channels(node),
