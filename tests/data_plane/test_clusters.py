@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import clusters
 from tests.support.clusters import CLUSTERS, GOLDEN, Cluster
-from tests.support.sysfs_tree import MACHINES, build, network
+from tests.support.sysfs_tree import MACHINES, build, facts, network
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.addresses import Kind, choose_address
 
@@ -36,3 +36,11 @@ def test_nodes_with_nics_use_them(cluster: Cluster) -> None:
     chosen = clusters.choices(cluster)
     assert chosen["transport"].what in ("direct / efa", "direct / roce")
     assert not chosen["rails per GPU"].what.startswith("0")
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda one: one.machine)
+def test_windows_lie_on_gpus_where_kernels_and_nics_reach_them(cluster: Cluster) -> None:
+    told = facts((MACHINES / f"{cluster.machine}.txt").read_text())
+    alone = cluster.nodes == 1
+    reached = alone or (told["peers"] == "yes" and told["direct"] != "no")
+    assert (clusters.choices(cluster)["window"].what == "device") == reached

@@ -13,19 +13,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from tests.support.sysfs_tree import MACHINES, Network, build, facts, network
 from uccl_ep_serving.check.machine import Machine
 from uccl_ep_serving.check.stamp import COMMAND, Record, State
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.addresses import choose_address
+from uccl_ep_serving.data_plane.gpu_direct import Gpu, GpuReach, NicWrites, cuda_writes, of_rank, probe, settle
 from uccl_ep_serving.data_plane.nics import HostNics
-from uccl_ep_serving.data_plane.nodes import crossed_once, equal_nodes
+from uccl_ep_serving.data_plane.nodes import equal_nodes
 from uccl_ep_serving.data_plane.rails import choose_channels
 from uccl_ep_serving.data_plane.topology import Nic, Topology, parse_cpus
 from uccl_ep_serving.engines.devices import check_device
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, TransportError
+from uccl_ep_serving.gpu.context import GpuContext
+from uccl_ep_serving.gpu.memory import HipMemory
 from uccl_ep_serving.proxy.spin import choose_spin
 from uccl_ep_serving.proxy.transport.select import DIRECT, NIC_TRANSPORTS, Choice, choose
 
@@ -63,10 +69,17 @@ class Chosen:
 
 
 class _Nics(HostNics):
-    """NICs that can all be opened."""
+    """NICs that can all be opened, and reach GPU memory as the facts say."""
+
+    direct = "no"
 
     def _probe(self, transport: str, nic: Nic) -> str:
         return "usable"
+
+    def reach_gpu(self, transport: str, nic: Nic, start: int, nbytes: int, export: Any) -> str:
+        if self.direct == "no":
+            raise TransportError("no peer-memory module, and the GPU exports no dma-buf", device=nic.name)
+        return self.direct
 
 
 class _Node:
@@ -88,6 +101,8 @@ class _Node:
             _Nics(self.settings, place=place, local_ranks=self.gpus, gpu=gpu.address, topology=self.topology)
             for place, gpu in enumerate(self.topology.gpus)
         ]
+        for nics in self.nics:
+            nics.direct = self.facts["direct"]
 
     def choice(self, rank: int, peer: int) -> Choice:
         """The way from one rank to another."""
@@ -172,17 +187,92 @@ def gate() -> Chosen:
 _RECORDS = {State.PASSED: "passed", State.FAILED: "failed", State.UNKNOWN: "nothing on record"}
 
 
+class _Memory:
+    """A GPU's memory, of which nothing is used: what it is asked before, it knows from the facts."""
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        self._facts = facts
+
+    def nic_writes(self) -> NicWrites:
+        """What the driver of this vendor makes of its attributes."""
+        if "major" not in self._facts:
+            return HipMemory.nic_writes(HipMemory.__new__(HipMemory))
+        ordering, major = (int(self._facts[name]) for name in ("ordering", "major"))
+        return cuda_writes("cuda:0", ordering=ordering, major=major, coherent=False, flushes=True)
+
+    def allocate(self, nbytes: int) -> int:
+        return 0
+
+    def free(self, address: int) -> None: ...
+
+    def export_dmabuf(self, address: int, nbytes: int) -> tuple[int, int]:
+        raise AssertionError("a NIC that reaches it is stood in for")
+
+
+class _Context(GpuContext):
+    """Places windows as a rank does; what would share them succeeds where GPUs of a host reach each other."""
+
+    def __init__(self, node: _Node, reach: GpuReach) -> None:
+        ranks = range(node.ranks)
+        direct = [
+            [peer for peer in ranks if peer != rank and node.choice(rank, peer).transport == DIRECT] for rank in ranks
+        ]
+        self._runtime = mock.Mock(
+            gpu_reach=reach,
+            settings=node.settings,
+            far_apart=bool(node.far),
+            rank=0,
+            ranks=node.ranks,
+            node_ranks=equal_nodes(direct),
+            mask=np.zeros(node.ranks, np.int32),
+        )
+        self._peers, self._space = node.facts["peers"] == "yes", None
+        self.said = ""
+
+    def _share(self, near_only: bool) -> Any:
+        if not self._peers and self._runtime.gpu_reach.pairs:
+            raise TransportError("GPUs of a host have no access to each other", device="cuda:0")
+        return "near" if near_only else "all"
+
+    def _say(self, why: str) -> None:
+        self.said = why
+
+    def placed(self) -> str:
+        """Where they lie, in words; from then on :attr:`crossed` knows."""
+        where = self._place_windows()
+        self._space, self._epoch = mock.Mock(on_device=where == "all"), self._runtime.epoch
+        return {"all": "device", "near": "host, device in a node", None: "host"}[where]
+
+
+def reach(node: _Node) -> tuple[GpuReach, NicWrites]:
+    """What all ranks come to, and what a NIC's write takes."""
+    offers, writes = probe(node.nics[0], node.nics[0].offers, Gpu(lambda: _Memory(node.facts)))
+    routes = {peer: node.choice(0, peer).transport for peer in range(1, node.ranks)}
+    return settle([of_rank(node.settings, Gpu(lambda: _Memory(node.facts)), routes, offers, writes)]), writes
+
+
+def window(node: _Node) -> Chosen:
+    """Where windows lie."""
+    found, writes = reach(node)
+    context = _Context(node, found)
+    placed = context.placed()
+    if placed != "device":
+        return Chosen(placed, context.said)
+    if node.far in NIC_TRANSPORTS:
+        return Chosen(placed, f"NICs reach it by {node.facts['direct']}; {writes.words}")
+    return Chosen(placed, "no rank is on another host")
+
+
 def hierarchy(node: _Node) -> Chosen:
     """Whether a row of normal mode crosses once to each node."""
-    direct = [
-        [peer for peer in range(node.ranks) if peer != rank and node.choice(rank, peer).transport == DIRECT]
-        for rank in range(node.ranks)
-    ]
-    size = equal_nodes(direct)
-    crossed = crossed_once(size, node.ranks, node.settings.hierarchy, masked=False)
-    if crossed:
+    found, writes = reach(node)
+    context = _Context(node, found)
+    context.placed()
+    if crossed := context.crossed:
         return Chosen("on", f"equal nodes of {crossed} ranks")
-    return Chosen("off", "one node" if size in (1, node.ranks) else "no equal nodes")
+    if not node.far:
+        return Chosen("off", "one node")
+    return Chosen("off", "no equal nodes" if found.across else writes.words.rpartition("; ")[2])
 
 
 def address(node: _Node, store: str) -> Chosen:
@@ -200,6 +290,7 @@ def choices(cluster: Cluster) -> dict[str, Chosen]:
         node = _Node(cluster, Path(root))
         return {
             "gate": gate(),
+            "window": window(node),
             "transport": transport(node),
             "rails per GPU": rails(node),
             "channels": channels(node),
