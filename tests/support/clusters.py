@@ -239,7 +239,7 @@ class _Context(GpuContext):
 
     def placed(self) -> str:
         """Where they lie, in words; from then on :attr:`crossed` knows."""
-        where = self._place_windows()
+        where: Any = self._place_windows()
         self._space, self._epoch = mock.Mock(on_device=where == "all"), self._runtime.epoch
         return {"all": "device", "near": "host, device in a node", None: "host"}[where]
 
@@ -248,7 +248,7 @@ def reach(node: _Node) -> tuple[GpuReach, NicWrites]:
     """What all ranks come to, and what a NIC's write takes."""
     offers, writes = probe(node.nics[0], node.nics[0].offers, Gpu(lambda: _Memory(node.facts)))
     routes = {peer: node.choice(0, peer).transport for peer in range(1, node.ranks)}
-    return settle([of_rank(node.settings, Gpu(lambda: _Memory(node.facts)), routes, offers, writes)]), writes
+    return settle({0: of_rank(node.settings, Gpu(lambda: _Memory(node.facts)), routes, offers, writes)}), writes
 
 
 def window(node: _Node) -> Chosen:
