@@ -352,7 +352,7 @@ def arrivals_behind_a_flush(step: Step) -> None:
     driver = Driver(world)
     _message(world, 0, 1, 16)
     assert world.run(lambda: world.arrived(1, 0, LL_DISPATCH) == 1, 50)
-    assert driver.calls[-1] == ("flush", 0, 100, 0), "kernels were told of what they may not see yet"
+    assert driver.calls[-1:] == [("flush", 0, 100, 0)], "kernels were told of what they may not see yet"
 
 
 def a_connection_that_ends(step: Step) -> None:
