@@ -171,6 +171,7 @@ def test_a_group_outside_of_torchs_world_will_do() -> None:
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         rode = TorchExchange(group)
+        assert rode.all_gather(b"") == [b"", b""]
         return rode.rank, rode.size, rode.store_host, rode.all_gather(b"x" * (1 + 9 * exchange.rank))
 
     assert not dist.is_initialized()

@@ -106,7 +106,8 @@ class TorchExchange:
         self._gather(lengths, length)
         most = max(int(one.item()) for one in lengths)
         block = torch.zeros(most, dtype=torch.uint8)
-        block[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload:
+            block[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         block = block.to(self._device)
         blocks = [torch.empty_like(block) for _ in range(self.size)]
         self._gather(blocks, block)
