@@ -26,7 +26,7 @@ def test_a_worker_takes_what_its_own_environment_does_not_set(
     assert (settings.timeout, settings.proxies) == (7.0, 2)
     assert [line.getMessage() for line in caplog.records] == [
         "uccl_ep: this worker has from the launcher's environment: UCCL_EP_TIMEOUT=7",
-        "uccl_ep: this worker has not the launcher's, but its own: UCCL_EP_PROXIES=2",
+        "uccl_ep: UCCL_EP_PROXIES=2 in this worker and 3 where the engine was launched: the worker's own holds",
     ]
 
 

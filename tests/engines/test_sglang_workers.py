@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 
 from tests.engines.test_sglang_plugin import resolved
-from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
 InEngine = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    write_checkpoint(directory)
-    return str(directory)
 
 
 def engine_launcher(model: str, variables: dict[str, str]) -> bytes:
@@ -48,14 +40,15 @@ def engine_actor(record: bytes, variables: dict[str, str]) -> dict[str, Any]:
     server_args.resolve_once()
     return {
         "chunk": os.environ.get("UCCL_EP_CHUNK_BYTES"),
+        "nics": os.environ.get("NCCL_IB_HCA"),
         "tokens": activation._decided.tokens,
         "said": [one for one in said if "in this worker" in one],
     }
 
 
 def test_settings_and_window_reach_an_actor(in_engine: InEngine, model: str) -> None:
-    record = in_engine(engine_launcher, model, {"UCCL_EP_CHUNK_BYTES": "256K"})
-    assert in_engine(engine_actor, record, {}) == {"chunk": "256K", "tokens": 12, "said": []}
+    record = in_engine(engine_launcher, model, {"UCCL_EP_CHUNK_BYTES": "256K", "NCCL_IB_HCA": "mlx5"})
+    assert in_engine(engine_actor, record, {}) == {"chunk": "256K", "nics": "mlx5", "tokens": 12, "said": []}
 
 
 def test_what_an_actors_own_environment_says_holds(in_engine: InEngine, model: str) -> None:
@@ -64,7 +57,7 @@ def test_what_an_actors_own_environment_says_holds(in_engine: InEngine, model: s
     found = in_engine(engine_actor, record, {"UCCL_EP_CHUNK_BYTES": "512K"})
     assert found["chunk"] == "512K"
     (said,) = found["said"]
-    assert "UCCL_EP_CHUNK_BYTES=512K in this worker and 256K where SGLang was launched" in said
+    assert "UCCL_EP_CHUNK_BYTES=512K in this worker and 256K where the engine was launched" in said
 
 
 def engine_parsed(model: str) -> bytes:

@@ -24,10 +24,14 @@ def launch() -> dict[str, str]:
 
 
 def adopt(record: Mapping[str, str]) -> None:
-    """Set the variables of ``record`` that this process has not; what a worker's own environment sets stays."""
+    """Set the variables of ``record`` that this process has not; what a worker's own environment sets stays, because a
+    node may have other NICs than the launcher's."""
     missing = {name: value for name, value in record.items() if name not in os.environ}
-    own = {name: os.environ[name] for name, value in record.items() if os.environ.get(name, value) != value}
-    for where, variables in (("from the launcher's environment", missing), ("not the launcher's, but its own", own)):
-        if variables:
-            _log.info("uccl_ep: this worker has %s: %s", where, ", ".join(f"{n}={v}" for n, v in variables.items()))
     os.environ.update(missing)
+    if missing:
+        words = ", ".join(f"{name}={value}" for name, value in missing.items())
+        _log.info("uccl_ep: this worker has from the launcher's environment: %s", words)
+    for name, value in record.items():
+        if (own := os.environ[name]) != value:
+            message = "uccl_ep: %s=%s in this worker and %s where the engine was launched: the worker's own holds"
+            _log.warning(message, name, own, value)

@@ -2,25 +2,22 @@
 
 SGLang's schedulers load plugins before they unpickle it and inherit the environment. Ray's actors do neither: the
 engine would run the real ``deep_ep`` there under the resolved name without a word, and our settings would be lost.
-Unpickling the guard loads the plugins and hands over the ``UCCL_EP_*`` variables of the launcher. A configuration that
-a tool (``uccl-ep run``) hands to a process before it is resolved carries no guard yet; there the backend's name itself
-loads them.
+Unpickling the guard hands over the settings of the launcher (:mod:`..environment`) and loads the plugins. A
+configuration that a tool (``uccl-ep run``) hands to a process before it is resolved carries no guard yet; there the
+backend's name itself loads them.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from uccl_ep_serving.engines import environment
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["BackendName", "Decisions", "attach", "decisions_of"]
-
-_log = logging.getLogger("uccl_ep_serving")
 
 _GUARD = "_uccl_ep_guard"
 
@@ -39,10 +36,6 @@ def _load_name(name: str) -> BackendName:
     return BackendName(name)
 
 
-def _own_settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith("UCCL_EP_")}
-
-
 @dataclass(frozen=True)
 class Decisions:
     """What every process of a launch must agree on.
@@ -50,12 +43,12 @@ class Decisions:
     Attributes:
         tokens: low-latency tokens of a rank.
         low_latency: low-latency operations will run.
-        variables: settings that the launcher's environment gives.
+        variables: the record of :func:`.environment.launch`.
     """
 
     tokens: int
     low_latency: bool
-    variables: dict[str, str] = field(default_factory=_own_settings)
+    variables: dict[str, str] = field(default_factory=environment.launch)
 
 
 class _Guard:
@@ -85,12 +78,7 @@ def decisions_of(server_args: Any) -> Decisions:
 
 
 def _load_in_worker(decisions: Decisions, verify: Callable[[], None]) -> _Guard:
+    environment.adopt(decisions.variables)
     importlib.import_module("sglang.srt.plugins").load_plugins()
     verify()
-    # What the worker's own environment says stays: a node may have other NICs than the launcher's.
-    for name, value in decisions.variables.items():
-        own = os.environ.setdefault(name, value)
-        if own != value:
-            message = "uccl_ep: %s=%s in this worker and %s where SGLang was launched: the worker's own holds"
-            _log.warning(message, name, own, value)
     return _Guard(decisions, verify)
