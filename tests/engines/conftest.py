@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.fork_server import ensure_fork_server, stop_fork_server
 from uccl_ep_serving.demo import sglang_cpu, vllm_cpu
+from uccl_ep_serving.demo.checkpoint import write_checkpoint
 
 Result = TypeVar("Result")
 InEngine = Callable[..., Any]
@@ -27,6 +28,14 @@ PRELOAD = {
     ],
     "vllm": ["vllm.engine.arg_utils", "vllm.model_executor.layers.fused_moe.oracle.unquantized"],
 }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a tiny DeepSeek-V3; a test module that serves another has a fixture of this name."""
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory)
+    return str(directory)
 
 
 @pytest.fixture(scope="session")

@@ -12,19 +12,11 @@ from typing import Any
 import pytest
 
 from tests.engines.test_sglang_plugin import resolved
-from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
 InEngine = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    write_checkpoint(directory)
-    return str(directory)
 
 
 # --- what starts with "engine_" runs in the process that has SGLang --------------------------------------------------

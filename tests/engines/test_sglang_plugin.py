@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.engines import ray_stand_in
-from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.engines.sglang import buffer as our_buffer
 from uccl_ep_serving.engines.sglang import hooks
 from uccl_ep_serving.engines.versions import SGLANG, Engine, Standing
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.engine
 
 InEngine = Callable[..., Any]
 DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    write_checkpoint(directory)
-    return str(directory)
 
 
 # --- everything below that starts with "engine_" runs in the process that has SGLang ----------------------------------

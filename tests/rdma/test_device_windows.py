@@ -99,9 +99,9 @@ class Pair:
             assert time.monotonic() < deadline, seen
 
 
-@pytest.fixture(params=["roce", "efa"])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(request.param)
+@contextlib.contextmanager
+def _connected(pair: Pair) -> Iterator[Pair]:
+    """Yields ``pair`` and takes it down: nothing of it is left in its network."""
     yield pair
     for one in pair.endpoints:
         one.release_device()
@@ -110,6 +110,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     for one in pair.endpoints:
         one.close()
     assert not +pair.network.objects
+
+
+@pytest.fixture(params=["roce", "efa"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with _connected(Pair(request.param)) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("peer_memory", [True, False], ids=["peer memory", "dma-buf"])
@@ -285,15 +291,8 @@ def test_low_latency_from_device_window_to_device_window(kind: str, monkeypatch:
 @pytest.fixture
 def reading() -> Iterator[Pair]:
     """Two connected endpoints whose NICs read device memory back."""
-    pair = Pair("roce", Settings(nic_flush="read"))
-    yield pair
-    for one in pair.endpoints:
-        one.release_device()
-    for address in pair.device:
-        pair.memory.free(address)
-    for one in pair.endpoints:
-        one.close()
-    assert not +pair.network.objects
+    with _connected(Pair("roce", Settings(nic_flush="read"))) as pair:
+        yield pair
 
 
 def test_each_nic_reads_a_word_of_device_memory_back(reading: Pair) -> None:
