@@ -11,6 +11,8 @@ VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
+# of the targets whose tests wait for nobody: one worker a core
+WORKERS ?= -n $(shell nproc)
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
@@ -71,15 +73,16 @@ test-vllm-versions: env-vllm
 test-project: env
 	@$(BIN)/pytest -m "not slow" tests/project $(ARGS)
 
-# what make test leaves out, by the marker of the same name (pyproject.toml says what each holds); ARGS=--lf goes on
+# what make test leaves out, by the marker of the same name (pyproject.toml says what each holds). ARGS=--resume goes on
+# where a run of the same commit was interrupted, ARGS=--lf with what failed
 test-rules: env
-	@$(BIN)/pytest -m mutants tests/rules $(ARGS)
+	@$(BIN)/pytest -m mutants $(WORKERS) tests/rules $(ARGS)
 
 test-combinations: env
 	@$(BIN)/pytest -m combinations $(ARGS)
 
 test-interpreter: env
-	@$(BIN)/pytest -m interpreter $(ARGS)
+	@$(BIN)/pytest -m interpreter $(WORKERS) $(ARGS)
 
 test-long: env
 	@$(BIN)/pytest -m long $(ARGS)
@@ -90,11 +93,11 @@ test-rdma: env
 
 test-engine: env-sglang env-vllm
 	@$(BIN)/pytest -m engine $(ARGS)
-	@$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS)
+	@$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS) $(ARGS)
 
 # what Triton makes of the GPU's kernels, with each version that an engine pins; installs those on first use
 test-triton: env
-	@ARGS="$(ARGS)" scripts/test-triton
+	@ARGS="$(WORKERS) $(ARGS)" scripts/test-triton
 
 # on a machine with a GPU: the tests alone; all that needs one is scripts/gpu-check
 test-gpu:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import resume
+
 INFINIBAND = Path("/sys/class/infiniband")
 
 # no deadline: the first example of a test may compile what it calls
@@ -22,6 +24,15 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("quick"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+pytest_addoption = resume.add_option
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``--resume``: see :mod:`tests.support.resume`."""
+    if config.getoption("resume"):
+        config.pluginmanager.register(resume.Resume.of(config), "resume")
 
 
 def _missing() -> dict[str, str]:

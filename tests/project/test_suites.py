@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -78,6 +78,25 @@ def test_a_report_is_counted(suites: ModuleType, tmp_path: Path) -> None:
         '<testcase time="2.0"/></testsuite></testsuites>'
     )
     assert suites.counted(report) == {"tests": 2, "skipped": 1, "seconds": 3.8}
+
+
+def test_a_target_without_a_budget_counts_what_all_its_runs_have_noted(
+    suites: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = next(suite for suite in suites.SUITES if not suite.within)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(suites, "NOTES", tmp_path)
+    monkeypatch.setattr(suites, "describe", lambda: {"commit": "abc", "when": "now"})
+    monkeypatch.setattr(suites.subprocess, "run", run)
+    (tmp_path / f"{suite.name}-abc.jsonl").write_text('["a", 1.25]\n["b", 2.5]\n')
+    found = suites.measure(suite)
+    assert commands == [["make", suite.name, f"ARGS=--resume={suite.name}"]]
+    assert (found["tests"], found["seconds"], found["commit"]) == (2, 3.8, "abc")
 
 
 def test_a_record_is_kept_beside_the_others(

@@ -47,6 +47,8 @@ def test_busy_ports_are_skipped(opened: contextlib.ExitStack, ports: tuple[int, 
     # the program of somebody else, which shares no port, and one that listens on every address
     for address, port in ((HOST, first), ("", first + 1)):
         other = opened.enter_context(socket.socket())
+        # connections of the last seconds to this port do not hold it
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind((address, port))
         other.listen()
     assert [_port(opened.enter_context(listen(HOST, ports))) for _ in range(2)] == [first + 2, first + 3]

@@ -1,0 +1,72 @@
+"""``pytest --resume``: what has passed at this commit is not run again, and nothing else is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.resume import Note, Resume, notes
+
+FILE = "run-abc.jsonl"
+
+
+def _report(plugin: Resume, test: str, *outcomes: str) -> None:
+    """What pytest reports of a test: its set-up, call and teardown."""
+    for when, outcome in zip(("setup", "call", "teardown"), outcomes, strict=True):
+        plugin.pytest_runtest_logreport(
+            pytest.TestReport(test, ("", 0, ""), {}, outcome, None, when, duration=0.5)  # type: ignore[arg-type]
+        )
+
+
+def _left(plugin: Resume, *tests: str) -> list[str]:
+    """Which of ``tests`` a run with this plugin has to run; the others are told as deselected."""
+    items: list[Any] = [SimpleNamespace(nodeid=test) for test in tests]
+    told: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
+    plugin.pytest_collection_modifyitems(SimpleNamespace(hook=hook), items)  # type: ignore[arg-type]
+    assert sorted(item.nodeid for item in [*items, *told]) == sorted(tests)
+    return [item.nodeid for item in items]
+
+
+def test_only_what_passed_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    first = Resume(file, writes=True)
+    assert _left(first, "a", "b", "c", "d", "e") == ["a", "b", "c", "d", "e"]
+    _report(first, "a", "passed", "passed", "passed")
+    _report(first, "b", "passed", "failed", "passed")
+    _report(first, "c", "passed", "passed", "failed")
+    _report(first, "d", "passed", "skipped", "passed")
+    assert notes(file) == [Note("a", 1.5)]
+    with file.open("a") as half:
+        half.write('["e", ')  # the run ended while it wrote
+    assert _left(Resume(file, writes=True), "a", "b", "c", "d", "e") == ["b", "c", "d", "e"]
+
+
+def test_a_worker_leaves_out_the_same_and_writes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    _report(Resume(file, writes=True), "a", "passed", "passed", "passed")
+    worker = Resume(file, writes=False)
+    assert _left(worker, "a", "b") == ["b"]
+    _report(worker, "b", "passed", "passed", "passed")
+    assert notes(file) == [Note("a", 1.5)]
+
+
+def test_sources_without_a_commit_are_never_resumed(tmp_path: Path) -> None:
+    plugin = Resume(None, writes=True)
+    _report(plugin, "a", "passed", "passed", "passed")
+    assert _left(plugin, "a") == ["a"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("before", "status"), [(["a"], pytest.ExitCode.OK), ([], pytest.ExitCode.NO_TESTS_COLLECTED)])
+def test_nothing_left_to_run_is_success(tmp_path: Path, before: list[str], status: pytest.ExitCode) -> None:
+    for test in before:
+        _report(Resume(tmp_path / FILE, writes=True), test, "passed", "passed", "passed")
+    plugin = Resume(tmp_path / FILE, writes=True)
+    _left(plugin, *before)
+    session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.NO_TESTS_COLLECTED)
+    plugin.pytest_sessionfinish(session)
+    assert session.exitstatus == status
