@@ -11,8 +11,9 @@ VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
-# of the targets whose tests wait for nobody: one worker a core
-WORKERS ?= -n $(shell nproc)
+# of pytest-xdist: one a core, at most eight. WORKERS=0 runs one test after another
+WORKERS ?= $(shell nproc)
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
@@ -59,11 +60,12 @@ demo-vllm: env-vllm
 VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)
 # both run even where the first fails: one run tells everything
 test: env
-	@failed=0; scripts/run-tests $(VENV) -m "not slow" $(ARGS) || failed=1; \
-	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(VLLM_TESTS) || failed=1; exit $$failed
+	@failed=0; scripts/run-tests $(VENV) -m "not slow" $(PARALLEL) loadfile $(ARGS) || failed=1; \
+	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(PARALLEL) loadfile $(VLLM_TESTS) || failed=1; \
+	exit $$failed
 
 test-vllm: env-vllm
-	@scripts/run-tests $(VENV_VLLM) -m "not slow" $(VLLM_TESTS) $(ARGS)
+	@scripts/run-tests $(VENV_VLLM) -m "not slow" $(PARALLEL) loadfile $(VLLM_TESTS) $(ARGS)
 
 # the plugin on versions of vLLM that are not installed, from their sources (0.6 GB on first use)
 test-vllm-versions: env-vllm
@@ -76,13 +78,13 @@ test-project: env
 # what make test leaves out, by the marker of the same name (pyproject.toml says what each holds). ARGS=--resume goes on
 # where a run of the same commit was interrupted, ARGS=--lf with what failed
 test-rules: env
-	@$(BIN)/pytest -m mutants $(WORKERS) tests/rules $(ARGS)
+	@$(BIN)/pytest -m mutants $(PARALLEL) worksteal tests/rules $(ARGS)
 
 test-combinations: env
 	@$(BIN)/pytest -m combinations $(ARGS)
 
 test-interpreter: env
-	@$(BIN)/pytest -m interpreter $(WORKERS) $(ARGS)
+	@$(BIN)/pytest -m interpreter $(PARALLEL) worksteal $(ARGS)
 
 test-long: env
 	@$(BIN)/pytest -m long $(ARGS)
@@ -97,7 +99,7 @@ test-engine: env-sglang env-vllm
 
 # what Triton makes of the GPU's kernels, with each version that an engine pins; installs those on first use
 test-triton: env
-	@ARGS="$(WORKERS) $(ARGS)" scripts/test-triton
+	@ARGS="$(PARALLEL) worksteal $(ARGS)" scripts/test-triton
 
 # on a machine with a GPU: the tests alone; all that needs one is scripts/gpu-check
 test-gpu:

@@ -109,7 +109,7 @@ def _describe(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail the session when a child process or a shared-memory file of ours outlives the tests."""
+    """Fail the session when a child process outlives the tests."""
     yield
     children = psutil.Process().children(recursive=True)
     # multiprocessing's own helpers (resource tracker, fork server) live until this process exits
@@ -118,5 +118,20 @@ def nothing_left_behind() -> Iterator[None]:
     _, alive = psutil.wait_procs(children, timeout=2)
     commands = {child.pid: _describe(child) for child in alive}
     assert not commands, f"processes outlive the tests: {commands}"
-    leftover = sorted(str(path) for path in Path("/dev/shm").glob("uccl_ep*"))
-    assert not leftover, f"shared-memory files outlive the tests: {leftover}"
+
+
+def _left_in_memory() -> list[str]:
+    return sorted(str(path) for path in Path("/dev/shm").glob("uccl_ep*"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session when a shared-memory file of ours outlives the tests of all workers."""
+    if not hasattr(session.config, "workerinput") and _left_in_memory():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which."""
+    for path in _left_in_memory():
+        terminalreporter.write_line(f"FAILED: {path} outlives the tests", red=True)

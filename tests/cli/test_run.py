@@ -90,5 +90,6 @@ def test_what_a_module_spawns_finds_the_module(place: Path, monkeypatch: pytest.
     """``multiprocessing`` imports the main module again in a new process, by its name."""
     monkeypatch.setenv("PYTHONPATH", str(place))
     (place / "vllm" / "tool.py").write_text(SPAWNING)
+    others = set(multiprocessing.active_children())  # ranks that wait for the next test
     assert "from the child" in ran("vllm.tool").output
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
