@@ -2,10 +2,10 @@
 
     python benchmarks/run.py [--only NAME,NAME] [--render]
 
-Cards are measured one after another, then the parts: the proxy loop, posting to NICs, idle proxies, starts. ``--only``
-measures some of them and keeps the other results; ``--render`` measures nothing. A benchmark that fails, or whose data
-is wrong, leaves the result of an earlier run in place and makes the exit status 1; the others are measured all the
-same.
+Cards are measured one after another, then the parts: more ranks, the proxy loop, posting to NICs, idle proxies, starts.
+``--only`` measures some of them and keeps the other results; ``--render`` measures nothing. A benchmark that fails, or
+whose data is wrong, leaves the result of an earlier run in place and makes the exit status 1; the others are measured
+all the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import (
+    ep_sizes,
     nic_posting,
     nic_writes,
     node_crossings,
@@ -94,6 +95,7 @@ class _Part(NamedTuple):
 
 
 PARTS = {
+    "ep_sizes": _Part("More ranks: time of a layer, memory of a rank", ep_sizes.measure, ep_sizes.markdown),
     "proxy_loop": _Part("The proxy loop", lambda: proxy_loop.measure(400), twins.markdown),
     "nic_posting": _Part("Posting over efa, to a queue in memory", lambda: nic_posting.measure(200), twins.markdown),
     "roce_posting": _Part(

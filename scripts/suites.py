@@ -8,9 +8,9 @@ the table of CONTRIBUTING.md (``make docs``). ``make test`` and ``.ci/run`` have
     make suites ARGS=--list                their names
 
 Seconds are those of a machine with nothing else to do; load averages stand beside them. ``make test`` shares its files
-out to a worker a core, so that a suite of it takes half the sum of its tests on two cores. Seconds of a target that ``make
-test`` and ``.ci/run`` leave out are the sum over its tests, however many runs it took: it goes on with ``--resume``
-(tests/support/resume.py).
+out to a worker a core, so that a suite of it takes half the sum of its tests on two cores. Seconds of a target that
+``make test`` and ``.ci/run`` leave out are the sum over its tests, however many runs it took: it goes on with
+``--resume`` (tests/support/resume.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A round measures each subject once, starting with another one each time. A measured call follows an unmeasured one, so
 that proxies and caches are as in a running engine, sends what has just been read, and starts at the same instant on all
 ranks of one host. Its time is that of the slowest rank. Its result is then compared with the oracle's (in back-to-back
-runs only the result of the last call); a mismatch on any rank ends the run on all.
+runs only the result of the last call); a mismatch on any rank ends the run on all. Beside the phases of a subject
+stands their sum, ``layer``: what a layer of a model waits for, the layout and the exchange of counts included.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ __all__ = ["run_card"]
 #: shorter than an idle proxy waits before it sleeps long.
 _LEAD_NS = 300_000
 _PAGE = 4096
+#: By the word of a result: all phases of a call together.
+LAYER = "layer"
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def _measure(subject: Subject, group: _Group, variant: int, repeat: int) -> tupl
     except WrongData as error:
         problem = str(error)
     group.agree(problem)
-    return taken, distance
+    return {**taken, LAYER: sum(taken.values())}, distance
 
 
 def _rounds(
@@ -153,7 +156,7 @@ def _rounds(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Microseconds of the slowest rank by subject and phase, and what was verified by subject."""
     samples: dict[str, dict[str, list[int]]] = {
-        name: {phase: [] for phase in subject.phases} for name, subject in subjects.items()
+        name: {phase: [] for phase in (*subject.phases, LAYER)} for name, subject in subjects.items()
     }
     verified = {name: {"calls": 0, "distance": 0.0} for name in subjects}
     names = list(subjects)
