@@ -429,7 +429,7 @@ SETTINGS: tuple[Variable, ...] = (
         str,
         False,
         "RDMA devices to use, in the syntax of NCCL_IB_HCA (mlx5_0,mlx5_3 or ^mlx5_bond or =efa_0); not set: "
-        "NCCL_IB_HCA, else those nearest to the GPU",
+        "NCCL_IB_HCA for the devices that NCCL drives itself (not EFA), else those nearest to the GPU",
         group="nic",
     ),
     Variable(

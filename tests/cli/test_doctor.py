@@ -105,12 +105,12 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
 
-        monkeypatch.setenv("NCCL_IB_HCA", "^")
-        (found,) = [one for one in transports.transports() if "NCCL_IB_HCA" in one.value]
+        monkeypatch.setenv("UCCL_EP_NICS", "^")
+        (found,) = [one for one in transports.transports() if "UCCL_EP_NICS" in one.value]
         assert found.status == "problem"
         monkeypatch.setenv("UCCL_EP_TRANSPORT", "tcp")
         findings = list(transports.transports())
-        assert [one.status for one in findings if "NCCL_IB_HCA" in one.value] == ["note"]
+        assert [one.status for one in findings if "UCCL_EP_NICS" in one.value] == ["note"]
         assert [one.value for one in findings if one.name == "peer"]
 
     def test_whether_engines_start_on_a_gpu_is_said(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_a_machine_without_nics(tmp_path: Path) -> None:
 )
 def test_which_variable_is_in_force(environment: dict[str, str], text: str, variable: str) -> None:
     assert HcaFilter.of(Settings.from_environment(environment)) == HcaFilter(text, variable)
-    with pytest.raises(ConfigError, match="NCCL_IB_HCA"):
-        HcaFilter.of(Settings.from_environment({"NCCL_IB_HCA": "^"}))
+    with pytest.raises(ConfigError, match="UCCL_EP_NICS"):
+        HcaFilter.of(Settings.from_environment({"UCCL_EP_NICS": "^"}))
 
 
 def test_transports_over_nics(tmp_path: Path) -> None:

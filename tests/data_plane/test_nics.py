@@ -47,10 +47,10 @@ def asked(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_who_uses_no_nic_is_not_held_up_by_a_malformed_list_of_them(transport: str) -> None:
-    malformed = Settings(nccl_ib_hca="^", transport=transport)
+    malformed = Settings(nics="^", transport=transport)
     assert nic_transports(malformed) == ()
     for one in ("auto", "efa", "roce"):
-        with pytest.raises(ConfigError, match="NCCL_IB_HCA"):
+        with pytest.raises(ConfigError, match="UCCL_EP_NICS"):
             nic_transports(dataclasses.replace(malformed, transport=one))
 
 

@@ -147,12 +147,63 @@ class TestHcaFilter:
     def test_a_port(self) -> None:
         nic = Nic("mlx5_0", "mlx5_core", "Ethernet", True, 400.0, 0, "0000:01:00.0", (), (1, 2))
         assert HcaFilter("mlx5_0:2").port(nic) == 2
-        assert HcaFilter("mlx5_0").port(nic) == 0
+        assert HcaFilter("mlx5_0").port(nic) == 1
+        excluded = HcaFilter("^mlx5_0:1")
+        assert excluded.accepts(nic)
+        assert excluded.port(nic) == 2
+        assert not HcaFilter("^mlx5_0").accepts(nic)
 
-    @pytest.mark.parametrize("text", ["^", "=", ",", "mlx5_0:x"])
-    def test_nonsense_is_refused(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="NCCL_IB_HCA"):
-            HcaFilter(text, "NCCL_IB_HCA")
+    @pytest.mark.parametrize(
+        ("text", "left"), [("^", False), ("=", True), (",", True), ("mlx5_0:x", False), ("mlx5_0:x,mlx5_0:1", True)]
+    )
+    def test_nonsense_is_refused_in_our_variable_and_read_as_nccl_does_in_its_own(self, text: str, left: bool) -> None:
+        with pytest.raises(ConfigError, match="UCCL_EP_NICS"):
+            HcaFilter(text)
+        nic = Nic("mlx5_0", "mlx5_core", "Ethernet", True, 400.0, 0, "0000:01:00.0", (), (1,))
+        theirs = HcaFilter(text, "NCCL_IB_HCA")
+        assert theirs.accepts(nic) == left
+        assert theirs.meant(nic)
+        assert not theirs.demands(nic)
+
+    @pytest.mark.parametrize(
+        ("text", "ours", "theirs"),
+        [
+            ("mlx5_0,mlx5_1", "", ""),
+            ("mlx5_9,mlx5_1", "", "mlx5_9"),
+            ("=mlx5_9,mlx5_1", "mlx5_9", "mlx5_9"),
+            ("mlx5_9", "mlx5_9", "mlx5_9"),
+            ("mlx5_0,mlx5_2", "mlx5_2", "mlx5_2"),
+            ("mlx5_0,mlx5_2:1", "mlx5_2:1", "mlx5_2:1"),
+            ("mlx5_0:1,mlx5_1:2", "mlx5_1:2", "mlx5_1:2"),
+            ("=mlx5_1:2", "mlx5_1:2", "mlx5_1:2"),
+            ("mlx5", "", ""),
+            ("mlx5:2", "", ""),
+            ("mlx5_1:2,mlx6", "mlx5_1:2,mlx6", "mlx5_1:2,mlx6"),
+            ("bnxt:2", "bnxt:2", "bnxt:2"),
+            ("^mlx5_9", "", ""),
+            ("efa_0", "", "efa_0"),
+        ],
+    )
+    def test_what_is_named_and_is_not_there(self, text: str, ours: str, theirs: str) -> None:
+        """mlx5_2 has no link; NCCL's list says nothing of EFA devices."""
+        nics = [
+            Nic(
+                name, "mlx5_core", "Ethernet", name != "mlx5_2", 400.0, 0, "0000:01:00.0", (), (1,) * (name != "mlx5_2")
+            )
+            for name in ("mlx5_0", "mlx5_1", "mlx5_2")
+        ]
+        nics.append(Nic("efa_0", "efa", "Unknown", True, 100.0, 0, "0000:02:00.0", (), (1,)))
+        for variable, missing in (("UCCL_EP_NICS", ours), ("NCCL_IB_HCA", theirs)):
+            words = HcaFilter(text, variable).missing(nics)
+            assert ",".join(one.partition(" (")[0] for one in words) == missing
+
+    def test_the_list_of_nccl_rules_no_efa_device_out(self, tmp_path: Path) -> None:
+        found = machine("p5en", tmp_path)
+        for text in ("mlx5_0", "^rdmap", "=mlx5_0:1", "^"):
+            rails = choose_rails(found, "efa", gpu=found.gpus[0].address, wanted=HcaFilter(text, "NCCL_IB_HCA"))
+            assert [nic.name for nic in rails.nics] == ["rdmap80s0", "rdmap81s0"]
+        ours = choose_rails(found, "efa", gpu=found.gpus[0].address, wanted=HcaFilter("mlx5_0"))
+        assert ours.nics == ()
 
     def test_the_variable_is_named_in_the_reason(self, tmp_path: Path) -> None:
         found = machine("mi300x-thor2", tmp_path)

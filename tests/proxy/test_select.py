@@ -55,7 +55,7 @@ ETHERNET = {"roce": Offer(("bnxt_re0",), "Ethernet", "", True)}
 INFINIBAND = {"roce": Offer(("mlx5_0",), "InfiniBand", "", True)}
 OLD_EFA = {"efa": Offer((), "", "rdmap79s0 offers no RDMA write", True, unused=True)}
 SOFT_ROCE = {"roce": Offer((), "", "rxe0: a software device", True)}
-NAMED = {"roce": Offer((), "", "mlx5_0: no active port (NCCL_IB_HCA names mlx5_0)", True, asked="NCCL_IB_HCA")}
+NAMED = {"roce": Offer((), "", "mlx5_0: no active port (UCCL_EP_NICS names mlx5_0)", True, asked="UCCL_EP_NICS")}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_nics_that_were_asked_for_by_name_are_refused_on_both_ranks() -> None:
     for mine, theirs, who in ((NAMED, ETHERNET, "this rank"), (ETHERNET, NAMED, "the peer"), (NAMED, {}, "this rank")):
         with pytest.raises(
             ConfigError,
-            match=rf"NCCL_IB_HCA asks for NICs that cannot be used: {who}: mlx5_0: no active port.*unset NCCL",
+            match=rf"UCCL_EP_NICS asks for NICs that cannot be used: {who}: mlx5_0: no active port.*unset UCCL",
         ):
             choose(Settings(), mapped=False, same_host=False, mine=mine, theirs=theirs)
     assert choose(Settings(), mapped=True, mine=NAMED, theirs=NAMED).transport == DIRECT

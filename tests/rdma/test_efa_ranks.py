@@ -111,7 +111,10 @@ def test_nics_that_are_not_used_are_a_warning_and_those_asked_for_are_refused(
         assert "or set UCCL_EP_TRANSPORT=tcp where it is meant" in warning
         with pytest.raises(ConfigError, match=r"UCCL_EP_NICS asks for NICs .*efa0 offers no RDMA write.*names efa0"):
             run_ranks(network, here, replace(settings, nics="efa0"), lambda runtime: None)
-        with pytest.raises(ConfigError, match=r"UCCL_EP_NICS==efa7 names efa7; RDMA devices of this machine: efa0\."):
+        with pytest.raises(
+            ConfigError,
+            match=r"UCCL_EP_NICS==efa7 names efa7 \(no such device or port\); RDMA devices of this machine: efa0\.",
+        ):
             run_ranks(network, here, replace(settings, nics="=efa7"), lambda runtime: None)
 
 

@@ -17,8 +17,8 @@ from uccl_ep_serving.cli.doctor.transports import examine_nic_transports
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.topology import Gpu, Nic, Topology
-from uccl_ep_serving.errors import TransportError
-from uccl_ep_serving.proxy.transport.select import Offer
+from uccl_ep_serving.errors import ConfigError, TransportError
+from uccl_ep_serving.proxy.transport.select import Offer, choose
 from uccl_ep_serving.proxy.transport.verbs import codes
 from uccl_ep_serving.proxy.transport.verbs.library import VerbsLibrary
 
@@ -129,7 +129,7 @@ def test_devices_that_are_left_out_are_named(tmp_path: Path) -> None:
     for offer in nics.offers.values():
         assert (offer.nics, offer.asked) == ((), "UCCL_EP_NICS")
         assert offer.reason.startswith(
-            "UCCL_EP_NICS==bnxt_re9 names bnxt_re9; RDMA devices of this machine: bnxt_re0, "
+            "UCCL_EP_NICS==bnxt_re9 names bnxt_re9 (no such device or port); RDMA devices of this machine: bnxt_re0, "
         )
 
 
@@ -140,7 +140,7 @@ def test_devices_that_are_left_out_are_named(tmp_path: Path) -> None:
         ({"nics": "mlx5,bnxt_re0"}, "UCCL_EP_NICS", False),
         ({"nics": "mlx5,bnxt_re"}, "", True),
         ({"nics": "^bnxt"}, "", False),
-        ({"nccl_ib_hca": "=bnxt_re0,mlx5_0"}, "NCCL_IB_HCA", False),
+        ({"nccl_ib_hca": "=bnxt_re0,mlx5_0"}, "", True),
         ({"nccl_ib_hca": "mlx5"}, "", True),
         ({"nccl_ib_hca": "^bnxt"}, "", False),
         ({}, "", True),
@@ -149,7 +149,7 @@ def test_devices_that_are_left_out_are_named(tmp_path: Path) -> None:
 def test_what_was_asked_for_is_refused_and_what_is_there_is_missed(
     settings: dict[str, str], asked: str, unused: bool, tmp_path: Path
 ) -> None:
-    """A list of NCCL's may be that of a cluster of different hosts: prefixes in it need not fit."""
+    """A list of NCCL's may be that of a cluster of different hosts: nothing in it need be there."""
     topology = machine("mi300x-thor2", tmp_path)
     nics = HostNics(Settings(**settings), topology=topology, libraries={"roce": no_library})  # type: ignore[arg-type]
     offer = nics.offers["roce"]
@@ -158,15 +158,60 @@ def test_what_was_asked_for_is_refused_and_what_is_there_is_missed(
 
 def test_a_named_nic_without_a_link_is_refused(tmp_path: Path) -> None:
     topology = machine("dgx-h100", tmp_path)
-    offers = HostNics(Settings(nccl_ib_hca="mlx5_8"), topology=topology, libraries={}).offers
-    assert offers["roce"].asked == "NCCL_IB_HCA"
-    assert offers["roce"].reason == (
-        "mlx5_8: no active port; check its cable, bring its interface up (NCCL_IB_HCA names mlx5_8)"
+    offers = HostNics(Settings(nics="mlx5_0,mlx5_8"), topology=topology, libraries={}).offers
+    assert offers["roce"].asked == "UCCL_EP_NICS"
+    assert offers["roce"].reason.startswith(
+        "UCCL_EP_NICS=mlx5_0,mlx5_8 names mlx5_8 (no active port; check its cable, bring its interface up); RDMA "
     )
-    nics = HostNics(Settings(nccl_ib_hca="mlx5_8"), topology=topology, libraries={})
-    (found,) = [one for one in examine_nic_transports(nics.offers, Settings()) if one.name == "roce"]
+    (found,) = [one for one in examine_nic_transports(offers, Settings()) if one.name == "roce"]
     assert found.status is Status.PROBLEM
-    assert found.next_step.endswith("or unset NCCL_IB_HCA")
+    assert found.next_step.endswith("or unset UCCL_EP_NICS")
+
+
+def test_what_the_list_of_nccl_names_in_vain_is_passed_over_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    network = MemoryNetwork(1, rails=3)
+    found = roce_nics(network, 0)
+    dead = replace(found.nics[1], active=False, ports=())
+    topology = replace(found, nics=(found.nics[0], dead, found.nics[2]))
+    settings = Settings(nccl_ib_hca="=mem0r0,mem0r1,mlx5_9")
+    libraries = {"roce": lambda: network.library(0)}
+    offers = [
+        HostNics(settings, place=place, local_ranks=2, topology=topology, libraries=libraries).offers["roce"]
+        for place in range(2)
+    ]
+    for offer in offers:
+        assert (offer.nics, offer.asked) == (("mem0r0",), "")
+        assert "mlx5_9 (no such device or port)" in " ".join(offer.broken)
+    (warning,) = caplog.messages
+    assert "roce goes on over mem0r0" in warning
+    assert "NCCL_IB_HCA==mem0r0,mem0r1,mlx5_9 names mem0r1 (no active port; check its cable" in warning
+    # nothing is left: tcp with a warning, refused only where NICs were asked for
+    ours, theirs = (
+        HostNics(Settings(nccl_ib_hca="mlx5_9"), topology=one, libraries={}).offers for one in (topology, Topology())
+    )
+    for offers_of in (ours, theirs):
+        choice = choose(Settings(), mapped=False, mine=offers_of, theirs=offers_of)
+        assert choice.transport == "tcp"
+        assert "NCCL_IB_HCA=mlx5_9 names mlx5_9 (no such device or port)" in choice.warning
+        with pytest.raises(ConfigError, match="roce cannot reach a peer: this rank: NCCL_IB_HCA=mlx5_9 names mlx5_9"):
+            choose(Settings(transport="roce"), mapped=False, mine=offers_of, theirs=offers_of)
+
+
+def test_a_nic_that_the_list_of_nccl_names_and_that_fails_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    _, offer = two_of_three(nccl_ib_hca="=mem0r0,mem0r1")
+    assert (offer.nics, offer.asked) == (("mem0r1",), "")
+    (warning,) = caplog.messages
+    assert "mem0r0: port 1 is not active" in warning
+
+
+def test_the_list_of_nccl_says_nothing_of_efa(caplog: pytest.LogCaptureFixture) -> None:
+    network = SrdNetwork(1, rails=2)
+    for text in ("mlx5_0", "=mlx5_0:1", "^efa", "^", "efa0"):
+        settings = Settings(nccl_ib_hca=text)
+        nics = HostNics(settings, topology=efa_nics(2), libraries={"efa": lambda: network.library(0)})
+        assert nics.offers["efa"].nics == ("efa0", "efa1")
+        assert nics.offers["roce"] == Offer()
+    assert not caplog.messages
 
 
 def test_soft_roce_by_name(tmp_path: Path) -> None:

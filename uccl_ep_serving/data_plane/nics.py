@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Settings
 from ..errors import ConfigError, TransportError
-from ..proxy.transport.select import EFA, NIC_TRANSPORTS, Offer, Offers
+from ..proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE, Offer, Offers
 from .rails import HcaFilter, Rails, choose_rails, deal
 from .topology import Nic, Topology
 
@@ -78,12 +77,8 @@ class HostNics:
     ) -> None:
         self._settings, self._place, self._local_ranks, self._gpu = settings, place, local_ranks, gpu
         self._libraries = libraries or _LIBRARIES
-        self._wanted = wanted = HcaFilter.of(settings)
-        found = topology or Topology.read()
-        #: NICs without an active port that the user named: they are tried, and refused, and not passed over.
-        self._down = {nic.name for nic in found.nics if not nic.active and wanted.names_exactly(nic)}
-        nics = tuple(dataclasses.replace(nic, active=True) if nic.name in self._down else nic for nic in found.nics)
-        self._topology = dataclasses.replace(found, nics=nics)
+        self._wanted = HcaFilter.of(settings)
+        self._topology = topology or Topology.read()
         #: NICs that could not be opened, and why.
         self._broken: dict[str, str] = {}
 
@@ -113,14 +108,20 @@ class HostNics:
         return {transport: self._offer(transport) for transport in NIC_TRANSPORTS}
 
     def _offer(self, transport: str) -> Offer:
-        variable = self._wanted.variable
-        if missing := self._wanted.missing(self._topology.nics):
-            there = ", ".join(nic.name for nic in self._topology.nics) or "none"
-            words = f"{variable}={self._wanted.text} names {', '.join(missing)}; RDMA devices of this machine: {there}"
-            return Offer(reason=words, present=True, asked=variable)
-        devices = [nic for nic in self._topology.nics if nic.transport == transport]
+        wanted, here = self._wanted, self._topology.nics
+        passed_over = []
+        if missing := wanted.missing(here):
+            there = ", ".join(nic.name for nic in here) or "none"
+            words = f"{wanted.variable}={wanted.text} names {', '.join(missing)}; RDMA devices of this machine: {there}"
+            if wanted.binding:
+                return Offer(reason=words, present=True, asked=wanted.variable)
+            # the list is NCCL's, who drives what roce does
+            passed_over = [words] if transport == ROCE else []
+        devices = [nic for nic in here if nic.transport == transport]
         if not devices:
-            return Offer()
+            if not passed_over or any(nic.is_efa for nic in here):
+                return Offer()
+            return Offer(reason=passed_over[0], present=True, unused=True)
         found: dict[str, str] = {}
         failures: dict[str, str] = {}
         while untried := [nic for nic in self.rails[transport].nics if nic.name not in found]:
@@ -129,25 +130,24 @@ class HostNics:
                     found[nic.name] = self._probe(transport, nic)
                 except (ConfigError, TransportError) as error:
                     failures[nic.name] = str(error)
-            if demanded := [nic.name for nic in untried if nic.name in failures and self._wanted.names_exactly(nic)]:
-                reasons = [f"{failures[name]} ({variable} names {name})" for name in demanded]
-                return Offer(reason="; ".join(reasons), present=True, asked=variable)
+            if demanded := [nic.name for nic in untried if nic.name in failures and wanted.demands(nic)]:
+                reasons = [f"{failures[name]} ({wanted.variable} names {name})" for name in demanded]
+                return Offer(reason="; ".join(reasons), present=True, asked=wanted.variable)
             self._broken.update(failures)
             self.rails[transport] = self._choose(transport)
         rails = self.rails[transport]
-        if failures and not rails.nics:
-            return Offer(reason="; ".join(dict.fromkeys(failures.values())), present=True, unused=True)
+        broken = tuple(dict.fromkeys([*passed_over, *failures.values()]))
         if not rails.nics:
-            reasons = [f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices]
+            reasons = broken or tuple(f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices)
             # of a list that excludes, and of a software device that nobody named, there is nothing to warn
-            unused = any(not nic.is_software and self._wanted.meant(nic) for nic in devices)
+            unused = bool(broken) or any(not nic.is_software and wanted.meant(nic) for nic in devices)
             return Offer(reason="; ".join(reasons), present=True, unused=unused)
         names = tuple(nic.name for nic in rails.nics)
         texts = [found[name] for name in names]
         words = texts[0] if len(set(texts)) == 1 else "; ".join(map(": ".join, zip(names, texts, strict=True)))
-        broken = tuple(dict.fromkeys(failures.values()))
-        if broken:
-            words_of = ", ".join(names), "; ".join(broken)
+        # what a list names and no rank can have is said once on a host
+        if left_out := [one for one in broken if self._place == 0 or one not in passed_over]:
+            words_of = ", ".join(names), "; ".join(left_out)
             _log.warning("%s goes on over %s without NICs that fail: %s", transport, *words_of)
         fabric = "EFA" if transport == EFA else rails.nics[0].link
         return Offer(names, fabric, words, present=True, broken=broken)
@@ -156,14 +156,10 @@ class HostNics:
         """What ``nic`` is, in words. Raises ConfigError or TransportError when it cannot be used."""
         from ..proxy.transport.nic import efa, roce
 
-        if nic.name in self._down:
-            raise TransportError(
-                f"{nic.name}: no active port; check its cable, bring its interface up", device=nic.name
-            )
         library = self._library(transport)
         if transport == EFA:
             return efa.usable(nic.name, library)
-        return roce.usable(nic.name, self._port(nic), self._settings, library)
+        return roce.usable(nic.name, self._wanted.port(nic), self._settings, library)
 
     def reach_gpu(self, transport: str, nic: Nic, start: int, nbytes: int, export: Export) -> str:
         """How ``nic`` reaches memory of a GPU, [start, start + nbytes), in words. Opens it for a moment; raises
@@ -176,9 +172,6 @@ class HostNics:
         """NUMA node of this rank's NICs of ``transports``; -1 where it is not known, or not one of several."""
         nodes = {nic.numa for one in set(transports) & set(NIC_TRANSPORTS) for nic in self.rails[one].nics}
         return nodes.pop() if len(nodes) == 1 and len(self._topology.cpus) > 1 else -1
-
-    def _port(self, nic: Nic) -> int:
-        return self._wanted.port(nic) or min(nic.ports, default=1)
 
     def _library(self, transport: str) -> VerbsLibrary | None:
         return self._libraries[transport]() if transport in self._libraries else None
@@ -258,7 +251,7 @@ class HostNics:
             window_bytes=window_bytes,
             peers=peers,
             settings=settings,
-            nics=[roce.NicPort(nic.name, self._port(nic), max(users[nic.name], 1)) for nic in nics],
+            nics=[roce.NicPort(nic.name, self._wanted.port(nic), max(users[nic.name], 1)) for nic in nics],
             library=library,
             watch=watch,
         )

@@ -6,9 +6,9 @@ fabric traffic between equal GPUs of two hosts stays below one switch. Which str
 
 The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor`` prints):
 
-1. NICs that ``UCCL_EP_NICS`` (else ``NCCL_IB_HCA``) leaves out, that have no active port, that another transport
-   drives or that could not be opened are not used. Software devices (soft-RoCE), and beside EFA other devices, only
-   when such a variable names them.
+1. NICs that ``UCCL_EP_NICS`` (else, of those that NCCL drives itself, ``NCCL_IB_HCA``) leaves out, that have no active
+   port, that another transport drives or that could not be opened are not used. Software devices (soft-RoCE), and
+   beside EFA other devices, only when such a variable names them.
 2. Of the rest, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
    slow port for management or storage is no rail.
 3. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
@@ -33,7 +33,10 @@ __all__ = ["Channels", "HcaFilter", "Rails", "Verdict", "choose_channels", "choo
 
 #: A NIC slower than this part of the fastest one at the same distance is not used.
 _SLOWEST_PART = 0.5
-
+#: The variable of our own list of devices.
+_OURS = "UCCL_EP_NICS"
+#: Of a NIC without a link.
+_ANY_PORT = 0
 
 #: A NIC, or its name.
 _Rail = TypeVar("_Rail")
@@ -44,7 +47,11 @@ class HcaFilter:
     """A list of devices in the syntax of ``NCCL_IB_HCA``.
 
     ``mlx5_0,mlx5_3`` names prefixes, a leading ``=`` asks for exact names, a leading ``^`` excludes (``^=`` excludes
-    exact names), ``:1`` after a name picks a port.
+    exact names), ``:1`` after a name stands for that port only.
+
+    Our own list speaks of every device, and what it asks for by name must be there. NCCL's speaks of those that NCCL
+    drives itself, which EFA devices are not; and it may be the list of a whole cluster, so what is not there is passed
+    over.
 
     Attributes:
         text: as written; "" accepts everything.
@@ -52,9 +59,11 @@ class HcaFilter:
     """
 
     text: str = ""
-    variable: str = "UCCL_EP_NICS"
+    variable: str = _OURS
 
     def __post_init__(self) -> None:
+        if not self.binding:
+            return
         if self.text and not self._names():
             raise ConfigError(f"{self.variable}={self.text!r} names no device. Example: mlx5_0,mlx5_3 or ^mlx5_bond")
         for _, port in self._names():
@@ -63,56 +72,88 @@ class HcaFilter:
 
     @classmethod
     def of(cls, settings: Settings) -> HcaFilter:
-        """``UCCL_EP_NICS``, or ``NCCL_IB_HCA`` where that is empty. Raises ConfigError when it is malformed."""
+        """``UCCL_EP_NICS``, or ``NCCL_IB_HCA`` where that is empty. Raises ConfigError when the first is malformed."""
         if settings.nics:
             return cls(settings.nics)
         return cls(settings.nccl_ib_hca, "NCCL_IB_HCA") if settings.nccl_ib_hca else cls()
+
+    @property
+    def binding(self) -> bool:
+        """Whether what the list asks for is refused where it cannot be had."""
+        return self.variable == _OURS
+
+    @property
+    def _excludes(self) -> bool:
+        return self.text.startswith("^")
+
+    @property
+    def _exact(self) -> bool:
+        return self.text.lstrip("^").startswith("=")
 
     def _names(self) -> list[tuple[str, str]]:
         names = self.text.lstrip("^").lstrip("=").split(",")
         return [(name, port) for name, _, port in (entry.strip().partition(":") for entry in names) if name]
 
     def accepts(self, nic: Nic) -> bool:
-        """Whether the list leaves ``nic`` in."""
-        return not self.text or self._matches(nic) != self.text.startswith("^")
+        """Whether the list leaves a port of ``nic`` in."""
+        return any(self._leaves_in(nic, port) for port in nic.ports or (_ANY_PORT,))
 
     def names(self, nic: Nic) -> bool:
         """Whether the list asks for ``nic``, rather than not excluding it."""
-        return bool(self.text) and not self.text.startswith("^") and self._matches(nic)
+        return self._speaks_of(nic) and bool(self._names()) and not self._excludes and self.accepts(nic)
 
     def meant(self, nic: Nic) -> bool:
         """Whether somebody may expect ``nic`` to be used: our own list does not leave it out, nor does one of NCCL's
-        that excludes."""
-        excluding = self.variable == "UCCL_EP_NICS" or self.text.startswith("^")
+        that excludes it."""
+        excluding = self.binding or (self._excludes and bool(self._names()))
         return self.accepts(nic) or not excluding
 
     def missing(self, nics: Sequence[Nic]) -> list[str]:
-        """Names asked for that no device of ``nics`` has: each of an exact list (``=``), and prefixes where none of
-        them fits any. NCCL's variable may be that of a whole cluster, so prefixes in it need not fit."""
-        if self.text.startswith("^"):
-            return []
-        names = [name for name, _ in self._names()]
-        if self.text.startswith("="):
-            present = {nic.name for nic in nics}
-            return [name for name in names if name not in present]
-        fitting = self.variable != "UCCL_EP_NICS" or any(map(self._matches, nics))
-        return [] if fitting else names
+        """What of the list is not among ``nics`` with an active port, in words.
 
-    def names_exactly(self, nic: Nic) -> bool:
-        """Whether the list asks for ``nic`` by its whole name: who wrote that wants this one and no other."""
-        return self.names(nic) and nic.name in (name for name, _ in self._names())
+        A prefix need not fit: it is missing where it is the whole name of a device that has no link, and in our own
+        list where no other one fits either.
+        """
+        nics = [nic for nic in nics if self._speaks_of(nic)]
+        if self._excludes:
+            return []
+        dead: list[str] = []
+        absent: list[str] = []
+        for name, port in self._names():
+            entry = f"{name}:{port}" if port else name
+            fitting = [nic for nic in nics if self._fits(nic, name, port)]
+            if any(nic.name == name for nic in nics):
+                if not any(nic.name == name and nic.active for nic in fitting):
+                    dead.append(f"{entry} (no active port; check its cable, bring its interface up)")
+            elif not fitting:
+                absent.append(f"{entry} (no such device or port)")
+        some_fit = len(dead) + len(absent) < len(self._names())
+        return dead if self.binding and not self._exact and some_fit else dead + absent
+
+    def demands(self, nic: Nic) -> bool:
+        """Whether our own list asks for ``nic`` by its whole name: who wrote that wants this one and no other."""
+        return self.binding and self.names(nic) and nic.name in (name for name, _ in self._names())
 
     def port(self, nic: Nic) -> int:
-        """The port that the list asks for, 0 = any."""
-        found = [int(port) for name, port in self._names() if port and self._equal(nic, name)]
-        return found[0] if found and not self.text.startswith("^") else 0
+        """The first active port that the list leaves in; 1 where none is known."""
+        return next((port for port in nic.ports if self._leaves_in(nic, port)), 1)
 
-    def _matches(self, nic: Nic) -> bool:
-        return any(self._equal(nic, name) and (not port or int(port) in nic.ports) for name, port in self._names())
+    def _speaks_of(self, nic: Nic) -> bool:
+        return self.binding or not nic.is_efa
 
-    def _equal(self, nic: Nic, name: str) -> bool:
-        exact = self.text.lstrip("^").startswith("=")
-        return nic.name == name if exact else nic.name.startswith(name)
+    def _leaves_in(self, nic: Nic, port: int) -> bool:
+        """As NCCL's own: a list without any name fits everything, so ``^`` alone leaves nothing in."""
+        if not self.text or not self._speaks_of(nic):
+            return True
+        listed = [entry for entry in self._names() if self._fits_port(nic, port, *entry)]
+        return (bool(listed) or not self._names()) != self._excludes
+
+    def _fits(self, nic: Nic, name: str, port: str) -> bool:
+        return any(self._fits_port(nic, each, name, port) for each in nic.ports or (_ANY_PORT,))
+
+    def _fits_port(self, nic: Nic, port: int, name: str, wanted: str) -> bool:
+        equal = nic.name == name if self._exact else nic.name.startswith(name)
+        return equal and (not wanted or port == _ANY_PORT or (wanted.isdigit() and int(wanted) == port))
 
 
 @dataclass(frozen=True, slots=True)
