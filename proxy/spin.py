@@ -9,17 +9,32 @@ cores are 67 times slower than yielding ones).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Spin", "available_cores", "choose_spin"]
+import msgspec
+
+__all__ = ["Cores", "Spin", "choose_spin", "own_cores"]
 
 #: Longer than the time between two layers and between two decode steps; an engine without requests sleeps soon.
 _SPIN_NS = 10_000_000
-#: Cores that this process may use, for each proxy of the host: the rank itself, its engine's threads and a NIC's
-#: interrupts want theirs.
+#: Cores for each proxy that may run on them: the rank itself, its engine's threads and a NIC's interrupts want theirs.
 _CORES_PER_PROXY = 4
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class Cores(msgspec.Struct, frozen=True, array_like=True):
+    """What the proxies of a rank may use, which it tells the other ranks of its host.
+
+    Attributes:
+        cpus: numbers of the cores that they may run on.
+        quotas: cores' worth of CPU time that its cgroup, and those above it, may use, by the identity of the cgroup:
+            what it shares with every other rank in it, wherever that one runs.
+    """
+
+    cpus: frozenset[int]
+    quotas: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +45,42 @@ class Spin:
     reason: str
 
 
-def choose_spin(wanted: str, *, cores: int, proxies: int, local_ranks: int, named_cores: int = 0) -> Spin:
+def choose_spin(wanted: str, mine: Cores, others: Sequence[Cores] = (), *, proxies: int, named_cores: int = 0) -> Spin:
     """How long idle proxies spin.
 
     Args:
         wanted: UCCL_EP_PROXY_SPIN.
-        cores: that this process may use.
-        proxies, local_ranks: of each rank; of this host.
+        mine, others: what the proxies of this rank, and of each other rank of this host, may use. Who shares none of
+            it, such as ranks that are bound to cores of their own, does not count.
+        proxies: of each rank.
         named_cores: different cores that UCCL_EP_PROXY_CPUS names, 0 = none.
     """
     if wanted == "off":
         return Spin(0, "off (UCCL_EP_PROXY_SPIN)")
     if wanted != "auto":
         return Spin(int(float(wanted) * 1e6), f"{wanted} ms (UCCL_EP_PROXY_SPIN)")
-    threads = proxies * local_ranks
-    whom = f"{threads} {'proxy' if threads == 1 else 'proxies'} of this host"
-    if 0 < named_cores < threads:
-        return Spin(0, f"off: {whom} share the {named_cores} cores of UCCL_EP_PROXY_CPUS")
+    # cores and the proxies that share them: those of the affinity, then those that each quota pays for
+    limits = [(float(len(mine.cpus)), proxies * (1 + sum(bool(one.cpus & mine.cpus) for one in others)))]
+    limits += [
+        (quota, proxies * (1 + sum(cgroup in one.quotas for one in others))) for cgroup, quota in mine.quotas.items()
+    ]
+    if 0 < named_cores < limits[0][1]:
+        return Spin(0, f"off: {limits[0][1]} proxies share the {named_cores} cores of UCCL_EP_PROXY_CPUS")
+    cores, threads = min(limits, key=lambda limit: limit[0] / limit[1])
+    whom = f"{cores:g} cores for the {threads} {'proxy' if threads == 1 else 'proxies'} on them"
     if cores < _CORES_PER_PROXY * threads:
-        return Spin(0, f"off: {cores} cores for {whom}, {_CORES_PER_PROXY} each are needed")
-    return Spin(_SPIN_NS, f"{_SPIN_NS // 1_000_000} ms: {cores} cores for {whom}")
+        return Spin(0, f"off: {whom}, {_CORES_PER_PROXY} each are needed")
+    return Spin(_SPIN_NS, f"{_SPIN_NS // 1_000_000} ms: {whom}")
 
 
-def available_cores(cgroup: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores that this process may use: those of its affinity, and no more than its cgroup's quota pays for."""
-    return max(1, min(len(os.sched_getaffinity(0)), *(int(quota) for quota in _quotas(cgroup, own))))
+def own_cores(cgroup: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> Cores:
+    """What this process may use: the cores of its affinity, and the quotas of its cgroup and those above it."""
+    return Cores(frozenset(os.sched_getaffinity(0)), _quotas(cgroup, own))
 
 
-def _quotas(cgroup: Path, own: Path) -> list[float]:
-    """Cores' worth of CPU time that this process's cgroup and those above it grant (version 2, then version 1)."""
-    found = [float(os.cpu_count() or 1)]
+def _quotas(cgroup: Path, own: Path) -> dict[str, float]:
+    """Quotas (version 2, then version 1), by device and inode: a container sees the path of its cgroup as ``/``."""
+    found = {}
     for line in _text(own).splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         version_1 = "cpu" in controllers.split(",")
@@ -74,8 +95,16 @@ def _quotas(cgroup: Path, own: Path) -> list[float]:
             else:
                 quota, _, period = _text(level / "cpu.max").partition(" ")
             if quota.isdigit() and period.isdigit() and int(period):
-                found.append(int(quota) / int(period))
+                found[_identity(level)] = int(quota) / int(period)
     return found
+
+
+def _identity(directory: Path) -> str:
+    try:
+        status = directory.stat()
+    except OSError:
+        return str(directory)
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _text(path: Path) -> str:

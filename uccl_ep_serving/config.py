@@ -508,8 +508,8 @@ SETTINGS: tuple[Variable, ...] = (
         "proxy_spin",
         _spin,
         False,
-        "how long an idle proxy keeps polling before it sleeps. auto: 10 ms where this process may use at least four "
-        "cores for each proxy of the host, else off; off: it yields at once and sleeps after 50 us; or milliseconds",
+        "how long an idle proxy keeps polling before it sleeps. auto: 10 ms where there are at least four cores "
+        "(near its NIC) for each proxy of the host that shares them, else off; off: it yields at once and sleeps after 50 us; or milliseconds",
     ),
     Variable(
         "fault_proxy_after",

@@ -344,10 +344,12 @@ class TestLockedMemory:
 
 
 def test_it_is_said_whether_proxies_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    from uccl_ep_serving.proxy.spin import Cores
+
     for cores, words in (
-        (2, "off: 2 cores for 1 proxy of this host"),
-        (64, "10 ms: 64 cores for 1 proxy of this host"),
+        (2, "off: 2 cores for the 1 proxy on them"),
+        (64, "10 ms: 64 cores for the 1 proxy on them"),
     ):
-        monkeypatch.setattr(limits, "available_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(limits, "own_cores", lambda cores=cores: Cores(frozenset(range(cores))))
         (finding,) = [one for one in limits.limits() if one.name == "proxy spin"]
         assert finding.value.startswith(words)

@@ -18,7 +18,7 @@ from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.streams import LL_DISPATCH
 from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, run, wake_others
-from uccl_ep_serving.proxy.spin import available_cores, choose_spin
+from uccl_ep_serving.proxy.spin import Cores, choose_spin, own_cores
 from uccl_ep_serving.proxy.state import read, request_stop
 
 PROXIES = 4
@@ -131,15 +131,40 @@ def test_idle_proxies_wake_seldom_and_still_work() -> None:
 def test_proxies_spin_where_there_are_cores_for_them(
     cores: int, proxies: int, ranks: int, named: int, nanoseconds: int
 ) -> None:
-    chosen = choose_spin("auto", cores=cores, proxies=proxies, local_ranks=ranks, named_cores=named)
+    every = of(range(cores))
+    chosen = choose_spin("auto", every, [every] * (ranks - 1), proxies=proxies, named_cores=named)
     assert chosen.nanoseconds == nanoseconds
     assert chosen.reason.startswith("10 ms" if nanoseconds else "off")
 
 
+def of(cpus: range, **quotas: float) -> Cores:
+    return Cores(frozenset(cpus), quotas)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "named", "words"),
+    [
+        # ranks that are bound to their own cores: numactl, SLURM, a cpuset each
+        (of(range(4)), [of(range(4, 8)), of(range(8, 12))], 0, "10 ms: 4 cores for the 1 proxy on them"),
+        (of(range(4)), [of(range(3, 8)), of(range(8, 12))], 0, "off: 4 cores for the 2 proxies on them"),
+        (of(range(3)), [of(range(3, 64))], 0, "off: 3 cores for the 1 proxy on them"),
+        (of(range(4)), [of(range(4, 8))], 1, "10 ms: 4 cores"),
+        (of(range(8)), [of(range(8))], 1, "off: 2 proxies share the 1 cores"),
+        # a quota is shared by who is in its cgroup, also on other cores, and by nobody else
+        (of(range(8), pod=7), [of(range(8, 16), pod=7)], 0, "off: 7 cores for the 2 proxies on them"),
+        (of(range(8), pod=4), [of(range(8, 16), other=4)], 0, "10 ms: 4 cores for the 1 proxy on them"),
+        (of(range(8), pod=4, node=6), [of(range(8, 16), other=4, node=6)], 0, "off: 6 cores for the 2 proxies on them"),
+        (of(range(64), pod=4), [of(range(64), other=4)], 0, "10 ms: 4 cores for the 1 proxy on them"),
+    ],
+)
+def test_only_proxies_that_share_cores_count(mine: Cores, others: list[Cores], named: int, words: str) -> None:
+    assert choose_spin("auto", mine, others, proxies=1, named_cores=named).reason.startswith(words)
+
+
 def test_who_says_how_long_to_spin_is_obeyed() -> None:
-    few = {"cores": 1, "proxies": 4, "local_ranks": 8}
-    assert choose_spin("2.5", **few).nanoseconds == 2_500_000
-    assert choose_spin("off", cores=512, proxies=1, local_ranks=1).nanoseconds == 0
+    few, many = of(range(1)), of(range(512))
+    assert choose_spin("2.5", few, [few] * 7, proxies=4).nanoseconds == 2_500_000
+    assert choose_spin("off", many, proxies=1).nanoseconds == 0
     assert Settings.from_environment({"UCCL_EP_PROXY_SPIN": "0"}).proxy_spin == "off"
     for wrong in ("-1", "yes", "nan"):
         with pytest.raises(ConfigError, match="auto, off or"):
@@ -147,22 +172,34 @@ def test_who_says_how_long_to_spin_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "files", "cores"),
+    ("own", "files", "quotas"),
     [
-        ("0::/a/b", {}, None),
-        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, None),
-        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1),
-        ("0::/a/b", {"cpu.max": "50000 100000"}, 1),
-        ("5:memory:/x\n4:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"}, 1),
-        ("4:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+        ("0::/a/b", {}, []),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, []),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, [1.5]),
+        ("0::/a/b", {"a/b/cpu.max": "200000 100000", "a/cpu.max": "300000 100000"}, [2, 3]),
+        ("0::/a/b", {"cpu.max": "50000 100000"}, [0.5]),
+        (
+            "5:memory:/x\n4:cpu,cpuacct:/x",
+            {"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"},
+            [1],
+        ),
+        ("4:cpu,cpuacct:/x", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, []),
     ],
 )
-def test_the_quota_of_a_container_counts(own: str, files: dict[str, str], cores: int | None, tmp_path: Path) -> None:
+def test_the_quota_of_a_container_counts(own: str, files: dict[str, str], quotas: list[float], tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "own").write_text(own + "\n")
-    assert available_cores(tmp_path, tmp_path / "own") == (cores or len(os.sched_getaffinity(0)))
+    found = own_cores(tmp_path, tmp_path / "own")
+    assert found.cpus == os.sched_getaffinity(0)
+    assert sorted(found.quotas.values()) == quotas
+    if "a/cpu.max" in files:
+        # another container of the same pod, whose own view starts at its pod
+        (tmp_path / "own").write_text("0::/\n")
+        (pod,) = own_cores(tmp_path / "a", tmp_path / "own").quotas
+        assert pod in found.quotas
 
 
 def test_a_spinning_proxy_does_not_sleep_until_its_time_is_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from typing import Any
@@ -143,3 +144,17 @@ def test_neighbours_stay_direct_though_there_are_nics(monkeypatch: pytest.Monkey
     with install(network, monkeypatch, efa_nics(1)) as here:
         ways = run_ranks(network, here, settings, lambda runtime: runtime.stats()["transport_by_peer"])
     assert ways == [{"1": "direct"}, {"0": "direct"}]
+
+
+def test_ranks_with_cores_of_their_own_spin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Three ranks of a host: two share four cores, and the NIC of the third is on a NUMA node of its own."""
+    cores = [frozenset(range(4)), frozenset(range(4)), frozenset(range(12))]
+    nodes = {0: frozenset(range(4)), 1: frozenset(range(8, 12))}
+    network = SrdNetwork(3, 1, seed=1)
+    caplog.set_level("INFO")
+    with install(network, monkeypatch, lambda rank: replace(efa_nics(1, numa=int(rank == 2)), cpus=nodes)) as here:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[here.rank])
+        found = run_ranks(network, here, FORCED, lambda runtime: runtime.stats()["proxy_spin_us"])
+    assert found == [0, 0, 10_000]
+    assert caplog.text.count("spin off: 4 cores for the 2 proxies on them") == 2
+    assert "spin 10 ms: 4 cores for the 1 proxy on them" in caplog.text

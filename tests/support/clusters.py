@@ -27,12 +27,12 @@ from uccl_ep_serving.data_plane.gpu_direct import Gpu, GpuReach, NicWrites, cuda
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.data_plane.nodes import equal_nodes
 from uccl_ep_serving.data_plane.rails import choose_channels
-from uccl_ep_serving.data_plane.topology import Nic, Topology, parse_cpus
+from uccl_ep_serving.data_plane.topology import Nic, Topology
 from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.errors import ConfigError, TransportError
 from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.gpu.memory import HipMemory
-from uccl_ep_serving.proxy.spin import choose_spin
+from uccl_ep_serving.proxy.spin import Cores, choose_spin
 from uccl_ep_serving.proxy.transport.select import DIRECT, NIC_TRANSPORTS, Choice, choose
 
 GOLDEN = Path(__file__).parents[1] / "data_plane" / "clusters.md"
@@ -92,9 +92,7 @@ class _Node:
         self.topology: Topology = Topology.read(root)
         self.network: Network = network(text, root)
         self.facts = facts(text)
-        self.cores = sum(
-            len(parse_cpus(words[3])) for words in map(str.split, text.splitlines()) if words[:1] == ["node"]
-        )
+        self.cores = frozenset(cpu for cpus in self.topology.cpus.values() for cpu in cpus)
         self.gpus = len(self.topology.gpus)
         self.ranks = self.gpus * cluster.nodes
         self.nics = [
@@ -150,9 +148,11 @@ def channels(node: _Node) -> Chosen:
 
 
 def spin(node: _Node) -> Chosen:
-    """How long idle proxies keep polling, with all of a node's cores."""
-    settings = node.settings
-    found = choose_spin(settings.proxy_spin, cores=node.cores, proxies=settings.proxies, local_ranks=node.gpus)
+    """How long idle proxies of the first rank keep polling, where ranks may use all of a node's cores."""
+    settings, ways = node.settings, [node.far] if node.far else []
+    with mock.patch("os.sched_getaffinity", return_value=node.cores):
+        mine, *others = (Cores(nics.proxy_cpus(ways)) for nics in node.nics)
+    found = choose_spin(settings.proxy_spin, mine, others, proxies=settings.proxies)
     return Chosen("on" if found.nanoseconds else "off", found.reason)
 
 

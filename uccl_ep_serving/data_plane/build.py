@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,14 +24,14 @@ from ..protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
 from ..protocol.mailbox import mailbox_bytes
 from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService, data_paths
-from ..proxy.spin import Spin, available_cores, choose_spin
+from ..proxy.spin import Cores, choose_spin, own_cores
 from ..proxy.transport.base import Watchful
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, Offers, choose
 from ..proxy.transport.shm import ShmEndpoint
 from ..proxy.transport.tcp import TcpEndpoint
 from . import gpu_direct
 from .compiling import compile_together
-from .gpu_direct import Gpu, NicWrites
+from .gpu_direct import Gpu, NicWrites, Paths
 from .kernel_space import KernelSpace
 from .nics import HostNics, gpu_address
 from .nodes import equal_nodes, on_one_node
@@ -202,8 +203,8 @@ class PlaneBuilder:
         self._offers[self._rank] = dict(offers)
 
     def _agree_on_paths(self, plane: DataPlane) -> None:
-        """Agree on the channels, in the first epoch; set ``plane.gpu_reach`` and ``plane.node_ranks``, 1 when a
-        rank is masked, since rows of its peers on other nodes passed through it."""
+        """Agree on the channels, in the first epoch; set ``plane.spin``, ``plane.gpu_reach`` and ``plane.node_ranks``,
+        1 when a rank is masked, since rows of its peers on other nodes passed through it."""
         mine, offers, routes = self._offers[self._rank], self._offers, plane.routes
         shared = [
             min(len(mine[way].nics), len(offers[peer][way].nics))
@@ -212,12 +213,21 @@ class PlaneBuilder:
         ]
         direct = [peer for peer, way in routes.items() if way == DIRECT]
         reach = gpu_direct.of_rank(self._settings, self._gpu, routes, mine, self._writes)
-        answers = self._gather("agreeing on paths", msgspec.msgpack.encode((direct, max(shared, default=0), reach)))
+        cores = self._proxy_cores(plane.kinds)
+        paths = Paths(direct, max(shared, default=0), reach, cores)
+        answers = self._gather("agreeing on paths", msgspec.msgpack.encode(paths))
         told = {peer: gpu_direct.read(peer, payload) for peer, (payload, _) in enumerate(answers) if payload}
         if not self.channels.count:
             self.channels = choose_channels(self._settings, max(one.rails for one in told.values()))
             if self.channels.warning:
                 _log.warning("rank %d: %s", self._rank, self.channels.warning)
+        plane.spin = choose_spin(
+            self._settings.proxy_spin,
+            cores,
+            [told[peer].cores for peer in self._local_ranks() if peer in told and peer != self._rank],
+            proxies=self._settings.proxies,
+            named_cores=len(set(self._settings.proxy_cpus)),
+        )
         plane.gpu_reach = gpu_direct.settle({peer: one.reach for peer, one in told.items()})
         if not self._liveness.masked:
             plane.node_ranks = equal_nodes([one.direct for one in told.values()])
@@ -310,7 +320,6 @@ class PlaneBuilder:
     def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: PlaneWatch) -> None:
         """Make the kernel space and the proxies, which meet in its memory."""
         settings, rank, ranks, window = self._settings, self._rank, self._ranks, plane.segments[0]
-        plane.spin = self._choose_spin()
         plane.space = space = KernelSpace(
             rank, ranks, self.channels.count, window, plane.layout, settings.timeout, mask=self._liveness.mask
         )
@@ -351,14 +360,12 @@ class PlaneBuilder:
         """Ranks on this host."""
         return [rank for rank, card in enumerate(self._cards) if card.host == self._cards[self._rank].host]
 
-    def _choose_spin(self) -> Spin:
-        return choose_spin(
-            self._settings.proxy_spin,
-            cores=available_cores(),
-            proxies=self._settings.proxies,
-            local_ranks=len(self._local_ranks()),
-            named_cores=len(set(self._settings.proxy_cpus)),
-        )
+    def _proxy_cores(self, kinds: Sequence[str]) -> Cores:
+        """What this rank's proxies may use. Those with cores of their own by name leave the rest to the ranks."""
+        cores = own_cores()
+        if self._settings.proxy_cpus or not set(kinds) & set(NIC_TRANSPORTS):
+            return cores
+        return Cores(self._nics.proxy_cpus(kinds), cores.quotas)
 
     def _own_cpus(self) -> tuple[int, ...]:
         """This rank's share of ``UCCL_EP_PROXY_CPUS``: ranks of a host get the same list from the launcher."""

@@ -14,6 +14,7 @@ import msgspec
 
 from ..config import Settings
 from ..errors import ConfigError, ProtocolError, TransportError
+from ..proxy.spin import Cores
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, SHM, Offer, Offers
 from .nics import HostNics
 
@@ -191,11 +192,13 @@ def settle(told: Mapping[int, GpuReach]) -> GpuReach:
 
 
 class Paths(NamedTuple):
-    """What a rank tells when paths are agreed on: whose windows its kernels write, most rails to a peer, its GPU."""
+    """What a rank tells when paths are agreed on: whose windows its kernels write, most rails to a peer, its GPU, and
+    what its proxies run on."""
 
     direct: list[int]
     rails: int
     reach: GpuReach
+    cores: Cores
 
 
 def read(peer: int, payload: bytes) -> Paths:
@@ -203,4 +206,6 @@ def read(peer: int, payload: bytes) -> Paths:
     try:
         return msgspec.msgpack.decode(payload, type=Paths)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"rank {peer} sent something that is no list of ranks, rails and GPU: {error}") from error
+        raise ProtocolError(
+            f"rank {peer} sent something that is no list of ranks, rails, GPU and cores: {error}"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -185,6 +186,13 @@ class HostNics:
         kinds = [transport for transport in transports if transport in NIC_TRANSPORTS]
         nics = [nic for transport in kinds for nic in self.of_proxy(transport, proxy)]
         return frozenset(cpu for nic in nics for cpu in self._topology.near_cpus(nic))
+
+    def proxy_cpus(self, transports: Collection[str]) -> frozenset[int]:
+        """Cores that the proxies of this rank run on unless ``UCCL_EP_PROXY_CPUS`` names some."""
+        here = frozenset(os.sched_getaffinity(0))
+        return frozenset[int]().union(
+            *(self.near_cpus(transports, one) or here for one in range(self._settings.proxies))
+        )
 
     def bandwidth(self, transports: Collection[str], local_offers: Sequence[Offers]) -> float:
         """Bytes per second, one way, of this rank's NICs of ``transports``; of one that several ranks use, its share.

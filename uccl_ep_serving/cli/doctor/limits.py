@@ -11,7 +11,7 @@ from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_def
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Topology
 from uccl_ep_serving.protocol.command import MAX_RANKS
-from uccl_ep_serving.proxy.spin import available_cores, choose_spin
+from uccl_ep_serving.proxy.spin import choose_spin, own_cores
 
 __all__ = ["files_of_a_rank", "limits"]
 
@@ -60,13 +60,14 @@ def files_of_a_rank(ranks: int, settings: Settings) -> int:
 
 
 def _spin() -> Finding:
-    """Whether idle proxies keep polling, if each GPU of this machine has a rank."""
+    """Whether idle proxies keep polling, if each GPU of this machine has a rank and all use the cores of this one."""
     settings, ranks = settings_or_defaults(), max(len(Topology.read().gpus), 1)
+    cores = own_cores()
     chosen = choose_spin(
         settings.proxy_spin,
-        cores=available_cores(),
+        cores,
+        [cores] * (ranks - 1),
         proxies=settings.proxies,
-        local_ranks=ranks,
         named_cores=len(set(settings.proxy_cpus)),
     )
     return Finding("proxy spin", f"{chosen.reason} (with {ranks} rank{'s' * (ranks > 1)} here)")
