@@ -23,6 +23,10 @@ __all__ = ["Epochs"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
+#: Timeouts that ranks wait for each other before the first operation of a mode. An engine compiles and captures its own
+#: model just before, minutes on a node with a cold cache and seconds on one with a warm one (vLLM's torch.compile).
+FIRST_MEETING = 6
+
 
 class Epochs:
     """The data planes of one rank, one after the other.
@@ -60,7 +64,7 @@ class Epochs:
     def rebuild(self, plan: LowLatencyPlan | None, objection: str, compile: Callable[[], object]) -> None:
         """Begin a new epoch on all ranks that are not masked, as Runtime says."""
         with self._breaking():
-            outcome = self._agree(plan, objection)
+            outcome = self._agree(plan, objection, first=plan is not None and self._room is None)
             if not outcome.refusal:
                 outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
             if not outcome.refusal:
@@ -70,7 +74,7 @@ class Epochs:
     def compile_together(self, compile: Callable[[], object]) -> None:
         """Call ``compile`` on all ranks, which begin the same operation of normal mode, as Runtime says."""
         with self._breaking():
-            outcome = _together(self._agree(None, ""))
+            outcome = _together(self._agree(None, "", first=True))
             if not outcome.refusal:
                 outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
         self._refuse(outcome)
@@ -99,10 +103,13 @@ class Epochs:
             finally:
                 del named  # this frame is in the traceback: a cycle would keep windows mapped
 
-    def _agree(self, plan: LowLatencyPlan | None, objection: str, failed: bool = False) -> Outcome:
+    def _agree(
+        self, plan: LowLatencyPlan | None, objection: str, failed: bool = False, *, first: bool = False
+    ) -> Outcome:
         masked = tuple(sorted(self._mesh.liveness.masked))
         mine = Proposal(plan, self._room, self.number, self.watch.begun, masked, objection, failed)
-        answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=self._settings.timeout)
+        patience = self._settings.timeout * (FIRST_MEETING if first else 1)
+        answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=patience)
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self._mesh.ranks, self._normal, proposals)
 
