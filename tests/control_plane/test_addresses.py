@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -66,6 +67,30 @@ pci0000:00/00:02.0  net ens2
 """
 
 
+#: A pod of Cilium on netkit, whose ends know no ARP.
+NETKIT = POD.replace("iflink=12", "iflink=12 flags=0x1083")
+
+#: A container of LXC: a VLAN and a bond on pairs, and a bridge on the end of one.
+LAYERED = """
+-                   net bond0       addr=10.7.0.2 below=eth0,eth1 devtype=bond
+-                   net br0         addr=10.9.0.2 bridge=eth2 default=yes
+-                   net eth0        iflink=12
+-                   net eth1        iflink=14
+-                   net eth1.100    addr=10.8.0.2 below=eth1 devtype=vlan
+-                   net eth2        iflink=16
+-                   net dummy0      flags=0x82
+-                   net dummy0.7    addr=10.6.0.2 below=dummy0 devtype=vlan
+"""
+
+#: A host whose NICs have link-local addresses only: its own, which BGP tells the others, is on lo, and an anycast one.
+BY_BGP = """
+-                   net docker0     addr=172.17.0.1 bridge=
+pci0000:00/00:01.0  net ens1        addr=fe80::1%ens1
+-                   net lo          addr=127.0.0.1,10.0.0.100,10.0.0.11,::1 flags=0x9
+-                   net vxlan.cali  addr=10.244.0.0 devtype=vxlan
+"""
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> Network:
     return _network(HOST, tmp_path)
@@ -112,6 +137,66 @@ def test_what_sysfs_does_not_show_is_unknown(tmp_path: Path) -> None:
     assert found.kind == Kind.UNKNOWN
 
 
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (NETKIT, {"eth0": Kind.FAR_END, "lo": Kind.INSIDE}),
+        (LAYERED, {"bond0": Kind.FAR_END, "br0": Kind.INSIDE, "eth1.100": Kind.FAR_END, "dummy0.7": Kind.INSIDE}),
+        ("- net macvlan0 addr=10.5.0.6 below=br0\n" + BRIDGED, {"macvlan0": Kind.DEVICE}),
+        ("- net br0 addr=10.7.0.1 bridge=vxlan5\n- net vxlan5 devtype=vxlan", {"br0": Kind.TUNNEL}),
+        ("- net ppp0 addr=10.7.0.1 type=512 flags=0x10d1", {"ppp0": Kind.TUNNEL}),
+        ("- net ipsec0 addr=10.7.0.1 type=65534 iflink=7 flags=0xc1", {"ipsec0": Kind.TUNNEL}),
+    ],
+)
+def test_interfaces_that_stand_on_others(tmp_path: Path, text: str, kinds: dict[str, Kind]) -> None:
+    found = {one.name: one.kind for one in _network(text, tmp_path).interfaces}
+    assert kinds.items() <= found.items(), found
+
+
+def test_a_node_with_many_pods_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end of a pair is compared with all interfaces: not by reading all of them again for each."""
+    pods = [f"veth{number}" for number in range(12)]
+    lines = [f"- net {name} iflink={1000 + number}" for number, name in enumerate(pods)]
+    build("\n".join([f"- net cni0 addr=10.244.0.1 bridge={','.join(pods)}", *lines]), tmp_path)
+    reads = []
+    read = addresses._read
+    monkeypatch.setattr(addresses, "_read", lambda path: reads.append(path) or read(path))  # type: ignore[func-returns-value]
+    (found,) = addresses.interfaces(tmp_path, {"cni0": ["10.244.0.1"]})
+    assert found.kind == Kind.INSIDE
+    assert len(reads) < 10 * len(pods)
+
+
+def test_an_address_with_a_label_is_its_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(text: str) -> SimpleNamespace:
+        return SimpleNamespace(family=socket.AF_INET, address=text)
+
+    monkeypatch.setattr(addresses.psutil, "net_if_stats", lambda: {"ens5": SimpleNamespace(isup=True)})
+    labelled = {"ens5": [address("10.0.0.11")], "ens5:1": [address("10.0.7.11")], "ens6": [address("10.0.1.11")]}
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: labelled)
+    assert addresses._addresses() == {"ens5": ["10.0.0.11", "10.0.7.11"]}
+
+
+class _Routed:
+    """A socket of a host with routes of both families."""
+
+    def __init__(self, family: int, kind: int) -> None:
+        self.target = ""
+
+    def __enter__(self) -> _Routed:
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        pass
+
+    def connect(self, target: tuple[str, int]) -> None:
+        self.target = target[0]
+        if self.target == "no route":
+            raise OSError
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.target if self.target.startswith("127.") else self.target + "1", 5
+
+
 class TestOrder:
     """Each source in turn is what decides once those before it are gone."""
 
@@ -149,6 +234,47 @@ class TestOrder:
 
     def test_a_store_over_ipv6_gives_an_address_of_ipv6(self, host: Network) -> None:
         assert chosen(host, "2001:db8:1::1") == ("2001:db8:1::11", "ens5")
+
+    def test_a_store_over_both_families_gives_an_address_of_ipv4(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def resolve(*targets: tuple[socket.AddressFamily, str]) -> None:
+            answer = [(family, socket.SOCK_DGRAM, 17, "", (text, 9)) for family, text in targets]
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **keywords: answer)
+
+        monkeypatch.setattr(addresses.socket, "socket", _Routed)
+        resolve((socket.AF_INET6, "2001:db8:1::1"), (socket.AF_INET, "10.0.0.1"))
+        assert addresses._route("node0") == "10.0.0.11"
+        resolve((socket.AF_INET, "no route"), (socket.AF_INET6, "2001:db8:1::1"))
+        assert addresses._route("node0") == "2001:db8:1::11"
+        resolve((socket.AF_INET, "127.0.1.1"), (socket.AF_INET6, "2001:db8:1::1"))
+        assert addresses._route("node0") == "2001:db8:1::11"
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            (
+                {"gloo_socket_ifname": "ens6", "nccl_socket_ifname": "wg"},
+                "GLOO_SOCKET_IFNAME=ens6 asks for ens6 10.0.1.11",
+            ),
+            ({"nccl_socket_ifname": "wg"}, "NCCL_SOCKET_IFNAME=wg asks for wg0 10.6.0.1"),
+            ({"gloo_socket_ifname": "ens5", "nccl_socket_ifname": "wg"}, ""),
+            ({"gloo_socket_ifname": "missing", "nccl_socket_ifname": "^docker,lo"}, ""),
+            ({"gloo_socket_ifname": "ens6", "socket_ifname": "ens5"}, ""),
+        ],
+    )
+    def test_a_variable_that_the_route_overrules_is_named_with_both(
+        self, host: Network, settings: dict[str, str], words: str
+    ) -> None:
+        choice = choose_address(Settings(**settings), "10.0.0.1", host.interfaces, host.route)  # type: ignore[arg-type]
+        assert choice.address == "10.0.0.11"
+        if words:
+            words += ", but the choice is 10.0.0.11 (ens5, the route to 10.0.0.1, host of the process group's store)."
+            name = words.split()[3]
+            words += f" If that is the wrong one, set UCCL_EP_SOCKET_IFNAME={name}"
+        assert choice.overruled == words
+
+    def test_nothing_is_overruled_on_loopback(self, host: Network) -> None:
+        settings = Settings(gloo_socket_ifname="ens6")
+        assert choose_address(settings, "::1", host.interfaces, lambda target: "::1").overruled == ""
 
     def test_a_variable_that_names_nothing_is_passed_over_and_said(self, host: Network) -> None:
         choice = choose_address(Settings(gloo_socket_ifname="ib0"), "", host.interfaces, host.route)
@@ -207,6 +333,70 @@ class TestOneHost:
 
         for settings, store in ((Settings(), "node0"), (Settings(master_address="node0"), "")):
             assert choose_address(settings, store, host.interfaces, route).address == "10.0.0.11"
+
+
+class TestVirtual:
+    """Addresses that every node has for itself, and hosts whose own is where virtual ones are."""
+
+    @pytest.mark.parametrize("flags", ["", "0x82"], ids=["down", "up"])
+    def test_a_service_of_kubernetes_does_not_decide(self, tmp_path: Path, flags: str) -> None:
+        """IPVS: kube-ipvs0 has the addresses of all services, on each node; it is down, as the kernel routes anyway."""
+        held = f"\n- net kube-ipvs0 addr=10.96.0.5 flags={flags}" if flags else ""
+        found = _network(HOST + held, tmp_path)
+
+        def route(target: str) -> str:
+            return "10.96.0.5" if target == "master" else found.route(target)
+
+        for settings, store in ((Settings(), "master"), (Settings(master_address="master"), "")):
+            choice = choose_address(settings, store, found.interfaces, route)
+            assert choice.address == "10.0.0.11"
+            assert choice.guessed
+        settings = Settings(gloo_socket_ifname="ens6")
+        assert choose_address(settings, "master", found.interfaces, route).address == "10.0.1.11"
+
+    @pytest.mark.parametrize("store", ["172.17.0.2", "10.0.2.9", "10.9.9.1"])
+    def test_a_route_that_stays_in_the_host_does_not_decide(self, host: Network, store: str) -> None:
+        """To a container of docker0, a pod of cilium_host, something behind a dummy."""
+        assert chosen(host, store, gloo_socket_ifname="ens6") == ("10.0.1.11", "ens6")
+
+    def test_a_host_with_its_address_on_lo_has_no_other(self, tmp_path: Path) -> None:
+        found = dataclasses.replace(_network(BY_BGP, tmp_path), default="10.0.0.11")
+        assert chosen(found, "10.3.3.3") == ("10.0.0.11", "lo")
+        assert chosen(found, "10.3.3.3", gloo_socket_ifname="lo") == ("10.0.0.11", "lo")
+        guess = choose_address(Settings(), "", found.interfaces, found.route)
+        assert str(guess) == "10.0.0.11 (lo, a guess: it has the default route)"
+
+        def at_the_anycast_address(target: str) -> str:
+            return "10.0.0.100" if target == "anycast" else found.route(target)
+
+        choice = choose_address(Settings(), "anycast", found.interfaces, at_the_anycast_address)
+        assert (choice.address, choice.guessed) == ("10.0.0.11", True)
+
+    def test_nor_without_a_default_route(self, tmp_path: Path) -> None:
+        found = _network(BY_BGP.replace("10.0.0.100,", ""), tmp_path)
+        guess = choose_address(Settings(), "", found.interfaces, lambda target: "")
+        assert str(guess) == "10.0.0.11 (lo, a guess: no device has an address)"
+
+    def test_a_dummy_may_have_it_too(self, tmp_path: Path) -> None:
+        found = _network(BY_BGP + "- net dummy0 addr=10.0.0.12 flags=0x82 default=yes", tmp_path)
+        assert chosen(found, "10.3.3.3") == ("10.0.0.12", "dummy0")
+
+    def test_a_virtual_address_on_lo_is_never_guessed(self, tmp_path: Path) -> None:
+        """As the servers behind a balancer of layer 4 have it, each the same."""
+        text = HOST.replace("addr=127.0.0.1,::1", "addr=127.0.0.1,10.7.7.7,::1")
+        found = _network(text, tmp_path)
+        assert chosen(found) == ("10.0.0.11", "ens5")
+        assert chosen(found, "10.7.7.7") == ("10.0.0.11", "ens5")
+        assert chosen(dataclasses.replace(found, default=""), "") == ("10.0.0.11", "ens5")
+
+    def test_of_two_on_a_device_the_default_routes_is_its_own(self, tmp_path: Path) -> None:
+        text = HOST.replace("addr=10.0.0.11,", "addr=10.0.0.50,10.0.0.11,")
+        found = dataclasses.replace(_network(text, tmp_path), default="10.0.0.11")
+        assert chosen(found) == ("10.0.0.11", "ens5")
+        assert chosen(found, socket_ifname="ens5") == ("10.0.0.11", "ens5")
+        # without a route of IPv4 to everywhere
+        over6 = dataclasses.replace(found, default="2001:db8:1::11")
+        assert chosen(over6, socket_ifname="ens5") == ("10.0.0.50", "ens5")
 
 
 class TestList:

@@ -57,6 +57,24 @@ def test_hosts_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_threads(2, body) == [([b"0", b"1"], frozenset())] * 2
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_an_overruled_variable_is_said_where_there_are_several_hosts(
+    hosts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice = Address("127.0.0.1", "lo, for a test", overruled="GLOO_SOCKET_IFNAME=ens6 asks for ens6")
+    monkeypatch.setattr(links, "choose_address", lambda settings, store_host: choice)
+
+    def body(exchange: ThreadExchange) -> None:
+        mesh = joined(exchange, tcp=hosts > 1)
+        mesh.steps.gather("all here")
+        mesh.goodbye()
+        mesh.close()
+
+    assert in_threads(2, body) == [None, None]
+    said = [one.getMessage() for one in caplog.records if "GLOO" in one.getMessage()]
+    assert sorted(said) == [f"rank {rank}: {choice.overruled}" for rank in range(2) if hosts > 1]
+
+
 def test_silent_strangers_never_push_out_a_rank() -> None:
     """More of them than are kept, on both listeners, before and while the ranks connect."""
 

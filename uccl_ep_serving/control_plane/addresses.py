@@ -2,8 +2,8 @@
 
 In this order: ``UCCL_EP_SOCKET_IFNAME``; the route towards the host of the process group's own store, which every rank
 has reached already; ``GLOO_SOCKET_IFNAME``; ``NCCL_SOCKET_IFNAME``; the route towards ``MASTER_ADDR``. The last resort
-is a guess from what sysfs says of the interfaces. It never takes one whose packets stay in this host (``docker0``,
-``cni0``, ``cilium_host``), whatever its name.
+is a guess from what sysfs says of the interfaces. Neither a route nor the guess takes an interface whose packets stay
+in this host (``docker0``, ``cni0``, ``cilium_host``, ``kube-ipvs0``), whatever its name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -24,11 +24,14 @@ __all__ = ["Address", "Interface", "InterfaceFilter", "Kind", "choose_address", 
 
 _SYSFS = Path("/sys")
 _LOOPBACK = "127.0.0.1"
-#: Tunnels by DEVTYPE of uevent, some of which lie on a device; and by hardware type (if_arp.h): ipip, ip6tnl, sit, gre.
+#: Tunnels by DEVTYPE of uevent, some of which lie on a device; and by hardware type (if_arp.h): ppp, ipip, ip6tnl, sit,
+#: gre, ip6gre, none (xfrm).
 _TUNNELS = frozenset(("vxlan", "geneve", "wireguard"))
-_TUNNEL_TYPES = frozenset(("768", "769", "776", "778", "823"))
+_TUNNEL_TYPES = frozenset(("512", "768", "769", "776", "778", "823", "65534"))
 #: IFF_LOOPBACK, IFF_NOARP (a dummy, ifb).
 _LOOPBACK_FLAG, _NO_ARP = 0x8, 0x80
+#: Interfaces stand on one another at most so deep: macvlan, bridge, VLAN, bond, NIC; and some more.
+_DEPTH = 8
 #: Addresses for documentation (RFC 5737, RFC 3849), which no host has, so the route there is the default route.
 _ELSEWHERE = ("203.0.113.1", "2001:db8:ffff::1")
 
@@ -39,14 +42,16 @@ class Kind(IntEnum):
     DEVICE = 0  # a device, or made of devices: a bond, a VLAN, a bridge with a NIC among its ports
     UNKNOWN = 1  # sysfs does not show it
     FAR_END = 2  # its other end is elsewhere: what a pod has, a port of Open vSwitch
-    TUNNEL = 3  # tun, vxlan, wireguard
-    INSIDE = 4  # packets stay in this host: a bridge of containers, a pair of veth, a dummy, loopback
+    ROUTED = 3  # lo or a dummy with the host's own address, to which a routing protocol leads other hosts
+    TUNNEL = 4  # tun, vxlan, wireguard
+    INSIDE = 5  # packets stay in this host: a bridge of containers, a pair of veth, a dummy, loopback
 
 
 _GUESSES = {
     Kind.DEVICE: "the first on a network device",
     Kind.UNKNOWN: "sysfs does not show what it is",
     Kind.FAR_END: "the first whose other end is elsewhere",
+    Kind.ROUTED: "no device has an address",
     Kind.TUNNEL: "only tunnels lead out of this host",
 }
 
@@ -73,12 +78,15 @@ class Address:
         reason: interface, and what decided, in words.
         guessed: nothing that the user or the launcher has said decided.
         ignored: variables that were set and say nothing here, in words.
+        overruled: a variable that was set and asks for another interface than the route, in words with the next step;
+            "" where there is none.
     """
 
     address: str
     reason: str
     guessed: bool = False
     ignored: tuple[str, ...] = ()
+    overruled: str = ""
 
     def __str__(self) -> str:
         return f"{self.address} ({self.reason})"
@@ -146,26 +154,44 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _kind(net: Path, name: str, depth: int = 4) -> Kind:
-    """What stands behind ``name`` in ``net``, the directory class/net of sysfs."""
+def _ends(net: Path) -> dict[str, str]:
+    """By index of each interface in ``net``, the index of what it is a link to: itself, or the other end of a pair."""
+    try:
+        return {_read(one / "ifindex"): _read(one / "iflink") for one in net.iterdir()}
+    except OSError:
+        return {}
+
+
+def _devtype(entry: Path) -> str:
+    """DEVTYPE of an interface in sysfs."""
+    return dict(line.partition("=")[::2] for line in _read(entry / "uevent").splitlines()).get("DEVTYPE", "")
+
+
+def _kind(net: Path, name: str, ends: Mapping[str, str], depth: int = _DEPTH) -> Kind:
+    """What stands behind ``name`` in ``net``, the directory class/net of sysfs. ``ends``: of :func:`_ends`."""
     entry = net / name
     if not entry.exists() or depth == 0:
         return Kind.UNKNOWN
     if (entry / "device").exists():
         return Kind.DEVICE
-    uevent = dict(line.partition("=")[::2] for line in _read(entry / "uevent").splitlines())
-    if uevent.get("DEVTYPE") in _TUNNELS or _read(entry / "type") in _TUNNEL_TYPES or (entry / "tun_flags").exists():
+    if _devtype(entry) in _TUNNELS or _read(entry / "type") in _TUNNEL_TYPES or (entry / "tun_flags").exists():
         return Kind.TUNNEL
     below = [link.name.removeprefix("lower_") for link in entry.glob("lower_*")]
-    if any(_kind(net, one, depth - 1) == Kind.DEVICE for one in below):
-        return Kind.DEVICE
-    flags = _read(entry / "flags")
-    if (entry / "bridge").exists() or below or int(flags or "0", 16) & (_LOOPBACK_FLAG | _NO_ARP):
-        return Kind.INSIDE
+    kinds = {_kind(net, one, ends, depth - 1) for one in below}
+    if (entry / "bridge").exists():
+        if Kind.DEVICE in kinds:
+            return Kind.DEVICE
+        # a network over a tunnel, as in EVPN; other ports are ends of containers and of virtual machines
+        return Kind.TUNNEL if any(_devtype(net / one) in _TUNNELS for one in below) else Kind.INSIDE
+    if kinds:  # a bond, a VLAN, macvlan
+        return min(kinds)
     own, other = _read(entry / "ifindex"), _read(entry / "iflink")
-    # a pair of veth with both ends here, as cilium_host and cilium_net
-    here = {_read(one / "ifindex"): _read(one / "iflink") for one in net.iterdir()}
-    return Kind.INSIDE if own != other and here.get(other) == own else Kind.FAR_END
+    if own != other:
+        # a pair of veth with both ends here, as cilium_host and cilium_net. What a pod has of netkit and of ipvlan
+        # knows no ARP either, so the flag says nothing of these.
+        return Kind.INSIDE if ends.get(other) == own else Kind.FAR_END
+    flags = int(_read(entry / "flags") or "0", 16)
+    return Kind.INSIDE if flags & (_LOOPBACK_FLAG | _NO_ARP) else Kind.FAR_END
 
 
 def interfaces(sysfs: Path = _SYSFS, addresses: Mapping[str, Sequence[str]] | None = None) -> list[Interface]:
@@ -175,10 +201,12 @@ def interfaces(sysfs: Path = _SYSFS, addresses: Mapping[str, Sequence[str]] | No
         addresses: by name of the interfaces that are up; None = ask the system.
     """
     found = []
+    net = sysfs / "class/net"
+    ends = _ends(net)
     for name, texts in sorted((_addresses() if addresses is None else addresses).items()):
         if usable := [text for text in texts if not _unusable(text)]:
             usable.sort(key=lambda text: (is_loopback(text), ":" in text))
-            found.append(Interface(name, _kind(sysfs / "class/net", name), tuple(usable)))
+            found.append(Interface(name, _kind(net, name, ends), tuple(usable)))
     return found
 
 
@@ -186,21 +214,26 @@ def _addresses() -> dict[str, list[str]]:
     """IP addresses of the interfaces that are up."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [one.address for one in entries if one.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-        if name in up
-    }
+    found: dict[str, list[str]] = {}
+    for label, entries in psutil.net_if_addrs().items():
+        # an address may carry a label, eth0:1, which is no name of an interface
+        if (name := label.partition(":")[0]) in up:
+            found.setdefault(name, []).extend(one.address for one in entries if one.family in families)
+    return found
 
 
 def _route(host: str) -> str:
-    """The address from which this host would send to ``host``; "" where there is no route or no such name."""
+    """The address from which this host would send to ``host``; "" where there is no route or no such name.
+
+    IPv4 where both lead there: a route over IPv6 may come of an announcement alone, and whether the store was reached
+    over it is not known, because torch falls back to IPv4.
+    """
     try:
         targets = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
     found = ""
-    for family, _, _, _, target in targets:
+    for family, _, _, _, target in sorted(targets, key=lambda one: one[0] == socket.AF_INET6):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)  # sends nothing
@@ -215,15 +248,41 @@ def _route(host: str) -> str:
 def _towards(host: str, what: str, found: Sequence[Interface], route: Callable[[str], str]) -> Address | None:
     """The address on the route towards ``host``; None where that says nothing of how other hosts reach this one."""
     address = route(host) if host else ""
-    # Debian's /etc/hosts maps a host's own name to 127.0.1.1: on that host the route then leads to loopback, where no
-    # other host gets. A host given as loopback means one host.
-    if not address or (is_loopback(address) and not is_loopback(host)):
+    if not address:
         return None
-    return Address(address, f"{_interface_of(address, found)}, {what}")
+    holder = next((one for one in found if address in one.addresses), None)
+    if is_loopback(address):
+        # Debian's /etc/hosts maps a host's own name to 127.0.1.1: on that host the route then leads to loopback, where
+        # no other host gets. A host given as loopback means one host.
+        leads_out = is_loopback(host)
+    elif holder is None or holder.kind == Kind.INSIDE:
+        # Every node has the virtual addresses of a cluster's services on kube-ipvs0, which is down, or on lo: the route
+        # towards one of them does not leave the node.
+        leads_out = False
+    else:
+        leads_out = holder.kind != Kind.ROUTED or address == holder.addresses[0]
+    return Address(address, f"{holder.name if holder else 'loopback'}, {what}") if leads_out else None
 
 
-def _interface_of(address: str, found: Sequence[Interface]) -> str:
-    return next((one.name for one in found if address in one.addresses), "an interface that is not listed")
+def _by_route(found: Sequence[Interface], default: str) -> list[Interface]:
+    """``found`` with what ``default``, from which this host sends to everywhere, says of it.
+
+    An interface's address is the default route's, not a virtual one beside it. Hosts routed by BGP have their address
+    on lo or a dummy: it is told from a virtual one by being the default route's, or by being all there is.
+    """
+    alone = all(one.kind > Kind.ROUTED for one in found)
+    result = []
+    for one in found:
+        first, kind = one.addresses[0], one.kind
+        # IPv4 stays first on a device, as in _route
+        if default in one.addresses and (kind == Kind.INSIDE or (":" in default) == (":" in first)):
+            first = default
+        local = any(map(is_loopback, one.addresses))
+        if kind == Kind.INSIDE and not is_loopback(first) and (first == default or (alone and local)):
+            kind = Kind.ROUTED
+        addresses = sorted(one.addresses, key=lambda text, first=first: text != first)  # type: ignore[misc]
+        result.append(replace(one, kind=kind, addresses=tuple(addresses)))
+    return result
 
 
 def _listed(wanted: InterfaceFilter, found: Sequence[Interface]) -> Address | None:
@@ -255,7 +314,8 @@ def choose_address(
     """
     found = interfaces() if found is None else found
     default = next((address for one in _ELSEWHERE if (address := route(one)) and not is_loopback(address)), "")
-    likeliest = sorted(found, key=lambda one: (one.kind > Kind.FAR_END, default not in one.addresses, one.kind))
+    found = _by_route(found, default)
+    likeliest = sorted(found, key=lambda one: (one.kind > Kind.ROUTED, default not in one.addresses, one.kind))
     if settings.socket_ifname:
         wanted = InterfaceFilter(settings.socket_ifname, "UCCL_EP_SOCKET_IFNAME")
         if (chosen := _listed(wanted, likeliest)) is None:
@@ -265,22 +325,39 @@ def choose_address(
                 f"other hosts could reach; there are {there}"
             )
         return chosen
+    variables = [
+        InterfaceFilter(text, variable, exact)
+        for variable, text, exact in (
+            ("GLOO_SOCKET_IFNAME", settings.gloo_socket_ifname, True),
+            ("NCCL_SOCKET_IFNAME", settings.nccl_socket_ifname, False),
+        )
+        if text
+    ]
     if chosen := _towards(store_host, f"the route to {store_host}, host of the process group's store", found, route):
-        return chosen
+        return replace(chosen, overruled=_overruled(chosen, variables, likeliest))
     ignored: list[str] = []
-    for variable, text, exact in (
-        ("GLOO_SOCKET_IFNAME", settings.gloo_socket_ifname, True),
-        ("NCCL_SOCKET_IFNAME", settings.nccl_socket_ifname, False),
-    ):
-        if not text:
-            continue
-        if chosen := _listed(InterfaceFilter(text, variable, exact), likeliest):
-            return Address(chosen.address, chosen.reason, chosen.guessed, tuple(ignored))
-        ignored.append(f"{variable}={text} names no interface that is up and has an address")
+    for wanted in variables:
+        if chosen := _listed(wanted, likeliest):
+            return replace(chosen, ignored=tuple(ignored))
+        ignored.append(f"{wanted.variable}={wanted.text} names no interface that is up and has an address")
     master = settings.master_address
     if chosen := _towards(master, f"the route to MASTER_ADDR={master}", found, route):
-        return Address(chosen.address, chosen.reason, ignored=tuple(ignored))
+        return replace(chosen, ignored=tuple(ignored))
     return _guess(likeliest, default, tuple(ignored))
+
+
+def _overruled(chosen: Address, variables: Sequence[InterfaceFilter], likeliest: Sequence[Interface]) -> str:
+    """The first of ``variables`` that asks for interfaces, where that of ``chosen`` is not among them, in words."""
+    asked = next(((one, listed) for one in variables if (listed := one.choose(likeliest))), None)
+    if asked is None or is_loopback(chosen.address):
+        return ""
+    variable, (first, *others) = asked
+    if any(chosen.address in one.addresses for one in (first, *others)):
+        return ""
+    return (
+        f"{variable.variable}={variable.text} asks for {first.name} {first.addresses[0]}, but the choice is {chosen}. "
+        f"If that is the wrong one, set UCCL_EP_SOCKET_IFNAME={first.name}"
+    )
 
 
 def _guess(likeliest: Sequence[Interface], default: str, ignored: tuple[str, ...]) -> Address:

@@ -318,7 +318,7 @@ def _check_addresses(cards: Sequence[Card]) -> None:
         if other.host != card.host and other.host_name != card.host_name:
             raise BootstrapError(
                 f"{who}, and so does rank {other.rank} on {other.host_name} ({other.chosen}). Likely cause: it is the "
-                f"address of a bridge, which each host has for itself. Next step: on both hosts, {step}"
+                f"address of a bridge or of a service, which each host has for itself. Next step: on both hosts, {step}"
             )
 
 

@@ -93,6 +93,7 @@ class Listeners:
         address, port: of the TCP socket.
         chosen: interface of the address, and what decided.
         guessed: nothing that the user or the launcher has said decided.
+        overruled: a variable that asks for another interface, in words; "" where there is none.
 
     Raises:
         ConfigError: ``UCCL_EP_SOCKET_IFNAME`` names no interface.
@@ -105,7 +106,8 @@ class Listeners:
         with contextlib.ExitStack() as undo:
             try:
                 choice = choose_address(settings, store_host)
-                self.address, self.chosen, self.guessed = choice.address, choice.reason, choice.guessed
+                self.address, self.chosen = choice.address, choice.reason
+                self.guessed, self.overruled = choice.guessed, choice.overruled
                 self.unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 self.unix.bind("\0" + self.socket_name)
                 self.unix.listen(BACKLOG)

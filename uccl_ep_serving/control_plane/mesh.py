@@ -100,9 +100,11 @@ class ControlMesh:
         self._start_reader()
 
     def _say_address(self, introduction: Introduction) -> None:
-        """Where this rank listens and why; a guess matters to ranks on other hosts only."""
-        hosts = {card.host for card in introduction.cards}
-        if self._listeners.guessed and len(hosts) > 1:
+        """Where this rank listens and why; what may be wrong with it matters to ranks on other hosts only."""
+        several = len({card.host for card in introduction.cards}) > 1
+        if self._listeners.overruled and several:
+            _log.warning("rank %d: %s", self.rank, self._listeners.overruled)
+        elif self._listeners.guessed and several:
             _log.warning(
                 "rank %d: other hosts connect to %s (%s): neither the process group's store nor a variable "
                 "says which network leads to them. If that is the wrong one, set UCCL_EP_SOCKET_IFNAME",
