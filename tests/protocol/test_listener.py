@@ -15,6 +15,7 @@ from tests.support.tcp_peers import make
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.links import Listeners
 from uccl_ep_serving.errors import BootstrapError, TransportError
+from uccl_ep_serving.protocol import listener
 from uccl_ep_serving.protocol.frame import decode_address
 from uccl_ep_serving.protocol.listener import PortsTaken, listen
 
@@ -80,6 +81,27 @@ def test_connections_that_were_accepted_do_not_keep_a_port(
         with listen(HOST, only) as listener:
             opened.enter_context(socket.create_connection((HOST, only[0])))
             opened.enter_context(listener.accept()[0])
+
+
+def test_a_port_that_was_just_freed_is_found(
+    opened: contextlib.ExitStack, ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine on the host, which shares the range, has just connected."""
+    two = (ports[0], ports[0] + 1)
+    held = [opened.enter_context(listen(HOST, two)) for _ in range(2)]
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            held[0].close()
+
+    monkeypatch.setattr(listener.time, "sleep", pause)
+    assert _port(opened.enter_context(listen(HOST, two))) == ports[0]
+    assert len(pauses) == 2
+    with pytest.raises(PortsTaken):
+        listen(HOST, two)
+    assert sum(pauses) < 1
 
 
 def test_a_full_range_is_named_with_what_it_must_hold(opened: contextlib.ExitStack, ports: tuple[int, int]) -> None:

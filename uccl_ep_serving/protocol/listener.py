@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
+import time
 
 __all__ = ["BACKLOG", "PortsTaken", "listen", "ports_needed"]
 
 #: Capped by net.core.somaxconn; whoever finds the queue full connects again.
 BACKLOG = 4096
+#: A range is gone through this often, with a pause of this many seconds at most in between.
+_SCANS, _MOST_PAUSE_SECONDS = 5, 0.05
 
 
 class PortsTaken(OSError):
@@ -37,7 +41,8 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """A socket that listens on ``host``, numeric.
 
     Args:
-        ports: first and last of a range, whose first free one is taken; None = any port of the kernel's choice.
+        ports: first and last of a range, whose first free one is taken; None = any port of the kernel's choice. What
+            others free within a few hundredths of a second is found.
 
     Raises:
         PortsTaken: no port of the range is free.
@@ -46,12 +51,17 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
     if ports is None:
         return _listen(host, 0)
     first, last = ports
-    for port in range(first, last + 1):
-        try:
-            return _listen(host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
+    for scan in range(_SCANS):
+        if scan:
+            # A port behind this scan may have become free: ranks listen only until they have connected. Ranks that scan
+            # together should not meet again, and engines give them all one seed: hence the system's random numbers.
+            time.sleep(random.SystemRandom().uniform(0, _MOST_PAUSE_SECONDS))
+        for port in range(first, last + 1):
+            try:
+                return _listen(host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
     raise PortsTaken(first, last)
 
 
