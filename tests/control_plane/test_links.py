@@ -92,6 +92,7 @@ def test_silent_strangers_never_push_out_a_rank() -> None:
         finally:
             for stranger in strangers:
                 stranger.close()
+            mesh.goodbye()  # else it is lost for who still waits for the third rank
             mesh.close()
 
     assert in_threads(3, body) == [[b"0", b"1", b"2"]] * 3
