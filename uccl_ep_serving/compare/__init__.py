@@ -1,0 +1,1 @@
+"""What `uccl-ep compare` runs: the method, its statistics, results and reports."""
