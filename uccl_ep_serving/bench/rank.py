@@ -9,19 +9,15 @@ stands their sum, ``layer``: what a layer of a model waits for, the layout and t
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from uccl_ep_serving.bench.card import PATHS, Card
-from uccl_ep_serving.bench.machine import describe, host_identity
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.measure import Group, back_to_back, call, from_rest
 from uccl_ep_serving.bench.peers import open_peer, why_not
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData
 from uccl_ep_serving.bench.statistics import all_ratios, summary
@@ -29,58 +25,12 @@ from uccl_ep_serving.bench.subjects import LowLatencySubject, MemcpySubject, Nor
 from uccl_ep_serving.bench.wire import Wire, count_wire, per_token_expert
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import SETTINGS, Settings
-from uccl_ep_serving.control_plane.bootstrap import TorchExchange
 
 __all__ = ["run_card"]
 
-#: How far ahead the common start of a measured call lies: longer than a broadcast among the ranks of one host takes,
-#: shorter than an idle proxy waits before it sleeps long.
-_LEAD_NS = 300_000
 _PAGE = 4096
 #: By the word of a result: all phases of a call together.
 LAYER = "layer"
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The ranks of a run: the default process group, used between the measured calls only."""
-
-    exchange: TorchExchange
-    common_clock: bool
-
-    @classmethod
-    def default(cls) -> _Group:
-        group = dist.group.WORLD
-        assert group is not None
-        exchange = TorchExchange(group)
-        hosts = set(exchange.all_gather(host_identity().encode()))
-        # with more ranks than cores, spinning towards a common start would keep the others from getting there
-        return cls(exchange, len(hosts) == 1 and exchange.size <= len(os.sched_getaffinity(0)))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (plain values), by rank."""
-        return [json.loads(one) for one in self.exchange.all_gather(json.dumps(value).encode())]
-
-    def meet(self) -> None:
-        """A barrier."""
-        dist.barrier()
-
-    def start_together(self) -> None:
-        """Return at the same instant on all ranks, or shortly after a barrier where they share no clock."""
-        dist.barrier()
-        if not self.common_clock:
-            return
-        start = torch.tensor([time.monotonic_ns() + _LEAD_NS])
-        dist.broadcast(start, 0)
-        instant = int(start.item())
-        while time.monotonic_ns() < instant:
-            pass
-
-    def agree(self, problem: str) -> None:
-        """Raise WrongData on all ranks when one has something to say."""
-        found = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
-        if found:
-            raise WrongData("; ".join(found))
 
 
 def _progress(rank: int, text: str) -> None:
@@ -99,7 +49,7 @@ def _settings(card: Card, path: str) -> Settings:
 
 
 def _open_ours(
-    card: Card, path: str, group: _Group, flat: FlatProblem, low_latency: LowLatencyProblem | None
+    card: Card, path: str, group: Group, flat: FlatProblem, low_latency: LowLatencyProblem | None
 ) -> Subject:
     buffer = Buffer(group.exchange, low_latency_mode=low_latency is not None, settings=_settings(card, path))
     device = torch.device("cpu")
@@ -108,40 +58,10 @@ def _open_ours(
     return LowLatencySubject(path, buffer, low_latency, device, card.weights_at_dispatch)
 
 
-def _call(subject: Subject, variant: int) -> None:
-    for phase in subject.phases.values():
-        phase(variant)
-
-
-def _one_call(subject: Subject, group: _Group, variant: int) -> dict[str, int]:
-    """Nanoseconds of each phase on this rank, each started at the same instant on all ranks."""
-    taken = {}
-    for name, phase in subject.phases.items():
-        subject.touch(name, variant)
-        group.start_together()
-        begin = time.monotonic_ns()
-        phase(variant)
-        taken[name] = time.monotonic_ns() - begin
-    return taken
-
-
-def _back_to_back(subject: Subject, group: _Group, variant: int, repeat: int) -> dict[str, int]:
-    """Mean nanoseconds of each phase on this rank over ``repeat`` rounds without a pause."""
-    taken = dict.fromkeys(subject.phases, 0)
-    phases = list(subject.phases.items())
-    group.start_together()
-    for _ in range(repeat):
-        for name, phase in phases:
-            begin = time.monotonic_ns()
-            phase(variant)
-            taken[name] += time.monotonic_ns() - begin
-    return {name: total // repeat for name, total in taken.items()}
-
-
-def _measure(subject: Subject, group: _Group, variant: int, repeat: int) -> tuple[dict[str, int], float]:
+def _measure(subject: Subject, group: Group, variant: int, repeat: int) -> tuple[dict[str, int], float]:
     """Nanoseconds of each phase on this rank, and the distance of the last call from the oracle."""
-    _call(subject, (variant + 1) % VARIANTS)
-    taken = _one_call(subject, group, variant) if repeat == 1 else _back_to_back(subject, group, variant, repeat)
+    call(subject, (variant + 1) % VARIANTS)
+    taken = from_rest(subject, group, variant) if repeat == 1 else back_to_back(subject, group, variant, repeat)
     distance, problem = 0.0, ""
     try:
         distance = subject.check(variant)
@@ -152,7 +72,7 @@ def _measure(subject: Subject, group: _Group, variant: int, repeat: int) -> tupl
 
 
 def _rounds(
-    card: Card, group: _Group, subjects: Mapping[str, Subject]
+    card: Card, group: Group, subjects: Mapping[str, Subject]
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Microseconds of the slowest rank by subject and phase, and what was verified by subject."""
     samples: dict[str, dict[str, list[int]]] = {
@@ -183,7 +103,7 @@ def _rounds(
     return slowest, verified
 
 
-def _open_all(card: Card, group: _Group) -> tuple[dict[str, Subject], dict[str, str]]:
+def _open_all(card: Card, group: Group) -> tuple[dict[str, Subject], dict[str, str]]:
     """Subjects by name in the order of the tables, and peers that cannot run with their reasons."""
     rank = group.exchange.rank
     _progress(rank, f"card {card.name}: inputs and the oracle's answers")
@@ -209,7 +129,7 @@ def _open_all(card: Card, group: _Group) -> tuple[dict[str, Subject], dict[str, 
     return subjects, skipped
 
 
-def _wire(card: Card, group: _Group, subjects: Mapping[str, Subject]) -> dict[str, dict[str, dict[str, float]]]:
+def _wire(card: Card, group: Group, subjects: Mapping[str, Subject]) -> dict[str, dict[str, dict[str, float]]]:
     counted: dict[str, dict[str, Wire]] = {}
     for path in card.paths:
         subject: Any = subjects[path]
@@ -233,7 +153,7 @@ def run_card(card: Card, wrap: Callable[[Subject], Subject] = lambda subject: su
         UcclEpError: a Buffer could not be opened, or an operation failed.
     """
     torch.set_num_threads(1)
-    group = _Group.default()
+    group = Group.default()
     rank = group.exchange.rank
     machine = describe()
     opened, skipped = _open_all(card, group)

@@ -104,7 +104,7 @@ def compare_paired(
         seed: of the bootstrap.
 
     Raises:
-        ValueError: fewer than two starts, an empty one, samples that are no pairs, or one that is not positive and finite.
+        ValueError: fewer than two starts, an empty one, samples that are no pairs or not positive and finite.
     """
     if len(a) != len(b) or any(len(one) != len(other) for one, other in zip(a, b, strict=False)):
         raise ValueError("the samples are no pairs: both need the same starts and rounds")
