@@ -1,0 +1,1 @@
+"""Tests of recorded routing and of advice."""
