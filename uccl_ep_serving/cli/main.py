@@ -31,6 +31,10 @@ _COMMANDS = {
         "do not load plugins themselves.",
     ),
     "bench": ("bench", "Measure dispatch and combine beside gloo, MPI, NCCL or DeepEP; every sample is verified."),
+    "compare": (
+        "compare",
+        "Say whether one backend is faster than others for given traffic, by how much, and how sure that is.",
+    ),
     "doctor": (
         "doctor",
         "Say what this machine can do: engines, GPUs, NICs, transports, limits, settings, and what to do next.",

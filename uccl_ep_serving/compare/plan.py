@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.compare.names import BACKENDS
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["FEWEST_STARTS", "Plan", "missing_starts", "open_directory", "read_starts", "write_json"]
@@ -52,6 +53,9 @@ class Plan:
         if self.card.iterations < 2:
             raise ConfigError(f"compare: {self.card.iterations} rounds a start are too few")
         object.__setattr__(self, "backends", _distinct(self.backends))
+        strange = sorted({name for name in map(self.backend_of, self.backends) if name not in BACKENDS})
+        if strange:
+            raise ConfigError(f"compare: no backend {', '.join(strange)}; there are {', '.join(BACKENDS)}")
         unknown = sorted(set(self.slowed or {}) - set(self.backends))
         if unknown:
             raise ConfigError(f"compare: slowed, but not compared: {', '.join(unknown)}")
@@ -121,7 +125,7 @@ def open_directory(directory: Path, plan: Plan, commit: str) -> None:
         commit: of this package.
 
     Raises:
-        ConfigError: it holds another plan or another commit's starts, files that are no comparison, or cannot be written.
+        ConfigError: it holds another plan, another commit's starts or other files, or cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

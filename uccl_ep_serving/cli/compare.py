@@ -1,0 +1,244 @@
+"""``uccl-ep compare``: whether one backend is faster than others for given traffic, by a method that can say no.
+
+Stand-alone it starts its ranks itself, several times; under torchrun or mpirun each process is one rank, and each
+launch makes the next start. Exit status: 0, 1 when data was wrong or a start failed, 2 for wrong options.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.compare.names import BACKENDS
+from uccl_ep_serving.compare.plan import Plan, missing_starts, open_directory, read_starts, start_file, write_json
+from uccl_ep_serving.errors import ConfigError, UcclEpError
+
+__all__ = ["app", "rank_main", "run_standalone"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+#: Handed to the ranks that run_standalone starts: plan, start, directory and parent as JSON, an argument.
+_RANK_PROGRAM = "from uccl_ep_serving.cli.compare import rank_main; import sys; sys.exit(rank_main(sys.argv[1]))"
+
+
+class _Bar:
+    """The rounds of all starts on a terminal, a line per start elsewhere.
+
+    Drawn between samples by the thread that measures: a thread of its own would run beside them.
+    """
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        console = Console(stderr=True)
+        self._before = (number - 1) * plan.card.iterations
+        self._number, self._starts = number, plan.starts
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+            self._task = self._bar.add_task("", total=plan.starts * plan.card.iterations)
+            self._bar.start()
+        else:
+            print(f"compare: start {number} of {plan.starts}", file=sys.stderr, flush=True)
+
+    def __call__(self, done: int, what: str) -> None:
+        if self._bar is not None:
+            text = f"start {self._number} of {self._starts}: {what}"
+            self._bar.update(self._task, completed=self._before + done, description=text, refresh=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _run_rank(plan: Plan, number: int, directory: Path, timeout: float) -> None:
+    """One rank of start ``number``, in this process, of the group that the environment describes."""
+    # after the ranks exist: the parent of a stand-alone run needs no torch
+    import torch.distributed as dist
+
+    from uccl_ep_serving.compare.run import measure_start
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    bar = None
+    try:
+        number = number or _next_start(plan, directory)
+        if not number:
+            return
+        bar = _Bar(plan, number) if dist.get_rank() == 0 else None
+        result = measure_start(plan, number, bar or (lambda done, what: None))
+        if result is not None:
+            write_json(start_file(directory, number), result)
+    finally:
+        if bar:
+            bar.close()
+        dist.destroy_process_group()
+
+
+def _next_start(plan: Plan, directory: Path) -> int:
+    """The first start that rank 0 misses in its directory, 0 when it has all. Collective. Raises ConfigError."""
+    import torch.distributed as dist
+
+    told: list[Any] = [0]
+    if dist.get_rank() == 0:
+        try:
+            open_directory(directory, plan, describe()["commit"])
+            told = [next(iter(missing_starts(directory, plan)), 0)]
+        except ConfigError as error:
+            told = [str(error)]
+    dist.broadcast_object_list(told)
+    if isinstance(told[0], str):
+        raise ConfigError(told[0])
+    return int(told[0])
+
+
+def rank_main(job: str) -> int:
+    """Body of a rank that :func:`run_standalone` started; ``job`` is its JSON. Returns the exit status."""
+    given = json.loads(job)
+    launcher, rank, size = launched_by(os.environ)
+    if launcher == "torchrun":
+        # under mpirun the parent is mpirun's own daemon, which ends its processes
+        die_with_parent(given["parent"])
+    prepare_rank(rank, size)
+    try:
+        _run_rank(Plan.from_mapping(given["plan"]), given["start"], Path(given["directory"]), given["timeout"])
+    except (UcclEpError, AssertionError) as error:
+        print(f"compare: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_standalone(plan: Plan, directory: Path, timeout: float = 600.0) -> None:
+    """Make the missing starts of ``plan`` on this host, one after another. Raises RankFailed, ConfigError."""
+    from uccl_ep_serving.bench.peers import mpi_launcher, mpi_missing
+
+    open_directory(directory, plan, describe()["commit"])
+    mpirun = mpi_launcher() if "mpi" in plan.backends and not mpi_missing() else ""
+    for number in missing_starts(directory, plan):
+        job = {
+            "plan": plan.as_dict(),
+            "start": number,
+            "directory": str(directory),
+            "timeout": timeout,
+            "parent": os.getpid(),
+        }
+        run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], plan.card.ranks, timeout, mpirun)
+
+
+def _report(plan: Plan, directory: Path) -> bool:
+    """Write and print what the finished starts say; whether every backend's data was right. Raises ConfigError."""
+    from uccl_ep_serving.compare.advice import keep
+    from uccl_ep_serving.compare.report import tables, write_reports
+    from uccl_ep_serving.compare.results import assemble
+
+    missing = missing_starts(directory, plan)
+    if missing:
+        done = plan.starts - len(missing)
+        typer.echo(f"compare: {done} of {plan.starts} starts are done. Next step: launch the same command again")
+        return True
+    result = assemble(plan, read_starts(directory, plan), directory)
+    files = write_reports(result, directory)
+    keep(result)
+    Console(width=None if sys.stdout.isatty() else 170).print(tables(result), highlight=False)
+    typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}")
+    return not result["wrong"]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _slowed(text: str) -> dict[str, float]:
+    """``BACKEND=5%[,...]``. Raises ConfigError."""
+    found = {}
+    for part in _names(text):
+        name, _, percent = part.partition("=")
+        try:
+            found[name] = float(percent.removesuffix("%"))
+        except ValueError:
+            raise ConfigError(f"compare: --inject {part}: write BACKEND=5%") from None
+    return found
+
+
+@app.command()
+# the arguments are the options of the command
+def compare(
+    backends: Annotated[
+        str,
+        typer.Option(
+            help=f"By commas, the one in question first: {', '.join(BACKENDS)}. One named twice is measured twice, "
+            "which shows what the method says of equals. Default: all; who cannot run here is named with the reason."
+        ),
+    ] = "",
+    ranks: Annotated[int, typer.Option(help="Ranks to start; under torchrun: must be its number.")] = 0,
+    mode: Annotated[str, typer.Option(help="low-latency or normal.")] = "low-latency",
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 128,
+    hidden: Annotated[int, typer.Option(help="Values per token.")] = 7168,
+    experts: Annotated[int, typer.Option(help="Experts, a multiple of the ranks.")] = 64,
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, f32 or fp8.")] = "bf16",
+    starts: Annotated[int, typer.Option(help="How often all processes are started anew.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Samples of every backend in each start.")] = 40,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 5,
+    repeat: Annotated[int, typer.Option(help="Layers without a pause in a sample.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of inputs and routing.")] = 0,
+    output: Annotated[
+        str,
+        typer.Option(help="Directory of starts and reports; the same command goes on there. Default: one per plan."),
+    ] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds for one start.")] = 600.0,
+    inject: Annotated[str, typer.Option(hidden=True, help="Lengthen a backend's calls: BACKEND=5%.")] = "",
+) -> None:
+    """Say whether one backend is faster than others for given traffic, by how much, and how sure that is.
+
+    All get the same tokens and routing, and the same span is timed: what a layer waits for, on the slowest rank. Data
+    is verified before and after. A direction is claimed only where a 95 % interval and every start agree. Other
+    settings are the UCCL_EP_* variables, as everywhere.
+    """
+    launcher, rank, size = launched_by(os.environ)
+    try:
+        if launcher and ranks not in (0, size):
+            raise ConfigError(f"--ranks {ranks}, but {launcher} started {size}: leave --ranks out")
+        chosen = _names(backends) or tuple(name for name in BACKENDS if ":" not in name)
+        card = Card(
+            name="compare",
+            mode=mode,
+            ranks=size or ranks or 2,
+            tokens=tokens,
+            hidden=hidden,
+            experts=experts,
+            topk=topk,
+            dtype=dtype,
+            iterations=rounds,
+            warmup=warmup,
+            repeat=repeat,
+            seed=seed,
+        )
+        plan = Plan(card, chosen, starts, _slowed(inject))
+    except ConfigError as error:
+        typer.echo(f"compare: {str(error).removeprefix('compare: ')}", err=True)
+        raise typer.Exit(2) from None
+    directory = Path(output or f"uccl-ep-compare-{plan.digest}")
+    try:
+        if launcher:
+            prepare_rank(rank, size)
+            _run_rank(plan, 0, directory, timeout)
+        else:
+            run_standalone(plan, directory, timeout)
+        if rank == 0 and not _report(plan, directory):
+            raise typer.Exit(1)
+    except ConfigError as error:
+        typer.echo(f"compare: {str(error).removeprefix('compare: ')}", err=True)
+        raise typer.Exit(2) from None
+    except (UcclEpError, AssertionError, RankFailed) as error:
+        typer.echo(f"compare: {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,16 @@
+"""The names of backends, without importing any."""
+
+from __future__ import annotations
+
+__all__ = ["BACKENDS"]
+
+BACKENDS = (
+    "uccl_ep",
+    "uccl_ep:direct",
+    "uccl_ep:shm",
+    "uccl_ep:tcp",
+    "gloo",
+    "mpi",
+    "nccl",
+    "deepep",
+)

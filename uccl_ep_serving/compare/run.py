@@ -1,0 +1,271 @@
+"""What one rank does in one start of a comparison: open every backend, verify it, prove its path, then time it.
+
+A round takes one sample of every backend, in an order that rotates and turns round, so that nobody always follows the
+same one. A sample is the mean of the card's ``repeat`` layers without a pause, phase by phase, on each rank; what
+counts is the slowest rank, of a phase and of the whole layer. A backend whose data is not the oracle's gets no figures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.machine import describe, host_identity
+from uccl_ep_serving.bench.measure import Group, back_to_back, call
+from uccl_ep_serving.bench.problem import (
+    VARIANTS,
+    FlatProblem,
+    LowLatencyProblem,
+    Routing,
+    WrongData,
+    payload,
+)
+from uccl_ep_serving.bench.subjects import Phases, Subject
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.compare.backends import open_backend, why_not
+from uccl_ep_serving.compare.plan import Plan
+from uccl_ep_serving.traffic.advice import device_name, transport_name
+
+__all__ = ["measure_start", "order_of_round"]
+
+Progress = Callable[[int, str], None]
+"""Told on rank 0: rounds that are done, and what is being done."""
+
+#: Calls between two readings of the counters.
+_COUNTED_CALLS = 8
+#: What leaves after a call has returned is given so long to leave.
+_SETTLE_SECONDS = 0.05
+#: Variables that change what is measured, by how their names begin. Others may hold secrets.
+_TELLING = ("UCCL_EP_", "NCCL_", "GLOO_", "OMPI_MCA_", "PRTE_MCA_", "UCX_", "FI_", "NVSHMEM_", "OMP_", "CUDA_VISIBLE_")
+
+
+class _Slowed:
+    """``subject``, each call lengthened by ``percent`` of its own time."""
+
+    def __init__(self, subject: Subject, percent: float) -> None:
+        self._subject, self._share, self.name = subject, percent / 100, subject.name
+        self.touch, self.check, self.close = subject.touch, subject.check, subject.close
+
+    @property
+    def phases(self) -> Phases:
+        return {name: self._lengthened(phase) for name, phase in self._subject.phases.items()}
+
+    def _lengthened(self, phase: Callable[[int], None]) -> Callable[[int], None]:
+        def lengthened(variant: int) -> None:
+            begin = time.perf_counter()
+            phase(variant)
+            end = time.perf_counter()
+            end += (end - begin) * self._share
+            while time.perf_counter() < end:
+                pass
+
+        return lengthened
+
+
+def order_of_round(names: Sequence[str], number: int) -> list[str]:
+    """Who is sampled when in round ``number``: each is first equally often, and follows different ones."""
+    shift = number % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if number // len(names) % 2 else order
+
+
+def _device(card: Card) -> torch.device:
+    """The GPU of this rank where every rank of this host has one, else the CPU."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", card.ranks))
+    if not torch.cuda.is_available() or torch.cuda.device_count() < here:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+class _Start:
+    """One start on one rank."""
+
+    def __init__(self, plan: Plan, group: Group, progress: Progress) -> None:
+        self.plan, self.group, self._progress = plan, group, progress
+        self.rank = group.exchange.rank
+        self.subjects: dict[str, Subject] = {}
+        self.paths: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
+        self.wrong: dict[str, str] = {}
+        self.distance: dict[str, float] = {}
+
+    def tell(self, done: int, what: str) -> None:
+        if self.rank == 0:
+            self._progress(done, what)
+
+    def reasons(self, reason: str) -> str:
+        """What any rank has to say, "" when none has."""
+        found: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.group.gather(reason)):
+            if text:
+                found.setdefault(text, []).append(rank)
+        every = self.group.exchange.size
+        return "; ".join(
+            text if len(ranks) == every else f"{text} (rank {', '.join(map(str, ranks))})"
+            for text, ranks in found.items()
+        )
+
+    def open(self, flat: FlatProblem, low_latency: LowLatencyProblem | None, device: torch.device) -> None:
+        """Open every backend that can run on every rank; keep the reasons of the others."""
+        for name in self.plan.backends:
+            self.tell(0, f"opening {name}")
+            backend = Plan.backend_of(name)
+            reason = self.reasons(why_not(backend, self.plan.card))
+            if reason:
+                self.skipped[name] = reason
+                continue
+            subject = open_backend(backend, self.plan.card, flat, low_latency, device)
+            buffer = getattr(subject, "buffer", None)
+            if isinstance(buffer, Buffer):
+                self.paths[name] = transport_name(buffer.stats())
+            percent = (self.plan.slowed or {}).get(name, 0.0)
+            self.subjects[name] = _Slowed(subject, percent) if percent else subject
+
+    def verify(self, when: str) -> None:
+        """Compare what every backend delivers with the oracle; who is wrong on any rank is measured on none."""
+        for name, subject in list(self.subjects.items()):
+            self.tell(0, f"verifying {name}")
+            problem = ""
+            for variant in range(VARIANTS):
+                call(subject, variant)
+                try:
+                    distance = subject.check(variant)
+                    self.distance[name] = max(self.distance.get(name, 0.0), distance)
+                except WrongData as error:
+                    problem = problem or str(error)
+            problem = self.reasons(problem)
+            if problem:
+                self.wrong[name] = f"{when}: {problem}"
+                self.subjects.pop(name).close()
+
+    def count(self) -> dict[str, dict[str, float]]:
+        """By backend and counter, what all ranks together add to it in one layer."""
+        moved = {}
+        for name, subject in self.subjects.items():
+            self.tell(0, f"counting what {name} moves")
+            before = self._counters(subject)
+            for number in range(_COUNTED_CALLS):
+                call(subject, number % VARIANTS)
+            after = self._counters(subject)
+            by_rank = self.group.gather({key: after[key] - before.get(key, 0) for key in after})
+            keys = sorted({key for one in by_rank for key in one})
+            moved[name] = {key: sum(one.get(key, 0) for one in by_rank) / _COUNTED_CALLS for key in keys}
+        return moved
+
+    def _counters(self, subject: Subject) -> dict[str, float]:
+        self.group.meet()
+        time.sleep(_SETTLE_SECONDS)
+        read: Any = getattr(subject, "counters", dict)
+        counters: dict[str, float] = dict(read())
+        # nobody goes on before everybody has read: receiving makes a rank send as well
+        self.group.meet()
+        return counters
+
+    def sample(self) -> dict[str, dict[str, list[float]]]:
+        """Microseconds of this rank, by backend, phase and round."""
+        card, names = self.plan.card, list(self.subjects)
+        samples: dict[str, dict[str, list[float]]] = {
+            name: {phase: [] for phase in subject.phases} for name, subject in self.subjects.items()
+        }
+        for number in range(card.warmup + card.iterations):
+            measured = number - card.warmup
+            self.tell(max(measured, 0), "warming up" if measured < 0 else "measuring")
+            for name in order_of_round(names, number):
+                subject, variant = self.subjects[name], number % VARIANTS
+                call(subject, (variant + 1) % VARIANTS)
+                taken = back_to_back(subject, self.group, variant, card.repeat)
+                if measured >= 0:
+                    for phase, nanoseconds in taken.items():
+                        samples[name][phase].append(round(nanoseconds / 1000, 2))
+        self.tell(card.iterations, "verifying")
+        return samples
+
+
+def _machines(group: Group, before: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """By host, in the order of their first ranks: what it is, and which ranks it holds."""
+    hosts: dict[str, dict[str, Any]] = {}
+    machine = {**before, "load_after": describe()["load"]}
+    if device.type == "cuda":
+        machine |= {"gpu": torch.cuda.get_device_name(device), "driver": f"cuda_{torch.version.cuda}"}
+    for rank, one in enumerate(group.gather({"host": host_identity(), "machine": machine})):
+        entry = hosts.setdefault(one["host"], {**one["machine"], "ranks": []})
+        entry["ranks"].append(rank)
+    return list(hosts.values())
+
+
+def _digest(*tensors: torch.Tensor) -> str:
+    found = hashlib.sha256()
+    for one in tensors:
+        found.update(payload(one).numpy().tobytes())
+    return found.hexdigest()
+
+
+def measure_start(plan: Plan, number: int, progress: Progress = lambda done, what: None) -> dict[str, Any] | None:
+    """Measure ``plan`` once, as one rank of the default process group of torch.distributed. Collective.
+
+    Args:
+        number: of the start, from 1; kept with the result.
+        progress: called on rank 0, between the timed calls.
+
+    Returns:
+        Plain values on rank 0, None on the others.
+
+    Raises:
+        WrongData: the ranks were not given one routing.
+        UcclEpError: a Buffer could not be opened, or an operation failed.
+    """
+    torch.set_num_threads(1)
+    card, group = plan.card, Group.default()
+    machine = describe()
+    start = _Start(plan, group, progress)
+    start.tell(0, "inputs and the oracle's answers")
+    routing = Routing.draw(card)
+    digest = _digest(*routing.topk_idx, *routing.topk_weights)
+    if len(set(group.gather(digest))) != 1:
+        raise WrongData(f"the ranks drew different routes: {digest[:16]} on rank {start.rank}")
+    flat = FlatProblem(card, routing, start.rank)
+    low_latency = LowLatencyProblem(card, routing, start.rank) if card.mode == "low-latency" else None
+    inputs = _digest(*(low_latency.x if low_latency else flat.x))
+    device = _device(card)
+    try:
+        start.open(flat, low_latency, device)
+        start.verify("before timing")
+        moved = start.count()
+        samples = start.sample()
+        start.verify("after timing")
+    finally:
+        for subject in start.subjects.values():
+            subject.close()
+    gathered = group.gather({"samples": samples, "distance": start.distance, "inputs": inputs, "device": device.type})
+    machines = _machines(group, machine, device)
+    if start.rank:
+        return None
+    return {
+        "plan": plan.digest,
+        "start": number,
+        "machines": machines,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)},
+        "device": device_name(device),
+        "devices": sorted({one["device"] for one in gathered}),
+        "routing": digest,
+        "inputs": hashlib.sha256("".join(one["inputs"] for one in gathered).encode()).hexdigest(),
+        "paths": start.paths,
+        "skipped": start.skipped,
+        "wrong": start.wrong,
+        "distance": {name: max(one["distance"].get(name, 0.0) for one in gathered) for name in start.subjects},
+        "moved": {name: moved[name] for name in start.subjects},
+        "samples_us": {name: _by_rank([one["samples"][name] for one in gathered]) for name in start.subjects},
+    }
+
+
+def _by_rank(ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[float]]]:
+    """By phase and rank, the rounds' samples."""
+    return {phase: [one[phase] for one in ranks] for phase in ranks[0]}
