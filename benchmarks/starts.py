@@ -108,7 +108,8 @@ def run_rank(mode: str, directory: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, Routing
+    from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem
+    from uccl_ep_serving.bench.routing import Routing
     from uccl_ep_serving.bench.subjects import LowLatencySubject, NormalSubject
     from uccl_ep_serving.buffer import Buffer
     from uccl_ep_serving.config import Settings

@@ -22,7 +22,8 @@ from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.launch import RankFailed, free_port, launched_by, run_ranks
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.peers import mpi_launcher, why_not
-from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData, compare
+from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData, compare
+from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.statistics import all_ratios, ratios, summary
 from uccl_ep_serving.bench.wire import per_token_expert
 from uccl_ep_serving.cli.bench import run_standalone
@@ -334,7 +335,8 @@ import torch, torch.distributed as dist
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.peers import open_peer
-from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, Routing, WrongData
+from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, WrongData
+from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.rank import run_card
 
 dist.init_process_group("gloo")

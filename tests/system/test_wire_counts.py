@@ -10,7 +10,8 @@ from tests.support import bodies
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.problem import LowLatencyProblem, Routing
+from uccl_ep_serving.bench.problem import LowLatencyProblem
+from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.subjects import LowLatencySubject
 from uccl_ep_serving.bench.wire import count_wire, per_token_expert
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange

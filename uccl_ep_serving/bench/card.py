@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["DTYPES", "MODES", "PATHS", "PEERS", "Card"]
+__all__ = ["DTYPES", "MODES", "PATHS", "PEERS", "TRACE", "UNIFORM", "ZIPF", "Card"]
 
 MODES = ("low-latency", "normal")
 #: How ranks reach each other, and the settings that make it so.
@@ -23,12 +24,14 @@ PATHS: Mapping[str, Mapping[str, Any]] = {
 PEERS = ("gloo", "mpi", "nccl", "deepep")
 #: Names of torch dtypes; "fp8" is e4m3 with a float32 scale per 128 values.
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "f32": "float32", "fp8": "float8_e4m3fn"}
+#: Kinds of routes: evenly over the experts; "zipf:S", skewed by the exponent S; "trace:FILE[:LAYER]", recorded.
+UNIFORM, ZIPF, TRACE = "uniform", "zipf", "trace"
 _SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One workload. All ranks have the same number of tokens; routing is uniform over the experts.
+    """One workload. All ranks have the same number of tokens.
 
     Attributes:
         name: of the result file.
@@ -46,6 +49,8 @@ class Card:
         repeat: 1: a measured call starts at the same instant on all ranks, from rest. More: so many rounds of all
             phases follow one another without a pause, as in a loop over layers, and a sample is the mean of a phase.
         seed: of inputs and routing.
+        route: who chooses which experts: "uniform", "zipf:S" with the exponent S (the i-th most popular expert is
+            chosen in proportion to 1 / i**S), or "trace:FILE[:LAYER]", from a routing trace or a directory of them.
     """
 
     name: str = "custom"
@@ -63,6 +68,7 @@ class Card:
     warmup: int = 3
     repeat: int = 1
     seed: int = 0
+    route: str = UNIFORM
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -93,8 +99,23 @@ class Card:
             wrong = sorted(set(given) - set(allowed))
             if wrong:
                 raise ConfigError(f"card {self.name}: {name} {', '.join(wrong)}: must be among {', '.join(allowed)}")
+        self._check_route()
         if not self.paths:
             raise ConfigError(f"card {self.name}: no path to measure; choose among {', '.join(PATHS)}")
+
+    def _check_route(self) -> None:
+        kind, _, what = self.route.partition(":")
+        if kind == TRACE and what:
+            return
+        try:
+            right = self.route == UNIFORM or (kind == ZIPF and 0 < float(what) < math.inf)
+        except ValueError:
+            right = False
+        if not right:
+            raise ConfigError(
+                f"card {self.name}: route {self.route!r} must be {UNIFORM}, {ZIPF}:S with an exponent S above 0 such "
+                f"as {ZIPF}:1.2, or {TRACE}:FILE[:LAYER]"
+            )
 
     @property
     def element_bytes(self) -> int:

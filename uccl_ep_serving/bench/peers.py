@@ -22,7 +22,16 @@ from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, payload, sent_rows
 from uccl_ep_serving.bench.subjects import LowLatencySubject, NormalSubject, Phases, Subject, finish, read
 
-__all__ = ["AllToAll", "CollectiveSubject", "mpi_launcher", "mpi_missing", "open_peer", "why_not"]
+__all__ = [
+    "AllToAll",
+    "CollectiveSubject",
+    "mpi_all_to_all",
+    "mpi_launcher",
+    "mpi_missing",
+    "open_peer",
+    "torch_all_to_all",
+    "why_not",
+]
 
 AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
 """``(received, sent, rows received by source, rows sent by destination)``, uint8 [n, bytes of a row]."""
@@ -119,17 +128,17 @@ class CollectiveSubject:
         self._step = max(_SUM_BYTES // (4 * hidden), 1) if device.type == "cpu" else problem.card.tokens
         self._sum = torch.zeros(min(self._step, problem.card.tokens), hidden, dtype=torch.float32, device=device)
         self._combined = torch.zeros_like(problem.combined[0], device=device)
-        self._pieces = self._cut()
+        self._pieces = self._cut(problem.send_tokens)
 
-    def _cut(self) -> list[list[tuple[int, int, torch.Tensor | None]]]:
+    def _cut(self, send_tokens: Sequence[torch.Tensor]) -> list[list[tuple[int, int, torch.Tensor | None]]]:
         """Per piece of ``_step`` tokens and per rank: which returned rows belong to it, and to which of its tokens
-        (None: to all, in order)."""
+        (None: to all, in order). ``send_tokens``: by rank, in ascending order, the tokens that it was sent."""
         pieces = []
         for begin in range(0, self._problem.card.tokens, self._step):
             end = min(begin + self._step, self._problem.card.tokens)
             piece: list[tuple[int, int, torch.Tensor | None]] = []
             first = 0
-            for tokens in self._problem.send_tokens:
+            for tokens in send_tokens:
                 low, high = (int(torch.searchsorted(tokens, bound)) for bound in (begin, end))
                 where = None if high - low == end - begin else (tokens[low:high] - begin).to(self._device)
                 piece.append((first + low, first + high, where))
@@ -146,8 +155,11 @@ class CollectiveSubject:
         self._all_to_all(self._received, self._gathered, self._problem.recv_rows, self._send_rows)
         finish(self._device)
 
-    def _combine(self, variant: int) -> None:
+    def _exchange_back(self, variant: int) -> None:
         self._all_to_all(self._returned, self._y[variant], self._send_rows, self._problem.recv_rows)
+
+    def _combine(self, variant: int) -> None:
+        self._exchange_back(variant)
         returned = self._returned.view(self._problem.outputs[variant].dtype)
         for number, piece in enumerate(self._pieces):
             target = self._combined[number * self._step : (number + 1) * self._step]
@@ -177,14 +189,14 @@ class CollectiveSubject:
         self._stop()
 
 
-def _torch_all_to_all(group: dist.ProcessGroup) -> AllToAll:
+def torch_all_to_all(group: dist.ProcessGroup) -> AllToAll:
     def all_to_all(received: torch.Tensor, sent: torch.Tensor, come: Sequence[int], go: Sequence[int]) -> None:
         dist.all_to_all_single(received, sent, list(come), list(go), group=group)
 
     return all_to_all
 
 
-def _mpi_all_to_all(ranks: int, rank: int) -> AllToAll:
+def mpi_all_to_all(ranks: int, rank: int) -> AllToAll:
     """``Alltoallv`` of mpi4py. Raises RuntimeError when the launcher numbered the ranks differently."""
     mpi: Any = importlib.import_module("mpi4py.MPI")
     world = mpi.COMM_WORLD
@@ -227,15 +239,15 @@ def open_peer(
         device: overrides where nccl and deepep keep their tensors (default: the CUDA device of this local rank).
     """
     if name == "gloo":
-        return CollectiveSubject("gloo", flat, _torch_all_to_all(dist.new_group(backend="gloo")), torch.device("cpu"))
+        return CollectiveSubject("gloo", flat, torch_all_to_all(dist.new_group(backend="gloo")), torch.device("cpu"))
     if name == "mpi":
-        return CollectiveSubject("mpi", flat, _mpi_all_to_all(card.ranks, flat.rank), torch.device("cpu"))
+        return CollectiveSubject("mpi", flat, mpi_all_to_all(card.ranks, flat.rank), torch.device("cpu"))
     if device is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", flat.rank)))
         torch.cuda.set_device(device)
     if name == "nccl":
         group = dist.new_group(backend="nccl")
         return CollectiveSubject(
-            "nccl", flat, _torch_all_to_all(group), device, lambda: dist.destroy_process_group(group)
+            "nccl", flat, torch_all_to_all(group), device, lambda: dist.destroy_process_group(group)
         )
     return _deepep(card, flat, low_latency, device)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from uccl_ep_serving import oracle as reference
 from uccl_ep_serving.bench.card import DTYPES, Card
+from uccl_ep_serving.bench.routing import Routing
 
-__all__ = ["VARIANTS", "FlatProblem", "LowLatencyProblem", "Routing", "WrongData", "compare", "payload", "sent_rows"]
+__all__ = ["TOLERANCE", "VARIANTS", "FlatProblem", "LowLatencyProblem", "WrongData", "compare", "payload", "sent_rows"]
 
 VARIANTS = 3
 #: Largest calc_diff of a combine against the oracle, as in DeepEP's own tests of normal mode.
@@ -59,25 +59,6 @@ def sent_rows(problem: FlatProblem) -> list[torch.Tensor]:
     rows = [payload(x) for x in problem.x]
     scales = [payload(one) for one in problem.scales]
     return [torch.cat(both, dim=1) for both in zip(rows, scales, strict=True)] if scales else rows
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Who chose what. topk_idx[r] int64 [T, K], topk_weights[r] float32 [T, K], for every rank r."""
-
-    topk_idx: list[torch.Tensor]
-    topk_weights: list[torch.Tensor]
-
-    @classmethod
-    def draw(cls, card: Card) -> Routing:
-        """Uniform routing; each rank's is drawn from a generator of its own."""
-        ids, weights = [], []
-        for rank in range(card.ranks):
-            generator = torch.Generator().manual_seed(card.seed * 4096 + rank)
-            top = torch.rand(card.tokens, card.experts, generator=generator).topk(card.topk, dim=1)
-            ids.append(top.indices)
-            weights.append(torch.softmax(top.values, dim=1))
-        return cls(ids, weights)
 
 
 def _tokens(card: Card, rank: int, variant: int) -> torch.Tensor:

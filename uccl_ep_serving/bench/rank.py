@@ -19,7 +19,8 @@ from uccl_ep_serving.bench.card import PATHS, Card
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.measure import Group, back_to_back, call, from_rest
 from uccl_ep_serving.bench.peers import open_peer, why_not
-from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, Routing, WrongData
+from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData
+from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.statistics import all_ratios, summary
 from uccl_ep_serving.bench.subjects import LowLatencySubject, MemcpySubject, NormalSubject, Subject, UnpackSubject
 from uccl_ep_serving.bench.wire import Wire, count_wire, per_token_expert

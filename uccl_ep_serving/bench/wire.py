@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.problem import Routing
+from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.subjects import Subject
 
 __all__ = ["Wire", "count_wire", "per_token_expert"]

@@ -191,6 +191,10 @@ def compare(
     warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 5,
     repeat: Annotated[int, typer.Option(help="Layers without a pause in a sample.")] = 10,
     seed: Annotated[int, typer.Option(help="Of inputs and routing.")] = 0,
+    route: Annotated[
+        str,
+        typer.Option(help="Who chooses which experts: uniform, zipf:S (skewed, such as zipf:1.2), trace:FILE[:LAYER]."),
+    ] = "uniform",
     output: Annotated[
         str,
         typer.Option(help="Directory of starts and reports; the same command goes on there. Default: one per plan."),
@@ -222,6 +226,7 @@ def compare(
             warmup=warmup,
             repeat=repeat,
             seed=seed,
+            route=route,
         )
         plan = Plan(card, chosen, starts, _slowed(inject))
     except ConfigError as error:

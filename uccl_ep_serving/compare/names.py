@@ -9,8 +9,12 @@ BACKENDS = (
     "uccl_ep:direct",
     "uccl_ep:shm",
     "uccl_ep:tcp",
+    "uccl_ep:efa",
+    "uccl_ep:roce",
     "gloo",
+    "gloo-gather",
     "mpi",
     "nccl",
+    "nccl-gather",
     "deepep",
 )

@@ -18,14 +18,8 @@ import torch
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.machine import describe, host_identity
 from uccl_ep_serving.bench.measure import Group, back_to_back, call
-from uccl_ep_serving.bench.problem import (
-    VARIANTS,
-    FlatProblem,
-    LowLatencyProblem,
-    Routing,
-    WrongData,
-    payload,
-)
+from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData, payload
+from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.subjects import Phases, Subject
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.compare.backends import open_backend, why_not
