@@ -8,6 +8,7 @@ looked for, so its time is the same for every route; what it moves grows with th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from uccl_ep_serving.bench.subjects import Phases, finish, read
 from uccl_ep_serving.compare.backends.all_to_all import expert_counts
 
 __all__ = ["GatherLayer"]
+
+# names of torch before 2.13, which newer ones call deprecated
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class GatherLayer:
@@ -67,12 +72,12 @@ class GatherLayer:
             (self._all_ids, self._ids),
             (self._all_weights, self._weights),
         ):
-            dist.all_gather_into_tensor(gathered, one, group=self._group)
+            _all_gather(gathered, one, group=self._group)
         self._counts = expert_counts(self._problem.card, self._all_ids, self._problem.rank).tolist()
         finish(self._device)
 
     def _combine(self, variant: int) -> None:
-        dist.reduce_scatter_tensor(self._combined, self._partial[variant], group=self._group)
+        _reduce_scatter(self._combined, self._partial[variant], group=self._group)
         finish(self._device)
 
     def touch(self, phase: str, variant: int) -> None:
