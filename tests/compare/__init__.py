@@ -1,0 +1,1 @@
+"""``uccl-ep compare``: what its statistics claim, what it measures, keeps and says."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from uccl_ep_serving.compare.plan import Plan, start_file
-from uccl_ep_serving.compare.statistics import LEVEL, compare_paired
+from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
 from uccl_ep_serving.compare.workload_card import workload_card
 
 __all__ = ["FORMAT", "LAYER", "assemble"]
@@ -122,4 +122,6 @@ def _caveats(plan: Plan, starts: Sequence[Start], verdicts: Sequence[Mapping[str
     again = [one for one in verdicts if Plan.backend_of(one["b"]) == Plan.backend_of(one["a"])]
     if any(one["direction"] for one in again if not {one["a"], one["b"]} & set(plan.slowed or {})):
         said.append("A direction was seen between a backend and itself: do not trust differences of that size here.")
+    if any(one["phase"] == LAYER and one["words"].startswith(CANNOT_TELL) for one in verdicts):
+        said.append(f'Where it says "{CANNOT_TELL}": more --starts or --rounds, or less that runs beside it.')
     return said

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LEVEL", "Comparison", "compare_paired"]
+__all__ = ["CANNOT_TELL", "LEVEL", "Comparison", "compare_paired"]
 
 #: Of the interval, in percent.
 LEVEL = 95
 _RESAMPLES = 2000
 #: Two-sided 95 % points of Student's distribution, by degrees of freedom from 1; the last holds for more.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+#: Of an interval that includes 1 and is wide.
+CANNOT_TELL = "cannot tell"
 #: An interval that reaches further than this in percent does not say that two are alike.
 _ALIKE_PERCENT = 10.0
 
@@ -64,7 +66,7 @@ class Comparison:
         if not self.direction:
             interval = f"({percent[0]:+.0f} .. {percent[1]:+.0f} %)"
             if max(abs(one) for one in percent) > _ALIKE_PERCENT:
-                return f"cannot tell {interval}"
+                return f"{CANNOT_TELL} {interval}"
             return f"no difference seen {interval}"
         unit = "rate" if self.higher_is_better else "time"
         if self.high < 0.5:
@@ -73,8 +75,9 @@ class Comparison:
         if self.low > 2:
             return f"{self.direction}: {_plain(self.ratio)} x the {unit} ({_plain(self.low)} .. {_plain(self.high)})"
         ends = sorted(abs(one) for one in percent)
-        more = "less" if self.ratio < 1 else "more"
-        return f"{self.direction}: {abs(100 * (self.ratio - 1)):.0f} % {more} {unit} ({ends[0]:.0f} .. {ends[1]:.0f} %)"
+        words = ("lower", "higher") if self.higher_is_better else ("less", "more")
+        size = f"{abs(100 * (self.ratio - 1)):.0f} % {words[self.ratio > 1]} {unit}"
+        return f"{self.direction}: {size} ({ends[0]:.0f} .. {ends[1]:.0f} %)"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as they stand in a result."""
