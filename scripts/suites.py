@@ -84,6 +84,7 @@ SUITES = [
     _quick("tests/benchmarks", "what `scripts/gpu-check` measures, on nothing"),
     _quick("tests/check", "`uccl-ep check --gpu` on a stub of the driver, its records, the gate of the engines"),
     _quick("tests/cli", "`uccl-ep`: doctor, plan, top"),
+    _quick("tests/compare", "`uccl-ep compare`: what its statistics claim, what it measures, keeps and says"),
     _quick("tests/control_plane", "meeting, links, failures and their causes"),
     _quick("tests/data_plane", "windows, NICs, rails, topology"),
     _quick("tests/demo", "the demos' servers, refusals, remains"),

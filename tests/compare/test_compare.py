@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.problem import WrongData
 from uccl_ep_serving.cli.compare import app, run_standalone
 from uccl_ep_serving.compare import run as compare_run
@@ -147,6 +148,13 @@ class TestDirectories:
         for number in (1, 2, 3):
             start_file(tmp_path, number).write_text(text)
         with pytest.raises(ConfigError, match=words):
+            read_starts(tmp_path, one)
+
+    def test_starts_of_different_routes_do_not_compare(self, tmp_path: Path) -> None:
+        one = plan()
+        for number in (1, 2, 3):
+            write_json(start_file(tmp_path, number), start_of(one, number, routing=f"{number}"))
+        with pytest.raises(ConfigError, match="not given the same routing"):
             read_starts(tmp_path, one)
 
 
@@ -368,19 +376,13 @@ class TestCommand:
 
     def test_an_interrupted_comparison_is_finished_by_ranks(self, tmp_path: Path) -> None:
         one = plan("uccl_ep", "uccl_ep:tcp", "gloo")
-        open_directory(tmp_path, one, "")
-        kept = {"commit": "", "format": 1, "plan": one.as_dict()}
-        assert json.loads((tmp_path / "plan.json").read_text()) == kept
+        open_directory(tmp_path, one, describe()["commit"])
         for number in (1, 3):
             write_json(start_file(tmp_path, number), start_of(one, number))
         before = start_file(tmp_path, 1).read_bytes()
-        # as if begun by this commit
-        from uccl_ep_serving.bench.machine import describe
-
-        write_json(tmp_path / "plan.json", {**kept, "commit": describe()["commit"]})
         run_standalone(one, tmp_path, timeout=60)
         assert start_file(tmp_path, 1).read_bytes() == before
-        second = read_starts(tmp_path, one)[1]
+        second = json.loads(start_file(tmp_path, 2).read_text())
         assert (second["start"], second["devices"], second["wrong"], second["skipped"]) == (2, ["cpu"], {}, {})
         assert set(second["samples_us"]) == set(one.backends)
         assert {len(ranks) for phases in second["samples_us"].values() for ranks in phases.values()} == {2}

@@ -182,4 +182,10 @@ def read_starts(directory: Path, plan: Plan) -> list[dict[str, Any]]:
     for start in starts:
         if start.get("plan") != plan.digest:
             raise ConfigError(f"compare: start {start.get('start')} in {directory} is of another plan: remove it")
+    for given in ("routing", "inputs"):
+        if len({start[given] for start in starts}) != 1:
+            raise ConfigError(
+                f"compare: the starts in {directory} were not given the same {given}: a trace or the package has "
+                "changed between them. Next step: name a new directory"
+            )
     return starts
