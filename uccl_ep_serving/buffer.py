@@ -28,6 +28,8 @@ from .modes.arguments import check_integer
 from .native.failure import STICKY_ERROR
 from .native.groups import load
 from .proxy.loop import LOOP
+from .traffic.observer import Observer, observer
+from .traffic.trace import UNKNOWN_LAYER
 
 if TYPE_CHECKING:
     from .gpu.context import GpuContext
@@ -90,6 +92,12 @@ def _gpu(settings: Settings, on_cpu: bool) -> Gpu | None:
     return Gpu(memory)
 
 
+def _end(runtime: Runtime, seen_by: Observer | None, seconds: float) -> None:
+    runtime.close(seconds)
+    if seen_by is not None:
+        seen_by.close()
+
+
 class Buffer:
     """Dispatch and combine among the ranks of ``group``. Construction and use are collective.
 
@@ -111,6 +119,10 @@ class Buffer:
             ``low_latency_update_mask_buffer``, which the engine calls: nothing is masked by itself.
         comm: DeepEP's MPI communicator; must be None.
         settings: instead of the environment's ``UCCL_EP_*``.
+
+    Attributes:
+        layer: of the model, that the next dispatch is of, for routing traces (``UCCL_EP_TRACE``); -1: not known; None:
+            of none, so that it is left out. Set by engines before each dispatch, and read by nothing else.
 
     Raises:
         ConfigError, BootstrapError, TransportError, PeerLost: before anything is left behind. What is wrong on one rank
@@ -174,7 +186,9 @@ class Buffer:
             # its threads would keep it alive, and the others would wait for a rank that is never used
             self.runtime.close(0.0)
             raise
-        self._finalizer = weakref.finalize(self, self.runtime.close, 1.0)
+        self.layer: int | None = UNKNOWN_LAYER
+        self._observer = observer(settings, self.rank, self.group_size, self.runtime.stats)
+        self._finalizer = weakref.finalize(self, _end, self.runtime, self._observer, 1.0)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -182,6 +196,8 @@ class Buffer:
         """Close in good order: stop, drain, wait (bounded) for the other ranks, unmap. May be called twice."""
         self._finalizer.detach()
         self.runtime.close()
+        if self._observer is not None:
+            self._observer.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters of this rank: transports, commands, writes, bytes, messages, and per operation counts and p50 /
@@ -326,7 +342,8 @@ class Buffer:
         """Send every token to the ranks of its experts, normal mode. The arguments are DeepEP's; see
         :meth:`Normal.dispatch`."""
         check_config(config)
-        return self._serving(x[0] if isinstance(x, tuple) and x else x).normal.dispatch(
+        rows = x[0] if isinstance(x, tuple) and x else x
+        result = self._serving(rows).normal.dispatch(
             x,
             handle=handle,
             num_tokens_per_rank=num_tokens_per_rank,
@@ -342,6 +359,10 @@ class Buffer:
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
+        if self._observer is not None and topk_idx is not None and num_tokens_per_expert is not None:
+            experts = len(num_tokens_per_expert)
+            self._observer.saw("normal", self.layer, rows, topk_idx, experts, previous=previous_event)
+        return result
 
     def combine(
         self,
@@ -469,7 +490,7 @@ class Buffer:
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
-        return self._serving(x).low_latency.dispatch(
+        result = self._serving(x).low_latency.dispatch(
             x,
             topk_idx,
             num_max_dispatch_tokens_per_rank,
@@ -483,6 +504,9 @@ class Buffer:
             async_finish=async_finish,
             return_recv_hook=return_recv_hook,
         )
+        if self._observer is not None:
+            self._observer.saw("low-latency", self.layer, x, topk_idx, num_experts, use_fp8=use_fp8)
+        return result
 
     def low_latency_combine(
         self,

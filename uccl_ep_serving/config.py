@@ -221,6 +221,10 @@ class Settings:
     nic_flush: str = "auto"
     proxy_cpus: tuple[int, ...] = ()
     proxy_spin: str = "auto"
+    trace: str = ""
+    trace_every: int = 1
+    trace_what: str = "histogram"
+    advice: bool = False
     fault_proxy_after: int = 0
     #: Not variables of ours: the launcher's MASTER_ADDR and the interfaces of gloo and NCCL, hints for choosing one.
     master_address: str = ""
@@ -510,6 +514,32 @@ SETTINGS: tuple[Variable, ...] = (
         False,
         "how long an idle proxy keeps polling before it sleeps. auto: 10 ms where there are at least four cores "
         "(near its NIC) for each proxy of the host that shares them, else off; off: it yields at once and sleeps after 50 us; or milliseconds",
+    ),
+    Variable(
+        "trace",
+        str,
+        False,
+        "directory into which each rank records the experts that its tokens chose, for `uccl-ep compare --route "
+        "trace:...`; at most 256 MiB a rank and start",
+    ),
+    Variable(
+        "trace_every",
+        _integer(1, 1 << 30),
+        False,
+        "of so many dispatches of a layer one is recorded, of all layers and ranks the same ones",
+    ),
+    Variable(
+        "trace_what",
+        _choice("histogram", "whole"),
+        False,
+        "what is recorded. histogram: how often each expert of a layer was chosen; whole: the ids of every token",
+    ),
+    Variable(
+        "advice",
+        _flag,
+        False,
+        "1: at the first operation of a shape the log says what `uccl-ep compare` has measured of it on this machine: "
+        "whether the engine's own collectives serve it better, and by how much",
     ),
     Variable(
         "fault_proxy_after",

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import os
 from typing import Any
 
-from uccl_ep_serving.engines.sglang.buffer import buffer_class, open_before_capture, router_weights
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.engines.sglang.buffer import LAYER, buffer_class, open_before_capture, router_weights
 from uccl_ep_serving.engines.sglang.options import WINDOW_VARIABLE
 from uccl_ep_serving.engines.sglang.targets import find_targets
 from uccl_ep_serving.engines.sglang.workers import Decisions
 from uccl_ep_serving.engines.versions import SGLANG
+from uccl_ep_serving.traffic.trace import UNKNOWN_LAYER
 
 __all__ = ["activate"]
+
+_log = logging.getLogger("uccl_ep_serving")
+
+#: Where a layer makes its dispatcher; that one's two modes, and their classes.
+_LAYERS = "sglang.srt.layers.moe.fused_moe_triton.layer"
+_INNER = ("_low_latency_dispatcher", "_normal_dispatcher")
+_MODES = ("_DeepEPDispatcherImplLowLatency", "_DeepEPDispatcherImplNormal")
 
 #: What the dispatcher asserts of its tokens, for a limit of DeepEP's kernels.
 _ENGINE_LIMIT = 1024
@@ -39,6 +50,8 @@ def activate(decisions: Decisions) -> None:
     _hook_dispatcher(targets.base, targets.low_latency)
     _hook_buffer(targets.buffer)
     _hook_runner(targets.runner, targets.deepep)
+    if Settings.from_environment().trace:
+        _hook_layers(targets.deepep)
     # by attribute: the scheduler has imported the module before plugins are loaded
     targets.deepep.Buffer = buffer_class()
     targets.deepep.Config = Config
@@ -77,6 +90,46 @@ def _hook_dispatcher(base: Any, low_latency: Any) -> None:
 
     base.__init__ = init
     low_latency._dispatch_core = dispatch_core
+
+
+def _hook_layers(deepep: Any) -> None:
+    """Tell the Buffer of which layer the next dispatch is. Where the engine has no such names any more, routing is
+    recorded all the same, of all layers together."""
+    layers: Any = importlib.import_module(_LAYERS)
+    modes = [getattr(deepep, name, None) for name in _MODES]
+    if not all(hasattr(mode, "_get_buffer") for mode in modes) or not hasattr(layers, "create_moe_dispatcher"):
+        _log.warning("UCCL_EP_TRACE: this version of SGLang does not show which layer dispatches")
+        return
+    create = layers.create_moe_dispatcher
+
+    @functools.wraps(create)
+    def create_moe_dispatcher(moe_runner_config: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = create(moe_runner_config, *args, **kwargs)
+        for inner in getattr(outer, "_inners", (outer,)):
+            for name in _INNER:
+                if (mode := getattr(inner, name, None)) is not None:
+                    setattr(mode, LAYER, _number(getattr(moe_runner_config, "layer_id", None)))
+        return outer
+
+    layers.create_moe_dispatcher = create_moe_dispatcher
+    for mode in modes:
+        _hook_get_buffer(mode)
+
+
+def _hook_get_buffer(mode: Any) -> None:
+    get_buffer = mode._get_buffer
+
+    @functools.wraps(get_buffer)
+    def _get_buffer(self: Any) -> Any:
+        buffer = get_buffer(self)
+        buffer.layer = getattr(self, LAYER, UNKNOWN_LAYER)
+        return buffer
+
+    mode._get_buffer = _get_buffer
+
+
+def _number(layer: object) -> int:
+    return layer if isinstance(layer, int) else UNKNOWN_LAYER
 
 
 def _hook_buffer(buffer: Any) -> None:

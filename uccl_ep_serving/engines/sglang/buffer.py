@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.traffic.trace import UNKNOWN_LAYER
 
-__all__ = ["buffer_class", "open_before_capture", "router_weights"]
+__all__ = ["LAYER", "buffer_class", "open_before_capture", "router_weights"]
 
 router_weights: contextvars.ContextVar[Any] = contextvars.ContextVar("uccl_ep_router_weights", default=None)
 """Router weights of the low-latency dispatch in progress; float32 ``[tokens, topk]`` or None."""
 
+#: Attribute of a dispatcher's modes: the layer that they are of, for routing traces.
+LAYER = "uccl_ep_layer"
 #: Attribute of a dispatch's handle: the router weights that it was given.
 _GIVEN = "given_weights"
 
@@ -145,7 +148,10 @@ def _exchange_one_token(low_latency: Any, device: str) -> None:
     x = torch.zeros(1, low_latency.hidden_size, dtype=low_latency.params_dtype, device=device)
     ids = torch.arange(topk, dtype=torch.int64, device=device).unsqueeze(0)
     weights = torch.full((1, topk), 1 / topk, dtype=torch.float32, device=device)
+    layer = getattr(low_latency, LAYER, UNKNOWN_LAYER)
+    setattr(low_latency, LAYER, None)  # no layer's routing: traces leave it out
     rows, _, event, hook = low_latency._dispatch_core(x, ids, weights)
+    setattr(low_latency, LAYER, layer)
     wait(event, hook)
     values = rows[0] if isinstance(rows, tuple) else rows
     outputs = torch.empty(values.shape, dtype=x.dtype, device=device)

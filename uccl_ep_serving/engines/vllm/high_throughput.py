@@ -88,6 +88,7 @@ class HighThroughput(PrepareFinalize):
         per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
             topk_ids, num_experts, previous_event=previous
         )
+        self.buffer.layer = self.layer
         received, ids, recv_weights, counts, handle, event = self.buffer.dispatch(
             rows if scales is None else (rows, scales),
             num_tokens_per_rank=per_rank,

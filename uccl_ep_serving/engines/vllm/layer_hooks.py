@@ -15,6 +15,7 @@ from uccl_ep_serving.engines.vllm.targets import CURRENT_CONFIG, LAYER_TARGETS, 
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import UNIT
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
+from uccl_ep_serving.traffic.trace import UNKNOWN_LAYER
 
 __all__ = ["activate", "make_prepare_finalize"]
 
@@ -85,9 +86,22 @@ def _unless_ours(original: Any, ours: Callable[[Mapping[str, Any]], Any]) -> Any
 
 
 def _made_by_us(given: Mapping[str, Any]) -> Any:
-    return make_prepare_finalize(
+    made = make_prepare_finalize(
         given["moe"], given["quant_config"], given.get("routing_tables"), given.get("all2all_manager")
     )
+    made.layer = _layer_of(given["moe"])
+    return made
+
+
+def _layer_of(moe: Any) -> int:
+    """Number of the layer whose ``FusedMoEConfig`` is ``moe``, from its name among the model's layers, for routing
+    traces; UNKNOWN_LAYER where vLLM does not show it."""
+    current = find(CURRENT_CONFIG)[2]()
+    layers = {} if current is None else getattr(current.compilation_config, "static_forward_context", {})
+    for name, layer in layers.items():
+        if getattr(layer, "moe_config", None) is moe:
+            return next((int(part) for part in name.split(".") if part.isdecimal()), UNKNOWN_LAYER)
+    return UNKNOWN_LAYER
 
 
 def _rounded_by_us(given: Mapping[str, Any]) -> int:

@@ -94,6 +94,7 @@ class LowLatencyBatched(PrepareFinalize):
         if apply_router_weight_on_input:
             a1 = weighted_input(a1, topk_weights)
         fp8 = self._fp8 and not defer_input_quant
+        self.buffer.layer = self.layer
         rows, counts, handle, _, hook = self.buffer.low_latency_dispatch(
             a1,
             self._physical(topk_ids),

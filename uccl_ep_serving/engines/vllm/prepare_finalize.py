@@ -8,6 +8,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 
 from uccl_ep_serving import Buffer
+from uccl_ep_serving.traffic.trace import UNKNOWN_LAYER
 
 __all__ = ["PrepareFinalize"]
 
@@ -19,11 +20,15 @@ class PrepareFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[mis
         buffer: of the expert-parallel group.
         ranks: of that group: as many may send rows to this one.
         max_tokens: the most tokens a rank dispatches in one step; None: any number.
+
+    Attributes:
+        layer: number of the model's layer, for routing traces; UNKNOWN_LAYER until it is set.
     """
 
     def __init__(self, buffer: Buffer, ranks: int, max_tokens: int | None = None) -> None:
         super().__init__()
         self.buffer = buffer
+        self.layer = UNKNOWN_LAYER
         self._ranks = ranks
         self._max_tokens = max_tokens
         # one for each micro-batch of dual-batch overlap
