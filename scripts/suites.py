@@ -101,6 +101,7 @@ SUITES = [
     _quick("tests/rules", "each rule of the proxy taken out; the markers and table of all"),
     _quick("tests/soak", "the soak's own tests, some cases"),
     _quick("tests/system", "whole Buffers of up to eight processes: both modes, failures, losses"),
+    _quick("tests/traffic", "recorded routing, and advice from what was measured"),
     _target("lint", "ruff, mypy --strict, import contracts", CHECK),
     _target("demo", "SGLang serves through us", CHECK),
     _target("demo-vllm", "vLLM serves through us", CHECK),

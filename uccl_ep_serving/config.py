@@ -519,8 +519,8 @@ SETTINGS: tuple[Variable, ...] = (
         "trace",
         str,
         False,
-        "directory into which each rank records the experts that its tokens chose, for `uccl-ep compare --route "
-        "trace:...`; at most 256 MiB a rank and start",
+        "directory into which each rank records the experts that its tokens chose, to compare backends with that "
+        "routing (docs/architecture/formats.md); at most 256 MiB a rank and start",
     ),
     Variable(
         "trace_every",
@@ -538,7 +538,7 @@ SETTINGS: tuple[Variable, ...] = (
         "advice",
         _flag,
         False,
-        "1: at the first operation of a shape the log says what `uccl-ep compare` has measured of it on this machine: "
+        "1: at the first operation of a shape the log says what a comparison has measured of it on this machine: "
         "whether the engine's own collectives serve it better, and by how much",
     ),
     Variable(

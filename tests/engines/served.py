@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 
 from uccl_ep_serving.demo import supervisor
-from uccl_ep_serving.demo.client import Answer, compare
+from uccl_ep_serving.demo.client import MODEL, Answer, Client, compare
 from uccl_ep_serving.demo.report import reduced_rows
 from uccl_ep_serving.demo.run import EXACT
 from uccl_ep_serving.demo.server import DemoServer, ServerLaunch
+from uccl_ep_serving.traffic.trace import load
 
 #: With ``UCCL_EP_DIRECT=0`` every remote row goes through rings, proxies and a transport, as if each rank were a node
 #: of its own.
@@ -74,6 +75,33 @@ def assert_equal(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
 def operations(traffic: Sequence[dict[str, Any]]) -> set[str]:
     """Operations that any rank has run."""
     return {name for rank in traffic for name, operation in rank["ops"].items() if operation["count"]}
+
+
+def serve_traced(
+    launch: ServerLaunch, directory: Path, traces: Path, seconds: float, opening: int = 0
+) -> dict[int, int]:
+    """Start a server that records whole dispatches, ask it, and stop it once its files in ``traces`` have everything.
+
+    Args:
+        opening: tokens that a rank exchanges when it opens its Buffer, of no layer.
+
+    Returns:
+        By rank, tokens that its Buffer has dispatched for layers, as it has counted them.
+    """
+
+    def written() -> dict[int, int]:
+        steps = load(traces).steps if list(traces.glob("*.npz")) else {}
+        return {rank: sum(len(one.ids) for one in records) for rank, records in steps.items()}
+
+    with DemoServer(launch, directory, "traced") as server:
+        wait_ready(server, seconds)
+        client = Client(server.url, getattr(launch, "model", MODEL))
+        client.complete_all(("The router chose", "several windows of tokens, " * 5), 8, at_once=1)
+        both = ("ll_dispatch", "normal_dispatch")
+        traffic = server.settled_traffic()
+        tokens = {one["rank"]: sum(one["ops"][name]["tokens"] for name in both) - opening for one in traffic}
+        wait_until(lambda: written() == tokens, 30.0, f"the files do not have what the Buffers have counted: {tokens}")
+        return tokens
 
 
 def assert_moved(traffic: Sequence[dict[str, Any]], ranks: int, transport: str, ran: set[str]) -> None:
