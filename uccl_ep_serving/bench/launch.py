@@ -82,6 +82,9 @@ def run_ranks(command: Sequence[str], ranks: int, timeout: float, mpirun: str = 
         # Open MPI would bind each rank to one core, and with it the proxies that are there to run beside it
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "OMPI_MCA_hwloc_base_binding_policy": "none",
+        # and refuse more ranks than cores (release 5, then 4)
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
     if mpirun and os.geteuid() == 0:
         # whoever runs this as root, as in most containers, has decided so already; mpirun would refuse

@@ -69,9 +69,6 @@ class Comparison:
                 return f"{CANNOT_TELL} {interval}"
             return f"no difference seen {interval}"
         unit = "rate" if self.higher_is_better else "time"
-        if self.high < 0.5:
-            interval = f"1 / {_plain(1 / self.high)} .. 1 / {_plain(1 / self.low)}"
-            return f"{self.direction}: 1 / {_plain(1 / self.ratio)} of the {unit} ({interval})"
         if self.low > 2:
             return f"{self.direction}: {_plain(self.ratio)} x the {unit} ({_plain(self.low)} .. {_plain(self.high)})"
         ends = sorted(abs(one) for one in percent)
