@@ -513,7 +513,8 @@ SETTINGS: tuple[Variable, ...] = (
         _spin,
         False,
         "how long an idle proxy keeps polling before it sleeps. auto: 10 ms where there are at least four cores "
-        "(near its NIC) for each proxy of the host that shares them, else off; off: it yields at once and sleeps after 50 us; or milliseconds",
+        "(near its NIC) for each proxy of the host that shares them, else off; off: it yields at once and sleeps after "
+        "50 us; or milliseconds",
     ),
     Variable(
         "trace",

@@ -139,10 +139,10 @@ class HostNics:
         rails = self.rails[transport]
         broken = tuple(dict.fromkeys([*passed_over, *failures.values()]))
         if not rails.nics:
-            reasons = broken or tuple(f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices)
+            why = broken or tuple(f"{one.nic.name}: {one.reason}" for one in rails.verdicts if one.nic in devices)
             # of a list that excludes, and of a software device that nobody named, there is nothing to warn
             unused = bool(broken) or any(not nic.is_software and wanted.meant(nic) for nic in devices)
-            return Offer(reason="; ".join(reasons), present=True, unused=unused)
+            return Offer(reason="; ".join(why), present=True, unused=unused)
         names = tuple(nic.name for nic in rails.nics)
         texts = [found[name] for name in names]
         words = texts[0] if len(set(texts)) == 1 else "; ".join(map(": ".join, zip(names, texts, strict=True)))
