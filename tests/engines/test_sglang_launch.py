@@ -36,6 +36,7 @@ DEEPSEEK_V3 = MoeShape(hidden=7168, experts=256, topk=8, intermediate=2048)
 NODE = "--tp 8 --attn-dp-size 8"
 MTP = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1"
 EPLB = "--enable-eplb --ep-num-redundant-experts 32"
+PREFILL = f"{NODE} --disaggregation-mode prefill"
 VARIABLE = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 
 #: Line, variables, tokens of the window, running requests.
@@ -54,7 +55,8 @@ DECIDED = [
     pytest.param(f"{NODE} --enable-two-batch-overlap", {}, 512, 4096, id="two-batch overlap"),
     pytest.param(f"{NODE} --deepep-mode low_latency --disaggregation-mode decode", {}, 512, 4096, id="decode server"),
     pytest.param(f"{NODE} --deepep-mode normal --disaggregation-mode prefill", {}, 0, None, id="prefill server"),
-    pytest.param(f"{NODE} --disaggregation-mode prefill", {}, 0, None, id="prefill server, auto"),
+    pytest.param(PREFILL, {}, 0, None, id="prefill server, auto"),
+    pytest.param(f"{PREFILL} {EPLB}", {}, 0, None, id="prefill server, auto, EPLB"),
     pytest.param(f"{NODE} --deepep-mode normal", {}, 0, None, id="normal mode"),
     pytest.param(f"{NODE} --deepep-mode low_latency", {}, 512, 4096, id="low-latency mode alone"),
     pytest.param(
@@ -82,6 +84,17 @@ REFUSED = [
         {},
         ["up to 1024 tokens", "--chunked-prefill-size 4096", "--deepep-mode auto", f"{VARIABLE}=1024"],
     ),
+    (
+        f"{NODE} --deepep-mode low_latency --cuda-graph-backend-prefill breakable --cuda-graph-bs-prefill 64 2048",
+        {},
+        ["graph of prefill has 2048 tokens", "--cuda-graph-max-bs-prefill 512", f"{VARIABLE}=2048"],
+    ),
+    (
+        "--tp 24 --attn-dp-size 24 --nnodes 3 --dist-init-addr a:1",
+        {},
+        ["256 experts", "24 expert-parallel ranks", "--ep-num-redundant-experts 8"],
+    ),
+    (f"{PREFILL} --enable-pd-role-switch", {}, ["MoE all-to-all (--moe-a2a-backend deepep)"]),
     (f"{NODE} --enable-eplb", {}, ["--enable-eplb with --deepep-mode auto", "normal or low_latency"]),
     (
         f"{NODE} --expert-distribution-recorder-mode stat_approx --deepep-mode low_latency",
@@ -165,7 +178,7 @@ def decide(options: list[str]) -> dict[str, Any]:
     try:
         with override_platform(is_cuda=True, is_sm90=True):
             server_args.resolve_once()
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:  # ours, and the engine's own
         return {"refused": str(error)}
     finally:
         log.removeHandler(handler)
@@ -175,6 +188,7 @@ def decide(options: list[str]) -> dict[str, Any]:
         "tokens": decisions.tokens if decisions and decisions.low_latency else 0,
         "requests": resolved["max_running_requests"],
         "chunk": resolved["chunked_prefill_size"],
+        "mode": resolved["deepep_mode"],
         "fraction": resolved["mem_fraction_static"],
         "log": said,
     }
@@ -209,6 +223,12 @@ def test_what_a_launch_decides(
 def test_prefill_goes_through_the_window_in_low_latency_mode(launches: Launches) -> None:
     assert launches[case(f"{NODE} --deepep-mode low_latency")]["chunk"] == 512
     assert launches[case(NODE)]["chunk"] == 8192 // 8
+
+
+def test_a_prefill_server_never_goes_through_a_window_that_it_has_not(launches: Launches) -> None:
+    """FlashInfer's autotuning runs a decode step of all requests on it."""
+    assert launches[case(PREFILL)]["mode"] == "normal"
+    assert launches[case(NODE)]["mode"] == "auto"
 
 
 @pytest.mark.parametrize(("line", "variables", "words"), REFUSED)

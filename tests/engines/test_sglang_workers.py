@@ -24,14 +24,12 @@ def engine_launcher(model: str, variables: dict[str, str]) -> bytes:
 
 
 def engine_actor(record: bytes, variables: dict[str, str]) -> dict[str, Any]:
-    """Unpickle and publish as an actor does; a second check of the device would be refused."""
+    """Unpickle and publish as an actor does."""
     from uccl_ep_serving.engines.sglang import activation, hooks
 
-    def again(*_arguments: object) -> None:
-        raise ConfigError("the device was checked again")
-
+    asked: list[str] = []
     os.environ.update(variables)
-    hooks.check_device = again
+    hooks.check_device = lambda device, *_arguments: asked.append(device)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
@@ -43,12 +41,41 @@ def engine_actor(record: bytes, variables: dict[str, str]) -> dict[str, Any]:
         "nics": os.environ.get("NCCL_IB_HCA"),
         "tokens": activation._decided.tokens,
         "said": [one for one in said if "in this worker" in one],
+        "asked": asked,
     }
+
+
+def engine_refused_actor(record: bytes) -> tuple[str, bool]:
+    """What an actor raises on a host whose GPUs have not been checked, and whether it runs on our Buffer."""
+    from uccl_ep_serving.engines.sglang import activation, hooks
+
+    def refuse(device: str, option: str, demo: str) -> None:
+        raise ConfigError(f"{option}: {device} has no record")
+
+    hooks.check_device = refuse
+    server_args = pickle.loads(record)
+    try:
+        server_args.resolve_once()
+    except ConfigError as error:
+        return str(error), activation._decided.tokens == 12
+    return "", True
 
 
 def test_settings_and_window_reach_an_actor(in_engine: InEngine, model: str) -> None:
     record = in_engine(engine_launcher, model, {"UCCL_EP_CHUNK_BYTES": "256K", "NCCL_IB_HCA": "mlx5"})
-    assert in_engine(engine_actor, record, {}) == {"chunk": "256K", "nics": "mlx5", "tokens": 12, "said": []}
+    assert in_engine(engine_actor, record, {}) == {
+        "chunk": "256K",
+        "nics": "mlx5",
+        "tokens": 12,
+        "said": [],
+        "asked": ["cpu"],
+    }
+
+
+def test_an_actor_asks_for_the_gpus_of_its_own_host(in_engine: InEngine, model: str) -> None:
+    """Ray chooses hosts on which no launcher has asked."""
+    refusal = in_engine(engine_refused_actor, in_engine(engine_launcher, model, {}))
+    assert refusal == ("--moe-a2a-backend uccl_ep: cpu has no record", False)
 
 
 def test_what_an_actors_own_environment_says_holds(in_engine: InEngine, model: str) -> None:

@@ -128,9 +128,23 @@ def _around_resolve_once(original: Callable[[Any], None], server_args: Any) -> N
     # imported here: whoever does not ask for the backend pays nothing
     from uccl_ep_serving.engines.sglang import activation, workers
 
-    if not getattr(server_args, "_resolution_finished", False):
+    launching = not getattr(server_args, "_resolution_finished", False)
+    if launching:
         _resolve(original, server_args, requested)
-    activation.activate(workers.decisions_of(server_args))
+    decisions = workers.decisions_of(server_args)
+    if not launching:
+        # on another host than the launcher's, which Ray chooses, nobody has asked for the GPUs yet
+        _check_device(server_args)
+    activation.activate(decisions)
+
+
+def _check_device(server_args: Any) -> None:
+    """Refuse a device of this host that cannot be served, by name."""
+    from uccl_ep_serving.engines.sglang.targets import import_checked
+
+    overrides = import_checked("sglang.srt.arg_groups.overrides", "resolved_view")
+    device = str(overrides.resolved_view(server_args).device)
+    check_device(device, f"--moe-a2a-backend {BACKEND}", "uccl-ep demo")
 
 
 def _resolve(original: Callable[[Any], None], server_args: Any, requested: list[str]) -> None:
@@ -151,8 +165,8 @@ def _resolve(original: Callable[[Any], None], server_args: Any, requested: list[
     window.bound_prefill(server_args)
     compile_ahead(str(server_args.device))
     original(server_args)
-    device = str(overrides.resolved_view(server_args).device)
-    check_device(device, f"--moe-a2a-backend {BACKEND}", "uccl-ep demo")
+    _check_device(server_args)
+    window.settle_mode(server_args)
     options.check_resolved(server_args)
     chosen = window.fit(server_args)
     tokens = chosen.tokens if chosen else window.UNUSED_TOKENS

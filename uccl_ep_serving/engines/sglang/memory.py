@@ -37,8 +37,14 @@ def _budget(server_args: Any, cfg: Any, config: Any, tokens: int) -> MemoryBudge
     from uccl_ep_serving.data_plane.window_sizes import normal_plan
 
     shape, ranks = _shape(config, cfg.ep_num_redundant_experts or 0), cfg.tp_size
-    if shape is None or shape.experts % ranks:
+    if shape is None:
         return None
+    if shape.experts % ranks:
+        raise ConfigError(
+            f"{shape.experts} experts (redundant ones included) cannot be shared by {ranks} expert-parallel ranks "
+            f"evenly. Next step: a --tp that divides them, or --ep-num-redundant-experts "
+            f"{(cfg.ep_num_redundant_experts or 0) + -shape.experts % ranks}"
+        )
     settings = Settings.from_environment()
     heap = 0
     if str(cfg.deepep_mode) != "low_latency":

@@ -17,7 +17,7 @@ from uccl_ep_serving.engines.sglang.targets import import_checked
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
 
-__all__ = ["MOST_TOKENS", "UNUSED_TOKENS", "Steps", "Window", "bound_prefill", "choose", "fit"]
+__all__ = ["MOST_TOKENS", "UNUSED_TOKENS", "Steps", "Window", "bound_prefill", "choose", "fit", "settle_mode"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -113,7 +113,7 @@ def fit(server_args: Any) -> Window | None:
     """Choose the window of a resolved configuration, declare the requests that fit it, and reserve the memory.
 
     Returns:
-        None where no low-latency operation will run: in normal mode, and on prefill servers in auto mode.
+        None where no low-latency operation will run: in normal mode.
 
     Raises:
         ConfigError: the running requests, or the tokens of a prefill step, do not fit; or the memory is not there.
@@ -126,7 +126,7 @@ def fit(server_args: Any) -> Window | None:
         return None  # SGLang resolves no more of it either
     mode = str(cfg.deepep_mode)
     chosen = None
-    if mode == "low_latency" or (mode == "auto" and cfg.disaggregation_mode != "prefill"):
+    if mode in ("low_latency", "auto"):
         steps = _steps(overrides, server_args, cfg)
         chosen = choose(steps, asked_tokens())
         if _prefills_through_window(cfg):
@@ -185,16 +185,43 @@ def bound_prefill(server_args: Any) -> None:
         overrides.declare_resolution(server_args, "uccl_ep", chunked_prefill_size=chunk)
 
 
+def settle_mode(server_args: Any) -> None:
+    """Once the configuration is resolved: a prefill server in mode ``auto`` runs normal mode only.
+
+    All its steps extend a batch, but for the engine's own warm-up (FlashInfer's autotuning), a decode step as large as
+    its requests: that would go through a low-latency window which no server of this kind needs.
+    """
+    overrides = import_checked("sglang.srt.arg_groups.overrides", "declare_resolution", "resolving_view")
+    cfg = overrides.resolving_view(server_args)
+    if str(cfg.deepep_mode) == "auto" and cfg.disaggregation_mode == "prefill":
+        overrides.declare_resolution(server_args, "uccl_ep", deepep_mode="normal")
+
+
+def _captured_prefill(cfg: Any) -> int:
+    """Tokens of the largest graph of prefill; 0 where none is captured."""
+    prefill = getattr(cfg.cuda_graph_config, "prefill", None)
+    if prefill is None or str(prefill.backend) == "disabled":
+        return 0
+    return int(max([prefill.max_bs or 0, *(prefill.bs or ())]))
+
+
 def _hold_prefill(cfg: Any, chosen: Window) -> Window:
-    """With ``--deepep-mode low_latency`` a prefill step goes through the window as well."""
+    """With ``--deepep-mode low_latency`` a prefill step goes through the window as well, and so do its graphs."""
     chunk = cfg.chunked_prefill_size if cfg.chunked_prefill_size > 0 else cfg.max_prefill_tokens
     limit = asked_tokens() or MOST_TOKENS
-    if chunk > limit:
-        ways = [f"--chunked-prefill-size {limit * _attention_ranks(cfg)}", "--deepep-mode auto"]
-        if chunk <= MAX_LOW_LATENCY_TOKENS:
-            ways.append(f"{WINDOW_VARIABLE}={chunk} on every node, which takes memory in proportion")
+    captured = _captured_prefill(cfg)
+    largest = max(chunk, captured)
+    if largest > limit:
+        what = f"a prefill step of a data-parallel rank has up to {chunk} tokens (--chunked-prefill-size)"
+        ways = [f"--chunked-prefill-size {limit * _attention_ranks(cfg)}"]
+        if captured > chunk:
+            what = f"the largest graph of prefill has {captured} tokens (--cuda-graph-bs-prefill, or its maximum)"
+            ways = [f"--cuda-graph-max-bs-prefill {limit}"]
+        ways.append("--deepep-mode auto")
+        if largest <= MAX_LOW_LATENCY_TOKENS:
+            ways.append(f"{WINDOW_VARIABLE}={largest} on every node, which takes memory in proportion")
         raise ConfigError(
-            f"--deepep-mode low_latency: a prefill step of a data-parallel rank has up to {chunk} tokens "
-            f"(--chunked-prefill-size), and the low-latency window holds {limit}. Next step: {', or '.join(ways)}"
+            f"--deepep-mode low_latency: {what}, and the low-latency window holds {limit}. "
+            f"Next step: {', or '.join(ways)}"
         )
-    return Window(max(chosen.tokens, chunk), chosen.declare)
+    return Window(max(chosen.tokens, largest), chosen.declare)
