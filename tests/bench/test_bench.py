@@ -179,6 +179,12 @@ class TestLaunch:
             run_ranks([sys.executable, "-c", program], 3, 30.0)
         assert time.monotonic() - begin < 10
 
+    def test_mpirun_is_let_start_more_ranks_than_cores(self, tmp_path: Path) -> None:
+        launcher = tmp_path / "mpirun"
+        launcher.write_text('#!/bin/sh\ntest "$PRTE_MCA_rmaps_default_mapping_policy" = :oversubscribe\n')
+        launcher.chmod(0o755)
+        run_ranks(["program"], 64, 30.0, str(launcher))
+
     def test_a_rank_that_does_not_finish_is_named(self) -> None:
         program = "import os, time; time.sleep(0 if os.environ['RANK'] == '0' else 60)"
         with pytest.raises(RankFailed, match=r"ranks \[1\] have not finished"):

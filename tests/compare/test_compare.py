@@ -16,6 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -250,6 +251,12 @@ class TestOneStart:
         assert kept["skipped"] == {"mpi": "no mpirun"}
         assert set(opened) == {"gloo"}
 
+    def test_rows_of_host_memory_are_not_compared_with_those_of_gpus(self) -> None:
+        gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+        assert "host memory" in compare_run._other_memory("gloo-gather", gpu)
+        assert not compare_run._other_memory("gloo-gather", cpu)
+        assert not compare_run._other_memory("uccl_ep:tcp", gpu)
+
     def test_the_counters_of_one_layer_are_its_own(self, measured: Any) -> None:
         kept, _ = measured(plan("gloo", "mpi", card={"ranks": 1}))
         assert kept["moved"] == {"gloo": {"bytes": 20.0}, "mpi": {"bytes": 20.0}}
@@ -292,6 +299,21 @@ class TestResults:
         quiet = result_of(plan(slowed={"gloo": 5.0}), tmp_path)["caveats"]
         assert len(quiet) == 1
         assert "gloo was made 5 % slower on purpose" in quiet[0]
+
+    @pytest.mark.parametrize(
+        ("path", "sent", "words"),
+        [
+            ("tcp", 0.0, "said to go over tcp, but its proxies sent 0 bytes"),
+            ("direct", 8.0, "uccl_ep:tcp went over direct. uccl_ep:tcp is said to go over direct, but"),
+            ("shm", 8.0, "uccl_ep:tcp went over shm."),
+            ("tcp", 8.0, ""),
+        ],
+    )
+    def test_bytes_that_went_elsewhere_are_told(self, tmp_path: Path, path: str, sent: float, words: str) -> None:
+        one = plan("uccl_ep:tcp", "gloo")
+        moved = {"uccl_ep:tcp": {"bytes_sent": sent}, "gloo": {}}
+        text = " ".join(result_of(one, tmp_path, paths={"uccl_ep:tcp": path}, moved=moved)["caveats"])
+        assert words in text if words else not text
 
     def test_the_workload_card_has_the_templates_fields(self, tmp_path: Path) -> None:
         card = result_of(plan(), tmp_path)["cards"]["uccl_ep"]

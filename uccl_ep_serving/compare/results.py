@@ -74,7 +74,7 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
     ]
     card = plan.as_dict()["card"]
     files = [start_file(directory, number).name for number in range(1, plan.starts + 1)]
-    paths = {name: starts[0].get("paths", {}).get(name, "") for name in names}
+    paths = {name: starts[0]["paths"].get(name, "") for name in names}
     return {
         "format": FORMAT,
         "plan": plan.as_dict(),
@@ -94,11 +94,25 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
     }
 
 
+def _wrong_paths(starts: Sequence[Start]) -> list[str]:
+    """Where bytes of ours did not go as the name of the backend or its path says, one sentence each."""
+    said = []
+    for name, path in {name: path for start in starts for name, path in start["paths"].items()}.items():
+        wanted = Plan.backend_of(name).partition(":")[2]
+        if wanted and path not in (wanted, "alone"):
+            said.append(f"{name} went over {path}.")
+        sent = [start["moved"][name].get("bytes_sent") for start in starts if name in start["moved"]]
+        if any((one == 0) != (path in ("direct", "alone")) for one in sent if one is not None):
+            said.append(f"{name} is said to go over {path}, but its proxies sent {sent[0]:,.0f} bytes a layer.")
+    return said
+
+
 def _caveats(plan: Plan, starts: Sequence[Start], verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a reader would get wrong without being told, one sentence each."""
     said = []
     for name, percent in (plan.slowed or {}).items():
         said.append(f"{name} was made {percent:g} % slower on purpose (--inject): its figures are not its own.")
+    said += _wrong_paths(starts)
     machines = starts[0]["machines"]
     if starts[0]["devices"] != ["cuda"]:
         said.append("The ranks were processes on CPUs: this says nothing about GPUs.")

@@ -31,6 +31,8 @@ __all__ = ["measure_start", "order_of_round"]
 Progress = Callable[[int, str], None]
 """Told on rank 0: rounds that are done, and what is being done."""
 
+#: Backends that are opened on CPU tensors, whatever the machine has.
+_HOST_MEMORY = ("gloo", "gloo-gather", "mpi")
 #: Calls between two readings of the counters.
 _COUNTED_CALLS = 8
 #: What leaves after a call has returned is given so long to leave.
@@ -91,6 +93,13 @@ def _device(card: Card) -> torch.device:
     return device
 
 
+def _other_memory(backend: str, device: torch.device) -> str:
+    """Why ``backend`` would not do the same work as those whose rows lie on ``device``, "" when it would."""
+    if device.type == "cuda" and backend in _HOST_MEMORY:
+        return "it moves rows of host memory, and those of the others lie on GPUs"
+    return ""
+
+
 class _Start:
     """One start on one rank."""
 
@@ -124,7 +133,7 @@ class _Start:
         for name in self.plan.backends:
             self.tell(0, f"opening {name}")
             backend = Plan.backend_of(name)
-            reason = self.reasons(why_not(backend, self.plan.card))
+            reason = self.reasons(why_not(backend, self.plan.card) or _other_memory(backend, device))
             if reason:
                 self.skipped[name] = reason
                 continue
