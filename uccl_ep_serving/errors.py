@@ -28,6 +28,7 @@ __all__ = [
     "UcclEpError",
     "after_loss",
     "after_silence",
+    "in_words",
 ]
 
 
@@ -147,3 +148,8 @@ def after_loss(peer: int) -> str:
 def after_silence(peer: int) -> str:
     """What to do when rank ``peer`` is silent, likewise."""
     return f"Next step: compare what rank {peer} called last with the other ranks' calls; then {_WITHOUT_IT}"
+
+
+def in_words(error: BaseException) -> str:
+    """``error`` for the other ranks: of one that is none of ours the type says the most, and its text may be empty."""
+    return str(error) if isinstance(error, UcclEpError) else f"{type(error).__name__}: {error}".rstrip(": ")

@@ -115,7 +115,7 @@ def test_what_cannot_be_asked_is_told_too() -> None:
     def fails() -> Any:
         raise RuntimeError("no CUDA-capable device")
 
-    assert probed(Gpu(fails), network)[0].no_gpu == "no CUDA-capable device"
+    assert probed(Gpu(fails), network)[0].no_gpu == "RuntimeError: no CUDA-capable device"
     assert "torch.cuda.set_device" in probed(Gpu(None), network)[0].no_gpu
     refusing = NicWrites("cuda:0 does not order the writes of NICs (x), and its driver offers no flush of them", False)
     offer, writes = probed(Gpu(lambda: Memory(network, writes=refusing)), network)
@@ -124,6 +124,35 @@ def test_what_cannot_be_asked_is_told_too() -> None:
     before = network.calls["ibv_alloc_pd"]
     assert probed(None, network)[0].gpu == ""
     assert network.calls["ibv_alloc_pd"] == before
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        # what cuda-bindings raise where they, or the driver, lack a function
+        (
+            "export_dmabuf",
+            RuntimeError('Function "cuMemGetHandleForAddressRange" not found'),
+            'RuntimeError: Function "cu',
+        ),
+        ("export_dmabuf", AttributeError("CUmemRangeHandleType"), "AttributeError: CUmemRangeHandleType"),
+        ("nic_writes", ValueError("118 is not a valid cudaDeviceAttr"), "ValueError: 118 is"),
+        # nothing is said, which must not read as if nothing stood in the way
+        ("allocate", MemoryError(), "MemoryError"),
+        ("free", TransportError("cudaFree failed on cuda:0: misaligned address (716)"), "cudaFree failed"),
+    ],
+)
+def test_whatever_the_bindings_raise_means_no_gpu_memory(call: str, error: Exception, words: str) -> None:
+    network = MemoryNetwork(1, rails=2)
+    memory = Memory(network)
+
+    def fails(*arguments: Any) -> Any:
+        raise error
+
+    setattr(memory, call, fails)
+    offer, _ = probed(Gpu(lambda: memory), network)
+    assert (offer.gpu, words in offer.no_gpu) == ("", True)
+    assert gpu_direct.of_rank(Settings(), GPU, {1: "roce"}, {"roce": offer}, NicWrites()).far == offer.no_gpu
 
 
 GPU = Gpu(None)

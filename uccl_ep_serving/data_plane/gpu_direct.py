@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from ..config import Settings
-from ..errors import ConfigError, ProtocolError, TransportError
+from ..errors import ProtocolError, in_words
 from ..proxy.spin import Cores
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, SHM, Offer, Offers
 from .nics import HostNics
@@ -101,26 +101,24 @@ def probe(nics: HostNics, offers: Offers, gpu: Gpu | None) -> tuple[dict[str, Of
 
     Each NIC registers a small allocation for a moment.
     """
-    offers = dict(offers)
     offered = [transport for transport in NIC_TRANSPORTS if offers.get(transport, Offer()).nics]
     if gpu is None or not offered:
-        return offers, NicWrites()
-    if gpu.memory is None:
-        why = "no GPU is in use yet (call torch.cuda.set_device before the Buffer is made)"
-        return {**offers, **{one: dataclasses.replace(offers[one], no_gpu=why) for one in offered}}, NicWrites()
-    try:
-        memory = gpu.memory()
-        writes = memory.nic_writes()
-        start = memory.allocate(PROBE_BYTES)
-    # whatever the driver's bindings raise: a Buffer whose windows lie in host memory needs none of it
-    except Exception as error:
-        return {**offers, **{one: dataclasses.replace(offers[one], no_gpu=str(error)) for one in offered}}, NicWrites()
-    try:
-        for transport in offered:
-            offers[transport] = _probe_rails(nics, transport, offers[transport], memory, start, writes)
-    finally:
-        memory.free(start)
-    return offers, writes
+        return dict(offers), NicWrites()
+    why = "no GPU is in use yet (call torch.cuda.set_device before the Buffer is made)"
+    if gpu.memory is not None:
+        try:
+            memory = gpu.memory()
+            writes = memory.nic_writes()
+            start = memory.allocate(PROBE_BYTES)
+            try:
+                found = {one: _probe_rails(nics, one, offers[one], memory, start, writes) for one in offered}
+            finally:
+                memory.free(start)
+            return {**offers, **found}, writes
+        # whatever the driver's bindings raise: a Buffer whose windows lie in host memory needs none of it
+        except Exception as error:
+            why = in_words(error)
+    return {**offers, **{one: dataclasses.replace(offers[one], no_gpu=why) for one in offered}}, NicWrites()
 
 
 def _probe_rails(
@@ -131,8 +129,9 @@ def _probe_rails(
     for nic in nics.rails[transport].nics:
         try:
             ways.append(nics.reach_gpu(transport, nic, start, PROBE_BYTES, memory.export_dmabuf))
-        except (ConfigError, TransportError) as error:
-            failures.append(str(error))
+        # bindings raise RuntimeError for a function that the driver lacks, AttributeError for one that they lack
+        except Exception as error:
+            failures.append(in_words(error))
     if failures:
         return dataclasses.replace(offer, no_gpu="; ".join(dict.fromkeys(failures)))
     return dataclasses.replace(offer, gpu=" and ".join(dict.fromkeys(ways)))
