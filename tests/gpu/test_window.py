@@ -22,6 +22,7 @@ class Together:
 
     def __init__(self) -> None:
         self.order: list[tuple[str, int]] = []
+        self.steps: list[set[str]] = []
         self._given: list[list[bytes | None]] = []
         self._condition = threading.Condition()
 
@@ -33,7 +34,9 @@ class Together:
             with self._condition:
                 while len(self._given) <= at:
                     self._given.append([None] * RANKS)
+                    self.steps.append(set())
                 self._given[at][rank] = payload
+                self.steps[at].add(name)
                 self._condition.notify_all()
                 assert self._condition.wait_for(lambda: None not in self._given[at], 10.0)
             return [one or b"" for one in self._given[at]]
@@ -44,13 +47,13 @@ class Together:
 class Memory(InterpretedMemory):
     """A device that notes who closes and who frees, and fails at ``fails``."""
 
-    def __init__(self, rank: int, together: Together, fails: str = "") -> None:
+    def __init__(self, rank: int, together: Together, fails: str = "", error: type[Exception] = TransportError) -> None:
         super().__init__()
-        self.rank, self.together, self.fails = rank, together, fails
+        self.rank, self.together, self.fails, self.error = rank, together, fails, error
 
     def _may(self, name: str) -> None:
         if name == self.fails:
-            raise TransportError(f"no {name} here", device="cuda:0")
+            raise self.error(f"no {name} here")
 
     def allocate(self, nbytes: int) -> int:
         self._may("allocate")
@@ -61,6 +64,7 @@ class Memory(InterpretedMemory):
         return super().open(handle)
 
     def close(self, address: int) -> None:
+        self._may("close")
         self.together.order.append(("close", self.rank))
         super().close(address)
 
@@ -78,10 +82,10 @@ def run(body: Callable[[int], None]) -> None:
         thread.join(20.0)
 
 
-def share(fails: str) -> tuple[list[Any], Together, list[Memory]]:
+def share(fails: str, error: type[Exception] = TransportError) -> tuple[list[Any], Together, list[Memory]]:
     """What each rank gets when rank 1 fails."""
     together = Together()
-    memories = [Memory(rank, together, fails if rank == 1 else "") for rank in range(RANKS)]
+    memories = [Memory(rank, together, fails if rank == 1 else "", error) for rank in range(RANKS)]
     results: list[Any] = [None] * RANKS
 
     def body(rank: int) -> None:
@@ -137,12 +141,34 @@ def test_windows_that_are_given_back_are_closed_before_they_are_freed() -> None:
     assert steps == sorted(steps) == ["close"] * 6 + ["free"] * 3
 
 
+def test_every_rank_takes_part_when_one_cannot_close_what_it_opened(caplog: pytest.LogCaptureFixture) -> None:
+    """And nobody frees what may be open still."""
+    together = Together()
+    memories = [Memory(rank, together, "close" if rank == 1 else "", RuntimeError) for rank in range(RANKS)]
+    ended: list[int] = []
+
+    def body(rank: int) -> None:
+        exchange = together.exchange_of(rank)
+        window = DeviceWindow(memories[rank], LAYOUT, rank, exchange)
+        window.give_back(exchange)
+        window.close()
+        ended.append(rank)
+
+    run(body)
+    assert sorted(ended) == list(range(RANKS))
+    assert together.steps == [{"sharing device windows"}] * 2 + [{"giving device windows back"}]
+    assert [step for step, _ in together.order] == ["close"] * 4
+    words = "giving device windows back: rank 1: closing the window of rank 0: RuntimeError: no close here; closing"
+    assert sum(words in one.getMessage() for one in caplog.records) == RANKS
+
+
 @pytest.mark.parametrize("fails", ["allocate", "open"])
-def test_a_rank_that_cannot_is_named_on_all_and_nothing_is_left(fails: str) -> None:
-    errors, together, memories = share(fails)
+@pytest.mark.parametrize(("kind", "name"), [(TransportError, ""), (RuntimeError, "RuntimeError: ")])
+def test_a_rank_that_cannot_is_named_on_all_and_nothing_is_left(fails: str, kind: Any, name: str) -> None:
+    errors, together, memories = share(fails, kind)
     for error in errors:
         assert isinstance(error, TransportError), error
-        assert f"sharing device windows: rank 1: no {fails} here" in str(error)
+        assert f"sharing device windows: rank 1: {name}no {fails} here" in str(error)
     assert not any(memory._owned or memory._opened for memory in memories)
     # memory that a peer has open is not freed: CUDA's manual calls what follows undefined
     steps = [step for step, _ in together.order]

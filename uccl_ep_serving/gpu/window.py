@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from ..data_plane.kernel_space import KernelSpace
-from ..errors import ProtocolError, TransportError
+from ..errors import ProtocolError, TransportError, in_words
 from ..native.pages import own_pages
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
@@ -36,6 +36,7 @@ __all__ = ["DeviceSpace", "DeviceWindow"]
 _I64 = npt.NDArray[np.int64]
 _PAGE = mmap.PAGESIZE
 _SHARING = "sharing device windows"
+_RETURNING = "giving device windows back"
 _log = logging.getLogger("uccl_ep_serving")
 
 
@@ -125,16 +126,17 @@ class DeviceWindow:
         try:
             self.own = self.addresses[rank] = memory.allocate(self.nbytes)
             handle = memory.export(self.own)
-        except TransportError as error:
-            objection = str(error)
+        # whatever the driver's bindings raise: the others wait
+        except Exception as error:
+            objection = in_words(error)
         try:
             handles = _agree(exchange, objection, handle)
             try:
                 for peer, one in enumerate(handles):
                     if peer != rank and one and peer not in proxied:
                         self.addresses[peer] = memory.open(one)
-            except TransportError as error:
-                objection = str(error)
+            except Exception as error:
+                objection = in_words(error)
             try:
                 _agree(exchange, objection, b"")
             except TransportError:
@@ -145,24 +147,40 @@ class DeviceWindow:
             raise
 
     def give_back(self, exchange: Callable[[str, bytes], list[bytes]]) -> None:
-        """Close what was opened, and free the own window once nobody has it open. Collective."""
-        self._close_peers()
-        exchange(_SHARING, b"")
+        """Close what was opened, and free the own window once nobody has it open. Collective: every rank takes part,
+        whatever becomes of its own. Where one could not close what it opened, nobody frees anything."""
+        objections = exchange(_RETURNING, self._close_peers().encode())
+        if any(objections):
+            # the manual of cudaIpcOpenMemHandle calls it undefined to free what is open
+            self.own = 0
+            _log.error("%s: %s. Their memory stays until these processes end", _RETURNING, _named(objections))
         self.close()
 
-    def _close_peers(self) -> None:
+    def _close_peers(self) -> str:
+        """Close what was opened, each whatever becomes of the others; what failed, in words."""
+        failures = []
         for peer, address in enumerate(self.addresses):
             if address and peer != self._rank:
                 self.addresses[peer] = 0
-                self._memory.close(address)
+                try:
+                    self._memory.close(address)
+                except Exception as error:
+                    failures.append(f"closing the window of rank {peer}: {in_words(error)}")
+        return "; ".join(failures)
 
     def close(self) -> None:
-        """Close what was opened, free the own window. The ranks have agreed that nobody uses it any more."""
-        self._close_peers()
+        """Close what was opened, free the own window. The ranks have agreed that nobody uses it any more. Never raises:
+        what cannot be let go of is logged, and stays until this process ends."""
+        failures = self._close_peers()
         self.addresses = []
-        if self.own:
-            self._memory.free(self.own)
-            self.own = 0
+        own, self.own = self.own, 0
+        try:
+            if own:
+                self._memory.free(own)
+        except Exception as error:
+            failures = f"{failures}; {in_words(error)}".lstrip("; ")
+        if failures:
+            _log.error("%s. Its memory stays until this process ends", failures)
 
 
 def _agree(exchange: Callable[[str, bytes], list[bytes]], objection: str, payload: bytes) -> list[bytes]:
@@ -178,6 +196,11 @@ def _agree(exchange: Callable[[str, bytes], list[bytes]], objection: str, payloa
             raise TransportError(f"{_SHARING}: rank {peer}: {refusal}", device="memory of the GPUs")
         given.append(content)
     return given
+
+
+def _named(answers: Sequence[bytes]) -> str:
+    """What ranks gave, with their names; nothing of those that gave nothing."""
+    return "; ".join(f"rank {rank}: {text.decode(errors='replace')}" for rank, text in enumerate(answers) if text)
 
 
 class _Tables(NamedTuple):
