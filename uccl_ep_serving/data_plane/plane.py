@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..control_plane.failures import Liveness
-from ..errors import ProtocolError, ProxyDied, TransportError
+from ..errors import ProtocolError, ProxyDied, TransportError, in_words
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
 from ..proxy.fence import DriverFlush, fence_block
@@ -60,6 +60,7 @@ class DataPlane:
         spin: how long its idle proxies keep their cores.
         releases: called before the memory goes, by who has mapped it into a device.
         fence: words of the driver's flush that arrivals wait for.
+        device_window: NICs use device memory for the windows.
     """
 
     layout: WindowLayout
@@ -75,6 +76,7 @@ class DataPlane:
     finishes: list[Callable[[], None]] = field(default_factory=list)
     releases: list[Callable[[], object]] = field(default_factory=list)
     fence: npt.NDArray[np.int64] | None = None
+    device_window: bool = False
 
     @property
     def routes(self) -> dict[int, str]:
@@ -166,7 +168,8 @@ class DataPlane:
             exchange: all-gather of bytes among the ranks, told the step's name.
         """
         assert self.service is not None
-        objection = ""
+        # what its releases undo belongs to the plane, and a second window would overwrite it
+        assert not self.device_window, "a device window is registered already"
         reached = [
             (proxy, index, kind, endpoint)
             for proxy, row in enumerate(self.endpoints)
@@ -174,27 +177,32 @@ class DataPlane:
             if isinstance(endpoint, DeviceReach)
         ]
         with contextlib.ExitStack() as undo:
-            for *_, endpoint in reached:
-                undo.callback(endpoint.release_device)
             offers: dict[str, bytes] = {}
+            objection, common = "", 0
             try:
                 if driver := flush():
                     self.fence = fence_block(driver)
-                for proxy, _, kind, endpoint in reached:
+                    common = int(self.fence.ctypes.data)
+                for proxy, index, kind, endpoint in reached:
+                    undo.callback(endpoint.release_device)
                     offers[f"{kind} {proxy}"] = endpoint.offer_device(start, nbytes, export)
-            except TransportError as error:
-                objection = str(error)
-            answers = exchange(_LENDING, msgspec.msgpack.encode((objection, offers)))
-            theirs = [_read_offers(peer, text) if text else None for peer, text in enumerate(answers)]
-            for peer, answer in enumerate(theirs):
-                if answer is not None and answer[0]:
-                    raise TransportError(f"{_LENDING}: rank {peer}: {answer[0]}")
-            for proxy, index, kind, endpoint in reached:
-                name = f"{kind} {proxy}"
-                endpoint.accept_device([answer[1].get(name) if answer is not None else None for answer in theirs])
-                if fence := endpoint.fence or (0 if self.fence is None else int(self.fence.ctypes.data)):
-                    self.service.use_fence(proxy, index, fence)
+                    # before any peer learns where it may write
+                    if fence := endpoint.fence or common:
+                        undo.callback(self.service.use_fence, proxy, index, 0)
+                        self.service.use_fence(proxy, index, fence)
+            # of whatever kind: the others wait
+            except Exception as error:
+                objection = in_words(error)
+            theirs = _agree(exchange, objection, offers)
+            try:
+                for proxy, _, kind, endpoint in reached:
+                    name = f"{kind} {proxy}"
+                    endpoint.accept_device([offer.get(name) if offer is not None else None for offer in theirs])
+            except Exception as error:
+                objection = in_words(error)
+            _agree(exchange, objection, {})
             self.releases.append(undo.pop_all().close)
+        self.device_window = True
         for *_, endpoint in reached:
             endpoint.release_host()
         # registering it has committed every page
@@ -254,9 +262,21 @@ class DataPlane:
             self.segments, self.endpoints, self.releases = [], [], []
 
 
-def _read_offers(peer: int, text: bytes) -> tuple[str, dict[str, bytes]]:
-    """What ``peer`` objects, and its offers by transport and proxy."""
-    try:
-        return msgspec.msgpack.decode(text, type=tuple[str, dict[str, bytes]])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{_LENDING}: rank {peer} sent something that is no table of offers: {error}") from error
+def _agree(
+    exchange: Callable[[str, bytes], list[bytes]], objection: str, offers: dict[str, bytes]
+) -> list[dict[str, bytes] | None]:
+    """What every rank offers by transport and proxy, None for masked ones. Raises TransportError on every rank when one
+    objects."""
+    answers = exchange(_LENDING, msgspec.msgpack.encode((objection, offers)))
+    given: list[dict[str, bytes] | None] = []
+    for peer, text in enumerate(answers):
+        try:
+            refusal, theirs = msgspec.msgpack.decode(text, type=tuple[str, dict[str, bytes]]) if text else ("", None)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(
+                f"{_LENDING}: rank {peer} sent something that is no table of offers: {error}"
+            ) from error
+        if refusal:
+            raise TransportError(f"{_LENDING}: rank {peer}: {refusal}")
+        given.append(theirs)
+    return given
