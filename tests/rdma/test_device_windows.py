@@ -213,6 +213,16 @@ def test_an_offer_of_another_size_names_its_rank(pair: Pair) -> None:
         pair.endpoints[0].accept_device([None, b"?"])
 
 
+def test_a_second_window_is_refused_by_name(pair: Pair) -> None:
+    pair.lend()
+    held = pair.network.objects["mr"]
+    with pytest.raises(TransportError, match=r"0: a window in device memory is registered already\. Likely cause"):
+        pair.offer(0)
+    assert pair.network.objects["mr"] == held
+    pair.endpoints[0].release_device()
+    pair.offer(0)
+
+
 class SpaceOver:
     """A KernelSpace whose kernels see another context block."""
 

@@ -127,7 +127,14 @@ class Rail:
                 raise self.context.library.refused("post_recv", abs(status), self.device, "posting receives")
 
     def register_device(self, start: int, nbytes: int, export: Export, overlap: int, access: int) -> KeyTable:
-        """Register device memory beside the window; the keys for peers. Raises TransportError."""
+        """Register device memory beside the window; the keys for peers. Raises TransportError, also when there is such
+        memory already: its keys would be lost while peers use them."""
+        if self._device_region is not None:
+            raise TransportError(
+                f"{self.device}: a window in device memory is registered already. Likely cause: the ranks have set "
+                "theirs up twice in one epoch. Next step: close this Buffer on all ranks and build the group again",
+                device=self.device,
+            )
         self._device_region = register_device(self.pd, start, nbytes, export, overlap, access)
         return self._device_region.remote
 
