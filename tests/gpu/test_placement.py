@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +102,7 @@ class Stand:
             before_draining=lambda finish: None,
             before_unmapping=lambda release: None,
             register_device_window=register,
+            setting_up=lambda: contextlib.nullcontext(lambda make: make()),
         )
         for name, value in more.items():
             setattr(self.runtime, name, value)

@@ -284,12 +284,15 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
 
 def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str, Any], mode: str, late: int) -> str:
     """Rank 1 cannot pin its memory for the first operation. Rank ``late`` comes to it when the other has begun, or has
-    failed. What was raised; the second operation and all later ones are right."""
+    failed; -1 = neither, since all do it together. What was raised; the second operation and all later ones are right.
+    """
     os.environ["TRITON_INTERPRET"] = "1"
     from uccl_ep_serving.gpu.memory import InterpretedMemory
 
     buffer, rank, store = opened(exchange, overrides), exchange.rank, exchange._store
-    trip = bodies.normal_trip if mode == "normal" else bodies.round_trip
+    trip: Any = bodies.normal_trip if mode == "normal" else bodies.round_trip
+    if mode == "reserve":
+        trip = lambda buffer, tokens: buffer.reserve_low_latency(tokens, 128, 8, 2, use_fp8=False)  # noqa: E731
     pin, begin = InterpretedMemory.map_host, buffer.runtime.begin_operation
 
     def refused(memory: InterpretedMemory, address: int, nbytes: int) -> int:

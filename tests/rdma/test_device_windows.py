@@ -27,7 +27,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.gpu_direct import Gpu
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.runtime import Runtime
-from uccl_ep_serving.errors import BootstrapError, TransportError
+from uccl_ep_serving.errors import REBUILD_GROUP, BootstrapError, ConfigError, TransportError, UcclEpError
 from uccl_ep_serving.gpu import context as gpu_context
 from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.gpu.memory import InterpretedMemory
@@ -456,3 +456,78 @@ def test_whole_ranks_read_back_before_counts(monkeypatch: pytest.MonkeyPatch) ->
     with host("roce", monkeypatch, 2) as (network, here):
         run_ranks(network, here, settings, body, gpus=[Gpu(InterpretedMemory)] * 2)
         assert network.word(net.READS) >= 2
+
+
+class Once(Refusing):
+    """Device memory whose driver fails once, in ``fails``, with what ends nothing but this call."""
+
+    def __init__(self, network: Any, fails: str) -> None:
+        super().__init__(network, 1 << 40)
+        self._fails = fails
+
+    def map_host(self, address: int, nbytes: int) -> int:
+        if self._fails:
+            self._fails = ""
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return super().map_host(address, nbytes)
+
+
+def test_a_rank_that_cannot_set_up_its_gpu_is_named_on_all_and_nothing_is_registered_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the windows were shared and registered: all ranks leave them, and begin a new epoch together."""
+    settings = Settings(transport="roce", node_ranks=1, timeout=20.0, heap_bytes=8 << 20, round_bytes=1 << 20)
+    monkeypatch.setattr(gpu_context, "memory_of", lambda *_: memories[here.rank])
+    memories: list[Any] = []
+
+    def body(runtime: Runtime) -> tuple[str, str, int]:
+        gpu = GpuContext(runtime, torch.device("cpu"), HostOrder())
+        began = time.monotonic()
+        with pytest.raises(ConfigError) as caught:
+            gpu.space()
+        assert time.monotonic() - began < settings.timeout / 2
+        stale = runtime.stale
+        runtime.rebuild(None)
+        assert gpu.space().on_device
+        assert gpu.space() is gpu.space()
+        assert runtime._watch.present.device_window
+        return str(caught.value), stale, runtime.epoch
+
+    with host("roce", monkeypatch, 2) as (network, here):
+        memories += [Once(network, "map_host" if rank == 1 else "") for rank in range(2)]
+        gpus = [Gpu(lambda rank=rank: memories[rank]) for rank in range(2)]  # type: ignore[misc]
+        for words, stale, epoch in run_ranks(network, here, settings, body, gpus=gpus):
+            assert "rank 1 could not set up its GPU's memory: RuntimeError: CUDA error: unspecified launch" in words
+            assert "The group stays usable" in words
+            assert (stale, epoch) == ("not all ranks could set up their GPU's memory", 1)
+        # of the epochs that are gone, and of this one, which its Runtime has closed
+        assert not any(memory._owned or memory._opened for memory in memories)
+
+
+def test_a_rank_that_is_interrupted_while_all_set_up_their_gpus_is_broken_with_one_wording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = Settings(transport="roce", node_ranks=1, timeout=20.0, heap_bytes=8 << 20, round_bytes=1 << 20)
+    monkeypatch.setattr(gpu_context, "memory_of", lambda *_: memories[here.rank])
+    memories: list[Any] = []
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def body(runtime: Runtime) -> str:
+        gpu = GpuContext(runtime, torch.device("cpu"), HostOrder())
+        with pytest.raises(KeyboardInterrupt if runtime.rank == 1 else ConfigError) as caught:
+            gpu.space()
+        if runtime.rank != 1:
+            return str(caught.value)
+        with pytest.raises(UcclEpError) as later:
+            runtime.check("dispatch")
+        return str(later.value)
+
+    with host("roce", monkeypatch, 2) as (network, here):
+        memories += [Refusing(network, 1 << 40) for _ in range(2)]
+        monkeypatch.setattr(memories[1], "map_host", interrupted)
+        gpus = [Gpu(lambda rank=rank: memories[rank]) for rank in range(2)]  # type: ignore[misc]
+        told, broken = run_ranks(network, here, settings, body, gpus=gpus)
+    assert "rank 1 could not set up its GPU's memory: KeyboardInterrupt" in told
+    assert broken == f"rank 1 could not rebuild its window: KeyboardInterrupt. {REBUILD_GROUP}"

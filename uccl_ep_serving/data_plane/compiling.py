@@ -1,7 +1,8 @@
-"""Compiling between two steps of the ranks, so that no deadline of an operation runs meanwhile.
+"""What every rank does between two steps: all know who could not, and no deadline of an operation runs meanwhile.
 
-One rank's cache may be cold where the others' are warm. All ranks are in the same step just before; then each compiles
-(or finds that it need not), and the others wait for it: longer than for an answer, because a compiler is at work.
+Compiling: one rank's cache may be cold where the others' are warm. All ranks are in the same step just before; then
+each compiles (or finds that it need not), and the others wait for it: longer than for an answer, because a compiler is
+at work.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import logging
 from collections.abc import Callable
 
 from ..control_plane.steps import Steps
-from ..errors import PeerError
+from ..errors import PeerError, in_words
 
-__all__ = ["compile_together"]
+__all__ = ["compile_together", "do_together"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -25,24 +26,34 @@ _MOST_REASON = 4000
 
 
 def compile_together(steps: Steps, compile: Callable[[], object]) -> str:
-    """Call ``compile`` on every rank and wait until all have. Collective, right after another step.
+    """:func:`do_together` for compiling, which the others wait ten minutes for."""
+    return do_together(steps, compile, COMPILING, "compile", _COMPILE_SECONDS)
+
+
+def do_together(steps: Steps, do: Callable[[], object], step: str, what: str, timeout: float | None = None) -> str:
+    """Call ``do`` on every rank and wait until all have. Collective, right after another step.
+
+    Args:
+        step: name of the step at the end.
+        what: is done, as in "could not ...".
+        timeout: seconds that the others are waited for, None = as for any step.
 
     Returns:
         Which ranks failed and why, the same on every rank; empty when none did.
 
     Raises:
-        PeerError: a rank is gone, or has not compiled within ten minutes.
+        PeerError: a rank is gone, or was not ready within ``timeout``.
     """
     reason = ""
     try:
-        compile()
+        do()
     except BaseException as error:  # of any kind, Ctrl-C as well: the others wait, and are told
-        reason = f"{type(error).__name__}: {error}"
+        reason = in_words(error)
         if not isinstance(error, Exception):
-            with contextlib.suppress(PeerError):  # they may be compiling still: nobody waits for them
-                steps.gather(COMPILING, reason.encode()[:_MOST_REASON], timeout=0.0)
+            with contextlib.suppress(PeerError):  # they may be at it still: nobody waits for them
+                steps.gather(step, reason.encode()[:_MOST_REASON], timeout=0.0)
             raise
-        _log.exception("this rank could not compile")
-    answers = steps.gather(COMPILING, reason.encode()[:_MOST_REASON], timeout=_COMPILE_SECONDS)
+        _log.exception("this rank could not %s", what)
+    answers = steps.gather(step, reason.encode()[:_MOST_REASON], timeout=timeout)
     failed = [(rank, payload.decode(errors="replace")) for rank, (payload, _) in enumerate(answers) if payload]
-    return "; ".join(f"rank {rank} could not compile: {words}" for rank, words in failed)
+    return "; ".join(f"rank {rank} could not {what}: {words}" for rank, words in failed)

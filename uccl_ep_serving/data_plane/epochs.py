@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
-from ..errors import REBUILD_GROUP, ConfigError, PeerError, UcclEpError
+from ..errors import REBUILD_GROUP, ConfigError, PeerError, TransportError, UcclEpError
 from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
-from .compiling import compile_together
+from .compiling import compile_together, do_together
 from .gpu_direct import Gpu
 from .watch import PlaneWatch
 
@@ -26,6 +26,8 @@ _log = logging.getLogger("uccl_ep_serving")
 #: Timeouts that ranks wait for each other before the first operation of a mode. An engine compiles and captures its own
 #: model just before, minutes on a node with a cold cache and seconds on one with a warm one (vLLM's torch.compile).
 FIRST_MEETING = 6
+#: Name of the step after which all ranks use what they have made for the epoch on their devices.
+_SETTING_UP = "setting up the GPUs' memory"
 
 
 class Epochs:
@@ -79,6 +81,17 @@ class Epochs:
                 outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
         self._refuse(outcome)
 
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[Callable[[Callable[[], object]], None]]:
+        """Around steps in which all ranks make memory for the present epoch, as Runtime says."""
+        with self._breaking(but=(ConfigError, TransportError)):
+            yield self._finish_together
+
+    def _finish_together(self, make: Callable[[], object]) -> None:
+        # memory that not all ranks have made is neither used nor made twice in an epoch
+        refusal = do_together(self._mesh.steps, make, _SETTING_UP, "set up its GPU's memory")
+        self._refuse(Outcome(refusal, True, self.number, self._room), "not all ranks could set up their GPU's memory")
+
     def leave_out(self, peer: int) -> None:
         """``peer`` was masked: the next operation begins a new epoch, without it."""
         self.watch.stale = f"rank {peer} was masked"
@@ -86,11 +99,17 @@ class Epochs:
         self.watch.drop_peer(peer)
 
     @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """After an error in here some ranks may have gone on and others not: there is no window, nor a step, that all
-        of them share. Masking a lost rank mends that, since those that are left begin a new epoch then."""
+        of them share. Masking a lost rank mends that, since those that are left begin a new epoch then.
+
+        Args:
+            but: errors that every rank raises after the same step.
+        """
         try:
             yield
+        except but:
+            raise
         except BaseException as error:
             named = self.watch.resolve_cause(error) if isinstance(error, PeerError) else error
             what = f"rank {self._mesh.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(": ")
@@ -113,11 +132,12 @@ class Epochs:
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self._mesh.ranks, self._normal, proposals)
 
-    def _refuse(self, outcome: Outcome) -> None:
+    def _refuse(self, outcome: Outcome, torn: str = "the ranks began different operations") -> None:
+        """Raise ConfigError where there is a refusal; ``torn``: why nothing goes on in the present epoch, if so."""
         if not outcome.refusal:
             return
         if outcome.torn:
-            self.watch.stale = self.watch.stale or "the ranks began different operations"
+            self.watch.stale = self.watch.stale or torn
         raise ConfigError(
             f"{SETUP}: {outcome.refusal}. The group stays usable"
             + (": what was sent before is void, go on with a dispatch on every rank" if self.watch.stale else "")

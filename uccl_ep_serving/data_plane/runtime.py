@@ -244,6 +244,16 @@ class Runtime:
         """
         return self._watch.present.register_device_window(start, nbytes, export, flush, self.exchange)
 
+    def setting_up(self) -> contextlib.AbstractContextManager[Callable[[Callable[[], object]], None]]:
+        """Goes around the steps in which all ranks share and register memory on devices for the present epoch.
+
+        It gives a function, which every rank calls as the last of these steps with what it has to make by itself. That
+        raises ConfigError on every rank where one of them could not: the epoch is stale then, and the group stays
+        usable. ConfigError and TransportError leave the context as they are, since every rank raises them after the
+        same step. Whatever else leaves it breaks the Buffer: the ranks are in different steps.
+        """
+        return self._epochs.setting_up()
+
     def before_draining(self, finish: Callable[[], None]) -> None:
         """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has
         to end when the sticky error is set: that is how its time is limited."""

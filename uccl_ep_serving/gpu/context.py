@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..data_plane.gpu_direct import NicWrites
 from ..data_plane.nodes import crossed_once
 from ..data_plane.runtime import Runtime
-from ..errors import ConfigError, TransportError
+from ..errors import ConfigError, TransportError, in_words
 from ..proxy.fence import DriverFlush
 from .memory import DeviceMemory, memory_of
 from .streams import GpuOrder, HostOrder, StreamOrder
@@ -126,9 +127,10 @@ class GpuContext:
         """
         try:
             return make()
-        except (TransportError, torch.OutOfMemoryError) as error:
+        # of whatever kind: the others would wait
+        except Exception as error:
             # an objection to the windows: it ends the waits of who has begun, and refuses on all
-            self._runtime.rebuild(None, str(error))
+            self._runtime.rebuild(None, in_words(error))
             raise
 
     def space(self) -> DeviceSpace:
@@ -136,7 +138,7 @@ class GpuContext:
 
         Raises:
             ConfigError: UCCL_EP_WINDOW=device with ranks on other hosts whose GPU memory no NIC reaches; or, on every
-                rank, one that cannot pin its memory or copy its tables to the device.
+                rank, one that cannot pin its memory or copy its tables to the device. The group stays usable.
             TransportError: with UCCL_EP_WINDOW=device, some rank cannot allocate its window, open a peer's or register
                 it with a NIC (auto takes windows in host memory then, on all ranks).
         """
@@ -147,12 +149,19 @@ class GpuContext:
         return self._space
 
     def _build(self) -> DeviceSpace:
-        runtime = self._runtime
-        window = self._place_windows()
-        space = self.prepare(lambda: DeviceSpace(runtime.space, self.memory, window))
+        with self._runtime.setting_up() as finish_together:
+            window = self._place_windows()
+            if window is not None:
+                spaces: list[DeviceSpace] = []
+                finish_together(lambda: spaces.append(self._space_over(window)))
+                return spaces[0]
+        return self.prepare(lambda: self._space_over(None))
+
+    def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
+        space = DeviceSpace(self._runtime.space, self.memory, window)
         # what a kernel has not published yet, no proxy can wait for
-        runtime.before_draining(self.memory.synchronize)
-        runtime.before_unmapping(lambda: space.close(self.keep))
+        self._runtime.before_draining(self.memory.synchronize)
+        self._runtime.before_unmapping(lambda: space.close(self.keep))
         return space
 
     def _place_windows(self) -> DeviceWindow | None:
@@ -199,23 +208,25 @@ class GpuContext:
         runtime, memory = self._runtime, self.memory
         proxied = runtime.nic_peers if not near_only else frozenset(range(runtime.ranks)) - runtime.near_peers
         window = DeviceWindow(memory, runtime.layout, runtime.rank, runtime.exchange, proxied, near_only)
-        runtime.before_unmapping(lambda: _let_go(window))
+        runtime.before_unmapping(window.close)
         said = "for the low-latency messages of ranks of a host"
         if not near_only:
             said = "for all messages"
             if runtime.nic_peers:
+                found: list[NicWrites] = []
+
+                def flush() -> DriverFlush | None:
+                    found.append(memory.nic_writes())
+                    return memory.driver_flush(found[0].flush) if found[0].flush else None
+
                 try:
-                    way = runtime.register_device_window(window.own, window.nbytes, memory.export_dmabuf, self._flush)
+                    way = runtime.register_device_window(window.own, window.nbytes, memory.export_dmabuf, flush)
                 except TransportError:
                     window.give_back(runtime.exchange)
                     raise
-                said += f": NICs reach them by {way}; {memory.nic_writes().words}"
+                said += f": NICs reach them by {way}; {found[0].words}"
         _log.info("uccl_ep rank %d: windows in GPU memory %s", runtime.rank, said)
         return window
-
-    def _flush(self) -> DriverFlush | None:
-        scope = self.memory.nic_writes().flush
-        return self.memory.driver_flush(scope) if scope else None
 
     def _say(self, why: str) -> None:
         """Say once, on one rank of the host as a warning, why windows lie in host memory, and what to do."""
@@ -229,10 +240,3 @@ class GpuContext:
             why,
             _STEP,
         )
-
-
-def _let_go(window: DeviceWindow) -> None:
-    try:
-        window.close()
-    except TransportError as error:
-        _log.error("%s. Its memory stays until this process ends", error)
