@@ -108,9 +108,9 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
             needed = memory_budget(experts, self.world_size, moe.max_num_tokens, layout.normal, quantised=use_fp8)
             on_device = torch.device(moe.device).type != "cpu" and buffer.runtime.settings.window != "host"
             _log.info(
-                "uccl_ep: each rank has a window of %.2f GiB in %s memory, and %.2f GiB on its device for the rows of a "
-                "layer of %d experts and hidden size %d at %d tokens a rank and step; vLLM counts what is on the device "
-                "when it profiles memory",
+                "uccl_ep: each rank has a window of %.2f GiB in %s memory, and %.2f GiB on its device for the rows of "
+                "a layer of %d experts and hidden size %d at %d tokens a rank and step; vLLM counts what is on the "
+                "device when it profiles memory",
                 layout.nbytes / GIB,
                 "device" if on_device else "host",
                 needed.activations / GIB,
