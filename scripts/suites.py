@@ -6,6 +6,8 @@ the table of CONTRIBUTING.md (``make docs``). ``make test`` and ``.ci/run`` have
     make suites ARGS="tests/kernels lint"  these
     make suites ARGS="--again lint"        also where there is a record
     make suites ARGS=--list                their names
+    make suites ARGS="--report FILE"       those of make test from the report of one run of it, which ended well:
+                                           make test ARGS=--junitxml=FILE
 
 Seconds are those of a machine with nothing else to do; load averages stand beside them. ``make test`` shares its files
 out to a worker a core, so that a suite of it takes half the sum of its tests on two cores. Seconds of a target that
@@ -140,9 +142,15 @@ def keep(name: str, measured: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps({"budgets": BUDGETS, "suites": suites}, indent=1) + "\n")
 
 
-def counted(report: Path) -> dict[str, float]:
-    """Of a report of pytest: tests that ran, those that were skipped, and the seconds of all, for each worker."""
-    cases = list(ElementTree.parse(report).iter("testcase"))
+def counted(report: Path, *, of: Sequence[str] = ("tests",)) -> dict[str, float]:
+    """Of a report of pytest and the files and folders ``of``: tests that ran, those that were skipped, and the seconds
+    of all, for each worker."""
+    modules = [path.removesuffix(".py").replace("/", ".") for path in of]
+    cases = [
+        case
+        for case in ElementTree.parse(report).iter("testcase")
+        if any(f"{case.get('classname')}.".startswith(f"{module}.") for module in modules)
+    ]
     skipped = sum(case.find("skipped") is not None for case in cases)
     seconds = sum(float(case.get("time", 0)) for case in cases)
     return {"tests": len(cases) - skipped, "skipped": skipped, "seconds": round(seconds / WORKERS, 1)}
@@ -180,13 +188,27 @@ def measure(suite: Suite) -> dict[str, Any] | None:
     return {**found, "commit": machine["commit"], "when": machine["when"], "load": round(load, 2)}
 
 
+def take(report: Path) -> None:
+    """Keep what the report of one run of ``make test`` says of its suites; vLLM's tests run by themselves."""
+    machine = describe()
+    for suite in SUITES:
+        paths = [part for part in suite.command if part.startswith("tests/")]
+        if suite.is_pytest and suite.command[0].startswith(".venv/"):
+            found = {"commit": machine["commit"], "when": machine["when"], "load": round(os.getloadavg()[0], 2)}
+            keep(suite.name, {**counted(report, of=paths), **found})
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure what is asked for; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("names", nargs="*", help="suites, all without any")
     parser.add_argument("--again", action="store_true", help="also those with a record of this commit")
     parser.add_argument("--list", action="store_true", help="names of all suites")
+    parser.add_argument("--report", type=Path, help="of one run of make test: its suites are taken from there")
     options = parser.parse_args(arguments)
+    if options.report is not None:
+        take(options.report)
+        return 0
     known = {suite.name: suite for suite in SUITES}
     if options.list:
         print("\n".join(known))

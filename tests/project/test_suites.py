@@ -74,10 +74,26 @@ def test_every_marker_of_another_target_has_a_suite(suites: ModuleType) -> None:
 def test_a_report_is_counted(suites: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
-        '<testsuites><testsuite><testcase time="1.25"/><testcase time="0.5"><skipped/></testcase>'
-        '<testcase time="2.0"/></testsuite></testsuites>'
+        '<testsuites><testsuite><testcase classname="tests.cli.test_a" time="1.25"/>'
+        '<testcase classname="tests.cli.test_b.TestB" time="0.5"><skipped/></testcase>'
+        '<testcase classname="tests.test_a" time="2.0"/></testsuite></testsuites>'
     )
     assert suites.counted(report) == {"tests": 2, "skipped": 1, "seconds": 1.9}
+    assert suites.counted(report, of=["tests/cli"]) == {"tests": 1, "skipped": 1, "seconds": 0.9}
+    assert suites.counted(report, of=["tests/test_a.py"]) == {"tests": 1, "skipped": 0, "seconds": 1.0}
+
+
+def test_one_run_gives_every_suite_its_part(
+    suites: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuite><testcase classname="tests.cli.test_a" time="3.0"/></testsuite>')
+    monkeypatch.setattr(suites, "RESULTS", tmp_path / "suites.json")
+    suites.keep("vllm", {"seconds": 4.0})
+    assert suites.main(["--report", str(report)]) == 0
+    assert (suites.record("tests/cli")["seconds"], suites.record("tests/cli")["tests"]) == (1.5, 1)
+    assert suites.record("tests/gpu")["seconds"] == 0
+    assert suites.record("vllm") == {"seconds": 4.0}
 
 
 def test_a_target_without_a_budget_counts_what_all_its_runs_have_noted(
