@@ -261,7 +261,7 @@ def engine_reserved(rank: int, ranks: int, rendezvous: str) -> list[Any]:
         epoch = buffer.runtime.epoch
         layer.apply(layer.step(0))
         plans.append(buffer.runtime.layout.low_latency)
-        return [*plans, buffer.runtime.epoch - epoch, [line for line in lines if "on every GPU" in line]]
+        return [*plans, buffer.runtime.epoch - epoch, [line for line in lines if "each rank has" in line]]
 
 
 def engine_opened_in_a_capture() -> str:
@@ -343,6 +343,7 @@ def test_windows_have_room_once_the_layers_are_built(in_engine_ranks: InRanks) -
         assert (after, rebuilt) == (built, 0)
         assert len(said) == (rank == 0)
         assert all(f"{EXPERTS} experts and hidden size 256 at 16 tokens a rank and step" in line for line in said)
+        assert all("GiB in host memory" in line for line in said)
 
 
 def test_a_buffer_is_not_opened_in_a_capture(in_engine: InEngine) -> None:
