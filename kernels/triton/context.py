@@ -17,6 +17,7 @@ _RING, _HEADS = tl.constexpr(8 * ctx.RING), tl.constexpr(8 * ctx.HEADS)
 _MASK, _ERROR = tl.constexpr(8 * ctx.MASK), tl.constexpr(8 * ctx.ERROR)
 _VERDICT, _REPORT = tl.constexpr(8 * ctx.VERDICT), tl.constexpr(8 * ctx.REPORT)
 _LIMIT, _LANDING = tl.constexpr(8 * ctx.LIMIT), tl.constexpr(8 * ctx.LANDING)
+_RELAY_WINDOW = tl.constexpr(8 * ctx.RELAY_WINDOW)
 _STREAMS, _MAX_CHANNELS = tl.constexpr(STREAMS), tl.constexpr(MAX_CHANNELS)
 
 
@@ -40,14 +41,26 @@ def channel_count(context: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def window_address(context: tl.tensor) -> tl.tensor:
-    """Address of this rank's window: in normal mode the only one, in low latency the one that proxies read."""
+    """Address of this rank's window; where it has two, of the one that proxies read."""
     return peek(context + _WINDOW)
 
 
 @triton.jit
 def landing_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """Addresses of this rank's windows that the peers' low-latency messages land in. For ranks of the group."""
-    return peek(peek(context + _LANDING) + 8 * peers)
+    """Addresses of this rank's windows that the peers' messages land in. For ranks of the group."""
+    return landing_among(peek(context + _LANDING), peers)
+
+
+@triton.jit
+def landing_table(context: tl.tensor) -> tl.tensor:
+    """What :func:`landing_among` wants, for programs that look often."""
+    return peek(context + _LANDING)
+
+
+@triton.jit
+def landing_among(landings: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """See :func:`landing_window`."""
+    return peek(landings + 8 * peers)
 
 
 @triton.jit
@@ -60,6 +73,12 @@ def wait_limit(context: tl.tensor) -> tl.tensor:
 def peer_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses at which the peers' windows are mapped, 0 for a peer reached through a proxy."""
     return peek(peek(context + _PEER_WINDOW) + 8 * peers)
+
+
+@triton.jit
+def relay_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses of the near ``peers``' windows that messages from other nodes land in."""
+    return peek(peek(context + _RELAY_WINDOW) + 8 * peers)
 
 
 @triton.jit

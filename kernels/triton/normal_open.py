@@ -82,7 +82,7 @@ from .blocks import (
     get_each,
     set_each,
 )
-from .context import channel_count, has_failed, is_live, own_rank, rank_count, window_address
+from .context import channel_count, has_failed, is_live, landing_window, own_rank, rank_count
 from .normal_nodes import is_far, is_rail, slot_bytes
 from .normal_step import message_at, released, send_message, wait_counts
 from .wait import refuse
@@ -422,7 +422,8 @@ def _take_notifies(
     zero = tl.zeros_like(peers)
     if wait_counts(context, state, peers, live, _NOTIFY, zero + notices + 1, start, True, BACKEND):
         stride = peek(state + W_NOTIFY_STRIDE)
-        at = window_address(context) + peek(state + W_NOTIFY_RECV) + ((number & 1) * ranks + peers) * stride
+        at = landing_window(context, tl.where(live, peers, 0)) + peek(state + W_NOTIFY_RECV)
+        at += ((number & 1) * ranks + peers) * stride
         tag = tl.load(int64s(at), mask=live, other=0)
         told_number = tl.load(int64s(at + _AT_NUMBER), mask=live, other=0)
         told_shape = tl.load(int64s(at + _AT_SHAPE), mask=live, other=0)
@@ -502,7 +503,7 @@ def _count_experts(
     """Add up what the peers have for each local expert, LANES experts at a time, into int64s at ``told``."""
     me, ranks, number = own_rank(context), rank_count(context), peek(state + W_NUMBER)
     stride = peek(state + W_NOTIFY_STRIDE)
-    base = window_address(context) + peek(state + W_NOTIFY_RECV) + (number & 1) * ranks * stride
+    base = peek(state + W_NOTIFY_RECV) + (number & 1) * ranks * stride
     for first in range(0, local_experts, LANES):
         expert = first + tl.arange(0, LANES).to(tl.int64)
         inside = expert < local_experts
@@ -511,7 +512,8 @@ def _count_experts(
             peer = (me + step) % ranks
             zero = tl.zeros_like(expert)
             live = inside & is_live(context, zero + peer)
-            count = tl.load(int32s(base + peer * stride + _HEADER + 4 * expert), mask=live, other=0).to(tl.int64)
+            at = landing_window(context, peer) + base + peer * stride
+            count = tl.load(int32s(at + _HEADER + 4 * expert), mask=live, other=0).to(tl.int64)
             rows = get_each(context, state, N_RECV_ROWS, zero + peer, live)
             if NODES:
                 passing = get_each(context, state, N_PASS_RECV, zero + peer, live)

@@ -73,7 +73,7 @@ from .blocks import (
     phase_of,
     set_each,
 )
-from .context import channel_count, has_failed, is_live, own_rank, peer_window, window_address
+from .context import channel_count, has_failed, is_live, own_rank, peer_window, relay_window, window_address
 from .normal_nodes import (
     EVERYTHING,
     board_of,
@@ -308,7 +308,7 @@ def list_far(
         via = forwarder(context, state, far)
         slot_rows = peek(entry(context, state, N_VIEW_SLOT_ROWS, far))
         stride = peek(entry(context, state, N_VIEW_STRIDE, far))
-        landed = peer_window(context, via) + peek(entry(context, state, N_VIEW_META, far)) + 4 * USED
+        landed = relay_window(context, via) + peek(entry(context, state, N_VIEW_META, far)) + 4 * USED
         kept = peek(entry(context, state, N_RELAY_FIRST, far))
         keeps = (via == me) & (marks != 0)
         count = tl.full((), 0, tl.int64)
@@ -375,7 +375,7 @@ def take_passed(
     if begin < end:
         size, meta = peek(state + W_NODE_RANKS), peek(state + W_META_BYTES)
         place = own_rank(context) % size
-        window = peer_window(context, forwarder(context, state, far))
+        window = relay_window(context, forwarder(context, state, far))
         row_at = window + peek(entry(context, state, N_VIEW_ROW, far))
         meta_at = window + peek(entry(context, state, N_VIEW_META, far))
         slot_rows = peek(entry(context, state, N_VIEW_SLOT_ROWS, far))
@@ -599,7 +599,7 @@ def lay_out(
     """This program's part of the rows for a far rank that its forwarder, another rank, sums."""
     begin, end = peek(entry(context, state, N_PASSED, far)), peek(entry(context, state, N_PASS_READY, far))
     if (begin < end) & (forwarder(context, state, far) != own_rank(context)):
-        ring, held = ring_of(context, state, window_address(context), far)
+        ring, held = ring_of(context, state, peer_window(context, own_rank(context)), far)
         meta, send_first = peek(state + W_META_BYTES), peek(entry(context, state, N_SEND_FIRST, far))
         word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(begin + program * shape.ROWS, end, programs * shape.ROWS):

@@ -50,7 +50,17 @@ from .blocks import (
     entry,
     entry_among,
 )
-from .context import has_failed, mask_address, own_rank, peer_window, rank_count, window_address
+from .context import (
+    has_failed,
+    landing_among,
+    landing_table,
+    landing_window,
+    mask_address,
+    own_rank,
+    peer_window,
+    rank_count,
+    window_address,
+)
 from .normal_nodes import is_far, mark_bytes
 from .quant import load_floats, load_together, store_floats
 from .words import aligned, floats, int32s, int64s, peek, uint8s
@@ -358,8 +368,9 @@ def unpack(
         meta = peek(state + W_META_BYTES)
         slot_rows = tl.maximum(_of(context, state, N_SLOT_ROWS, peer), 1)
         stride = _of(context, state, N_SLOT_STRIDE, peer)
-        row_at = window_address(context) + _of(context, state, N_ROW_LANDING, peer)
-        meta_at = window_address(context) + _of(context, state, N_META_LANDING, peer)
+        window = landing_window(context, peer)
+        row_at = window + _of(context, state, N_ROW_LANDING, peer)
+        meta_at = window + _of(context, state, N_META_LANDING, peer)
         base = _of(context, state, N_RECV_FIRST, peer)
         word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(begin + program * shape.ROWS, end, programs * shape.ROWS):
@@ -485,7 +496,8 @@ class _Combined(NamedTuple):
     Attributes:
         ranks, me: of the group. received: rows of this rank's experts.
         places: see :func:`reduce_rows`. masked: see :func:`.block_access.mask_address`.
-        in_heap: rows of other ranks are summed where they landed. window: of this rank. meta: bytes of a row's.
+        in_heap: rows of other ranks are summed where they landed. landings: see :func:`.context.landing_table`.
+        meta: bytes of a row's.
     """
 
     ranks: tl.tensor
@@ -494,7 +506,7 @@ class _Combined(NamedTuple):
     places: tl.tensor
     masked: tl.tensor
     in_heap: tl.tensor
-    window: tl.tensor
+    landings: tl.tensor
     meta: tl.tensor
 
 
@@ -544,7 +556,7 @@ def _sum_values(
         sources, there = (), ()
         for step in tl.static_range(TOGETHER):
             rank, row, here = _row_of(state, combined, begin + step, token, inside)
-            landed = combined.window + _combined(state, combined, N_ROW_LANDING, rank)
+            landed = landing_among(combined.landings, rank) + _combined(state, combined, N_ROW_LANDING, rank)
             kept = gathered + _combined(state, combined, N_RECV_FIRST, rank) * row_bytes
             source = tl.where(rank == combined.me, x, tl.where(combined.in_heap, landed, kept))
             sources += (source + row * row_bytes,)  # type: ignore[assignment]
@@ -572,7 +584,7 @@ def _sum_weights(
     for begin in range(0, combined.ranks, TOGETHER):
         for step in tl.static_range(TOGETHER):
             rank, row, here = _row_of(state, combined, begin + step, token, inside)
-            landed = combined.window + _combined(state, combined, N_META_LANDING, rank)
+            landed = landing_among(combined.landings, rank) + _combined(state, combined, N_META_LANDING, rank)
             kept = gathered_weights + _combined(state, combined, N_RECV_FIRST, rank) * (4 * TOPK)
             own = rank == combined.me
             source = tl.where(own, weights, tl.where(combined.in_heap, landed, kept))
@@ -634,9 +646,9 @@ def reduce_rows(
     tokens, ranks = tokens.to(tl.int64), rank_count(context)
     row_bytes: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2)
     ran = (has_failed(context) == 0) & (peek(state + W_RAN) != 0)
-    in_heap, meta, window = peek(state + W_IN_HEAP) != 0, peek(state + W_META_BYTES), window_address(context)
+    in_heap, meta, landings = peek(state + W_IN_HEAP) != 0, peek(state + W_META_BYTES), landing_table(context)
     me, masked = own_rank(context), mask_address(context)
-    combined = _Combined(ranks, me, received.to(tl.int64), places, masked, in_heap, window, meta)
+    combined = _Combined(ranks, me, received.to(tl.int64), places, masked, in_heap, landings, meta)
     column = tl.program_id(1)
     value, slot = column * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, SLOTS)[None, :]
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, tokens, tl.num_programs(0).to(tl.int64) * ROWS):

@@ -75,6 +75,7 @@ from .context import (
     completed_address,
     has_failed,
     is_live,
+    landing_window,
     own_rank,
     peer_window,
     rank_count,
@@ -352,7 +353,7 @@ def take_grants(
         here = here & (first_unfinished(context, state, peers, here, stream, chunks, BACKEND) < 0)
         settle(BACKEND)
         slot = peek(state + W_GRANT_RECV) + (tl.where(here, peers * _SLOTS + taken % _SLOTS, 0)) * _HEADER
-        at = window_address(context) + slot
+        at = landing_window(context, tl.where(here, peers, 0)) + slot
         tag = tl.load(int64s(at), mask=here, other=0)
         number = tl.load(int64s(at + _AT_NUMBER), mask=here, other=0)
         round_number = tl.load(int64s(at + _AT_ROUND), mask=here, other=0)

@@ -50,7 +50,6 @@ class Stand:
         reach: GpuReach,
         *,
         fails: str = "",
-        plan: bool = True,
         first: bool = True,
         writes: NicWrites | None = None,
         **more: Any,
@@ -89,7 +88,7 @@ class Stand:
             epoch=0,
             settings=Settings(window=window, **more.pop("settings", {})),
             space=None,
-            layout=SimpleNamespace(low_latency="a plan" if plan else None),
+            layout=None,
             mask=np.zeros(4, np.int32),
             node_ranks=2,
             nic_peers=frozenset({2, 3}),
@@ -126,21 +125,19 @@ def test_auto_takes_gpu_memory_where_nothing_stands_in_the_way(
 
 
 @pytest.mark.parametrize(
-    ("reach", "fails", "plan", "events", "words"),
+    ("reach", "fails", "events", "words"),
     [
-        (FAR, "", True, ["near window, not of [0, 2, 3]"], FAR.far),
-        (FAR, "", False, [], FAR.far),
-        (FAR, "near", True, [], FAR.far),
-        (GpuReach(near="rank 3: UCCL_EP_DIRECT=0"), "", True, [], "rank 3: UCCL_EP_DIRECT=0"),
-        (GpuReach(far=FAR.far), "", True, [], FAR.far),
+        (FAR, "", ["near window, not of [0, 2, 3]"], FAR.far),
+        (FAR, "near", [], FAR.far),
+        (GpuReach(near="rank 3: UCCL_EP_DIRECT=0"), "", [], "rank 3: UCCL_EP_DIRECT=0"),
+        (GpuReach(far=FAR.far), "", [], FAR.far),
         (
             NEAR,
             "register",
-            True,
             ["whole window, not of [2, 3]", "given back", "near window, not of [0, 2, 3]"],
             "rank 0: efa1: ENOMEM",
         ),
-        (NEAR, "whole", False, [], "rank 1: no peer access"),
+        (NEAR, "whole", ["near window, not of [0, 2, 3]"], "rank 1: no peer access"),
     ],
 )
 def test_auto_falls_back_and_says_why_once(
@@ -148,11 +145,10 @@ def test_auto_falls_back_and_says_why_once(
     caplog: pytest.LogCaptureFixture,
     reach: GpuReach,
     fails: str,
-    plan: bool,
     events: list[str],
     words: str,
 ) -> None:
-    stand = Stand(monkeypatch, "auto", reach, fails=fails, plan=plan)
+    stand = Stand(monkeypatch, "auto", reach, fails=fails)
     for epoch in range(2):
         stand.runtime.epoch = epoch
         assert not stand.gpu.space().on_device

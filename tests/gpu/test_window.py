@@ -108,7 +108,7 @@ def test_every_rank_opens_every_window() -> None:
     assert not any(memory._owned or memory._opened for memory in memories)
 
 
-def test_a_second_window_ends_where_normal_mode_begins() -> None:
+def test_a_second_window_is_opened_by_near_ranks_only() -> None:
     together = Together()
     memories = [Memory(rank, together) for rank in range(RANKS)]
     windows: list[Any] = [None] * RANKS
@@ -119,7 +119,7 @@ def test_a_second_window_ends_where_normal_mode_begins() -> None:
 
     run(body)
     for rank, window in enumerate(windows):
-        assert window.nbytes == LAYOUT.normal_send < LAYOUT.nbytes
+        assert window.nbytes == LAYOUT.nbytes
         assert [bool(address) for address in window.addresses] == [(peer < 2) == (rank < 2) for peer in range(RANKS)]
         window.close()
     assert not any(memory._owned or memory._opened for memory in memories)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +54,26 @@ def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_and_format(interpreted: Ranks, path: str) -> None:
     assert interpreted.run(2, bodies.against_the_oracle, PATHS[path], FORMATS, timeout=580) == [4, 4]
+
+
+#: Two ranks of one host, one of another that no NIC reaches.
+APART: dict[str, Any] = {"window": "auto", "transport": "shm", "node_ranks": 2, "hierarchy": "off"}
+
+
+@pytest.mark.interpreter
+def test_near_ranks_write_device_memory_where_far_ones_need_host_memory(interpreted: Ranks) -> None:
+    """All tokens go to rank 0 and come back: no row for rank 1 was in host memory, none for rank 2 in device memory."""
+    case = Case(tokens=(5, 3, 4), experts=6, topk=2, lost=0.0, hot=0)
+    found = interpreted.run(3, bodies.in_two_windows, APART, [case], timeout=300)
+    assert found == [[(True, True)], [(True, False)], [(False, True)]]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("sizes", [{}, ROUNDS], ids=["heap", "rounds"])
+def test_two_kinds_of_window_in_every_format(interpreted: Ranks, sizes: dict[str, Any]) -> None:
+    cases = [replace(case, tokens=(*case.tokens, 6, 7), experts=12) for case in FORMATS]
+    for found in interpreted.run(4, bodies.in_two_windows, {**APART, **sizes}, cases, timeout=580):
+        assert len(found) == len(cases)
 
 
 @pytest.mark.interpreter

@@ -23,6 +23,7 @@ pytestmark = [
 
 #: Nodes of two ranks, between which proxies copy; a node's ranks write each other's windows.
 NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}
+TWO_KINDS = {**NODES, "window": "auto"}
 #: No heap to speak of, and landing slots, chunks and rings of a few rows: each is used many times in an operation.
 ROUNDS: dict[str, Any] = {"heap_bytes": 4096, "round_bytes": 32 << 10, "chunk_bytes": 4096}
 SMALL = Case(tokens=(5, 3, 0, 4), experts=4, topk=2)
@@ -52,10 +53,17 @@ def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
 
 
 @pytest.mark.interpreter
-def test_beside_low_latency_in_a_window_of_its_own(interpreted: Ranks) -> None:
-    """By default low latency inside a node has windows in device memory here, and normal mode all in host memory."""
-    overrides = {**NODES, "window": "auto"}
-    assert interpreted.run(4, plain.between_low_latency, overrides, SMALL, timeout=580) == [2] * 4
+def test_between_low_latency_in_two_kinds_of_window(interpreted: Ranks) -> None:
+    """By default rows of ranks of a node land in device memory here; those between nodes in host memory, where the node
+    reads them."""
+    found = interpreted.run(4, plain.between_low_latency, TWO_KINDS, SMALL, timeout=580)
+    assert found == [(2, (True, True))] * 4
+
+
+@pytest.mark.interpreter
+def test_every_slot_many_times_in_two_kinds_of_window(interpreted: Ranks) -> None:
+    paths = {**TWO_KINDS, **ROUNDS}
+    assert interpreted.run(4, bodies.against_the_oracle, paths, [DEEP, *FORMATS], timeout=580) == [0] * 4
 
 
 @pytest.mark.interpreter

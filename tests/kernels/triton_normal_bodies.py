@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -15,6 +16,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -53,9 +55,33 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
     return run_cases(opened(exchange, overrides), exchange.rank, cases)
 
 
-def between_low_latency(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> int:
+def landed(buffer: Buffer) -> tuple[bool, bool]:
+    """Whether rows have landed in the window in device memory, and in that in host memory."""
+    space: Any = buffer._backend.gpu.space()  # type: ignore[union-attr]
+    assert space.near_on_device
+    assert not space.on_device
+    twin = np.frombuffer((ctypes.c_uint8 * space._window.nbytes).from_address(space._window.own), np.uint8)
+    begin = buffer.runtime.layout.normal_rounds
+    return bool(twin[begin:].any()), bool(buffer.runtime.window_bytes[begin:].any())
+
+
+def in_two_windows(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> list[tuple[bool, bool]]:
+    """Near ranks write device memory, proxies host memory. Where rows have landed by the end of each case."""
+    buffer, found = opened(exchange, overrides), []
+    for case in cases:
+        inputs = case.inputs()
+        outcome = normal_cases.round_trip(buffer, inputs, exchange.rank)
+        normal_cases.check_rank(inputs, exchange.rank, outcome)
+        found.append(landed(buffer))
+    buffer.destroy()
+    return found
+
+
+def between_low_latency(
+    exchange: StoreExchange, overrides: dict[str, Any], case: Case
+) -> tuple[int, tuple[bool, bool]]:
     """A round trip of normal mode after one of low latency, and once more after another; both in one epoch. Ranks of a
-    node that rows crossed to once."""
+    node that rows crossed to once, and where rows have landed."""
     buffer, rank = opened(exchange, overrides), exchange.rank
     inputs, near = case.inputs(), ll_cases.Case(ranks=buffer.group_size, tokens=4, experts=4, topk=2, counts=(4, 3))
     for _ in range(2):
@@ -64,13 +90,10 @@ def between_low_latency(exchange: StoreExchange, overrides: dict[str, Any], case
         ll_cases.check_combined(near, given, rank, ll_cases.run_rank(near, facade, rank, given))
         outcome = normal_cases.round_trip(buffer, inputs, rank)
         normal_cases.check_rank(inputs, rank, outcome)
-    gpu = buffer._backend.gpu  # type: ignore[union-attr]
-    space = gpu.space()  # type: ignore[union-attr]
-    assert space.context != space.normal_context
     assert buffer.runtime.epoch == 1
-    crossed = outcome.handle.nodes.node_ranks
+    crossed, found = int(outcome.handle.nodes.node_ranks), landed(buffer)
     buffer.destroy()
-    return int(crossed)
+    return crossed, found
 
 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> int:

@@ -191,7 +191,7 @@ class GpuContext:
             # on every rank, so that all go on with the other kind
             why = str(error)
         self._say(why)
-        if not (reach.pairs and runtime.far_apart and runtime.layout.low_latency):
+        if not (reach.pairs and runtime.far_apart):
             return None
         try:
             return self._share(near_only=True)
@@ -209,7 +209,7 @@ class GpuContext:
         proxied = runtime.nic_peers if not near_only else frozenset(range(runtime.ranks)) - runtime.near_peers
         window = DeviceWindow(memory, runtime.layout, runtime.rank, runtime.exchange, proxied, near_only)
         runtime.before_unmapping(window.close)
-        said = "for the low-latency messages of ranks of a host"
+        said = "for the messages of ranks of a host"
         if not near_only:
             said = "for all messages"
             if runtime.nic_peers:

@@ -5,8 +5,8 @@ transport reaches it. ``device``: a twin of it in GPU memory with the same layou
 and write directly, with the flags in GPU memory as well; others need NICs that reach GPU memory, and the counts of what
 they sent stay where the proxies publish them, in host memory.
 
-Where NICs reach host memory only, there are both: the twin has the regions up to those of normal mode, and the
-low-latency messages of ranks of one host land there. All else is in host memory.
+Where NICs reach host memory only, there are both. The messages of ranks of one host land in the twin; what comes over
+proxies lands in host memory, and so does what is packed for them.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ class DeviceWindow:
         self._memory = memory
         self._rank = rank
         self.near_only = near_only
-        # the regions of normal mode come last
-        self.nbytes = layout.normal_send if near_only else layout.nbytes
+        self.nbytes = layout.nbytes
         self.own = 0
         self.addresses = [0] * layout.ranks
         objection, handle = "", b""
@@ -209,12 +208,14 @@ class _Tables(NamedTuple):
     Attributes:
         own: the window that proxies read.
         landing, windows: by rank: where its messages land, and its window where kernels write it.
+        relay: by rank: its mapped window that messages from other nodes land in.
         arrived, completed, flags: by rank and stream.
     """
 
     own: int
     landing: _I64
     windows: _I64
+    relay: _I64
     arrived: _I64
     completed: _I64
     flags: _I64
@@ -229,8 +230,7 @@ class DeviceSpace:
         window: the device windows, or None for windows in host memory. They are closed after this object.
 
     Attributes:
-        context, normal_context: addresses, in device memory, of the context blocks of low-latency and of normal mode;
-            one block unless windows lie in two kinds of memory.
+        context: address, in device memory, of the context block.
     """
 
     def __init__(self, space: KernelSpace, memory: DeviceMemory, window: DeviceWindow | None) -> None:
@@ -243,7 +243,7 @@ class DeviceSpace:
         self._verdict = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         try:
-            self.context, self.normal_context = self._build()
+            self.context = self._build()
         except BaseException:
             self._pages.unmap()
             raise
@@ -256,7 +256,7 @@ class DeviceSpace:
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def _build(self) -> tuple[int, int]:
+    def _build(self) -> int:
         space, layout = self._space, self._space.layout
         words = _words(space.context, ctx.CONTEXT_WORDS)
         rings = _words(int(words[ctx.RING]), STREAMS).copy()
@@ -292,18 +292,15 @@ class DeviceSpace:
         if self._window is None:
             own = self._pages(space.window)
             landing = np.full(space.ranks, own)
-            block = self._block(
-                common, _Tables(own, landing, device(windows), device(arrived), device(completed), device(flags))
-            )
-            return block, block
-        twin = self._over(self._window, device(arrived), device(completed))
-        if not on_host:
-            block = self._block(common, twin)
-            return block, block
-        own = self._pages(space.window)
-        landing = np.where(twin.windows != 0, twin.own, own)
-        host = _Tables(own, np.full_like(landing, own), *map(device, (windows, arrived, completed, flags)))
-        return self._block(common, twin._replace(own=own, landing=landing)), self._block(common, host)
+            mapped = device(windows)
+            tables = _Tables(own, landing, mapped, mapped, device(arrived), device(completed), device(flags))
+            return self._block(common, tables)
+        tables = self._over(self._window, device(arrived), device(completed))
+        if on_host:
+            own = self._pages(space.window)
+            landing = np.where(tables.windows != 0, tables.own, own)
+            tables = tables._replace(own=own, landing=landing, relay=device(windows))
+        return self._block(common, tables)
 
     def _over(self, window: DeviceWindow, arrived: _I64, completed: _I64) -> _Tables:
         """Tables over device windows; ``arrived`` and ``completed``: where proxies publish counts of whom they
@@ -316,6 +313,7 @@ class DeviceSpace:
         return _Tables(
             window.own,
             np.full(ranks, window.own),
+            windows,
             windows,
             np.where(mapped, window.own + flags_at + 8 * (peers * STREAMS + streams), arrived),
             np.where(mapped, 0, completed),
@@ -330,6 +328,7 @@ class DeviceSpace:
         context[ctx.WINDOW] = tables.own
         context[ctx.LANDING] = self._on_device(tables.landing)
         context[ctx.PEER_WINDOW] = self._on_device(tables.windows)
+        context[ctx.RELAY_WINDOW] = self._on_device(tables.relay)
         context[ctx.ARRIVED] = self._on_device(tables.arrived.ravel())
         context[ctx.COMPLETED] = self._on_device(tables.completed.ravel())
         context[ctx.FLAG] = self._on_device(tables.flags.ravel())
@@ -348,12 +347,12 @@ class DeviceSpace:
     @property
     def all_mapped(self) -> bool:
         """True when kernels of normal mode write every peer's window themselves."""
-        return all(self._window.addresses) if self._window is not None and self.on_device else self._space.all_direct
+        return self._space.all_direct if self._window is None else all(self._window.addresses)
 
     @property
     def mapped(self) -> int:
         """Ranks whose windows kernels of normal mode write themselves, this one included."""
-        if self._window is not None and self.on_device:
+        if self._window is not None:
             return sum(map(bool, self._window.addresses))
         ranks = range(self._space.ranks)
         return sum(rank == self._space.rank or self._space.is_direct(rank) for rank in ranks)
@@ -362,6 +361,11 @@ class DeviceSpace:
     def on_device(self) -> bool:
         """True when windows lie in device memory, all of them."""
         return self._window is not None and not self._window.near_only
+
+    @property
+    def near_on_device(self) -> bool:
+        """True when the windows that kernels write themselves lie in device memory."""
+        return self._window is not None
 
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""

@@ -61,7 +61,7 @@ class Present(NamedTuple):
     @property
     def addresses(self) -> tuple[int, int]:
         """Of the kernel context and the state block."""
-        return self.space.normal_context, self.state.address
+        return self.space.context, self.state.address
 
 
 class NormalGpuSession:
@@ -264,9 +264,9 @@ class NormalGpuSession:
             programs, reason = min(settings.programs, most), f"UCCL_EP_PROGRAMS={settings.programs}"
         else:
             traffic = row_traffic(
-                tokens, form.row_bytes, copies, ranks, space.mapped, form.node_ranks, space.on_device or ranks == 1
+                tokens, form.row_bytes, copies, ranks, space.mapped, form.node_ranks, space.near_on_device or ranks == 1
             )
-            link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if space.on_device else PCIE_BANDWIDTH)
+            link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if space.near_on_device else PCIE_BANDWIDTH)
             far = settings.nic_bandwidth * 1e9 or self._runtime.nic_bandwidth or PROXY_BANDWIDTH
             programs, reason = budget(traffic, steps, link, far, most)
         if (form.name, reason) not in self._logged:
