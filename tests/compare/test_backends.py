@@ -14,6 +14,7 @@ from uccl_ep_serving.bench.launch import run_ranks
 from uccl_ep_serving.compare.backends import why_not
 from uccl_ep_serving.compare.backends.all_to_all import expert_counts
 from uccl_ep_serving.compare.names import BACKENDS
+from uccl_ep_serving.proxy.transport.select import NIC_TRANSPORTS
 
 RANK = """
 import json, sys
@@ -84,9 +85,12 @@ def test_counts_are_of_local_experts() -> None:
 def test_who_cannot_run_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reason = why_not(name, Card())
+    transport = name.partition(":")[2]
     if name.startswith("nccl"):
         assert "no CUDA device" in reason
-    elif name == "deepep":
-        assert "deep_ep is not installed" in reason or "no CUDA device" in reason
-    elif name.startswith(("uccl_ep", "gloo")):
+    elif name.startswith(("deepep", "nixl_ep", "mori", "uccl")) and not name.startswith("uccl_ep"):
+        assert reason.endswith("is not installed") or "no CUDA device" in reason or "normal mode" in reason
+    elif transport in NIC_TRANSPORTS:
+        assert reason in ("", f"this host has no NIC for {transport}")
+    elif name != "mpi":
         assert reason == ""

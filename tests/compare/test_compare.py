@@ -166,6 +166,7 @@ class FakeSubject:
         self.name, self._seconds, self._wrong = name, seconds, wrong
         self.calls = 0
         self.closed = False
+        self.buffer = self
 
     @property
     def phases(self) -> Any:
@@ -182,9 +183,6 @@ class FakeSubject:
         if self._wrong():
             raise WrongData("row 1 of 4 is not the oracle's")
         return 0.0
-
-    def counters(self) -> dict[str, float]:
-        return {"bytes": 10.0 * self.calls}
 
     def close(self) -> None:
         self.closed = True
@@ -219,6 +217,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, A
             return opened[key]
 
         monkeypatch.setattr(compare_run, "open_backend", open_backend)
+        monkeypatch.setattr(compare_run, "read_counters", lambda subject: {"bytes": 10.0 * subject.buffer.calls})
         monkeypatch.setattr(compare_run, "why_not", lambda name, card: (reasons or {}).get(name, ""))
         monkeypatch.setattr(compare_run.Group, "default", OneRank)
         result = measure_start(one, 1)

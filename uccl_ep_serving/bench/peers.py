@@ -18,16 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from uccl_ep_serving.bench.any_order import AnyOrderLowLatency
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, payload, sent_rows
-from uccl_ep_serving.bench.subjects import LowLatencySubject, NormalSubject, Phases, Subject, finish, read
+from uccl_ep_serving.bench.subjects import NormalSubject, Phases, Subject, finish, read
 
 __all__ = [
     "AllToAll",
     "CollectiveSubject",
+    "gpus_missing",
     "mpi_all_to_all",
     "mpi_launcher",
     "mpi_missing",
+    "open_deepep",
     "open_peer",
     "torch_all_to_all",
     "why_not",
@@ -52,7 +55,8 @@ def mpi_launcher() -> str:
     return shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places) or ""
 
 
-def _gpus_missing(card: Card) -> str:
+def gpus_missing(card: Card) -> str:
+    """What this host lacks for a GPU for each of its ranks, "" when it has them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return "no CUDA device"
@@ -73,7 +77,7 @@ def _why_not_mpi(card: Card) -> str:
 
 
 def _why_not_nccl(card: Card) -> str:
-    return _gpus_missing(card) or ("" if dist.is_nccl_available() else "this torch has no NCCL")
+    return gpus_missing(card) or ("" if dist.is_nccl_available() else "this torch has no NCCL")
 
 
 def _why_not_deepep(card: Card) -> str:
@@ -81,7 +85,7 @@ def _why_not_deepep(card: Card) -> str:
         return "deep_ep is not installed"
     if card.dtype not in ("bf16", "fp8"):
         return f"DeepEP has no {card.dtype} rows"
-    return _gpus_missing(card)
+    return gpus_missing(card)
 
 
 def why_not(name: str, card: Card) -> str:
@@ -212,8 +216,10 @@ def mpi_all_to_all(ranks: int, rank: int) -> AllToAll:
     return all_to_all
 
 
-def _deepep(card: Card, flat: FlatProblem, low_latency: LowLatencyProblem | None, device: torch.device) -> Subject:
-    """DeepEP's own Buffer in the card's mode. It learns the router weights at combine."""
+def open_deepep(
+    name: str, card: Card, flat: FlatProblem, low_latency: LowLatencyProblem | None, device: torch.device
+) -> Subject:
+    """The Buffer of the installed ``deep_ep`` in the card's mode. In low-latency mode it learns weights at combine."""
     deep_ep: Any = importlib.import_module("deep_ep")
     group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
     if low_latency is not None:
@@ -221,13 +227,13 @@ def _deepep(card: Card, flat: FlatProblem, low_latency: LowLatencyProblem | None
         buffer = deep_ep.Buffer(
             group, 0, size, low_latency_mode=True, num_qps_per_rank=card.experts // card.ranks, explicitly_destroy=True
         )
-        return LowLatencySubject("deepep", buffer, low_latency, device, weights_at_dispatch=False)
+        return AnyOrderLowLatency(name, buffer, low_latency, device)
     row = card.hidden * 2
     configs = (deep_ep.Buffer.get_dispatch_config(card.ranks), deep_ep.Buffer.get_combine_config(card.ranks))
     nvl = max(config.get_nvl_buffer_size_hint(row, card.ranks) for config in configs)
     rdma = max(config.get_rdma_buffer_size_hint(row, card.ranks) for config in configs)
     buffer = deep_ep.Buffer(group, nvl, rdma, explicitly_destroy=True)
-    return NormalSubject("deepep", buffer, flat, device)
+    return NormalSubject(name, buffer, flat, device)
 
 
 def open_peer(
@@ -250,4 +256,4 @@ def open_peer(
         return CollectiveSubject(
             "nccl", flat, torch_all_to_all(group), device, lambda: dist.destroy_process_group(group)
         )
-    return _deepep(card, flat, low_latency, device)
+    return open_deepep(name, card, flat, low_latency, device)

@@ -22,12 +22,19 @@ from uccl_ep_serving.bench.peers import open_peer, why_not
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData
 from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.statistics import all_ratios, summary
-from uccl_ep_serving.bench.subjects import LowLatencySubject, MemcpySubject, NormalSubject, Subject, UnpackSubject
+from uccl_ep_serving.bench.subjects import (
+    LowLatencySubject,
+    MemcpySubject,
+    NormalSubject,
+    Subject,
+    UnpackSubject,
+    timed,
+)
 from uccl_ep_serving.bench.wire import Wire, count_wire, per_token_expert
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import SETTINGS, Settings
 
-__all__ = ["run_card"]
+__all__ = ["run_card", "settings_of"]
 
 _PAGE = 4096
 #: By the word of a result: all phases of a call together.
@@ -39,20 +46,20 @@ def _progress(rank: int, text: str) -> None:
         print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def _settings(card: Card, path: str) -> Settings:
-    """The environment's settings with the path's, and room for the received rows of a few calls."""
-    chosen = Settings.from_environment(**PATHS[path])
+def settings_of(card: Card, options: Mapping[str, Any]) -> Settings:
+    """The environment's settings with ``options``, and room for the received rows of a few calls."""
+    chosen = Settings.from_environment(**options)
     if card.mode != "normal":
         return chosen
     row = max(card.row_bytes, card.combine_row_bytes) + 1024
     heap = -(-4 * card.ranks * card.tokens * row // _PAGE) * _PAGE
-    return Settings.from_environment(**{**PATHS[path], "heap_bytes": max(chosen.heap_bytes, heap)})
+    return Settings.from_environment(**{**options, "heap_bytes": max(chosen.heap_bytes, heap)})
 
 
 def _open_ours(
     card: Card, path: str, group: Group, flat: FlatProblem, low_latency: LowLatencyProblem | None
 ) -> Subject:
-    buffer = Buffer(group.exchange, low_latency_mode=low_latency is not None, settings=_settings(card, path))
+    buffer = Buffer(group.exchange, low_latency_mode=low_latency is not None, settings=settings_of(card, PATHS[path]))
     device = torch.device("cpu")
     if low_latency is None:
         return NormalSubject(path, buffer, flat, device)
@@ -77,7 +84,7 @@ def _rounds(
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
     """Microseconds of the slowest rank by subject and phase, and what was verified by subject."""
     samples: dict[str, dict[str, list[int]]] = {
-        name: {phase: [] for phase in (*subject.phases, LAYER)} for name, subject in subjects.items()
+        name: {phase: [] for phase in (*timed(subject), LAYER)} for name, subject in subjects.items()
     }
     verified = {name: {"calls": 0, "distance": 0.0} for name in subjects}
     names = list(subjects)
@@ -172,7 +179,7 @@ def run_card(card: Card, wrap: Callable[[Subject], Subject] = lambda subject: su
         "card": card.as_dict(),
         "machine": {**machine, "load_after": describe()["load"]},
         "settings": {
-            path: {variable.name: getattr(_settings(card, path), variable.field) for variable in SETTINGS}
+            path: {variable.name: getattr(settings_of(card, PATHS[path]), variable.field) for variable in SETTINGS}
             for path in card.paths
         },
         "common_start": group.common_clock,

@@ -11,6 +11,7 @@ import torch
 from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, WrongData, compare, payload, sent_rows
 
 __all__ = [
+    "EXPERTS",
     "LowLatencySubject",
     "MemcpySubject",
     "NormalSubject",
@@ -19,10 +20,16 @@ __all__ = [
     "UnpackSubject",
     "finish",
     "read",
+    "timed",
 ]
 
 Phases = Mapping[str, Callable[[int], None]]
 """By name, what is timed; called with the number of the input variant, in this order."""
+
+
+#: The phase that stands for the experts: whoever delivers rows in an order of its own lays what returns out in that
+#: order. It is not timed, and runs only before a combine whose result is verified.
+EXPERTS = "experts"
 
 
 class Subject(Protocol):
@@ -50,6 +57,11 @@ class Subject(Protocol):
 
     def close(self) -> None:
         """Release what is held. Collective."""
+
+
+def timed(subject: Subject) -> list[str]:
+    """The phases of ``subject`` that are timed, in their order."""
+    return [name for name in subject.phases if name != EXPERTS]
 
 
 def read(*rows: torch.Tensor) -> None:

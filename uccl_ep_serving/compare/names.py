@@ -17,4 +17,8 @@ BACKENDS = (
     "nccl",
     "nccl-gather",
     "deepep",
+    "deepep_v2",
+    "nixl_ep",
+    "mori",
+    "uccl",
 )

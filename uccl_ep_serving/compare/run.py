@@ -20,9 +20,9 @@ from uccl_ep_serving.bench.machine import describe, host_identity
 from uccl_ep_serving.bench.measure import Group, back_to_back, call
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData, payload
 from uccl_ep_serving.bench.routing import Routing
-from uccl_ep_serving.bench.subjects import Phases, Subject
+from uccl_ep_serving.bench.subjects import Phases, Subject, timed
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.compare.backends import open_backend, why_not
+from uccl_ep_serving.compare.backends import open_backend, read_counters, why_not
 from uccl_ep_serving.compare.plan import Plan
 from uccl_ep_serving.traffic.advice import device_name, transport_name
 
@@ -47,9 +47,7 @@ class _Slowed:
     def __init__(self, subject: Subject, percent: float) -> None:
         self._subject, self._share, self.name = subject, percent / 100, subject.name
         self.touch, self.check, self.close = subject.touch, subject.check, subject.close
-
-    def counters(self) -> dict[str, float]:
-        return _counters_of(self._subject)
+        self.buffer = getattr(subject, "buffer", None)
 
     @property
     def phases(self) -> Phases:
@@ -65,15 +63,6 @@ class _Slowed:
                 pass
 
         return lengthened
-
-
-def _counters_of(subject: Any) -> dict[str, float]:
-    """What ``subject`` counts on this rank: what it offers itself, or what the proxies of its Buffer have sent."""
-    if hasattr(subject, "counters"):
-        return dict(subject.counters())
-    buffer = getattr(subject, "buffer", None)
-    stats = buffer.stats() if isinstance(buffer, Buffer) else {}
-    return {name: float(stats[name]) for name in ("messages_sent", "writes", "bytes_sent") if name in stats}
 
 
 def order_of_round(names: Sequence[str], number: int) -> list[str]:
@@ -178,7 +167,7 @@ class _Start:
     def _counters(self, subject: Subject) -> dict[str, float]:
         self.group.meet()
         time.sleep(_SETTLE_SECONDS)
-        counters = _counters_of(subject)
+        counters = read_counters(subject)
         # nobody goes on before everybody has read: receiving makes a rank send as well
         self.group.meet()
         return counters
@@ -187,7 +176,7 @@ class _Start:
         """Microseconds of this rank, by backend, phase and round."""
         card, names = self.plan.card, list(self.subjects)
         samples: dict[str, dict[str, list[float]]] = {
-            name: {phase: [] for phase in subject.phases if phase != "layout"}
+            name: {phase: [] for phase in timed(subject) if phase != "layout"}
             for name, subject in self.subjects.items()
         }
         for number in range(card.warmup + card.iterations):
