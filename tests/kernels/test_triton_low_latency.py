@@ -164,7 +164,7 @@ def test_different_calls_are_named_at_once_on_every_rank(interpreted: Ranks, pat
             assert "That of this rank has T = 4, hidden 128, " in text
         else:
             assert "the ranks disagree: rank 0 began" in text
-            assert "hidden=128" in text
+            assert mode == "normal" or "hidden=128" in text  # a rank in normal mode has no plan
             assert "rank 1 began" in text
             assert "hidden=256" in text
         assert "The group stays usable" in text

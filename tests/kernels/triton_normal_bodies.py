@@ -264,7 +264,7 @@ def biases(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     two, _, _ = buffer.combine(received, handle, bias=(first, second))
     assert torch.equal(one, plain + first)
     assert torch.equal(two, plain + first + second)
-    with pytest.raises(ConfigError, match="rows, and the dispatch of this handle returned"):
+    with pytest.raises(ConfigError, match="rows that the dispatch of this handle returned"):
         buffer.combine(received[:-1], handle)
     buffer.destroy()
 
