@@ -140,6 +140,8 @@ def suites_table() -> str:
         measured = suite["measured"]
         cells = [suite["name"], suite["holds"], f"`{suite['target']}`"]
         cells += [f"{measured[name]:.0f}" if name in measured else "" for name in ("tests", "seconds")]
+        if measured.get("left"):
+            cells[-2] += f", {measured['left']} not yet"
         rows.append(f"| {' | '.join(cells)} | {measured.get('commit', 'not yet')} |")
     sums = []
     for whole, budget in found["budgets"].items():

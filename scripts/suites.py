@@ -12,7 +12,8 @@ the table of CONTRIBUTING.md (``make docs``). ``make test`` and ``.ci/run`` have
 Seconds are those of a machine with nothing else to do; load averages stand beside them. ``make test`` shares its files
 out to a worker a core, so that a suite of it takes half the sum of its tests on two cores. Seconds of a target that
 ``make test`` and ``.ci/run`` leave out are the sum over its tests, however many runs it took: it goes on with
-``--resume`` (tests/support/resume.py).
+``--resume`` (tests/support/resume.py). One that was stopped, or in which a test failed, is kept with how many tests are
+left.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.resume import notes
+from tests.support.resume import left, notes
 from uccl_ep_serving.bench.machine import describe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,14 +178,20 @@ def measure(suite: Suite) -> dict[str, Any] | None:
             options = [f"ARGS=--resume={suite.name}"]
         done = subprocess.run([*suite.command, *options], cwd=ROOT, check=False)
         found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
-        if done.returncode != 0:
+        if done.returncode != 0 and suite.within:
             return None
         if suite.is_pytest:
             found = counted(report)
     if suite.within:
         found["processor_seconds"] = round(_processor_seconds() - used, 1)
-    elif noted := notes(NOTES / f"{suite.name}-{machine['commit']}.jsonl"):
+    else:
+        file = NOTES / f"{suite.name}-{machine['commit']}.jsonl"
+        noted = notes(file)
+        if not noted:
+            return None
         found = {"tests": len(noted), "seconds": round(sum(note.seconds for note in noted), 1)}
+        if remaining := left(file):
+            found["left"] = remaining
     return {**found, "commit": machine["commit"], "when": machine["when"], "load": round(load, 2)}
 
 

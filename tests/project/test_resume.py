@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.resume import Note, Resume, notes
+from tests.support.resume import Note, Resume, left, notes
 
 FILE = "run-abc.jsonl"
 
@@ -43,6 +43,7 @@ def test_only_what_passed_is_left_out(tmp_path: Path) -> None:
     with file.open("a") as half:
         half.write('["e", ')  # the run ended while it wrote
     assert _left(Resume(file, writes=True), "a", "b", "c", "d", "e") == ["b", "c", "d", "e"]
+    assert left(file) == 3  # a has passed, d was skipped
 
 
 def test_a_worker_leaves_out_the_same_and_writes_nothing(tmp_path: Path) -> None:

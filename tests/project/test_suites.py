@@ -111,8 +111,12 @@ def test_a_target_without_a_budget_counts_what_all_its_runs_have_noted(
     monkeypatch.setattr(suites.subprocess, "run", run)
     (tmp_path / f"{suite.name}-abc.jsonl").write_text('["a", 1.25]\n["b", 2.5]\n')
     found = suites.measure(suite)
-    assert commands == [["make", suite.name, f"ARGS=--resume={suite.name}"]]
+    assert commands[0] == ["make", suite.name, f"ARGS=--resume={suite.name}"]
     assert (found["tests"], found["seconds"], found["commit"]) == (2, 3.8, "abc")
+    assert "left" not in found
+    (tmp_path / f"{suite.name}-abc.wanted").write_text("a\nb\nc\nd\n")
+    (tmp_path / f"{suite.name}-abc.skipped").write_text("c\n")
+    assert suites.measure(suite)["left"] == 1
 
 
 def test_a_record_is_kept_beside_the_others(

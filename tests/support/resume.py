@@ -2,7 +2,8 @@
 
 Every test that passes is noted at once in ``.pytest_cache/d/passed/NAME-COMMIT.jsonl``; the next run of that name at
 the same commit leaves it out. Sources that differ from their commit are never resumed. With pytest-xdist the controller
-writes the notes and the workers read them. ``scripts/suites.py`` sums the seconds of such a file.
+writes the notes and the workers read them. Beside the notes stand the tests that are to be run, those that are skipped
+left out. ``scripts/suites.py`` sums the seconds and counts what is left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import pytest
 
 from uccl_ep_serving.bench.machine import describe
 
-__all__ = ["Note", "Resume", "add_option", "notes"]
+__all__ = ["Note", "Resume", "add_option", "left", "notes"]
+
+
+#: Beside the notes, a node id a line: what the runs have collected, and what they have skipped.
+_WANTED, _SKIPPED = ".wanted", ".skipped"
 
 
 class Note(NamedTuple):
@@ -47,6 +52,16 @@ def notes(file: Path) -> list[Note]:
     return found
 
 
+def left(file: Path) -> int:
+    """How many tests of the runs that write ``file`` have neither passed nor been skipped."""
+    wanted, skipped = (_lines(file.with_suffix(suffix)) for suffix in (_WANTED, _SKIPPED))
+    return len(wanted - skipped - {note.test for note in notes(file)})
+
+
+def _lines(file: Path) -> set[str]:
+    return set(file.read_text().splitlines()) if file.exists() else set()
+
+
 class Resume:
     """The plugin of one run, or of one worker.
 
@@ -70,10 +85,13 @@ class Resume:
         file = config.cache.mkdir("passed") / f"{config.getoption('resume')}-{commit}.jsonl"
         return cls(None if not commit or commit.endswith("+") else file, writes=not hasattr(config, "workerinput"))
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what has passed."""
         if self._file is None:
             return
+        with self._file.with_suffix(_WANTED).open("a") as file:
+            file.writelines(f"{item.nodeid}\n" for item in items)
         passed = {note.test for note in notes(self._file)}
         left_out = [item for item in items if item.nodeid in passed]
         self._left_out = len(left_out)
@@ -87,7 +105,11 @@ class Resume:
         name = report.nodeid
         self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
         self._outcomes.setdefault(name, set()).add(report.outcome)
-        if report.when != "teardown" or self._outcomes[name] != {"passed"}:
+        if report.when != "teardown" or "failed" in self._outcomes[name]:
+            return
+        if "skipped" in self._outcomes[name]:
+            with self._file.with_suffix(_SKIPPED).open("a") as file:
+                file.write(f"{name}\n")
             return
         with self._file.open("a") as file:
             file.write(json.dumps(Note(name, round(self._seconds[name], 3))) + "\n")
