@@ -64,8 +64,9 @@ def choose_spin(wanted: str, mine: Cores, others: Sequence[Cores] = (), *, proxi
     limits += [
         (quota, proxies * (1 + sum(cgroup in one.quotas for one in others))) for cgroup, quota in mine.quotas.items()
     ]
-    if 0 < named_cores < limits[0][1]:
-        return Spin(0, f"off: {limits[0][1]} proxies share the {named_cores} cores of UCCL_EP_PROXY_CPUS")
+    # dealt to all ranks of the host, wherever they are bound
+    if 0 < named_cores < (dealt := proxies * (1 + len(others))):
+        return Spin(0, f"off: {dealt} proxies share the {named_cores} cores of UCCL_EP_PROXY_CPUS")
     cores, threads = min(limits, key=lambda limit: limit[0] / limit[1])
     whom = f"{cores:g} cores for the {threads} {'proxy' if threads == 1 else 'proxies'} on them"
     if cores < _CORES_PER_PROXY * threads:

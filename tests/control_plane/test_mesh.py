@@ -76,12 +76,13 @@ def test_why_a_connection_ended_is_told_where_it_says_more() -> None:
             if exchange.rank == 0:
                 mesh._read_link = lost_descriptors  # type: ignore[method-assign]
             exchange.all_gather(b"")  # from now on what rank 1 sends is read so
-            if exchange.rank == 1:
-                mesh.steps.gather("next", timeout=_LONG)
-                return ""
-            with pytest.raises(PeerLost) as caught:
-                mesh.steps.gather("next", timeout=_LONG)
-            return str(caught.value)
+            try:
+                # the reader may be in its own method still when the first comes
+                for name in ("next", "after it"):
+                    mesh.steps.gather(name, timeout=_LONG)
+            except PeerLost as error:
+                return str(error)
+            return ""
         finally:
             mesh.close()
 
@@ -115,6 +116,7 @@ def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest
                 assert caught.value.peer == 1
             elif exchange.rank == 1:
                 mesh.mask_out(2)  # a frame for rank 0 to read
+            exchange.all_gather(b"")  # rank 0 has found out by itself before rank 2 tells it
             if exchange.rank != 1:
                 mesh.mask_out(1)
                 return mesh.steps.gather("further", b"%d" % exchange.rank, timeout=_LONG)

@@ -60,6 +60,13 @@ DECIDED = [
     pytest.param(f"{NODE} --deepep-mode normal", {}, 0, None, id="normal mode"),
     pytest.param(f"{NODE} --deepep-mode low_latency", {}, 512, 4096, id="low-latency mode alone"),
     pytest.param(
+        "--tp 8 --deepep-mode low_latency --cuda-graph-backend-prefill breakable",
+        {},
+        512,
+        512,
+        id="low-latency mode alone, tensor-parallel",
+    ),
+    pytest.param(
         f"{NODE} --deepep-mode low_latency --disaggregation-mode decode {EPLB}",
         {},
         512,

@@ -47,12 +47,13 @@ def engine_actor(record: bytes, variables: dict[str, str]) -> dict[str, Any]:
 
 def engine_refused_actor(record: bytes) -> tuple[str, bool]:
     """What an actor raises on a host whose GPUs have not been checked, and whether it runs on our Buffer."""
-    from uccl_ep_serving.engines.sglang import activation, hooks
+    from uccl_ep_serving.engines.sglang import activation, hooks, workers
 
     def refuse(device: str, option: str, demo: str) -> None:
         raise ConfigError(f"{option}: {device} has no record")
 
     hooks.check_device = refuse
+    workers.host = lambda: "another"
     server_args = pickle.loads(record)
     try:
         server_args.resolve_once()
@@ -68,7 +69,7 @@ def test_settings_and_window_reach_an_actor(in_engine: InEngine, model: str) -> 
         "nics": "mlx5",
         "tokens": 12,
         "said": [],
-        "asked": ["cpu"],
+        "asked": [],
     }
 
 

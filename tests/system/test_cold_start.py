@@ -13,6 +13,7 @@ from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.data_plane import build
+from uccl_ep_serving.errors import PeerTimeout
 from uccl_ep_serving.modes import low_latency_cpu, row_exchange
 
 #: Seconds that a wait for a peer may last, and that the cold rank compiles whatever it has not compiled yet.
@@ -56,6 +57,29 @@ def test_a_cold_rank_uses_up_nobodys_deadline(ranks: Ranks, path: str) -> None:
     # the transports once for each window, low latency once for each plan, normal mode once
     assert compiled == 6
     assert seconds > compiled * COMPILING
+
+
+def late_rank(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 1 is late for the first operation of each mode and for a meeting, then for one of which it is not known."""
+    buffer = bodies.opened(exchange, {**overrides, "timeout": TIMEOUT})
+    for call in (bodies.round_trip, bodies.normal_trip, lambda buffer: buffer.runtime.meet()):
+        time.sleep(2 * TIMEOUT * exchange.rank)
+        call(buffer)
+    text = ""
+    if exchange.rank == 0:
+        try:
+            buffer.runtime.meet()
+        except PeerTimeout as error:
+            text = str(error)
+    exchange.all_gather(b"")
+    buffer.destroy()
+    return text
+
+
+def test_ranks_wait_longer_for_each_other_before_the_first_operations(ranks: Ranks) -> None:
+    """An engine compiles its model just before, on one node longer than on another."""
+    text, _ = ranks.run(2, late_rank, PATHS["tcp"])
+    assert text.startswith(f"meeting before an operation, rank 0: no answer from ranks [1] within {6 * TIMEOUT:g} s")
 
 
 def broken_compiler(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:

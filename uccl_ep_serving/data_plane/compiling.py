@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from ..control_plane.steps import Steps
-from ..errors import PeerError, in_words
+from ..errors import UcclEpError, in_words
 
 __all__ = ["compile_together", "do_together"]
 
@@ -50,7 +50,7 @@ def do_together(steps: Steps, do: Callable[[], object], step: str, what: str, ti
     except BaseException as error:  # of any kind, Ctrl-C as well: the others wait, and are told
         reason = in_words(error)
         if not isinstance(error, Exception):
-            with contextlib.suppress(PeerError):  # they may be at it still: nobody waits for them
+            with contextlib.suppress(UcclEpError):  # they may be at it still, or elsewhere: nobody waits for them
                 steps.gather(step, reason.encode()[:_MOST_REASON], timeout=0.0)
             raise
         _log.exception("this rank could not %s", what)

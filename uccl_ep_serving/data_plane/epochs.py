@@ -26,8 +26,8 @@ _log = logging.getLogger("uccl_ep_serving")
 #: Timeouts that ranks wait for each other before the first operation of a mode. An engine compiles and captures its own
 #: model just before, minutes on a node with a cold cache and seconds on one with a warm one (vLLM's torch.compile).
 FIRST_MEETING = 6
-#: Name of the step after which all ranks use what they have made for the epoch on their devices.
-_SETTING_UP = "setting up the GPUs' memory"
+#: Names of the steps before ranks share memory of their devices, and after which all use it.
+_MEETING, _SETTING_UP = "meeting before an operation", "setting up the GPUs' memory"
 
 
 class Epochs:
@@ -81,16 +81,28 @@ class Epochs:
                 outcome = dataclasses.replace(outcome, refusal=compile_together(self._mesh.steps, compile))
         self._refuse(outcome)
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that ranks wait for each other before the first operation of a mode."""
+        return self._settings.timeout * FIRST_MEETING
+
     @contextlib.contextmanager
     def setting_up(self) -> Iterator[Callable[[Callable[[], object]], None]]:
         """Around steps in which all ranks make memory for the present epoch, as Runtime says."""
         with self._breaking(but=(ConfigError, TransportError)):
+            self._mesh.steps.gather(_MEETING, timeout=self._patience)
             yield self._finish_together
 
     def _finish_together(self, make: Callable[[], object]) -> None:
         # memory that not all ranks have made is neither used nor made twice in an epoch
-        refusal = do_together(self._mesh.steps, make, _SETTING_UP, "set up its GPU's memory")
+        steps, what = self._mesh.steps, "set up its GPU's memory"
+        refusal = do_together(steps, make, _SETTING_UP, what, self._patience)
         self._refuse(Outcome(refusal, True, self.number, self._room), "not all ranks could set up their GPU's memory")
+
+    def meet(self) -> None:
+        """Wait for the other ranks, as Runtime says."""
+        with self._breaking():
+            self._mesh.steps.gather(_MEETING, timeout=self._patience)
 
     def leave_out(self, peer: int) -> None:
         """``peer`` was masked: the next operation begins a new epoch, without it."""
@@ -127,7 +139,7 @@ class Epochs:
     ) -> Outcome:
         masked = tuple(sorted(self._mesh.liveness.masked))
         mine = Proposal(plan, self._room, self.number, self.watch.begun, masked, objection, failed)
-        patience = self._settings.timeout * (FIRST_MEETING if first else 1)
+        patience = self._patience if first else self._settings.timeout
         answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=patience)
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
         return decide(self._mesh.ranks, self._normal, proposals)

@@ -244,6 +244,16 @@ class Runtime:
         """
         return self._watch.present.register_device_window(start, nbytes, export, flush, self.exchange)
 
+    def meet(self) -> None:
+        """Wait for all ranks that are not masked, six timeouts: for an engine whose ranks have compiled their models in
+        very different times, just before its first operation. Collective.
+
+        Raises:
+            PeerError: a rank is gone, or did not come.
+        """
+        self.check(SETUP)
+        self._epochs.meet()
+
     def setting_up(self) -> contextlib.AbstractContextManager[Callable[[Callable[[], object]], None]]:
         """Goes around the steps in which all ranks share and register memory on devices for the present epoch.
 

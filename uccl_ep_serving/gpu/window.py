@@ -141,7 +141,12 @@ class DeviceWindow:
             except TransportError:
                 self.give_back(exchange)
                 raise
+        except TransportError:
+            self.close()
+            raise
         except BaseException:
+            # the ranks are in different steps: a peer may have it open
+            self.own = 0
             self.close()
             raise
 

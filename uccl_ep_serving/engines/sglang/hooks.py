@@ -132,8 +132,8 @@ def _around_resolve_once(original: Callable[[Any], None], server_args: Any) -> N
     if launching:
         _resolve(original, server_args, requested)
     decisions = workers.decisions_of(server_args)
-    if not launching:
-        # on another host than the launcher's, which Ray chooses, nobody has asked for the GPUs yet
+    if not launching and decisions.host != workers.host():
+        # Ray chooses hosts on which nobody has asked for the GPUs yet
         _check_device(server_args)
     activation.activate(decisions)
 

@@ -174,15 +174,19 @@ def _prefills_through_window(cfg: Any) -> bool:
 
 
 def bound_prefill(server_args: Any) -> None:
-    """Before the configuration is resolved: prefill in steps that the window holds, where it must and nothing is set.
-
-    The graphs of prefill are then captured no larger than that.
-    """
+    """Before the configuration is resolved: prefill in steps that the window holds, and capture no larger ones, where
+    that must be so and nothing is set."""
+    if not _prefills_through_window(server_args):
+        return
     overrides = import_checked("sglang.srt.arg_groups.overrides", "declare_resolution")
-    if server_args.chunked_prefill_size is None and _prefills_through_window(server_args):
+    limit = asked_tokens() or MOST_TOKENS
+    if server_args.chunked_prefill_size is None:
         # SGLang divides it by the data-parallel ranks
-        chunk = (asked_tokens() or MOST_TOKENS) * _attention_ranks(server_args)
-        overrides.declare_resolution(server_args, "uccl_ep", chunked_prefill_size=chunk)
+        overrides.declare_resolution(server_args, "uccl_ep", chunked_prefill_size=limit * _attention_ranks(server_args))
+    given = ("cuda_graph_max_bs_prefill", "cuda_graph_bs_prefill", "cuda_graph_config")
+    if hasattr(server_args, given[0]) and all(getattr(server_args, name, None) is None for name in given):
+        # without data-parallel attention SGLang captures 2,048, whatever the chunk
+        overrides.declare_resolution(server_args, "uccl_ep", cuda_graph_max_bs_prefill=limit)
 
 
 def settle_mode(server_args: Any) -> None:

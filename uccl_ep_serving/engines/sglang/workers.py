@@ -12,12 +12,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.engines import environment
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["BackendName", "Decisions", "attach", "decisions_of"]
+__all__ = ["BackendName", "Decisions", "attach", "decisions_of", "host"]
 
 _GUARD = "_uccl_ep_guard"
 
@@ -36,6 +37,11 @@ def _load_name(name: str) -> BackendName:
     return BackendName(name)
 
 
+def host() -> str:
+    """Which machine this is; the same in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 @dataclass(frozen=True)
 class Decisions:
     """What every process of a launch must agree on.
@@ -44,11 +50,13 @@ class Decisions:
         tokens: low-latency tokens of a rank.
         low_latency: low-latency operations will run.
         variables: the record of :func:`.environment.launch`.
+        host: the launcher's, of :func:`host`.
     """
 
     tokens: int
     low_latency: bool
     variables: dict[str, str] = field(default_factory=environment.launch)
+    host: str = field(default_factory=host)
 
 
 class _Guard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.utils import normalize_batched_scales_
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
 
 from uccl_ep_serving import Buffer
+from uccl_ep_serving.engines.vllm.graph_steps import capturing
 from uccl_ep_serving.engines.vllm.prepare_finalize import PrepareFinalize
 from uccl_ep_serving.engines.vllm.quantisation import is_block_scaled_fp8, quantised_after, weighted_input
 from uccl_ep_serving.errors import ConfigError
@@ -21,6 +23,18 @@ from uccl_ep_serving.protocol.message import SCALE_BLOCK
 __all__ = ["LowLatencyBatched"]
 
 Hook = Callable[[], None]
+
+
+#: Buffers whose ranks have met before their first dispatch.
+_met: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+
+def _meet_once(buffer: Buffer) -> None:
+    """Wait for the other ranks before the first dispatch, for longer than an operation does: room was made when layers
+    were built, and since then vLLM has compiled the model, minutes on one node and seconds on another."""
+    if buffer not in _met and not capturing():
+        _met.add(buffer)
+        buffer.runtime.meet()
 
 
 class LowLatencyBatched(PrepareFinalize):
@@ -95,6 +109,7 @@ class LowLatencyBatched(PrepareFinalize):
             a1 = weighted_input(a1, topk_weights)
         fp8 = self._fp8 and not defer_input_quant
         self.buffer.layer = self.layer
+        _meet_once(self.buffer)
         rows, counts, handle, _, hook = self.buffer.low_latency_dispatch(
             a1,
             self._physical(topk_ids),
