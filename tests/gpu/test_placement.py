@@ -102,6 +102,7 @@ class Stand:
             before_unmapping=lambda release: None,
             register_device_window=register,
             setting_up=lambda: contextlib.nullcontext(lambda make: make()),
+            meet=lambda: None,
         )
         for name, value in more.items():
             setattr(self.runtime, name, value)

@@ -148,7 +148,9 @@ def of(cpus: range, **quotas: float) -> Cores:
         (of(range(4)), [of(range(4, 8)), of(range(8, 12))], 0, "10 ms: 4 cores for the 1 proxy on them"),
         (of(range(4)), [of(range(3, 8)), of(range(8, 12))], 0, "off: 4 cores for the 2 proxies on them"),
         (of(range(3)), [of(range(3, 64))], 0, "off: 3 cores for the 1 proxy on them"),
-        (of(range(4)), [of(range(4, 8))], 1, "10 ms: 4 cores"),
+        # named cores are dealt to all ranks of a host, wherever they are bound
+        (of(range(4)), [of(range(4, 8))], 1, "off: 2 proxies share the 1 cores"),
+        (of(range(4)), [of(range(4, 8))], 2, "10 ms: 4 cores"),
         (of(range(8)), [of(range(8))], 1, "off: 2 proxies share the 1 cores"),
         # a quota is shared by who is in its cgroup, also on other cores, and by nobody else
         (of(range(8), pod=7), [of(range(8, 16), pod=7)], 0, "off: 7 cores for the 2 proxies on them"),

@@ -26,7 +26,7 @@ _log = logging.getLogger("uccl_ep_serving")
 #: Timeouts that ranks wait for each other before the first operation of a mode. An engine compiles and captures its own
 #: model just before, minutes on a node with a cold cache and seconds on one with a warm one (vLLM's torch.compile).
 FIRST_MEETING = 6
-#: Names of the steps before ranks share memory of their devices, and after which all use it.
+#: Names of the steps in which ranks wait for each other, and after which all use memory of their devices.
 _MEETING, _SETTING_UP = "meeting before an operation", "setting up the GPUs' memory"
 
 
@@ -90,7 +90,6 @@ class Epochs:
     def setting_up(self) -> Iterator[Callable[[Callable[[], object]], None]]:
         """Around steps in which all ranks make memory for the present epoch, as Runtime says."""
         with self._breaking(but=(ConfigError, TransportError)):
-            self._mesh.steps.gather(_MEETING, timeout=self._patience)
             yield self._finish_together
 
     def _finish_together(self, make: Callable[[], object]) -> None:

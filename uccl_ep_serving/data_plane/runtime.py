@@ -245,8 +245,8 @@ class Runtime:
         return self._watch.present.register_device_window(start, nbytes, export, flush, self.exchange)
 
     def meet(self) -> None:
-        """Wait for all ranks that are not masked, six timeouts: for an engine whose ranks have compiled their models in
-        very different times, just before its first operation. Collective.
+        """Wait for all ranks that are not masked, six timeouts: before ranks share memory of their GPUs, and for an
+        engine whose ranks have compiled their models in very different times, before its first operation. Collective.
 
         Raises:
             PeerError: a rank is gone, or did not come.

@@ -206,6 +206,8 @@ class GpuContext:
             TransportError: on every rank, when it cannot be done on one of them; nothing is left.
         """
         runtime, memory = self._runtime, self.memory
+        # an engine may have compiled its model just before, on one node longer than on another
+        runtime.meet()
         proxied = runtime.nic_peers if not near_only else frozenset(range(runtime.ranks)) - runtime.near_peers
         window = DeviceWindow(memory, runtime.layout, runtime.rank, runtime.exchange, proxied, near_only)
         runtime.before_unmapping(window.close)
