@@ -35,6 +35,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, is_live, landing_window, rank_count
+from .kernel import kernel
 from .ll_counts import ack_combines, mark_read, wait_spaces
 from .ll_dispatch import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import COMBINE_TAG, send_messages
@@ -45,7 +46,7 @@ from .words import aligned, arrives_last, clock_ns, floats, int32s, int64s, peek
 _COMBINE, _REDUCED, _F32 = tl.constexpr(LL_COMBINE), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
 
 
-@triton.jit
+@kernel()
 def prepare_combine(
     context: tl.int64,
     state: tl.int64,
@@ -92,7 +93,7 @@ def _expert_row(
     return tl.where(here, expert * capacity + begin + (place & PLACE_POSITION).to(tl.int64), 0)
 
 
-@triton.jit
+@kernel()
 def pack_combine(
     context: tl.int64,
     state: tl.int64,
@@ -180,7 +181,7 @@ def pack_combine(
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@triton.jit(do_not_specialize=["weights", "tokens"])
+@kernel(do_not_specialize=["weights", "tokens"])
 def sum_rows(
     context: tl.int64,
     state: tl.int64,

@@ -41,6 +41,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, landing_window, own_rank, rank_count, stream_of
+from .kernel import kernel
 from .ll_counts import mark_read
 from .ll_message import DISPATCH_TAG, WEIGHTED, send_messages
 from .quant import load_floats, quantise_blocks
@@ -105,7 +106,7 @@ def _write_metas(
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@triton.jit(do_not_specialize=["topk_idx", "weights", "tokens"])
+@kernel(do_not_specialize=["topk_idx", "weights", "tokens"])
 def pack_dispatch(
     context: tl.int64,
     state: tl.int64,
@@ -234,7 +235,7 @@ def _lay_out(
             tl.store(sums, tl.load(sums, mask=each < local, other=0) + total, mask=each < local)
 
 
-@triton.jit(do_not_specialize=["stats"])
+@kernel(do_not_specialize=["stats"])
 def count_rows(
     context: tl.int64,
     state: tl.int64,
@@ -316,7 +317,7 @@ def count_rows(
                 _lay_out(context, route, recv_count, layout_range, stats, RANKS, EXPERTS)
 
 
-@triton.jit
+@kernel()
 def unpack_rows(
     context: tl.int64,
     state: tl.int64,

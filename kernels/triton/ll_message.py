@@ -42,6 +42,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, is_live, landing_window, peer_window, rank_count, sticky_code_once, stream_of
+from .kernel import kernel
 from .ll_counts import take_acks
 from .publish import put_messages
 from .routing import HEADER
@@ -138,7 +139,7 @@ def _check_origin(
     tl.store(combined_at, combined, mask=live)
 
 
-@triton.jit(do_not_specialize=["waited"])
+@kernel(do_not_specialize=["waited"])
 def dispatch_arrival(
     context: tl.int64,
     state: tl.int64,
@@ -184,7 +185,7 @@ def dispatch_arrival(
                 tl.store(int64s(route_table(context, route, R_RETURN_ROWS, peers)), zero, mask=inside)
 
 
-@triton.jit(do_not_specialize=["waited"])
+@kernel(do_not_specialize=["waited"])
 def combine_arrival(
     context: tl.int64,
     state: tl.int64,

@@ -23,6 +23,7 @@ from .blocks import (
     set_each,
 )
 from .context import channel_count, has_failed, is_live, own_rank, rank_count
+from .kernel import kernel
 from .normal_rows import UNALIGNED, RowShape, RowTensors, move
 from .normal_step import released, run_step, send_message, share_of, wait_counts
 from .words import clock_ns, peek, poke, settle
@@ -88,7 +89,7 @@ def close(
     poke(state + W_OPEN, 0)
 
 
-@triton.jit(do_not_specialize=UNALIGNED)
+@kernel(do_not_specialize=UNALIGNED)
 def finish(
     context: tl.int64,
     state: tl.int64,

@@ -52,6 +52,7 @@ from .blocks import (
     set_each,
 )
 from .context import has_failed, is_live, own_rank, peer_window, rank_count
+from .kernel import kernel
 from .normal_finish import close
 from .normal_nodes import blame_of, forwarder, is_far, is_rail
 from .normal_relay import (
@@ -380,7 +381,7 @@ def _give_up(
             blame_peer(context, state, peers, linked, code, BACKEND)
 
 
-@triton.jit(do_not_specialize=["counts"])
+@kernel(do_not_specialize=["counts"])
 def advance_nodes(
     context: tl.int64,
     state: tl.int64,
@@ -451,7 +452,7 @@ def move_nodes(
 
 
 # any number of tokens with the same compiled code
-@triton.jit(do_not_specialize=UNALIGNED_NODES)
+@kernel(do_not_specialize=UNALIGNED_NODES)
 def move_node_rows(
     context: tl.int64,
     state: tl.int64,
@@ -513,7 +514,7 @@ def move_node_rows(
         )
 
 
-@triton.jit(do_not_specialize=[*UNALIGNED_NODES, "marks", "room"])
+@kernel(do_not_specialize=[*UNALIGNED_NODES, "marks", "room"])
 def finish_nodes(
     context: tl.int64,
     state: tl.int64,

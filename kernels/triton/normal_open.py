@@ -83,6 +83,7 @@ from .blocks import (
     set_each,
 )
 from .context import channel_count, has_failed, is_live, landing_window, own_rank, rank_count
+from .kernel import kernel
 from .normal_nodes import is_far, is_rail, slot_bytes
 from .normal_step import message_at, released, send_message, wait_counts
 from .wait import refuse
@@ -525,7 +526,7 @@ def _count_experts(
 
 
 # one compiled kernel whatever the numbers
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "taken",
         "expert_counts",

@@ -74,6 +74,7 @@ from .blocks import (
     set_each,
 )
 from .context import channel_count, has_failed, is_live, own_rank, peer_window, relay_window, window_address
+from .kernel import kernel
 from .normal_nodes import (
     EVERYTHING,
     board_of,
@@ -334,7 +335,7 @@ def list_far(
         poke(entry(context, state, N_PASS_READY, far), passed + tl.minimum(count, left))
 
 
-@triton.jit(do_not_specialize=["list_rows", "marks", "room"])
+@kernel(do_not_specialize=["list_rows", "marks", "room"])
 def list_passed(
     context: tl.int64,
     state: tl.int64,
@@ -424,7 +425,7 @@ _EVERY = tl.constexpr(1 << 62)
 _OFFERED, _FREED = tl.constexpr(8 * relay.OFFERED), tl.constexpr(8 * relay.FREED)
 
 
-@triton.jit(do_not_specialize=["marks", "room", "counts"])
+@kernel(do_not_specialize=["marks", "room", "counts"])
 def count_marks(
     context: tl.int64,
     state: tl.int64,

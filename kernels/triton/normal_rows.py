@@ -61,6 +61,7 @@ from .context import (
     rank_count,
     window_address,
 )
+from .kernel import kernel
 from .normal_nodes import is_far, mark_bytes
 from .quant import load_floats, load_together, store_floats
 from .words import aligned, floats, int32s, int64s, peek, uint8s
@@ -424,7 +425,7 @@ def move(
 
 
 # any number of tokens with the same compiled code
-@triton.jit(do_not_specialize=UNALIGNED)
+@kernel(do_not_specialize=UNALIGNED)
 def move_rows(
     context: tl.int64,
     state: tl.int64,
@@ -594,7 +595,7 @@ def _sum_weights(
 
 
 # any number of tokens with the same compiled code
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "received",
         "weights",

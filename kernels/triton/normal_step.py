@@ -82,6 +82,7 @@ from .context import (
     sticky_code,
     window_address,
 )
+from .kernel import kernel
 from .publish import put_writes, store_flags, wait_room
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, end_spin, fail, fail_at, refuse
 from .words import acquire_each, any_of, clock_ns, int64s, peek, poke, settle, uniform
@@ -660,7 +661,7 @@ def run_step(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND:
     return going
 
 
-@triton.jit
+@kernel()
 def advance(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """Begin a step; grid (1,), one warp. Does nothing once the exchange is over."""
     if (has_failed(context) == 0) & (peek(state + W_OPEN) == 1):

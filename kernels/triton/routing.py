@@ -40,6 +40,7 @@ from .blocks import (
     state_table,
 )
 from .context import has_failed, is_live, own_rank, peer_window, rank_count, window_address
+from .kernel import kernel
 from .ll_counts import ack_dispatches, wait_spaces
 from .wait import report_id
 from .words import arrives_last, clock_ns, int32s, int64s, peek, poke, uint8s, uniform
@@ -225,7 +226,7 @@ def _place_dispatches(
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@triton.jit(do_not_specialize=["topk_idx", "tokens"])
+@kernel(do_not_specialize=["topk_idx", "tokens"])
 def route(
     context: tl.int64,
     state: tl.int64,
@@ -269,7 +270,7 @@ def route(
 
 
 # any number of tokens with the same compiled code
-@triton.jit(do_not_specialize=["topk_idx", "tokens", "experts", "ranks"])
+@kernel(do_not_specialize=["topk_idx", "tokens", "experts", "ranks"])
 def mark_tokens(
     topk_idx: tl.int64,
     tokens: tl.int64,
@@ -314,7 +315,7 @@ def mark_tokens(
     tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=(each < ranks) & (counts > 0))
 
 
-@triton.jit(do_not_specialize=["in_rank", "tokens", "ranks", "me", "node_ranks", "passing"])
+@kernel(do_not_specialize=["in_rank", "tokens", "ranks", "me", "node_ranks", "passing"])
 def list_tokens(
     in_rank: tl.int64,
     tokens: tl.int64,
@@ -370,7 +371,7 @@ def list_tokens(
         poke(passing + 8 * rank, plain)
 
 
-@triton.jit(do_not_specialize=["experts"])
+@kernel(do_not_specialize=["experts"])
 def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64, BACKEND: tl.constexpr) -> None:
     """Tell the host when :func:`mark_tokens` has found an id out of range, which it has counted nowhere; grid (1,)."""
     experts = experts.to(tl.int64)
