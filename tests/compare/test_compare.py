@@ -26,10 +26,12 @@ from uccl_ep_serving.bench.problem import WrongData
 from uccl_ep_serving.cli.compare import app, run_standalone
 from uccl_ep_serving.compare import run as compare_run
 from uccl_ep_serving.compare.advice import verdicts_to_keep
-from uccl_ep_serving.compare.plan import Plan, missing_starts, open_directory, read_starts, start_file, write_json
-from uccl_ep_serving.compare.report import render, sentence, tables, write_reports
+from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
+from uccl_ep_serving.compare.page import sentence
+from uccl_ep_serving.compare.plan import GIVEN, Plan, order_of_round
+from uccl_ep_serving.compare.report import page_of, write_reports
 from uccl_ep_serving.compare.results import assemble
-from uccl_ep_serving.compare.run import measure_start, order_of_round
+from uccl_ep_serving.compare.run import measure_start
 from uccl_ep_serving.errors import ConfigError
 
 TINY = {"tokens": 4, "hidden": 128, "experts": 4, "topk": 2, "iterations": 4, "warmup": 1, "repeat": 2}
@@ -156,7 +158,7 @@ class TestDirectories:
         for number in (1, 2, 3):
             write_json(start_file(tmp_path, number), start_of(one, number, routing=f"{number}"))
         with pytest.raises(ConfigError, match="not given the same routing"):
-            read_starts(tmp_path, one)
+            read_starts(tmp_path, one, GIVEN)
 
 
 class FakeSubject:
@@ -276,7 +278,7 @@ class TestResults:
     def test_slower_equal_and_faster_are_said(self, tmp_path: Path) -> None:
         one = plan("uccl_ep", "gloo", "mpi", "uccl_ep")
         result = result_of(one, tmp_path, {"gloo": 1.25, "mpi": 0.5})
-        said = [sentence(verdict) for verdict in result["verdicts"] if verdict["phase"] == "layer"]
+        said = [sentence("", verdict) for verdict in result["verdicts"] if verdict["phase"] == "layer"]
         assert said[0].startswith("uccl_ep is faster than gloo: 20 % less time (")
         assert said[1].startswith("uccl_ep is slower than mpi: 100 % more time (")
         assert said[2].startswith("uccl_ep and uccl_ep#2: no difference seen (")
@@ -369,15 +371,15 @@ class TestReports:
     def test_a_terminal_is_told_the_same(self, tmp_path: Path) -> None:
         result = result_of(plan(), tmp_path, {"gloo": 1.25}, wrong={"mpi": "before timing: row 1"})
         console = Console(width=170, record=True, file=io.StringIO())
-        console.print(tables(result))
+        console.print(page_of(result).console())
         text = console.export_text()
-        assert text.rstrip().endswith(sentence(result["verdicts"][0]))
+        assert text.rstrip().endswith(sentence("", result["verdicts"][0]))
         assert "mpi delivered wrong data and has no figures: before timing: row 1" in text
 
     def test_nothing_measured_is_said(self, tmp_path: Path) -> None:
         one = plan("nccl", "deepep")
         result = result_of(one, tmp_path, samples_us={}, moved={}, skipped={"nccl": "no GPU", "deepep": "no GPU"})
-        assert "Nothing could be compared." in render(result, "")
+        assert "Nothing could be compared." in page_of(result).html("")
 
 
 class TestCommand:

@@ -20,8 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.names import BACKENDS
-from uccl_ep_serving.compare.plan import Plan, missing_starts, open_directory, read_starts, start_file, write_json
+from uccl_ep_serving.compare.plan import GIVEN, Plan
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 __all__ = ["app", "rank_main", "run_standalone"]
@@ -137,7 +138,7 @@ def run_standalone(plan: Plan, directory: Path, timeout: float = 600.0) -> None:
 def _report(plan: Plan, directory: Path) -> bool:
     """Write and print what the finished starts say; whether every backend's data was right. Raises ConfigError."""
     from uccl_ep_serving.compare.advice import keep
-    from uccl_ep_serving.compare.report import tables, write_reports
+    from uccl_ep_serving.compare.report import page_of, write_reports
     from uccl_ep_serving.compare.results import assemble
 
     missing = missing_starts(directory, plan)
@@ -145,10 +146,10 @@ def _report(plan: Plan, directory: Path) -> bool:
         done = plan.starts - len(missing)
         typer.echo(f"compare: {done} of {plan.starts} starts are done. Next step: launch the same command again")
         return True
-    result = assemble(plan, read_starts(directory, plan), directory)
+    result = assemble(plan, read_starts(directory, plan, GIVEN), directory)
     files = write_reports(result, directory)
     keep(result)
-    Console(width=None if sys.stdout.isatty() else 170).print(tables(result), highlight=False)
+    Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
     typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}")
     return not result["wrong"]
 

@@ -1,50 +1,75 @@
-"""The picture of a comparison: how long a layer takes through each backend, and how sure the quotients are."""
+"""Pictures of comparisons: bars with their spread, and how sure quotients are."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.compare.results import LAYER
 
-__all__ = ["draw"]
+__all__ = ["Bars", "draw", "draw_bars"]
 
 _OURS, _OTHER, _FAINT = "#1f6feb", "#8c959f", "#d0d7de"
 _TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
+@dataclass(frozen=True)
+class Bars:
+    """One panel of :func:`draw_bars`: by name, what stands where the bar ends, and both ends of its spread."""
+
+    title: str
+    values: Mapping[str, tuple[float, ...]]
+
+
 def draw(result: Mapping[str, Any], target: Path) -> None:
     """Draw ``result`` into ``target`` (PNG or SVG by its suffix). Needs matplotlib."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    figure_module: Any = importlib.import_module("matplotlib.figure")
     names = list(result["measured"])
     verdicts = [one for one in result["verdicts"] if one["phase"] == LAYER and one["a"] == result["reference"]]
+    with _figure(target, len(names), 2) as (times, quotients):
+        layers = {name: result["us"][name][LAYER] for name in names}
+        values = {name: (one["median"], one["p10"], one["p90"]) for name, one in layers.items()}
+        _bars(times, Bars("microseconds a layer, slowest rank: median, p10 .. p90", values))
+        _quotients(quotients, result["reference"], verdicts)
+
+
+def draw_bars(panels: Sequence[Bars], target: Path) -> None:
+    """Draw ``panels`` side by side into ``target`` (PNG or SVG by its suffix). Needs matplotlib."""
+    with _figure(target, max(len(one.values) for one in panels), len(panels)) as axes:
+        for index, (one, bars) in enumerate(zip(axes, panels, strict=True)):
+            _bars(one, bars)
+            if index:
+                one.set_yticklabels([])
+
+
+@contextlib.contextmanager
+def _figure(target: Path, rows: int, panels: int) -> Iterator[Any]:
+    """Axes of a figure, which is saved into ``target``."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    figure_module: Any = importlib.import_module("matplotlib.figure")
     # letters are drawn, since a browser's own would not fit; one result gives one file
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "uccl-ep", "font.size": 9}):
-        figure = figure_module.Figure(figsize=(10, 1.6 + 0.42 * len(names)), layout="constrained")
-        times, quotients = figure.subplots(1, 2)
-        _times(times, result, names)
-        _quotients(quotients, result["reference"], verdicts)
+        figure = figure_module.Figure(figsize=(10, 1.6 + 0.42 * rows), layout="constrained")
+        yield figure.subplots(1, panels)
         metadata = {"Date": None} if target.suffix == ".svg" else None
         figure.savefig(target, dpi=150, metadata=metadata)
 
 
-def _times(axes: Any, result: Mapping[str, Any], names: list[str]) -> None:
-    figures = [result["us"][name][LAYER] for name in names]
-    medians = [one["median"] for one in figures]
-    below = [one["median"] - one["p10"] for one in figures]
-    above = [one["p90"] - one["median"] for one in figures]
+def _bars(axes: Any, bars: Bars) -> None:
+    names, values = list(bars.values), list(bars.values.values())
+    medians = [one[0] for one in values]
+    spread = [[one[0] - one[1] for one in values], [one[2] - one[0] for one in values]]
     colours = [_OURS if name.startswith("uccl_ep") else _OTHER for name in names]
-    axes.barh(names, medians, xerr=[below, above], color=colours, ecolor="#24292f", capsize=3, height=0.6)
-    for row, one in enumerate(figures):
-        axes.annotate(
-            f"{one['median']:,.0f}", (one["p90"], row), (6, 0), textcoords="offset points", va="center", ha="left"
-        )
+    axes.barh(names, medians, xerr=spread, color=colours, ecolor="#24292f", capsize=3, height=0.6)
+    for row, (median, _, high) in enumerate(values):
+        digits = 0 if median >= 100 else 1
+        axes.annotate(f"{median:,.{digits}f}", (high, row), (6, 0), textcoords="offset points", va="center", ha="left")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.18 * max(one["p90"] for one in figures))
-    axes.set_xlabel("microseconds a layer, slowest rank: median, p10 .. p90")
+    axes.set_xlim(0, 1.18 * max(one[2] for one in values))
+    axes.set_xlabel(bars.title)
     axes.spines[["top", "right"]].set_visible(False)
 
 

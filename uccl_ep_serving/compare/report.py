@@ -1,25 +1,18 @@
-"""A comparison for people: what was found in sentences, tables for a terminal, an HTML page that needs no network."""
+"""A comparison of backends for people: what was found in sentences, and tables of the figures."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from uccl_ep_serving.compare.plan import write_json
+from uccl_ep_serving.compare.page import Page, Rows, sentence, verdict_rows, write_page
 from uccl_ep_serving.compare.plot import draw
 from uccl_ep_serving.compare.results import LAYER
 
-__all__ = ["render", "sentence", "tables", "time_rows", "verdict_rows", "workload_line", "write_reports"]
+__all__ = ["page_of", "write_reports"]
 
 Result = Mapping[str, Any]
-_TEMPLATE = "report.html.j2"
 
 
 def workload_line(result: Result) -> str:
@@ -51,20 +44,11 @@ def machine_line(result: Result) -> str:
     return f"{place}, Linux {first['kernel']}; commit {first['commit'] or 'unknown'}; {versions}; {first['when']}"
 
 
-def sentence(verdict: Mapping[str, Any]) -> str:
-    """A verdict as a sentence about a layer or one phase."""
-    phase = "" if verdict["phase"] == LAYER else f"{verdict['phase']}: "
-    direction, words = verdict["direction"], verdict["words"]
-    if direction:
-        return f"{phase}{verdict['a']} is {direction} than {verdict['b']}: {words.removeprefix(direction + ': ')}"
-    return f"{phase}{verdict['a']} and {verdict['b']}: {words}"
-
-
 def _us(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def time_rows(result: Result) -> tuple[list[str], list[list[str]]]:
+def time_rows(result: Result) -> Rows:
     """Headings and rows: by phase and backend, microseconds of the slowest rank."""
     headings = ["phase", "backend", "median us", "p10 - p90 us", "p99 us"]
     phases = list(dict.fromkeys(phase for by_phase in result["us"].values() for phase in by_phase))
@@ -78,23 +62,7 @@ def time_rows(result: Result) -> tuple[list[str], list[list[str]]]:
     return headings, rows
 
 
-def verdict_rows(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: every verdict, and the quotient of each start."""
-    headings = ["phase", "backends", "verdict on the first", "its time / the other's", "each start"]
-    rows = [
-        [
-            one["phase"],
-            f"{one['a']} beside {one['b']}",
-            one["words"],
-            f"{one['ratio']:.3f} ({one['low']:.3f} .. {one['high']:.3f})",
-            " ".join(f"{start:.2f}" for start in one["by_start"]),
-        ]
-        for one in result["verdicts"]
-    ]
-    return headings, rows
-
-
-def moved_rows(result: Result) -> tuple[list[str], list[list[str]]]:
+def moved_rows(result: Result) -> Rows:
     """Headings and rows: how each backend's bytes went, as its counters say."""
     rows = []
     for name in result["measured"]:
@@ -112,50 +80,27 @@ def left_out(result: Result) -> list[str]:
 
 def findings(result: Result) -> list[str]:
     """The verdicts on a whole layer."""
-    found = [sentence(one) for one in result["verdicts"] if one["phase"] == LAYER]
+    found = [sentence("", one) for one in result["verdicts"] if one["phase"] == LAYER]
     return found or ["Nothing could be compared."]
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < words else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def tables(result: Result) -> RenderableType:
-    """Everything for a terminal; what was found comes last, where eyes are."""
-    parts: list[RenderableType] = [Text(workload_line(result)), Text(method_line(result)), Text(machine_line(result))]
-    parts.append(_table("Microseconds of the slowest rank", *time_rows(result), words=2))
-    parts.append(_table("Verdicts", *verdict_rows(result), words=3))
-    parts.append(_table("What moved, and how", *moved_rows(result), words=3))
-    parts += [Text(one, style="yellow") for one in [*left_out(result), *result["caveats"]]]
-    parts.append(Text(""))
-    parts += [Text(one, style="bold") for one in findings(result)]
-    return Group(*parts)
-
-
-def render(result: Result, picture: str) -> str:
-    """The HTML page; ``picture`` is inline SVG, or ""."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    # every name and reason comes from outside: nothing but the picture may be markup
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(_TEMPLATE)
-    return page.render(
-        result=result,
+def page_of(result: Result) -> Page:
+    """The report of ``result``."""
+    return Page(
+        command="uccl-ep compare",
         workload=workload_line(result),
         method=method_line(result),
         machine=machine_line(result),
         findings=findings(result),
+        told=result["caveats"] + left_out(result),
         tables=[
             ("Microseconds of the slowest rank", *time_rows(result), 2),
-            ("Verdicts", *verdict_rows(result), 3),
+            ("Verdicts", *verdict_rows(result["verdicts"], "phase", "its time / the other's"), 3),
             ("What moved, and how", *moved_rows(result), 3),
         ],
-        left_out=left_out(result),
-        picture=picture,
-        layer=LAYER,
+        environment=result["starts"][0]["environment"],
+        template="report.html.j2",
+        values={"result": result, "layer": LAYER},
     )
 
 
@@ -165,15 +110,5 @@ def write_reports(result: Result, directory: Path) -> list[Path]:
     Returns:
         What was written, the page first.
     """
-    drawn = []
-    picture = ""
-    if result["measured"] and importlib.util.find_spec("matplotlib") is not None:
-        drawn = [directory / "compare.png", directory / "compare.svg"]
-        for path in drawn:
-            draw(result, path)
-        svg = drawn[1].read_text()
-        picture = svg[svg.index("<svg") :]
-    page, data = directory / "compare.html", directory / "compare.json"
-    page.write_text(render(result, picture))
-    write_json(data, result)
-    return [page, data, *drawn]
+    drawn = (lambda path: draw(result, path)) if result["measured"] else None
+    return write_page(page_of(result), result, directory / "compare", drawn)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from uccl_ep_serving.compare.plan import Plan, start_file
+from uccl_ep_serving.compare.directory import start_file
+from uccl_ep_serving.compare.plan import Plan
 from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
 from uccl_ep_serving.compare.workload_card import workload_card
 

@@ -23,10 +23,10 @@ from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.subjects import Phases, Subject, timed
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.compare.backends import open_backend, read_counters, why_not
-from uccl_ep_serving.compare.plan import Plan
+from uccl_ep_serving.compare.plan import Plan, order_of_round
 from uccl_ep_serving.traffic.advice import device_name, transport_name
 
-__all__ = ["measure_start", "order_of_round"]
+__all__ = ["measure_start"]
 
 Progress = Callable[[int, str], None]
 """Told on rank 0: rounds that are done, and what is being done."""
@@ -63,13 +63,6 @@ class _Slowed:
                 pass
 
         return lengthened
-
-
-def order_of_round(names: Sequence[str], number: int) -> list[str]:
-    """Who is sampled when in round ``number``: each is first equally often, and follows different ones."""
-    shift = number % len(names)
-    order = [*names[shift:], *names[:shift]]
-    return order[::-1] if number // len(names) % 2 else order
 
 
 def _device(card: Card) -> torch.device:
