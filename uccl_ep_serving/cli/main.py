@@ -35,6 +35,10 @@ _COMMANDS = {
         "compare",
         "Say whether one backend is faster than others for given traffic, by how much, and how sure that is.",
     ),
+    "compare-serving": (
+        "compare_serving",
+        "Start the same server with one backend after another, load it with the engine's client, say which is faster.",
+    ),
     "doctor": (
         "doctor",
         "Say what this machine can do: engines, GPUs, NICs, transports, limits, settings, and what to do next.",

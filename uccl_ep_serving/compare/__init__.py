@@ -1,1 +1,1 @@
-"""What `uccl-ep compare` runs: the method, its statistics, results and reports."""
+"""What `uccl-ep compare` and `compare-serving` run: the method, its statistics, results and reports."""

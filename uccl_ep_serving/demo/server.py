@@ -107,24 +107,39 @@ class DemoServer:
         run_directory: directory of the demo run; holds ``model/``. The guardian removes it if the demo dies.
         name: names the log file.
         port: TCP port, 0 for a free one.
+        url: where it answers, when that is not this port of the loopback interface.
+        directory: where it runs, the run directory by default.
+        grace: seconds that it gets to end by itself when it is stopped, before it is killed.
     """
 
-    def __init__(self, launch: ServerLaunch, run_directory: Path, name: str, *, port: int = 0) -> None:
+    def __init__(
+        self,
+        launch: ServerLaunch,
+        run_directory: Path,
+        name: str,
+        *,
+        port: int = 0,
+        url: str = "",
+        directory: Path | None = None,
+        grace: float = 0.0,
+    ) -> None:
         self.launch = launch
         self.run_directory = run_directory
         self.log = run_directory / f"{name}.log"
         self.port = port or free_port()
+        #: base of the HTTP addresses
+        self.url = url or f"http://127.0.0.1:{self.port}"
+        self._here = not url
+        self._directory = directory or run_directory
+        self._grace = grace
+        #: of the server's process, once it has been started
+        self.environment: dict[str, str] = {}
         self.pid = 0
         self.removed: list[str] = []
         self._before: list[str] = []
         self._guardian: subprocess.Popen[bytes] | None = None
         self._exit: int | None = None
         self._detached = False
-
-    @property
-    def url(self) -> str:
-        """Base of the HTTP addresses."""
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def guardian_pid(self) -> int:
@@ -149,11 +164,11 @@ class DemoServer:
         """Start guardian and server; returns at once, see :meth:`wait_ready`. Entering the context calls it."""
         if self._guardian is not None:
             raise ServerFailed("this server has been started already")
-        if not port_is_free(self.port):
+        if self._here and not port_is_free(self.port):
             raise ServerFailed(f"port {self.port} of 127.0.0.1 is in use; choose another with --port, or none")
         scratch = self.run_directory / "tmp"  # engines put their ZeroMQ sockets where TMPDIR points
         scratch.mkdir(exist_ok=True)
-        environment = {
+        self.environment = {
             **os.environ,
             **self.launch.cpu_environment(self.run_directory),
             "TMPDIR": str(scratch),
@@ -162,12 +177,13 @@ class DemoServer:
             **self.launch.environment,
         }
         self._before = supervisor.snapshot()
-        spec = {
+        spec: dict[str, Any] = {
             "command": self.launch.command(self.run_directory / "model", self.port),
-            "directory": str(self.run_directory),
+            "directory": str(self._directory),
             "run_directory": str(self.run_directory),
             "log": str(self.log),
             "before": self._before,
+            "grace": self._grace,
         }
         # its own session: Ctrl-C at the terminal reaches the demo only. Nor does it hold the terminal or a pipe of the
         # demo's open: with --keep, whoever reads the demo's output would wait for it.
@@ -177,7 +193,7 @@ class DemoServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment,  # ignored by the guardian (-I) and passed on; arguments could be read by everybody
+                env=self.environment,  # the guardian ignores and passes it on; anybody could read arguments
                 start_new_session=True,
             )
         assert self._guardian.stdout is not None
@@ -260,7 +276,7 @@ class DemoServer:
                 guardian.stdin.flush()
             last: dict[str, Any] = {}
             with contextlib.suppress(subprocess.TimeoutExpired):
-                output, _ = guardian.communicate(timeout=_STOP_SECONDS)
+                output, _ = guardian.communicate(timeout=_STOP_SECONDS + self._grace)
                 for line in output.splitlines():
                     last = json.loads(line)
             # the guardian was killed: the processes died with it, the files did not

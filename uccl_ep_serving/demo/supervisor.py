@@ -189,6 +189,14 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
         )
 
 
+def _ask_to_end(server: subprocess.Popen[bytes], seconds: float) -> None:
+    """SIGTERM, and time to follow it: a launcher (srun, mpirun) then ends what it has started on other hosts."""
+    if seconds and server.poll() is None:
+        server.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(seconds)
+
+
 def _watch(server: subprocess.Popen[bytes], wakeup: int) -> bool:
     """Wait until there is a reason to stop; returns whether to remove the run directory too."""
     end = os.pidfd_open(server.pid)
@@ -230,6 +238,7 @@ def main() -> None:
         server = _start(spec)
         _say(pid=server.pid)
         forget_directory = _watch(server, wakeup)
+        _ask_to_end(server, spec.get("grace", 0.0))
     finally:
         killed = _kill_tree()
         removed = clean(spec["before"])

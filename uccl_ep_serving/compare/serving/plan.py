@@ -1,0 +1,139 @@
+"""What is compared, of servers: the line that starts one, its backends, and what each server is asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from uccl_ep_serving.compare.directory import FEWEST_STARTS
+from uccl_ep_serving.compare.plan import distinct
+from uccl_ep_serving.errors import ConfigError
+
+__all__ = ["Extra", "Load", "ServingPlan"]
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+#: A line with one of these is printed, kept and logged, by the engines too.
+_SECRETS = ("--api-key", "--hf-token")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine's client sends in each round.
+
+    Attributes:
+        requests: how many. at_once: so many in flight.
+        rate: requests per second, 0 for as fast as ``at_once`` lets them.
+        input_tokens, output_tokens: of each request; ids are drawn at random, another draw in each round.
+        client: more arguments of the client.
+    """
+
+    requests: int = 256
+    at_once: int = 64
+    rate: float = 0.0
+    input_tokens: int = 512
+    output_tokens: int = 128
+    client: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "at_once", "input_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"compare: {name} is {getattr(self, name)}: at least 1")
+        if self.output_tokens < 2:
+            raise ConfigError("compare: the time per token after the first needs at least 2 output tokens")
+        if self.rate < 0:
+            raise ConfigError(f"compare: rate is {self.rate}: requests per second, or 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What one backend gets beside the common line, written ``NAME=VALUE ... --option ...``."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Extra:
+        """As a shell reads it: leading words with "=" are variables. Raises ConfigError."""
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(f"compare: {text!r}: {error}") from None
+        count = next((index for index, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
+        pairs = (word.partition("=") for word in words[:count])
+        return cls({name: value for name, _, value in pairs}, tuple(words[count:]))
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    """One comparison of servers.
+
+    Attributes:
+        engine: "sglang" or "vllm".
+        line: the command that starts a server; empty for the demo's tiny model on two CPU ranks.
+        backends: by the engine's names, the first beside every other one. A name given twice is started twice: the
+            second, NAME#2, shows what the method says of equals, or differs by what ``extras`` gives it.
+        extras: by name in ``backends``, as :class:`Extra` parses it.
+        starts: how often every server is started anew. rounds: loads of each server after it was warmed up.
+        load: of one round.
+        bound: most that logprobs of greedy answers may differ on average, where the texts are not the same.
+        url: where the server answers, when that is not this host.
+        tokenizer: name or path, where the line does not show which model it serves.
+        seed: of the requests.
+        profiled_steps: steps that the engine's profiler records after the rounds of the first start, 0 for none.
+    """
+
+    engine: str
+    line: tuple[str, ...]
+    backends: tuple[str, ...]
+    extras: Mapping[str, str] = field(default_factory=dict)
+    starts: int = FEWEST_STARTS
+    rounds: int = 3
+    load: Load = field(default_factory=Load)
+    bound: float = 0.05
+    url: str = ""
+    tokenizer: str = ""
+    seed: int = 0
+    profiled_steps: int = 32
+
+    def __post_init__(self) -> None:
+        if len(self.backends) < 2:
+            raise ConfigError("compare: name at least two backends, the one in question first")
+        if self.starts < FEWEST_STARTS:
+            raise ConfigError(f"compare: {self.starts} starts say nothing of how starts differ: {FEWEST_STARTS} do")
+        if self.rounds < 1:
+            raise ConfigError(f"compare: {self.rounds} rounds measure nothing")
+        if self.profiled_steps < 0:
+            raise ConfigError(f"compare: {self.profiled_steps} steps cannot be profiled: 0 for none")
+        if not self.bound > 0:
+            raise ConfigError(f"compare: the bound on logprobs is {self.bound}: above 0")
+        words = " ".join([*self.line, *self.extras.values()])
+        for secret in _SECRETS:
+            if secret in words:
+                raise ConfigError(
+                    f"compare: {secret} would stand in the results and in the engine's logs. Next step: leave it out"
+                    " (the servers need be reached by this command only)"
+                )
+        object.__setattr__(self, "backends", distinct(self.backends))
+        unknown = sorted(set(self.extras) - set(self.backends))
+        if unknown:
+            raise ConfigError(f"compare: options for {', '.join(unknown)}, but compared: {', '.join(self.backends)}")
+        for text in self.extras.values():
+            Extra.parse(text)
+
+    def extra(self, name: str) -> Extra:
+        """What the server ``name`` gets beside the common line."""
+        return Extra.parse(self.extras.get(name, ""))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]

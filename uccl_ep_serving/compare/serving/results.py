@@ -1,0 +1,142 @@
+"""From the starts of a comparison of servers to one result: figures, verdicts, whether all answer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from uccl_ep_serving.compare.plan import Plan
+from uccl_ep_serving.compare.serving.plan import ServingPlan
+from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
+from uccl_ep_serving.demo.client import Answer, Difference, compare
+
+__all__ = ["COMPARED", "FORMAT", "OURS", "assemble"]
+
+FORMAT = "uccl-ep compare-serving 1"
+OURS = "uccl_ep"
+"""How the names of our backends begin, in either engine."""
+
+COMPARED = {"tokens_per_second": True, "ttft_ms": False, "tpot_ms": False}
+"""The figures that get a verdict, and whether more is better."""
+
+#: Load average per core above which something else was running.
+_BUSY = 1.5
+
+Start = Mapping[str, Any]
+
+
+def assemble(plan: ServingPlan, starts: Sequence[Start]) -> dict[str, Any]:
+    """One result, plain values: ``figures`` by server, ``verdicts`` on the first beside every other, ``answers`` (how
+    they differ from those of the yardstick), ``caveats``, and ``starts`` with all that was kept.
+    """
+    skipped = {name: text for start in reversed(starts) for name, text in start["skipped"].items()}
+    measured = [name for name in plan.backends if all(name in start["samples"] for start in starts)]
+    yardstick = next((name for name in measured if not name.startswith(OURS)), measured[0] if measured else "")
+    answers = {name: _difference(starts, yardstick, name) for name in measured if name != yardstick}
+    wrong = {
+        name: _words(one, yardstick)
+        for name, one in answers.items()
+        if one["equal"] < one["answers"] and one["mean"] > plan.bound
+    }
+    names = [name for name in measured if name not in wrong]
+    verdicts = [
+        {"a": a, "b": b, "figure": figure, **_verdict(starts, a, b, figure, higher)}
+        for a, b in _pairs(names)
+        for figure, higher in COMPARED.items()
+    ]
+    return {
+        "format": FORMAT,
+        "plan": plan.as_dict(),
+        "level": LEVEL,
+        "yardstick": yardstick,
+        "measured": names,
+        "skipped": skipped,
+        "wrong": wrong,
+        "answers": answers,
+        "figures": {name: _figures([start["samples"][name] for start in starts]) for name in names},
+        "verdicts": verdicts,
+        "caveats": _caveats(plan, starts, verdicts, yardstick),
+        "starts": list(starts),
+    }
+
+
+def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    return [(names[0], name) for name in names[1:]]
+
+
+def _verdict(starts: Sequence[Start], a: str, b: str, figure: str, higher: bool) -> dict[str, Any]:
+    sides = [[start["samples"][name][figure] for start in starts] for name in (a, b)]
+    return compare_paired(sides[0], sides[1], higher_is_better=higher).as_dict()
+
+
+def _figures(samples: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
+    """Median, least and most of every round of every start, by figure."""
+    found = {}
+    for figure in samples[0]:
+        everything = np.concatenate([np.asarray(one[figure]) for one in samples])
+        found[figure] = {
+            "median": float(np.median(everything)),
+            "least": float(everything.min()),
+            "most": float(everything.max()),
+        }
+    return found
+
+
+def _answers_of(start: Start, name: str) -> list[Answer]:
+    return [
+        Answer(one["text"], tuple(one["tokens"]), tuple(one["logprobs"]), tuple(one["top"]))
+        for one in start["answers"][name]
+    ]
+
+
+def _difference(starts: Sequence[Start], yardstick: str, name: str) -> dict[str, Any]:
+    """How the answers of ``name`` differ from those of ``yardstick``, in the start where they differ most."""
+    return _worst([compare(_answers_of(start, yardstick), _answers_of(start, name)) for start in starts])
+
+
+def _worst(differences: Sequence[Difference]) -> dict[str, Any]:
+    return asdict(max(differences, key=lambda one: (one.answers - one.equal, one.mean)))
+
+
+def _words(one: Mapping[str, Any], yardstick: str) -> str:
+    return (
+        f"{one['equal']} of {one['answers']} greedy answers are those of {yardstick}; logprobs of the same tokens "
+        f"differ by {one['mean']:.2g} on average, at most {one['largest']:.2g}"
+    )
+
+
+def _caveats(plan: ServingPlan, starts: Sequence[Start], verdicts: Sequence[Any], yardstick: str) -> list[str]:
+    """What a reader would get wrong without being told, one sentence each."""
+    said = []
+    if not plan.line:
+        said.append(
+            "A tiny model with random weights on two CPU ranks: this says that everything works, not how fast a model "
+            "is served."
+        )
+    for name, text in plan.extras.items():
+        said.append(f"{name} was started with: {text}")
+    again = _worst([compare(_answers_of(starts[0], yardstick), _answers_of(start, yardstick)) for start in starts[1:]])
+    if again["equal"] < again["answers"] and again["mean"] > plan.bound / 2:
+        said.append(f"Two starts of {yardstick} do not answer alike either: {_words(again, 'its first start')}.")
+    machine = starts[0]["machine"]
+    load = machine["load"][0] / machine["cores"]
+    if load > _BUSY:
+        said.append(f"The load before the first start was {load:.1f} per core: something else was running.")
+    if any(start["machine"]["commit"].endswith("+") for start in starts):
+        said.append("The sources differed from their commit: nobody else can repeat this.")
+    if len({tuple(sorted(start["versions"].items())) for start in starts}) > 1:
+        said.append("The engine's version changed between starts.")
+    if any(one["direction"] for one in verdicts if Plan.backend_of(one["a"]) == Plan.backend_of(one["b"])):
+        unlike = [name for name in plan.extras if "#" in name]
+        if not unlike:
+            said.append(
+                "A direction was seen between a backend and itself: do not trust differences of that size here."
+            )
+    if any(one["words"].startswith(CANNOT_TELL) for one in verdicts):
+        said.append(
+            f'Where it says "{CANNOT_TELL}": more --starts, --rounds or --requests, or less that runs beside it.'
+        )
+    return said
