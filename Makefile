@@ -17,7 +17,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
-.PHONY: test-triton test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-vllm soak docs env env-sglang env-vllm clean
+.PHONY: test-triton test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak docs env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -31,7 +31,7 @@ help:
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
 	@echo "make bench                    measure beside gloo and MPI, write benchmarks/RESULTS.md"
-	@echo "make bench-vllm               vLLM serving over each of its all-to-alls, on CPU ranks"
+	@echo "make bench-serving            SGLang and vLLM serving over each all-to-all, on CPU ranks"
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make suites                   seconds of every suite, into the table of CONTRIBUTING.md"
 	@echo "make docs                     regenerate the tables in the documentation"
@@ -118,9 +118,10 @@ bench: env
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 	@$(BIN)/python scripts/docs.py
 
-# vLLM serving over each of its all-to-alls; writes its part of the same, five minutes and 16 GiB of memory
-bench-vllm: env-vllm
-	@$(BIN_VLLM)/python benchmarks/vllm_serving.py $(ARGS)
+# both engines serving over each all-to-all; writes its parts of the same, twenty minutes
+bench-serving: env-sglang env-vllm
+	@$(BIN)/python benchmarks/serving.py sglang
+	@$(BIN_VLLM)/python benchmarks/serving.py vllm
 
 # writes benchmarks/results/soak.json; a quarter of an hour. A failure prints the command that repeats it
 soak: env

@@ -28,9 +28,9 @@ from benchmarks import (
     proxy_idle,
     proxy_loop,
     roce_posting,
+    serving,
     starts,
     twins,
-    vllm_serving,
 )
 from benchmarks.cards import load_cards, load_targets, missed_reasons, target_rows
 from uccl_ep_serving.bench.card import Card
@@ -109,7 +109,8 @@ PARTS = {
     ),
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
     "starts": _Part("Starts: the import, the commands, the first Buffer", starts.measure, starts.markdown),
-    "vllm_serving": _Part("vLLM, serving over each of its all-to-alls", None, vllm_serving.markdown),
+    "serving-sglang": _Part("SGLang, serving over each all-to-all", None, serving.markdown),
+    "serving-vllm": _Part("vLLM, serving over each all-to-all", None, serving.markdown),
 }
 
 
