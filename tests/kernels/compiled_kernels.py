@@ -20,6 +20,7 @@ from tests.kernels import compiled_traps
 from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, WAITING
 from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
+from uccl_ep_serving.kernels.triton.kernel import PREFIX
 from uccl_ep_serving.kernels.triton.launch import Launch
 from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels
 from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
@@ -103,6 +104,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
         faults = find(name, text)
         faults += [f"threads may part at: {line}" for line in compiled_traps.volatile_branches(result.asm["ttir"])]
         found = resources(gpu, result)
+        if not result.metadata.name.startswith(PREFIX):
+            faults.append(f"a profile would show it as {result.metadata.name}")
         # Triton 3.6 and 3.7 may put the barrier of a scalar atomic on one side of a branch: one warp does not mind
         if name in WAITING and launch.warps != 1:
             faults.append("a program that waits has several warps, of which some may hang at a barrier")
