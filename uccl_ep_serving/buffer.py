@@ -412,7 +412,7 @@ class Buffer:
         elif self._backend is None:
             load(*cpu_groups(False, False))
             self._backend = cpu_backend(self.runtime)
-        self._device = device.type
+        self._device = self.runtime.device = device.type
 
     # -- low latency --------------------------------------------------------------------------------------------
 

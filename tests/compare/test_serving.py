@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -209,10 +210,14 @@ class TestOneStart:
 
     @pytest.mark.parametrize(
         ("values", "words"),
-        [({"status": 3}, "status 3: RuntimeError: the client fell over"), ({"missing": 1}, "3 of 4 .*broke off")],
+        [
+            ({"status": 3}, "status 3: RuntimeError: the client fell over"),
+            ({"missing": 1}, "3 of 4 .*broke off"),
+            ({"speeds": (("uccl_ep", float("inf")), ("none", float("inf")))}, "has measured output_throughput inf"),
+        ],
     )
     def test_a_client_that_fails_leaves_no_figures(
-        self, fake: Callable[..., None], tmp_path: Path, values: dict[str, int], words: str
+        self, fake: Callable[..., None], tmp_path: Path, values: dict[str, Any], words: str
     ) -> None:
         fake(**values)
         with pytest.raises(ServerFailed, match=rf"0 of 2 servers .*{words}"):
@@ -241,6 +246,11 @@ class TestOneStart:
             server.wait_ready(20.0, lambda *_: None)
         assert ended.read_text() == "ended by itself"
 
+    def test_ranks_with_gpus_count_the_hosts_time_which_says_nothing(self) -> None:
+        ranks = [{"device": device, "ops": {"ll_dispatch": {"total_us": 2e6}}} for device in ("cpu", "cuda", "cpu")]
+        assert run._communication(SimpleNamespace(traffic=lambda: ranks)) == (4.0, 2)
+        assert run._communication(SimpleNamespace(traffic=lambda: ranks[1:2])) is None
+
     def test_a_line_without_its_model_is_refused(self, fake: Callable[..., None], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="add --tokenizer"):
             start(plan(line=("sglang", "serve")), tmp_path)
@@ -263,11 +273,25 @@ class TestTheCommand:
         page = (tmp_path / "out/serving.html").read_text()
         assert "none: " in page
         assert "uccl_ep_pack_dispatch" in page
-        # a finished one is reported again without a server; one of which a start is missing goes on with that
-        start_file(tmp_path / "out", 2).unlink()
-        before = start_file(tmp_path / "out", 1).read_text()
-        assert CliRunner().invoke(command.app, line).exit_code == 0
-        assert start_file(tmp_path / "out", 1).read_text() == before
+
+    def test_an_interrupted_one_goes_on_and_tries_nobody_in_vain_again(
+        self, fake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(command, "_installed", lambda name: True)
+        line = ["--engine", "sglang", "--backends", "uccl_ep,deepep,none", "--rounds", "1", "--requests", "4"]
+        line += ["--output-tokens", "2", "--profile-steps", "0", "--output", str(tmp_path), "--", *LINE]
+        assert CliRunner().invoke(command.app, line).exit_code == 1, "one could not be measured"
+        start_file(tmp_path, 2).unlink()
+        before = start_file(tmp_path, 1).read_text()
+        for log in (tmp_path / "logs").iterdir():
+            log.unlink()
+        done = CliRunner().invoke(command.app, line)
+        assert "deepep was skipped: the SGLang server ended while starting" in done.output.replace("\n", " ")
+        assert start_file(tmp_path, 1).read_text() == before
+        assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+            "start-2-none.log",
+            "start-2-uccl_ep.log",
+        ]
 
     def test_a_server_that_answers_otherwise_has_no_figures(
         self, fake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

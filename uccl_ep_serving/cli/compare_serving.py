@@ -6,6 +6,7 @@ Exit status: 0, 1 when a server could not be measured or answers otherwise than 
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 import sys
 import time
@@ -75,6 +76,8 @@ def run_starts(plan: ServingPlan, directory: Path, timeout: float) -> None:
     sweep()
     told = _Teller(plan)
     skipped: dict[str, str] = {}
+    for path in (start_file(directory, number) for number in range(1, plan.starts + 1) if number not in missing):
+        skipped |= json.loads(path.read_text())["skipped"]
     try:
         for number in missing:
             told.begin(number)

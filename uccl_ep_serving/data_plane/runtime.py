@@ -71,6 +71,8 @@ class Runtime:
         self.settings = settings
         self.rank = exchange.rank
         self.ranks = exchange.size
+        #: of the tensors that are served, once the first has come; written by the Buffer, read for stats
+        self.device = ""
         self.operations = OperationLog()
         self.record = self.operations.record
         with refusing(exchange):
@@ -347,6 +349,7 @@ class Runtime:
             "world": self.ranks,
             "pid": os.getpid(),
             "epoch": self.epoch,
+            "device": self.device,
             "proxies": self.settings.proxies,
             "channels": self.channels,
             "masked": sorted(self._liveness.masked),

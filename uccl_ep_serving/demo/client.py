@@ -83,13 +83,15 @@ class Client:
     Args:
         url: base address, for example ``http://127.0.0.1:30000``.
         model: name of the model that it serves.
+        seconds: that an answer may take. The first one of a server may wait for kernels to be compiled.
 
     Every method raises :class:`~uccl_ep_serving.demo.server.ServerFailed` when the server refuses or breaks off.
     """
 
-    def __init__(self, url: str, model: str = MODEL) -> None:
+    def __init__(self, url: str, model: str = MODEL, seconds: float = _SECONDS) -> None:
         self._url = url
         self._model = model
+        self._seconds = seconds
 
     def complete(self, prompt: str, max_tokens: int) -> Answer:
         """``/v1/completions`` with logprobs."""
@@ -147,7 +149,7 @@ class Client:
             {"Content-Type": "application/json"},
         )
         try:
-            return urllib.request.urlopen(request, timeout=_SECONDS)
+            return urllib.request.urlopen(request, timeout=self._seconds)
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]
             raise ServerFailed(f"/v1/{endpoint} answered {error.code}: {detail}") from error

@@ -92,7 +92,9 @@ def _figure_rows(result: Result) -> Rows:
         one = result["figures"][name]
         share = _spread(one["share"], 100) if "share" in one else "not counted"
         profile = result["starts"][0]["servers"][name]["profile"]
-        steps = f"{100 * profile['share']:.1f} ({profile['steps']} steps)" if isinstance(profile, dict) else "not profiled"
+        steps = (
+            f"{100 * profile['share']:.1f} ({profile['steps']} steps)" if isinstance(profile, dict) else "not profiled"
+        )
         columns = ("tokens_per_second", "ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms")
         rows.append([name, *(_spread(one[column]) for column in columns), share, steps])
     return headings, rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -173,7 +174,8 @@ def _measure(
         model = _model(server.url)
         progress("greedy answers")
         # one at a time: what a batch holds changes the last digits of what each of its requests gets
-        answers = [asdict(one) for one in Client(server.url, model).complete_all(PROMPTS, ANSWER_TOKENS, 1)]
+        client = Client(server.url, model, seconds=timeout)
+        answers = [asdict(one) for one in client.complete_all(PROMPTS, ANSWER_TOKENS, 1)]
         samples: dict[str, list[float]] = {}
         for round_ in range(-1, plan.rounds):
             warming = round_ < 0
@@ -236,8 +238,11 @@ def _model(url: str) -> str:
 
 
 def _communication(server: DemoServer) -> tuple[float, int] | None:
-    """Seconds that the ranks of this host have spent in dispatch and combine, and how many ranks; None without any."""
-    ranks = server.traffic()
+    """Seconds that the CPU ranks of this host have spent in dispatch and combine, and how many ranks; None without any.
+
+    Ranks with GPUs count the host's time, which says nothing of the kernels'.
+    """
+    ranks = [one for one in server.traffic() if one["device"] != "cuda"]
     if not ranks:
         return None
     return sum(one["total_us"] for rank in ranks for one in rank["ops"].values()) / 1e6, len(ranks)
@@ -270,6 +275,7 @@ def _ask(
 
 
 def _check_answered(figures: Mapping[str, Any], load: Load, result: Path) -> None:
+    """Raise ClientFailed unless every request was answered in full, and measured."""
     if figures["completed"] != load.requests:
         reasons = [str(one) for one in figures.get("errors", []) if one]
         because = f": {reasons[0].strip().splitlines()[-1][:200]}" if reasons else ""
@@ -277,6 +283,11 @@ def _check_answered(figures: Mapping[str, Any], load: Load, result: Path) -> Non
     tokens, wanted = figures.get("total_output_tokens"), load.requests * load.output_tokens
     if not load.client and tokens != wanted:
         raise ClientFailed(f"{tokens} tokens came for {wanted} that were asked for; {result}")
+    nothing = [name for name in FIGURES.values() if not (math.isfinite(figures[name]) and figures[name] > 0)]
+    if nothing:
+        raise ClientFailed(
+            f"the client has measured {', '.join(f'{name} {figures[name]}' for name in nothing)}; {result}"
+        )
 
 
 def _last_line(log: Path) -> str:
