@@ -2,7 +2,7 @@
 
     python benchmarks/ep_sizes.py [--json FILE] [--ranks 2 4 8 16]
 
-Every rank has the same tokens at each size, 128 x 7168 BF16, top-8 of 64 experts, on the direct path. Where there are
+Every rank has the same tokens at each size, 64 x 7168 BF16, top-8 of 64 experts, on the direct path. Where there are
 more ranks than cores they take turns, and so does the bound beside them: ``memcpy`` of the bytes that a rank sends, all
 ranks at the same time. A time divided by it says what the exchange costs beyond moving bytes.
 
@@ -30,6 +30,8 @@ from uccl_ep_serving.cli.bench import run_standalone
 __all__ = ["markdown", "measure", "run_rank"]
 
 RANKS, MODES = (2, 4, 8, 16), ("low-latency", "normal")
+#: Of a rank. What each of 16 ranks holds to verify its answers, 0.8 GiB, fits 16 GiB.
+TOKENS = 64
 _RANK_PROGRAM = "import sys; from benchmarks import ep_sizes; ep_sizes.run_rank(sys.argv[1], sys.argv[2])"
 #: Seconds that the ranks of one size may take.
 _SECONDS = 300.0
@@ -37,7 +39,7 @@ _LAYERS = 3
 
 
 def _card(mode: str, ranks: int) -> Card:
-    return Card(name="ep-sizes", mode=mode, against=(), ranks=ranks, iterations=12, warmup=2)
+    return Card(name="ep-sizes", mode=mode, against=(), tokens=TOKENS, ranks=ranks, iterations=12, warmup=2)
 
 
 def _pss() -> int:
