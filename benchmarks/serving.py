@@ -69,8 +69,10 @@ def main() -> None:
         directory = Path(sys.argv[2] if len(sys.argv) == 3 else scratch)
         run_starts(plan, directory, SECONDS)
         result = assemble(plan, read_starts(directory, plan))
-    # answers and samples are told in full by the command itself
+    # what this machine's files are called, and what was answered, says nothing elsewhere
     starts = [{name: value for name, value in start.items() if name != "answers"} for start in result["starts"]]
+    for start in starts:
+        start["servers"] = {name: {**server, "command": []} for name, server in start["servers"].items()}
     times = {one["b"]: 1 / one["ratio"] for one in result["verdicts"] if one["figure"] == "tokens_per_second"}
     found = {**result, "starts": starts, "machine": starts[0]["machine"], "times_baseline": times}
     target = HERE / "results" / f"serving-{plan.engine}.json"

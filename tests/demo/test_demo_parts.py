@@ -12,12 +12,15 @@ import torch
 from rich.console import Console
 
 from uccl_ep_serving.cli import demo
-from uccl_ep_serving.demo.checkpoint import TinyDeepSeek, write_checkpoint
+from uccl_ep_serving.demo import words
+from uccl_ep_serving.demo.checkpoint import SPECIALS, TinyDeepSeek, write_checkpoint, write_trained
 from uccl_ep_serving.demo.client import Answer, compare
 from uccl_ep_serving.demo.report import reduced_rows, traffic_tables
 from uccl_ep_serving.demo.run import Run, check_equal, check_traffic
 from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
+
+WORDS = Path(words.__file__).parent
 
 
 @pytest.fixture
@@ -237,3 +240,32 @@ def test_command_line_of_vllm(launch: VllmLaunch, present: str, absent: str) -> 
 )
 def test_phase_of_vllm_is_what_a_log_line_says(line: str, text: str | None) -> None:
     assert VllmLaunch("qwen3-moe", "").phase(line) == text
+
+
+class TestTheTrainedModel:
+    def test_it_is_small_and_says_how_it_was_trained(self) -> None:
+        files = {path.name: path.stat().st_size for path in WORDS.iterdir() if path.is_file()}
+        assert sum(files[name] for name in ("model.safetensors", "tokenizer.json", "training.json")) <= 2_000_000
+        about = json.loads((WORDS / "training.json").read_text())
+        assert about["tokens"] == about["steps"] * about["batch"] * about["length"]
+        # nats a token of two letters, over prose and conversations
+        assert about["loss"][0][1] > 6 > 2 > about["loss"][-1][1]
+
+    def test_its_tensors_and_ids_are_those_that_its_configuration_says(self, tmp_path: Path) -> None:
+        safetensors = pytest.importorskip("safetensors")
+        model = write_trained(tmp_path)
+        with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        assert found == dict(model.shapes())
+        vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+        assert sorted(vocabulary.values()) == list(range(model.vocab_size))
+        assert [vocabulary[word] for word in SPECIALS] == [0, 1, 2, 3]
+
+
+def test_the_time_line_names_each_step_and_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 14.0, 44.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    run = Run(Console(), tmp_path, 1.0)
+    run.step("compiling")
+    run.step("reference")
+    assert run.time_line() == "compiling 4 s, reference 30 s; 34 s in all"

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from uccl_ep_serving.demo.checkpoint import write_checkpoint
+from uccl_ep_serving.demo.checkpoint import write_trained
 from uccl_ep_serving.demo.client import Answer, Client, compare
 from uccl_ep_serving.demo.run import (
     EXACT,
@@ -66,7 +66,7 @@ def demo(
     fp8: Annotated[bool, typer.Option(help="A second pass that dispatches FP8.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds a server may take to start.")] = 300.0,
 ) -> None:
-    """Serve a tiny random DeepSeek-V3 with SGLang through uccl_ep on two CPU ranks, and check the answers.
+    """Serve a tiny DeepSeek-V3 with SGLang through uccl_ep on two CPU ranks, and check the answers.
 
     Exit status 0 when every check holds, 1 when one does not, 130 after Ctrl-C. Nothing is downloaded. Nothing is left
     behind, except for the server of --keep, and the servers' logs after a failure (the demo says where they are).
@@ -80,10 +80,10 @@ def demo(
     )
 
     def passes(run: Run) -> None:
-        shape = write_checkpoint(run.directory / "model")
+        shape = write_trained(run.directory / "model")
         run.console.print(
             f"checkpoint: DeepSeek-V3, {shape.num_hidden_layers} layers, {shape.n_routed_experts} experts, "
-            f"top-{shape.num_experts_per_tok}, hidden {shape.hidden_size}, random weights",
+            f"top-{shape.num_experts_per_tok}, hidden {shape.hidden_size}; it has read this project's documents",
             highlight=False,
         )
         run.compile(transport)

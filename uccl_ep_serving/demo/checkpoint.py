@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -16,11 +17,12 @@ from uccl_ep_serving.demo.checkpoint_models import TinyDeepSeek, TinyModel, Tiny
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TinyDeepSeek", "TinyQwen3Moe", "write_checkpoint"]
+__all__ = ["SPECIALS", "TinyDeepSeek", "TinyQwen3Moe", "write_checkpoint", "write_trained"]
 
 Model = TypeVar("Model", bound=TinyModel)
 
-_SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|assistant|>")
+#: The first ids of the tokenizers, in this order.
+SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|assistant|>")
 _CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -36,7 +38,7 @@ def _byte_alphabet() -> list[str]:
 
 def _tokenizer() -> dict[str, Any]:
     """``tokenizer.json``: byte-level BPE without merges, so one token a byte after the special ones."""
-    vocabulary = {token: index for index, token in enumerate([*_SPECIALS, *_byte_alphabet()])}
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *_byte_alphabet()])}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -52,7 +54,7 @@ def _tokenizer() -> dict[str, Any]:
                 "normalized": False,
                 "special": True,
             }
-            for index, token in enumerate(_SPECIALS)
+            for index, token in enumerate(SPECIALS)
         ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
@@ -88,7 +90,7 @@ def _weights(model: TinyModel, seed: int) -> dict[str, torch.Tensor]:
         if name == "lm_head.weight":
             # far apart, so that the greedy choice is no tie; only rows of letters and blanks, so that answers print
             value *= 0.3
-            readable = [len(_SPECIALS) + byte for byte in (0x20, *range(0x61, 0x7B))]
+            readable = [len(SPECIALS) + byte for byte in (0x20, *range(0x61, 0x7B))]
             silent = torch.ones(model.vocab_size, dtype=torch.bool)
             silent[readable] = False
             value[silent] = 0.0
@@ -122,15 +124,42 @@ def write_checkpoint(directory: Path, *, seed: int = 0, model: TinyModel | None 
     from safetensors.torch import save_file
 
     model = model or TinyDeepSeek()
+    _describe(directory, model, json.dumps(_tokenizer(), indent=1))
+    file = directory / "model.safetensors"
+    try:
+        save_file(_weights(model, seed), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # it tells a full disk in words only
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number.group(1)) if number else errno.EIO, str(error), str(file)) from error
+    return model
+
+
+def write_trained(directory: Path) -> TinyDeepSeek:
+    """Write the model of :mod:`.words`, which has read this project's documents.
+
+    Args:
+        directory: where to write; created if missing.
+
+    Raises:
+        OSError: a file could not be written, for example because the disk is full.
+    """
+    model = TinyDeepSeek()
+    trained = Path(__file__).parent / "words"
+    _describe(directory, model, (trained / "tokenizer.json").read_text())
+    shutil.copyfile(trained / "model.safetensors", directory / "model.safetensors")
+    return model
+
+
+def _describe(directory: Path, model: TinyModel, tokenizer: str) -> None:
+    """Everything but the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     documents = {
         "config.json": model.config(),
-        "tokenizer.json": _tokenizer(),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": _SPECIALS[0],
-            "bos_token": _SPECIALS[1],
-            "eos_token": _SPECIALS[2],
+            "pad_token": SPECIALS[0],
+            "bos_token": SPECIALS[1],
+            "eos_token": SPECIALS[2],
             "add_bos_token": False,
             "model_max_length": 4096,
             "chat_template": _CHAT_TEMPLATE,
@@ -139,10 +168,4 @@ def write_checkpoint(directory: Path, *, seed: int = 0, model: TinyModel | None 
     }
     for name, document in documents.items():
         (directory / name).write_text(json.dumps(document, indent=1))
-    file = directory / "model.safetensors"
-    try:
-        save_file(_weights(model, seed), file, metadata={"format": "pt"})
-    except SafetensorError as error:  # it tells a full disk in words only
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number.group(1)) if number else errno.EIO, str(error), str(file)) from error
-    return model
+    (directory / "tokenizer.json").write_text(tokenizer)

@@ -48,7 +48,7 @@ PROMPTS = (
     "EFA gives no order",
 )
 _CHAT = "Say something about experts."
-_TOKENS = 24
+_TOKENS, _CHAT_TOKENS = 24, 48
 
 EXACT = 1e-3
 """Largest logprob difference in float32: sums in another order differ by about 5e-6 in these models."""
@@ -82,6 +82,18 @@ class Run:
     timeout: float
     failures: list[str] = field(default_factory=list)
     kept: bool = False
+    #: what was begun when (monotonic seconds)
+    steps: list[tuple[str, float]] = field(default_factory=list)
+
+    def step(self, title: str) -> None:
+        """What follows is ``title``."""
+        self.steps.append((title, time.monotonic()))
+
+    def time_line(self) -> str:
+        """How long each step took, and all."""
+        ends = [began for _, began in self.steps[1:]] + [time.monotonic()]
+        parts = [f"{title} {end - began:.0f} s" for (title, began), end in zip(self.steps, ends, strict=True)]
+        return f"{', '.join(parts)}; {ends[-1] - self.steps[0][1]:.0f} s in all" if self.steps else ""
 
     def compile(self, transport: Transport) -> None:
         """Put what the servers' ranks would compile at their first request into the cache of compiled code."""
@@ -90,6 +102,7 @@ class Run:
         from uccl_ep_serving.native.groups import load
         from uccl_ep_serving.proxy.service import proxy_groups
 
+        self.step("compiling")
         started = time.monotonic()
         with self.console.status("compiling the kernels and the proxy loop, once"):
             load(STICKY_ERROR, *cpu_groups(), *proxy_groups(transport.value))
@@ -98,6 +111,7 @@ class Run:
     def wait(self, server: DemoServer, title: str) -> None:
         """Wait until ``server`` is ready, with one live line."""
         self.console.rule(escape(title), align="left")
+        self.step(title)
         started = time.monotonic()
         engine = server.launch.engine
         with self.console.status(f"starting {engine}") as status:
@@ -116,9 +130,9 @@ class Run:
 
     def talk(self, client: Client, at_once: int) -> list[Answer]:
         """Send chat, streaming and completion requests, ``at_once`` in flight; print the answers, return the last."""
-        self.console.print(f"[bold]chat[/]        {escape(client.chat(_CHAT, _TOKENS))}", highlight=False)
+        self.console.print(f"[bold]chat[/]        {escape(client.chat(_CHAT, _CHAT_TOKENS))}", highlight=False)
         self.console.print("[bold]streaming[/]   ", end="")
-        for piece in client.stream(_CHAT, _TOKENS):
+        for piece in client.stream(_CHAT, _CHAT_TOKENS):
             self.console.print(escape(piece), end="", highlight=False)
         self.console.print()
         answers = client.complete_all(PROMPTS, _TOKENS, at_once)
@@ -164,6 +178,7 @@ def serve_and_leave_nothing(
         passes(run)
         status = 1 if run.failures else 0
         console.rule(align="left")
+        console.print(escape(run.time_line()), highlight=False)
         for failure in run.failures:
             console.print(f"[bold red]FAILED[/] {escape(failure)}", highlight=False)
         if run.failures:

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install"]
+__all__ = ["define_torchvision_operators", "install"]
 
 _STUB = Path(__file__).with_name("sgl_kernel_stub.py")
 _kept: list[Any] = []  # a torch Library forgets its schemas when it is collected
 
 
-def _define_torchvision_operators() -> None:
+def define_torchvision_operators() -> None:
     """Define the two schemas that ``torchvision`` registers fake kernels for at import.
 
     The wheel from the package index is built against CUDA torch; beside a CPU torch its extension does not load and
@@ -54,7 +54,7 @@ class _Finder(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name == "torchvision" and not self._torchvision_done:
             self._torchvision_done = True
-            _define_torchvision_operators()
+            define_torchvision_operators()
         elif name == "sgl_kernel" and not self._searching:
             self._searching = True
             try:
