@@ -1,16 +1,16 @@
-"""One comparison of an engine's real servers on CPU ranks, from the command to its report."""
+"""One comparison of an engine's real servers on CPU ranks, from the command to its report in a browser."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 from typer.testing import CliRunner
 
+from tests.compare.test_pages import BROWSER, check
 from tests.engines.served import nothing_left
 from uccl_ep_serving.cli import compare_serving
-from uccl_ep_serving.demo.remains import PREFIX
+from uccl_ep_serving.demo.remains import sweep
 
 REQUESTS, TOKENS = 8, 8
 
@@ -19,10 +19,10 @@ def check_comparison(engine: str, baseline: str, directory: Path) -> None:
     """Compare ``uccl_ep`` with ``baseline``: everybody answers alike, is measured, profiled and reported."""
     output = directory / "out"
     words = ["--demo", engine, "--rounds", "1", "--requests", str(REQUESTS), "--output-tokens", str(TOKENS)]
-    before = set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    sweep()
     with nothing_left(directory):
         done = CliRunner().invoke(compare_serving.app, [*words, "--input-tokens", "16", "--output", str(output)])
-    assert set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) <= before
+    assert not sweep(), "a run directory is left without an owner"
     assert done.exit_code == 0, done.output
     result = json.loads((output / "serving.json").read_text())
     assert result["measured"] == ["uccl_ep", baseline]
@@ -39,4 +39,7 @@ def check_comparison(engine: str, baseline: str, directory: Path) -> None:
         profile = servers[name]["profile"]
         assert profile["ranks"] == 2, profile
         assert 0 < profile["share"] < 1
-    assert (output / "serving.html").stat().st_size > 10_000
+    page = output / "serving.html"
+    assert page.stat().st_size > 10_000
+    if BROWSER:
+        check(page, "What was found", "uccl_ep", baseline, "Commands")
