@@ -17,7 +17,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
-.PHONY: test-triton test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak docs env env-sglang env-vllm clean
+.PHONY: test-triton test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak docs release env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -35,6 +35,7 @@ help:
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make suites                   seconds of every suite, into the table of CONTRIBUTING.md"
 	@echo "make docs                     regenerate the tables in the documentation"
+	@echo "make release                  sdist and wheel into dist/, checked, tried with every Python of 3.11 to 3.13 here"
 	@echo "make test-vllm                quick tests of the vLLM plugin (make test runs them where vLLM is installed)"
 	@echo "make test-vllm-versions       those that need no server, on the sources of other versions"
 	@echo "make env / env-sglang / env-vllm   only install: for development / with SGLang on CPU / with vLLM on CPU"
@@ -137,6 +138,10 @@ docs: env
 	@$(BIN)/python -m tests.support.clusters
 	@$(BIN)/python scripts/docs.py
 	@$(BIN)/python -m tests.rules.rule_table --write
+
+# ARGS="--python 3.12" tries the wheel with this Python alone, ARGS=--dirty takes a checkout with uncommitted changes
+release: env
+	@$(BIN)/python scripts/release.py $(ARGS)
 
 format: env
 	@$(BIN)/ruff check --fix --quiet .

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.support.source_tree import PYPROJECT, ROOT, python_sources, run_python, source_files
+from tests.support.bounded import run_bounded
+from tests.support.source_tree import ROOT, copy_source, load_script, run_python
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    """``scripts/release.py`` as a module."""
+    return load_script("release")
 
 
 @pytest.mark.long
@@ -19,12 +31,7 @@ class TestDistribution:
         """The wheel built from the checkout, the sdist, and the wheel built from that sdist."""
         place = tmp_path_factory.mktemp("dist")
         source = place / "source"
-        for path in source_files():
-            copy = source / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-        for name in ("kernels", "proxy"):
-            (source / "uccl_ep_serving" / name).symlink_to(f"../{name}")
+        copy_source(source)
 
         def build(kind: str, tree: Path) -> Path:
             out = place / f"{kind}-of-{tree.name}"
@@ -40,25 +47,9 @@ class TestDistribution:
         (unpacked,) = (place / "unpacked").iterdir()
         return {"sdist": sdist, "wheel": build("wheel", source), "again": build("wheel", unpacked)}
 
-    @staticmethod
-    def expected() -> set[str]:
-        names = set()
-        for path in python_sources():
-            relative = str(path.relative_to(ROOT))
-            names.add(relative if relative.startswith("uccl_ep_serving/") else f"uccl_ep_serving/{relative}")
-        return names
-
     @pytest.mark.parametrize("which", ["wheel", "again"])
-    def test_wheel_contents(self, archives: dict[str, Path], which: str) -> None:
-        names = set(zipfile.ZipFile(archives[which]).namelist())
-        package = {name for name in names if name.endswith(".py")}
-        assert package == self.expected()
-        assert "uccl_ep_serving/py.typed" in names
-        assert not [name for name in names if name.endswith(".md")]
-        assert {name.partition("/")[0] for name in names} == {
-            "uccl_ep_serving",
-            f"uccl_ep_serving-{PYPROJECT['project']['version']}.dist-info",
-        }
+    def test_contents(self, release: ModuleType, archives: dict[str, Path], which: str) -> None:
+        release.require_contents(archives["sdist"], archives[which])
 
     def test_wheel_works_away_from_the_checkout(self, archives: dict[str, Path], tmp_path: Path) -> None:
         zipfile.ZipFile(archives["wheel"]).extractall(tmp_path / "site")
@@ -79,3 +70,25 @@ class TestDistribution:
         text = wheel.read(name).decode()
         assert "uccl-ep = uccl_ep_serving.cli.main:app" in text
         assert "[sglang.srt.plugins]\nuccl_ep = uccl_ep_serving.engines.sglang:register" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_a_release_with_this_python(release: ModuleType, tmp_path: Path) -> None:
+    """All of ``make release`` with one Python: what it builds with and installs comes from the package index."""
+    (tmp_path / "tmp").mkdir()
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    ran = run_bounded(
+        [sys.executable, ROOT / "scripts/release.py", "--dirty", "--python", version, "--out", tmp_path / "dist"],
+        seconds=2900,
+        cwd=tmp_path,
+        environment={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert re.search(rf"^Python {version}\.\d+ +installed in .* two ranks in \d+ s$", ran.stdout, re.MULTILINE)
+    names = [f"{release.STEM}-py3-none-any.whl", f"{release.STEM}.tar.gz"]
+    assert sorted(path.name for path in (tmp_path / "dist").iterdir()) == names
+    for name in names:
+        assert hashlib.sha256((tmp_path / "dist" / name).read_bytes()).hexdigest() in ran.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "tmp"]
+    assert list((tmp_path / "tmp").iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from types import ModuleType
 import pytest
 import typer
 
-from tests.support.source_tree import ROOT, python_sources, source_files
+from tests.support.source_tree import ROOT, load_script, python_sources, source_files
 from uccl_ep_serving.cli import main as cli
 
 #: Lines that the README may have.
@@ -252,12 +251,7 @@ class TestGeneratedTables:
     @pytest.fixture
     def docs(self) -> ModuleType:
         """``scripts/docs.py`` as a module."""
-        spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts/docs.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return load_script("docs")
 
     def test_they_are_up_to_date(self, docs: ModuleType) -> None:
         assert docs.main(["--check"]) == 0, "run make docs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.source_tree import PYPROJECT, ROOT
+from tests.support.source_tree import PYPROJECT, ROOT, load_script
 
 VERSIONS = re.findall(r"^vllm\S+", (ROOT / "requirements/vllm-versions.txt").read_text(), re.MULTILINE)
 
@@ -62,11 +61,7 @@ class TestFreeze:
     @pytest.fixture
     def freeze(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         """The script on a copy of the lists."""
-        spec = importlib.util.spec_from_file_location("freeze", ROOT / "scripts/freeze.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = load_script("freeze")
         for name in ["pyproject.toml", *(f"requirements/{path.name}" for path in (ROOT / "requirements").iterdir())]:
             copy = tmp_path / name
             copy.parent.mkdir(exist_ok=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from tests import conftest
-from tests.support.source_tree import PYPROJECT, ROOT
+from tests.support.source_tree import PYPROJECT, ROOT, load_script
 
 RECORDS = json.loads((ROOT / "benchmarks/results/suites.json").read_text())
 
@@ -20,13 +18,7 @@ RECORDS = json.loads((ROOT / "benchmarks/results/suites.json").read_text())
 @pytest.fixture(scope="module")
 def suites() -> ModuleType:
     """``scripts/suites.py`` as a module."""
-    spec = importlib.util.spec_from_file_location("suites_script", ROOT / "scripts/suites.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclass looks its annotations up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("suites")
 
 
 @pytest.mark.parametrize(("whole", "budget"), [("make test", 540), (".ci/run", 1800)])

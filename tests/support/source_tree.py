@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,6 +35,39 @@ def python_sources() -> list[Path]:
     """Python files of the package, without the tests."""
     places = [PACKAGE, ROOT / "kernels", ROOT / "proxy"]
     return sorted(path for place in places for path in place.rglob("*.py") if not through_symlink(path))
+
+
+def installed_files() -> dict[str, Path]:
+    """What an installation holds, by its path there: the Python files of the package and pyproject.toml's data."""
+    files = python_sources()
+    for package, patterns in PYPROJECT["tool"]["setuptools"]["package-data"].items():
+        files += [path for pattern in patterns for path in ROOT.joinpath(*package.split(".")).glob(pattern)]
+    names = [path.relative_to(ROOT).as_posix() for path in files]
+    return {
+        name if name.startswith(f"{PACKAGE.name}/") else f"{PACKAGE.name}/{name}": path
+        for name, path in zip(names, files, strict=True)
+    }
+
+
+def copy_source(to: Path) -> None:
+    """Copy :func:`source_files` and the two symlinks of the package into the directory ``to``, which is made."""
+    for path in source_files():
+        copy = to / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    for name in ("kernels", "proxy"):
+        (to / PACKAGE.name / name).symlink_to(f"../{name}")
+
+
+def load_script(name: str) -> ModuleType:
+    """``scripts/NAME.py`` as a module of its own."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"scripts/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
 
 
 def through_symlink(path: Path) -> bool:
