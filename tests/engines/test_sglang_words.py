@@ -59,5 +59,4 @@ def test_it_speaks_and_loses_its_words_with_the_rows_of_remote_experts(
     assert said == "Dispatch sends every token to the ranks that hold its experts."
     assert lost != said
     print(f"perplexity {whole:.2f}, without the rows of remote experts {less:.2f}")
-    # 1.09 and 1.31 when it was trained: attention and the shared expert remember much by themselves
-    assert less >= 1.1 * whole
+    assert less >= 3 * whole
