@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ..errors import PeerError
 
-__all__ = ["Fault", "Wrong", "died", "expect", "late", "of", "slow"]
+__all__ = ["REPORT", "Fault", "Wrong", "died", "expect", "late", "of", "slow"]
 
-_REPORT = "report what `uccl-ep check --gpu --json` and `uccl-ep doctor --json` print; meanwhile serve without uccl_ep"
+REPORT = "report what `uccl-ep check --gpu --json` and `uccl-ep doctor --json` print; meanwhile serve without uccl_ep"
 _DEFECT = "a defect of this kernel, or of Triton's compiler, on this GPU"
 #: By words of an error in lower case: the likely cause, and the next step. The first that fits counts.
 _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -44,12 +44,12 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("ptxas", "compilationerror", "passmanager", "llvm", "outofresources", "unsupported"),
         "this version of Triton does not compile the kernel for this GPU",
-        f"another version of Triton (with the torch that brings it), or {_REPORT}",
+        f"another version of Triton (with the torch that brings it), or {REPORT}",
     ),
     (
         ("illegal", "misaligned", "launch failure", "unspecified", "has failed", "device-side", "memory access fault"),
         _DEFECT,
-        _REPORT,
+        REPORT,
     ),
 )
 
@@ -63,7 +63,7 @@ class Wrong(Exception):
         cause, step: where they are known better than from the words.
     """
 
-    def __init__(self, where: str, expected: str, found: str, cause: str = _DEFECT, step: str = _REPORT) -> None:
+    def __init__(self, where: str, expected: str, found: str, cause: str = _DEFECT, step: str = REPORT) -> None:
         super().__init__(f"{where}: expected {expected}, found {found}")
         self.fault = Fault(where, expected, found, cause, step)
 
@@ -118,7 +118,7 @@ def of(error: BaseException, where: str) -> Fault:
             break
     blames = isinstance(error, PeerError)
     fallback = "the other rank, which shows it elsewhere" if blames else "not known"
-    cause, step = cause.rstrip(".") or fallback, step.rstrip(".") or _REPORT
+    cause, step = cause.rstrip(".") or fallback, step.rstrip(".") or REPORT
     return Fault(where, "no error", found.rstrip("."), cause, step, blames, trace)
 
 
@@ -132,16 +132,16 @@ def died(status: int | None, where: str, compiles: bool = False) -> Fault:
             how = f"was ended by signal {-status}"
     killed = status == -signal.SIGKILL
     cause = "the system was out of memory, or somebody ended it" if killed else f"{_DEFECT}, or of the driver"
-    step = "dmesg; then check again" if killed else f"dmesg (NVIDIA: lines with Xid); {_REPORT}"
+    step = "dmesg; then check again" if killed else f"dmesg (NVIDIA: lines with Xid); {REPORT}"
     if compiles and not killed:
-        cause, step = "Triton's compiler has crashed on it", f"another version of Triton, or {_REPORT}"
+        cause, step = "Triton's compiler has crashed on it", f"another version of Triton, or {REPORT}"
     return Fault(where, "the process goes on", f"it {how}", cause, step)
 
 
 def late(seconds: float, where: str) -> Fault:
     """Something on the GPU has not ended in time."""
     cause = "it waits for a write that never shows, or other work holds the GPU"
-    step = f"nvidia-smi (or rocm-smi) shows who uses the GPU; check again when it is idle, then {_REPORT}"
+    step = f"nvidia-smi (or rocm-smi) shows who uses the GPU; check again when it is idle, then {REPORT}"
     return Fault(where, f"an end within {seconds:.0f} s", "none; its process was ended", cause, step)
 
 

@@ -45,7 +45,7 @@ _COMMANDS = {
     ),
     "check": (
         "check",
-        "Check that this machine's GPUs run what uccl_ep needs, and keep a record: engines start on it.",
+        "Try what a job needs, on one node or several: ways, NICs, GPUs, ports; say what stands in the way.",
     ),
     "warm": ("warm", "Compile everything for this machine, or for a named GPU, ahead: for images and cold pods."),
     "top": (

@@ -160,7 +160,17 @@ class HostNics:
         library = self._library(transport)
         if transport == EFA:
             return efa.usable(nic.name, library)
-        return roce.usable(nic.name, self._wanted.port(nic), self._settings, library)
+        return roce.examine(nic.name, self._wanted.port(nic), self._settings, library).words
+
+    def port_facts(self, transport: str, nic: Nic) -> tuple[int, str, str]:
+        """Path MTU in bytes (0: it says nothing), address ("" without one of IP) and description of ``nic``, which is
+        opened for a moment. Raises ConfigError or TransportError where it cannot be used."""
+        from ..proxy.transport.nic import roce
+
+        if transport == EFA:
+            return 0, "", self._probe(transport, nic)
+        found = roce.examine(nic.name, self._wanted.port(nic), self._settings, self._library(transport))
+        return found.mtu, found.address, found.words
 
     def reach_gpu(self, transport: str, nic: Nic, start: int, nbytes: int, export: Export) -> str:
         """How ``nic`` reaches memory of a GPU, [start, start + nbytes), in words. Opens it for a moment; raises

@@ -350,6 +350,11 @@ class DeviceSpace:
         return heads
 
     @property
+    def own_window(self) -> int:
+        """Address of this rank's window in device memory, 0 where there is none."""
+        return 0 if self._window is None else self._window.own
+
+    @property
     def all_mapped(self) -> bool:
         """True when kernels of normal mode write every peer's window themselves."""
         return self._space.all_direct if self._window is None else all(self._window.addresses)

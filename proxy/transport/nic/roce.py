@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ....config import Settings
 from ....errors import BootstrapError, ConfigError, TransportError
@@ -396,8 +397,16 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
         self.state.detach()
 
 
-def usable(device: str, port: int, settings: Settings, library: VerbsLibrary | None = None) -> str:
-    """Open ``port`` of ``device`` for a moment and say what it is and which address it would use, in words.
+class PortFacts(NamedTuple):
+    """A port of a NIC as ranks use it: path MTU in bytes, the address it is reached at, and what it is, in words."""
+
+    mtu: int
+    address: str
+    words: str
+
+
+def examine(device: str, port: int, settings: Settings, library: VerbsLibrary | None = None) -> PortFacts:
+    """Open ``port`` of ``device`` for a moment and say what it is and which address it would use.
 
     Raises:
         ConfigError: there is no such device, port or GID.
@@ -405,6 +414,6 @@ def usable(device: str, port: int, settings: Settings, library: VerbsLibrary | N
     """
     rail = RoceRail(library or load_libibverbs(), NicPort(device, port), settings)
     try:
-        return rail.description
+        return PortFacts(128 << rail.port.mtu, str(rail.gid.address), rail.description)
     finally:
         rail.close()

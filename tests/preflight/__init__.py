@@ -1,0 +1,1 @@
+"""``uccl-ep check`` on nodes: what it says of set-ups that work, and of those that were broken on purpose."""

@@ -1,0 +1,102 @@
+"""Starts the ranks of a node, each a process of its own, and gathers what they have found."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import msgspec
+
+from ..check import faults
+from .job import Finding, Job
+from .rank import Outcome
+
+__all__ = ["run_node"]
+
+#: Beyond the time of a check: starting an interpreter with torch, and ending what hangs.
+_START_SECONDS, _GRACE_SECONDS = 60.0, 10.0
+#: Of what a process has said on its way to an end of its own.
+_LAST_WORDS = 400
+
+
+def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
+    """What the ranks of ``jobs``, those of this node, have found together. A rank that ends or hangs is a finding."""
+    deadline = time.monotonic() + jobs[0].seconds + _START_SECONDS
+    outcomes: dict[int, Outcome] = {}
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        words = [stack.enter_context(tempfile.TemporaryFile()) for _ in jobs]
+        processes = [_start(job, file) for job, file in zip(jobs, words, strict=True)]
+        for local, process in enumerate(processes):
+            assert process.stdout is not None
+            selector.register(process.stdout, selectors.EVENT_READ, local)
+        try:
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not line:
+                        selector.unregister(key.fileobj)
+                        continue
+                    said = msgspec.json.decode(line, type=Outcome | str)
+                    if isinstance(said, Outcome):
+                        outcomes[key.data] = said
+                        if not said.known:
+                            # the others wait for a rank that has not come so far
+                            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    elif key.data == 0:
+                        say(said)
+        finally:
+            _end(processes)
+        lost = {local: _lost(job, processes[local], words[local]) for local, job in enumerate(jobs)}
+    return _together([outcomes.get(local) or lost[local] for local in range(len(jobs))])
+
+
+def _start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uccl_ep_serving.preflight.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=words,
+        bufsize=0,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(job) + b"\n")
+    process.stdin.close()
+    return process
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _lost(job: Job, process: subprocess.Popen[bytes], words: IO[bytes]) -> Outcome:
+    """Of a rank that has said nothing in the end."""
+    where = f"local rank {job.local} of node {job.node}"
+    words.seek(0)
+    said = words.read().decode(errors="replace").strip()[-_LAST_WORDS:]
+    hangs = process.returncode == -9
+    fault = faults.late(job.seconds, where) if hangs else faults.died(process.returncode, where)
+    return Outcome([Finding("process", where, note=f"it said: {said}" if said else "", fault=fault)])
+
+
+def _together(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fullest of them, and what others have found besides."""
+    best = max(outcomes, key=lambda one: (len(one.routes), len(one.known), len(one.findings)))
+    known = {(one.part, one.where, one.said) for one in best.findings}
+    more = [one for outcome in outcomes for one in outcome.findings if (one.part, one.where, one.said) not in known]
+    best.findings += dict.fromkeys(more)
+    return best

@@ -1,0 +1,221 @@
+"""Every way that rows can take between the ranks, opened as a job opens it and written over: each NIC by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ..check import faults
+from ..check.faults import Fault
+from ..config import Settings
+from ..data_plane.gpu_direct import Gpu
+from ..data_plane.runtime import Runtime
+from ..errors import PeerError, UcclEpError
+from ..gpu.context import GpuContext
+from ..gpu.memory import memory_of
+from ..native.groups import load
+from ..proxy.transport.select import SHM, TCP
+from .facts import Facts, swapped_rails
+from .job import Finding
+from .meeting import Meeting
+from .wire import LONGEST, WINDOW_BYTES, WIRE, Measured, Wire, rounds
+
+__all__ = ["JOB", "Way", "try_way", "ways_of"]
+
+#: As the settings in force have it.
+JOB = "as a job"
+_DEVICE = "GPU memory"
+#: Less than this part of a NIC's rate, or of a plain copy's, is worth a note.
+_SLOW = 0.5
+#: Short waits, since everything is there already or is not; and small windows.
+SETTINGS: dict[str, Any] = {
+    "timeout": 10.0,
+    "connect_timeout": 20.0,
+    "heap_bytes": 2 * WINDOW_BYTES,
+    "round_bytes": LONGEST,
+    "chunk_bytes": LONGEST // 4,
+}
+
+
+#: By words of an error in lower case: the likely cause ("": it says so itself), and the next step.
+_CAUSES = (
+    (
+        "ulimit -l",
+        "",
+        "raise memlock: ulimit -l unlimited, docker --ulimit memlock=-1, or that of the container runtime",
+    ),
+    (
+        "secret",
+        "another job answers on this address and port, or something between the nodes changes what it carries",
+        "end what else runs there, or another UCCL_EP_PORT_RANGE; without proxies between the nodes",
+    ),
+)
+
+
+class Way(NamedTuple):
+    """How rows get from rank to rank.
+
+    Attributes:
+        name: of it.
+        settings: on top of those in force.
+        rail: which NIC of each rank, -1 without one.
+        on_device: windows lie in GPU memory.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    rail: int = -1
+    on_device: bool = False
+
+
+def ways_of(known: Sequence[Facts], settings: Settings) -> list[Way]:
+    """What there is to try; the same on all ranks."""
+    found = [Way(JOB, {})]
+    one_node = len({facts.node for facts in known}) == 1
+    if settings.transport == "auto" and one_node:
+        found += [Way(name, {"transport": name, "direct": False}) for name in (SHM, TCP)]
+    transports = {rail.transport for facts in known for rail in facts.rails}
+    gpus = all(facts.gpu for facts in known)
+    for transport in sorted(transports):
+        for rail in range(min(sum(one.transport == transport for one in facts.rails) for facts in known)):
+            own = {"transport": transport, "direct": False}
+            found.append(Way(f"{transport} rail {rail}", own, rail))
+            if gpus and settings.window != "host":
+                found.append(Way(f"{transport} rail {rail}, {_DEVICE}", {**own, "window": "device"}, rail, True))
+    return found
+
+
+def try_way(
+    way: Way,
+    meeting: Meeting,
+    known: Sequence[Facts],
+    settings: Settings,
+    device: torch.device | None = None,
+    say: Callable[[str], None] = lambda words: None,
+) -> tuple[list[Finding], dict[int, str]]:
+    """Open the way and write over it to every other rank, in turns in which nobody has two peers. Collective.
+
+    Returns:
+        What this rank has found, and how each peer is reached.
+    """
+    me, rank = known[meeting.place.rank], meeting.place.rank
+    own = {**way.settings, **SETTINGS}
+    if way.rail >= 0:
+        rails = [rail for rail in me.rails if rail.transport == way.settings["transport"]]
+        own["nics"] = f"={rails[way.rail].name}"
+    found: list[Finding] = []
+    routes: dict[int, str] = {}
+    # whoever fails says what it was doing
+    doing = ["opening"]
+    try:
+        load(WIRE)
+        say(f"{way.name}: opens")
+        with _opened(meeting, way, replace(settings, **own), device) as (runtime, wire):
+            routes = {int(peer): kind for peer, kind in runtime.stats()["transport_by_peer"].items()}
+            for pairs in rounds(meeting.place.ranks):
+                runtime.exchange("check", b"")
+                for pair in pairs:
+                    if rank in pair:
+                        peer = sum(pair) - rank
+                        say(f"{way.name}: rank {rank} with rank {peer}")
+                        measured = wire.measure(peer, lambda words: doing.__setitem__(0, words))
+                        found.append(_told(way, rank, peer, measured, routes[peer], known))
+    except (UcclEpError, OSError, RuntimeError) as error:
+        found.append(_failure(way, rank, error, doing[0], known))
+    return found, routes
+
+
+@contextlib.contextmanager
+def _opened(
+    meeting: Meeting, way: Way, settings: Settings, device: torch.device | None
+) -> Iterator[tuple[Runtime, Wire]]:
+    """A Runtime and this rank's end of its wire."""
+    gpu = None if device is None else Gpu(lambda: memory_of(device, device.type == "cpu"))
+    runtime = Runtime(meeting.exchange(way.name), settings, gpu=gpu)
+    try:
+        if way.on_device:
+            assert device is not None
+            window = _on_device(GpuContext(runtime, device).space().own_window, runtime.layout.nbytes, device)
+        else:
+            window = torch.from_numpy(runtime.window_bytes)
+        yield runtime, Wire(runtime.space, window)
+    except BaseException:
+        runtime.close(0.0)
+        raise
+    runtime.close()
+
+
+def _on_device(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 tensor over a window in device memory, in whose life it is used."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    class Window:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+    return torch.as_tensor(Window(), device=device)
+
+
+def _told(way: Way, rank: int, peer: int, measured: Measured, kind: str, known: Sequence[Facts]) -> Finding:
+    """What was measured between two ranks, beside what it could be."""
+    where = f"rank {rank} -> rank {peer}"
+    said = f"{kind}: {measured.empty_us:.1f} us, 16 B {measured.little_us:.1f} us, 1 MiB {measured.gbytes:.2f} GB/s"
+    note = ""
+    if way.rail >= 0:
+        ends = [_rail(way, facts) for facts in (known[rank], known[peer])]
+        said = f"{ends[0].name} -> {ends[1].name}, {said}"
+        if rate := min(end.gbps for end in ends) / 8:
+            said += f", {measured.gbytes / rate:.0%} of the NIC's {rate:g}"
+            if measured.gbytes < _SLOW * rate:
+                note = (
+                    "less than half of the NIC's rate. Next step: uccl-ep doctor (PCIe link, relaxed ordering, the "
+                    "NUMA node of the proxies), and the switch's counters"
+                )
+    elif known[rank].node == known[peer].node and known[rank].copies:
+        said += f", {measured.gbytes / known[rank].copies:.0%} of a plain copy"
+    return Finding(way.name, where, said, note)
+
+
+def _rail(way: Way, facts: Facts) -> Any:
+    return [rail for rail in facts.rails if rail.transport == way.settings["transport"]][way.rail]
+
+
+def _explained(fault: Fault) -> Fault:
+    """With what the words of an error mean in a check, where they say no next step themselves."""
+    if fault.step != faults.REPORT:
+        return fault
+    for words, cause, step in _CAUSES:
+        if words in f"{fault.found} {fault.cause}".lower():
+            return replace(fault, cause=cause or fault.cause, step=step)
+    return replace(fault, step="what the other ranks say of it; uccl-ep doctor on both nodes")
+
+
+def _failure(way: Way, rank: int, error: Exception, doing: str, known: Sequence[Facts]) -> Finding:
+    """Who and what is to blame: the error's own words, and what the facts add to them."""
+    fault = _explained(faults.of(error, f"rank {rank}, {doing}"))
+    peer = error.peer if isinstance(error, PeerError) else -1
+    where = f"rank {rank} -> rank {peer}" if 0 <= peer < len(known) else f"rank {rank}"
+    cause, step = fault.cause, fault.step
+    if way.rail >= 0:
+        ends = [_rail(way, known[end]).name for end in (rank, peer) if 0 <= end < len(known)]
+        fault = replace(fault, where=f"rail {way.rail} ({' -> '.join(ends)}), {doing}")
+        if swapped := swapped_rails(known):
+            cause, step = swapped.split(". Next step: ")
+        elif doing == "messages of 1 MiB":
+            cause = "small messages pass and large ones do not: the MTU of the switch is smaller than the ports'"
+            step = "set the MTU of the switch ports to that of the NICs, or the NICs' to the switch's"
+        else:
+            step = f"{step}; without this rail: UCCL_EP_NICS=^{ends[0]}"
+    elif doing == "messages of 1 MiB" and way.name != JOB:
+        cause, step = (
+            "large packets are dropped: an MTU mismatch on the way",
+            "the same MTU on all interfaces of the way",
+        )
+    return Finding(way.name, where, fault=replace(fault, cause=cause, step=step))
