@@ -1,0 +1,81 @@
+"""``uccl-ep check`` as a user types it: on one node, and on two that network namespaces play, one of them walled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.namespaces import Namespaces, run, two_namespaces
+
+#: A node alone imports torch three times.
+pytestmark = pytest.mark.timeout(180)
+#: Where ranks listen; above what kernels take for outgoing connections.
+PORT = 20471
+
+
+def start(arguments: Sequence[str], namespace: str = "", **variables: str) -> subprocess.Popen[str]:
+    inside = ["ip", "netns", "exec", namespace] if namespace else []
+    command = [*inside, sys.executable, "-m", "uccl_ep_serving.cli.main", "check", "--json", *arguments]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", **variables}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def found(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
+    output, _ = process.communicate(timeout=150)
+    return process.returncode, json.loads(output)
+
+
+def nodes(places: Namespaces, *each: Sequence[str], **variables: str) -> list[tuple[int, dict[str, Any]]]:
+    """What each node of two says."""
+    common = ["--nnodes", "2", "--master", places.addresses[0], "--seconds", "60"]
+    started = [
+        start([*common, "--node-rank", str(node), *each[node]], places.names[node], **variables) for node in range(2)
+    ]
+    return [found(process) for process in started]
+
+
+def faults(said: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By part and where; the doctor's are about this machine."""
+    named = {f"{one['part']}: {one['where']}": one["fault"] for one in said["findings"] if one["fault"]}
+    return {name: fault for name, fault in named.items() if not name.startswith("doctor")}
+
+
+def test_one_node_tries_each_way() -> None:
+    status, said = found(start([]))
+    assert faults(said) == {}
+    assert status == (0 if said["passed"] else 1)
+    parts = [one["part"] for one in said["findings"]]
+    assert parts[-8:] == ["as a job", "as a job", "shm", "shm", "tcp", "tcp", "low-latency mode", "normal mode"]
+    assert said["routes"] == [{"1": "direct"}, {"0": "direct"}]
+    shm = next(one["said"] for one in said["findings"] if one["part"] == "shm")
+    assert shm.endswith("of a plain copy")
+
+
+def test_a_port_behind_a_firewall_is_told_by_its_node() -> None:
+    with two_namespaces() as places:
+        for name in places.names:
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        # IPsec's policies block like a firewall, and every kernel has them
+        blocked = f"src 0.0.0.0/0 dst {places.addresses[1]}/32 proto tcp dport {PORT} action block".split()
+        run("ip", "-n", places.names[1], "xfrm", "policy", "add", "dir", "in", *blocked)
+        answers = nodes(places, [], [], UCCL_EP_PORT_RANGE=f"{PORT}-{PORT + 20}")
+    for status, said in answers:
+        assert status == 1
+        (fault,) = faults(said).values()
+        assert fault["where"] == "node 0 -> node 1"
+        assert fault["expected"] == f"a connection at {places.addresses[1]} port {PORT}"
+        assert "firewall" in fault["cause"]
+        assert "UCCL_EP_PORT_RANGE" in fault["step"]
+
+
+@pytest.mark.parametrize("wrong", [["--nnodes", "2"], ["--node-rank", "1"], ["--only", "first"]])
+def test_arguments_that_say_nothing_are_refused(wrong: list[str]) -> None:
+    process = start(wrong)
+    process.communicate(timeout=60)
+    assert process.returncode == 2

@@ -1,0 +1,174 @@
+"""Parts of the check by themselves: turns of pairs, who takes part under a launcher, a listener, what is printed."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from uccl_ep_serving.check.faults import Fault, Wrong
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.preflight import report
+from uccl_ep_serving.preflight.facts import Facts
+from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun
+from uccl_ep_serving.preflight.meeting import meet
+from uccl_ep_serving.preflight.rank import Outcome
+from uccl_ep_serving.preflight.reach import Listener, try_peers
+from uccl_ep_serving.preflight.wire import rounds
+
+FACTS = Facts(0, "host-a", {"uccl_ep_serving": "1"}, {}, "10.0.0.1", "eth0", 1500, links=("itself", "NVLink"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+def test_rounds_have_every_pair_once_and_no_rank_twice(ranks: int) -> None:
+    pairs = [pair for one in rounds(ranks) for pair in one]
+    assert sorted(pairs) == [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    for one in rounds(ranks):
+        busy = [rank for pair in one for rank in pair]
+        assert len(set(busy)) == len(busy)
+
+
+def test_torchrun_says_who_takes_part() -> None:
+    variables = {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    assert of_torchrun(variables, 60.0) == Job(2, 1, 8, 1, "10.0.0.1", 29400, 60.0, served=True)
+    assert of_torchrun({"MASTER_ADDR": "10.0.0.1"}, 60.0) is None
+
+
+class TestMeeting:
+    def test_a_port_that_is_taken_is_named(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(Wrong) as caught:
+            meet(Job(2, 0, 1, 0, "127.0.0.1", taken.getsockname()[1], 4.0))
+        assert "another program listens there" in caught.value.fault.cause
+
+    def test_a_master_that_nobody_reaches(self) -> None:
+        with pytest.raises(Wrong) as caught:
+            meet(Job(2, 1, 1, 0, "127.0.0.1", port := _free(), 0.6))
+        fault = caught.value.fault
+        assert fault.where == f"node 1 to the master, 127.0.0.1 port {port}"
+        assert "--port" in fault.step
+
+    def test_a_name_that_nobody_knows(self) -> None:
+        with pytest.raises(Wrong) as caught:
+            meet(Job(2, 1, 1, 0, "no-such-host.invalid", 29555, 4.0))
+        assert "a name that is known" in str(caught.value)
+
+    def test_a_node_that_does_not_come_is_named(self) -> None:
+        with pytest.raises(Wrong) as caught:
+            meet(Job(3, 0, 1, 0, "127.0.0.1", _free(), 1.0))
+        assert caught.value.fault.found == "nothing from node 1, 2"
+
+    def test_nodes_that_were_told_different_numbers(self) -> None:
+        port, failures = _free(), list[Wrong]()
+
+        def work(nodes: int, node: int) -> None:
+            try:
+                meet(Job(nodes, node, 1, 0, "127.0.0.1", port, 8.0))
+            except Wrong as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=one) for one in ((2, 0), (3, 1))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert any("--nnodes" in str(error) for error in failures), failures
+
+
+def _free() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class TestReach:
+    def test_two_that_listen_reach_each_other(self) -> None:
+        with Listener("127.0.0.1", Settings()) as one, Listener("127.0.0.1", Settings()) as other:
+            addresses = {0: ("127.0.0.1", one.port), 4: ("127.0.0.1", other.port)}
+            (finding,) = try_peers(4, addresses, {0: "node 0", 4: "node 1"})
+        assert finding.where == "node 1 -> node 0"
+        assert "GB/s over one connection" in finding.said
+
+    def test_a_refused_port_and_another_program(self) -> None:
+        (finding,) = try_peers(0, {0: ("", 0), 1: ("127.0.0.1", _free())}, {0: "a", 1: "b"})
+        assert finding.fault is not None
+        assert "rejects the port" in finding.fault.cause
+        with socket.create_server(("127.0.0.1", 0)) as odd:
+            threading.Thread(target=lambda: odd.accept()[0].close(), daemon=True).start()
+            (finding,) = try_peers(0, {0: ("", 0), 1: ("127.0.0.1", odd.getsockname()[1])}, {0: "a", 1: "b"})
+        assert finding.fault is not None
+        assert finding.fault.expected.startswith("the same bytes back")
+
+    def test_large_packets_that_are_lost_are_an_mtu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A peer that answers what is small, and takes nothing that is large."""
+        monkeypatch.setattr("uccl_ep_serving.preflight.reach._ANSWER_SECONDS", 0.2)
+        ended = threading.Event()
+
+        def serve(server: socket.socket) -> None:
+            connection, _ = server.accept()
+            with connection:
+                for _ in range(50):
+                    connection.sendall(connection.recv(16))
+                ended.wait(10)
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            threading.Thread(target=serve, args=(server,), daemon=True).start()
+            (finding,) = try_peers(0, {0: ("", 0), 1: ("127.0.0.1", server.getsockname()[1])}, {0: "a", 1: "b"})
+            ended.set()
+        assert finding.fault is not None
+        assert "MTU mismatch" in finding.fault.cause
+
+
+def _printed(outcome: Outcome, monkeypatch: pytest.MonkeyPatch, **job: Any) -> tuple[int, str]:
+    text = io.StringIO()
+    monkeypatch.setattr(report, "run_node", lambda jobs, say: outcome)
+    given = Job(**{"nodes": 1, "node": 0, "locals": 2, "local": 0, "master": "", "port": 0, "seconds": 9.0, **job})
+    status = report.run(given, {}, lambda node: [], False, Console(file=text, width=160))
+    return status, text.getvalue()
+
+
+class TestReport:
+    def test_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        outcome = Outcome(
+            [Finding("shm", "rank 0 -> rank 1", "1.5 us", "slow")], [FACTS] * 2, [{1: "direct"}, {0: "tcp"}]
+        )
+        status, said = _printed(outcome, monkeypatch)
+        assert status == 0
+        assert "direct (NVLink)" in said
+        assert "1.5 us; slow" in said
+        assert "2 ranks on 1 node: ready, 1 note, in 0 s" in said
+
+    def test_not_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fault = Fault("here", "a [thing]", "another", "the cause", "the step")
+        outcome = Outcome([Finding("TCP", "a -> b", fault=fault)])
+        status, said = _printed(outcome, monkeypatch, nodes=2, node=1)
+        assert status == 1
+        assert (
+            "TCP: here\n  expected: a [thing]\n  found: another\n  likely cause: the cause\n  next step: the step\n"
+            in said
+        )
+        assert "node 1: not ready: 1 of 1 parts failed" in said
+
+
+def test_a_store_is_what_ranks_meet_at() -> None:
+    found: list[Any] = []
+    port = _free()
+
+    def work(local: int) -> None:
+        meeting = meet(Job(1, 0, 2, local, "127.0.0.1", port, 20.0))
+        found.append((meeting.place.rank, meeting.exchange("x").all_gather(bytes([local]))))
+        meeting.leave()
+
+    threads = [threading.Thread(target=work, args=(local,)) for local in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [(0, [b"\0", b"\1"]), (1, [b"\0", b"\1"])]
