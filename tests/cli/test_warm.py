@@ -170,7 +170,7 @@ print(real()[0].loaded, "torch" in sys.modules)
 
 
 def test_no_group_is_forgotten() -> None:
-    for folder in ("kernels.cpu", "native", "proxy"):
+    for folder in ("kernels.cpu", "native", "proxy", "preflight"):
         package = importlib.import_module(f"uccl_ep_serving.{folder}")
         for module in pkgutil.walk_packages(package.__path__, f"uccl_ep_serving.{folder}."):
             if not module.name.endswith(".compiler"):

@@ -23,7 +23,8 @@ from ..proxy.transport.select import SHM, TCP
 from .facts import Facts, swapped_rails
 from .job import Finding
 from .meeting import Meeting
-from .wire import LONGEST, WINDOW_BYTES, WIRE, Measured, Wire, rounds
+from .turns import WIRE
+from .wire import LONGEST, WINDOW_BYTES, Measured, Wire, rounds
 
 __all__ = ["JOB", "Way", "try_way", "ways_of"]
 

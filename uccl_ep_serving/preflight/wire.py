@@ -1,7 +1,4 @@
-"""Messages that two ranks write into each other's windows, through proxies or directly: timed, and verified by value.
-
-Compiled, because a message into a mapped window takes less than a call from Python.
-"""
+"""Messages that two ranks write into each other's windows, through proxies or directly: timed and verified."""
 
 from __future__ import annotations
 
@@ -16,75 +13,16 @@ import torch
 
 from ..data_plane.kernel_space import KernelSpace
 from ..errors import TransportError
-from ..kernels.cpu.context import peer_window, window_address
-from ..kernels.cpu.publish import message_address, publish
-from ..kernels.cpu.wait import wait_arrived
-from ..native.atomics import copy, peek, poke
-from ..native.groups import Group
-from ..native.jit import compiled
-from ..protocol.context import STATUS_OK
-from ..protocol.streams import HOST
+from .turns import PLACES, STATE_WORDS, send_burst, take_turns
 
-__all__ = ["LONGEST", "WINDOW_BYTES", "WIRE", "Measured", "Wire", "rounds"]
+__all__ = ["LONGEST", "WINDOW_BYTES", "Measured", "Wire", "rounds"]
 
 #: Bytes of a message: no payload, the least that a command carries (its unit), a block of rows.
 _NOTHING, _LITTLE, LONGEST = 0, 16, 1 << 20
-#: Turns that are timed, and before them; messages of a burst, and how many places they go to in turn.
-_TURNS, _WARM_UP, _BURST, _PLACES = 100, 8, 64, 4
+#: Turns that are timed, and before them; messages of a burst.
+_TURNS, _WARM_UP, _BURST = 100, 8, 64
 #: Of the heap of a window: what is sent, and the places where it lands.
-WINDOW_BYTES = (1 + _PLACES) * LONGEST
-#: Words of the memory of a compiled function: messages sent to the peer and received from it, the counts of either at
-#: which it ends, and 1 for the rank that sends first.
-_SENT, _RECEIVED, _LAST_SENT, _LAST_RECEIVED, _FIRST = range(0, 40, 8)
-_STREAM = HOST
-
-
-@compiled
-def _put(context: int, peer: int, source: int, target: int, nbytes: int, count: int) -> int:
-    """Send a message; its bytes are copied here where the peer's window is mapped."""
-    if peer_window(context, peer) != 0:
-        copy(message_address(context, peer, source, target), window_address(context) + source, nbytes)
-    return publish(context, peer, _STREAM, source, target, nbytes, count)
-
-
-@compiled
-def take_turns(
-    context: int, progress: int, state: int, peer: int, source: int, target: int, nbytes: int, end: int
-) -> int:
-    """Messages of ``nbytes`` to ``peer`` and back, each after the last has come; a STATUS_*."""
-    while True:
-        to_send = peek(state + _LAST_SENT) - peek(state + _SENT)
-        to_receive = peek(state + _LAST_RECEIVED) - peek(state + _RECEIVED)
-        if to_send == 0 and to_receive == 0:
-            return STATUS_OK
-        if to_send + peek(state + _FIRST) > to_receive:
-            count = peek(state + _SENT) + 1
-            status = _put(context, peer, source, target, nbytes, count)
-            if status != STATUS_OK:
-                return status
-            poke(state + _SENT, count)
-        else:
-            count = peek(state + _RECEIVED) + 1
-            status = wait_arrived(context, progress, peer, _STREAM, count, end)
-            if status != STATUS_OK:
-                return status
-            poke(state + _RECEIVED, count)
-
-
-@compiled
-def send_burst(context: int, state: int, peer: int, source: int, target: int, nbytes: int) -> int:
-    """Messages of ``nbytes`` one behind the other, to each place in turn; a STATUS_*."""
-    while peek(state + _SENT) < peek(state + _LAST_SENT):
-        count = peek(state + _SENT) + 1
-        status = _put(context, peer, source, target + (count % _PLACES) * nbytes, nbytes, count)
-        if status != STATUS_OK:
-            return status
-        poke(state + _SENT, count)
-    return STATUS_OK
-
-
-#: What :class:`Wire` calls, to compile.
-WIRE = Group("check of the wire", take_turns, send_burst)
+WINDOW_BYTES = (1 + PLACES) * LONGEST
 
 
 class Measured(NamedTuple):
@@ -118,7 +56,7 @@ class Wire:
         assert offset is not None, "the heap of this window is too small"
         # the same on every rank: nothing else has taken any of these heaps
         self._source, self._target = offset, offset + LONGEST
-        self._state = np.zeros((space.ranks, 5), dtype=np.int64)
+        self._state = np.zeros((space.ranks, STATE_WORDS), dtype=np.int64)
 
     def measure(self, peer: int, say: Callable[[str], None] = lambda words: None) -> Measured:
         """Both ranks call this, each with the other; ``say`` is told what is being tried.
@@ -150,7 +88,7 @@ class Wire:
     def _burst(self, peer: int, sends: bool) -> float:
         """1e9 bytes per second of the rank that sends: of messages, until the answer to the last is there."""
         space, state = self._space, self._state[peer]
-        with self._verified(peer, LONGEST, 0 if sends else _PLACES):
+        with self._verified(peer, LONGEST, 0 if sends else PLACES):
             if not sends:
                 self._step(peer, 0, 0, _BURST)
                 self._step(peer, 0, 1, 0)
@@ -158,7 +96,7 @@ class Wire:
             begun = time.perf_counter()
             state[2] += _BURST
             arguments = space.context, state.ctypes.data, peer, self._source, self._target, LONGEST
-            space.wait(f"check: a burst to rank {peer}", lambda _: send_burst(*arguments))
+            space.wait(f"check: a burst to rank {peer}", lambda _: send_burst(*arguments), self._moved(peer))
             self._step(peer, 0, 0, 1)
             return _BURST * LONGEST / (time.perf_counter() - begun) / 1e9
 
@@ -167,7 +105,11 @@ class Wire:
         state[2:] = state[0] + send, state[1] + receive, space.rank < peer
         arguments = space.context, space.progress, state.ctypes.data, peer, self._source, self._target, nbytes
         words = f"check: messages of {nbytes} bytes with rank {peer}"
-        space.wait(words, lambda end: take_turns(*arguments, end))
+        space.wait(words, lambda end: take_turns(*arguments, end), self._moved(peer))
+
+    def _moved(self, peer: int) -> Callable[[], int]:
+        """How many messages have gone both ways: the deadline bounds silence."""
+        return lambda: int(self._state[peer, 0] + self._state[peer, 1])
 
     @contextlib.contextmanager
     def _verified(self, peer: int, nbytes: int, places: int) -> Iterator[None]:

@@ -22,9 +22,10 @@ def serve(rank: int, path: str, overrides: dict[str, Any], answers: Any) -> None
 
 def main() -> None:
     from uccl_ep_serving.native.groups import load
+    from uccl_ep_serving.preflight.turns import WIRE
     from uccl_ep_serving.proxy.service import proxy_groups
 
-    load(*proxy_groups("roce"))
+    load(*proxy_groups("roce"), WIRE)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as directory:

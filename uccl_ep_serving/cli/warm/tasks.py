@@ -57,14 +57,16 @@ class Task(NamedTuple):
 
 
 def all_groups() -> list[Group]:
-    """Entry points of everything on the CPU: both modes, proxies, every transport. What takes longest comes first."""
+    """Entry points of everything on the CPU: both modes, proxies, every transport, what ``uccl-ep check`` writes with.
+    What takes longest comes first."""
     from uccl_ep_serving.kernels.cpu.normal import NORMAL_NODES
     from uccl_ep_serving.kernels.select import cpu_groups
     from uccl_ep_serving.native.failure import STICKY_ERROR
+    from uccl_ep_serving.preflight.turns import WIRE
     from uccl_ep_serving.proxy.service import proxy_groups
     from uccl_ep_serving.proxy.transport.select import NIC_TRANSPORTS
 
-    return [NORMAL_NODES, *reversed(cpu_groups()), *proxy_groups("auto", NIC_TRANSPORTS), STICKY_ERROR]
+    return [NORMAL_NODES, *reversed(cpu_groups()), *proxy_groups("auto", NIC_TRANSPORTS), WIRE, STICKY_ERROR]
 
 
 def group_tasks(groups: Callable[[], list[Group]]) -> dict[Task, Outcome | None]:
