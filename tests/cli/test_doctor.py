@@ -39,6 +39,7 @@ class TestDoctor:
             "nics",
             "transports",
             "limits",
+            "container",
             "settings",
         ]
         assert {"shm", "tcp", "efa", "roce"} <= {found["name"] for found in sections["transports"]}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
-import psutil
-
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults, size
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Topology
@@ -27,12 +25,6 @@ def limits() -> Iterator[Finding]:
     yield _memlock(needed=bool(Topology.read().nics))
     yield _nofile()
     yield _spin()
-    try:
-        shm = psutil.disk_usage("/dev/shm")
-    except OSError as error:
-        yield Finding("/dev/shm", f"missing: {error.strerror}", Status.NOTE, "mount a tmpfs on /dev/shm")
-    else:
-        yield Finding("/dev/shm", f"{size(shm.free)} free of {size(shm.total)}")
 
 
 def _memlock(*, needed: bool) -> Finding:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from uccl_ep_serving.cli.doctor.container import container
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.cli.doctor.gpus import gpus
 from uccl_ep_serving.cli.doctor.limits import limits
@@ -49,6 +50,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
     "nics": nics,
     "transports": transports,
     "limits": limits,
+    "container": container,
     "settings": settings,
 }
 

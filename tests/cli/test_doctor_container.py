@@ -1,0 +1,81 @@
+"""What the doctor says of an unprivileged container: what is needed, and what is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from uccl_ep_serving.cli.doctor import container as room
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
+
+NONE = Path("/nowhere")
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **places: Path | str) -> dict[str, Finding]:
+    given: dict[str, Path | str] = {"status": NONE, "modules": NONE, "options": NONE, "shm": "/"}
+    return {one.name: one for one in room.container(**{**given, **places})}  # type: ignore[arg-type]
+
+
+def test_privileges_are_looked_at_and_none_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, options = tmp_path / "status", tmp_path / "params"
+    status.write_text("Name:\tpython\nCapEff:\t0000000000204000\n")
+    options.write_text('EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\nOther: 3\n')
+    (tmp_path / "gdrdrv").mkdir()
+    monkeypatch.setattr(room.shutil, "which", lambda name: f"/usr/bin/{name}")
+    privileged = found(monkeypatch, status=status, options=options, modules=tmp_path)
+    assert privileged["SYS_ADMIN"].value == "held, not needed"
+    assert privileged["IPC_LOCK"].value.startswith("held, ")
+    assert privileged["gdrdrv"].value == "loaded, not needed"
+    assert privileged["nvcc"].value.startswith("/usr/bin/nvcc, not needed")
+    assert 'EnableStreamMemOPs=1, RegistryDwords="PeerMappingOverride=1;", not' in privileged["driver options"].value
+    monkeypatch.setattr(room.shutil, "which", lambda name: None)
+    bare = found(monkeypatch)
+    assert [bare[name].value for name in ("SYS_ADMIN", "gdrdrv")] == ["not held, not needed", "not loaded, not needed"]
+    assert bare["driver options"].value == "no NVIDIA driver, not needed"
+    assert not [one for one in bare.values() if one.status is Status.PROBLEM]
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "HOME"])
+def test_a_cache_of_tritons_that_cannot_be_written_is_a_problem(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "later"))
+    assert found(monkeypatch)["Triton's cache"].status is Status.OK
+    # where nobody can write, root included
+    monkeypatch.setenv(variable, "/proc/1")
+    lacking = found(monkeypatch)["Triton's cache"]
+    assert lacking.status is Status.PROBLEM
+    assert "the first kernel would fail" in lacking.value
+    assert "TRITON_CACHE_DIR" in lacking.next_step
+
+
+def test_without_triton_its_cache_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    assert "Triton's cache" not in found(monkeypatch)
+
+
+@pytest.mark.parametrize(("total", "status"), [(64 << 20, Status.NOTE), (8 << 30, Status.OK)])
+def test_a_small_dev_shm_is_noted(total: int, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.psutil, "disk_usage", lambda path: SimpleNamespace(free=total, total=total))
+    shm = found(monkeypatch, shm="/dev/shm")["/dev/shm"]
+    assert shm.status is status
+    assert bool(shm.next_step) == (status is Status.NOTE)
+
+
+def test_a_missing_dev_shm_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, shm="/nowhere/shm")["/nowhere/shm"].value.startswith("missing: ")
+
+
+def test_nothing_of_what_is_not_needed_is_used() -> None:
+    """No module but the doctor's names gdrdrv, GDRCopy or nvcc."""
+    root = Path(sys.modules["uccl_ep_serving"].__file__ or "").parent
+    folders = [root, (root / "kernels").resolve(), (root / "proxy").resolve()]
+    files = [file for folder in folders for file in folder.rglob("*.py") if "doctor" not in file.parts]
+    assert len(files) > 200
+    named = [file for file in files for word in ("gdrdrv", "gdrcopy", "nvcc") if word in file.read_text().lower()]
+    assert not named
