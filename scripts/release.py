@@ -130,7 +130,7 @@ def require_notes(changelog: str) -> None:
 
 def build(python: Path, source: Path, to: Path, variables: Mapping[str, str]) -> tuple[Path, Path]:
     """Build the sdist of ``source`` and, from that, the wheel, with the setuptools of ``python``'s environment."""
-    command = [python, "-m", "build", "--no-isolation", "--outdir", to, source]
+    command: list[str | Path] = [python, "-m", "build", "--no-isolation", "--outdir", to, source]
     run("python -m build", command, seconds=_BUILD, cwd=source, variables=variables)
     sdist, wheel = to / f"{STEM}.tar.gz", to / f"{STEM}-py3-none-any.whl"
     if {path.name for path in to.iterdir()} != {sdist.name, wheel.name}:
@@ -223,7 +223,7 @@ def try_wheel(python: Path, wheel: Path, place: Path, variables: Mapping[str, st
     away.mkdir(parents=True)
     inside = make_environment(python, place / "venv", variables)
     # as scripts/install does: torch brings libraries of its own, and no resolver decides about the others
-    pinned = ["-r", LISTS / "torch.txt", "-c", LISTS / "core.txt"]
+    pinned: list[str | Path] = ["-r", LISTS / "torch.txt", "-c", LISTS / "core.txt"]
     install(inside, *pinned, seconds=_TORCH, variables=variables)
     install(inside, "--no-deps", "-r", LISTS / "core.txt", seconds=_LIST, variables=variables)
     install(inside, "--no-deps", wheel, seconds=_QUICK, variables=variables)
@@ -287,7 +287,7 @@ def release(place: Path, versions: Sequence[str], to: Path, dirty: bool) -> None
     for name in ("core.txt", "release.txt"):
         install(tools, "--no-deps", "-r", LISTS / name, seconds=_LIST, variables=variables)
     files = build(tools, source, built, variables)
-    check = [tools, "-m", "twine", "check", "--strict", *files]
+    check: list[str | Path] = [tools, "-m", "twine", "check", "--strict", *files]
     run("twine check --strict", check, seconds=_QUICK, cwd=place, variables=variables)
     require_contents(*files)
     outcomes = try_pythons(versions, files[1], place, variables)
