@@ -219,6 +219,7 @@ class Settings:
     nic_qps: int = 1
     nic_bytes_in_flight: int = 0
     nic_flush: str = "auto"
+    verbs: str = "auto"
     proxy_cpus: tuple[int, ...] = ()
     proxy_spin: str = "auto"
     trace: str = ""
@@ -498,6 +499,14 @@ SETTINGS: tuple[Variable, ...] = (
         True,
         "flush of what NICs wrote into GPU memory, before kernels are told of it. auto: by the driver, on GPUs that "
         "need one; read: each NIC reads a word of that memory back (roce), for AMD GPUs that see arrivals too early",
+        group="nic",
+    ),
+    Variable(
+        "verbs",
+        _choice("auto", "pyverbs", "ctypes"),
+        False,
+        "who makes the objects of verbs (device, PD, MR, CQ, QP, AH): pyverbs, or ctypes; auto: pyverbs where it is "
+        "installed and matches rdma-core. The data path is the same",
         group="nic",
     ),
     Variable(

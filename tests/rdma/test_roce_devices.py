@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.support import device_endpoints
 from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
 from tests.support.device_endpoints import delayed, devices, netem, open_endpoints
 from uccl_ep_serving.config import Settings
@@ -24,6 +25,17 @@ from uccl_ep_serving.proxy.state import ProxyState
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(params=["ctypes", "pyverbs"], autouse=True)
+def verbs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test both ways: objects made through ctypes, and those of pyverbs."""
+    if request.param == "pyverbs":
+        # Debian's package, for the interpreter of the same version
+        monkeypatch.syspath_prepend("/usr/lib/python3/dist-packages")
+        pytest.importorskip("pyverbs.qp", reason="apt-get install python3-pyverbs")
+    monkeypatch.setattr(device_endpoints, "VERBS", request.param)
+    return str(request.param)
 
 
 #: Acknowledgement timeout, 4.096 us * 2**n: under emulation a burst takes longer than production's 67 ms to be

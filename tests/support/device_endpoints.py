@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceEndpoint
 
 #: Soft-RoCE under emulation moves some tens of MB a second.
 MAX_WRITE = 2 << 20
+#: Who makes the objects of verbs, a value of UCCL_EP_VERBS; a test changes it.
+VERBS = "ctypes"
 
 
 def devices() -> list[str]:
@@ -28,7 +31,8 @@ def devices() -> list[str]:
 def open_endpoints(ranks: int, window_bytes: int, **options: Any) -> Iterator[tuple[Group, list[RoceEndpoint]]]:
     """A connected group of endpoints over real verbs."""
     windows = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
-    names, settings, rails = devices(), options.pop("settings", Settings()), options.pop("rails", 1)
+    names, rails = devices(), options.pop("rails", 1)
+    settings = dataclasses.replace(options.pop("settings", Settings()), verbs=VERBS)
     endpoints: list[RoceEndpoint] = []
     try:
         for rank in range(ranks):

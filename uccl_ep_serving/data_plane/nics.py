@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ..proxy.transport.nic.window import Export
     from ..proxy.transport.verbs.library import VerbsLibrary
 
-__all__ = ["HostNics", "gpu_address", "nic_transports"]
+__all__ = ["HostNics", "gpu_address", "makes_verbs_objects", "nic_transports", "root_logger_kept"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -42,6 +43,20 @@ def gpu_address() -> str:
         return ""
     domain, bus, device = parts
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def makes_verbs_objects(settings: Settings) -> str:
+    """pyverbs or ctypes, and why, in words. Raises ConfigError where UCCL_EP_VERBS asks for what is not there."""
+    from ..proxy.transport.verbs.bindings import standing
+
+    return standing(settings.verbs)
+
+
+def root_logger_kept() -> contextlib.AbstractContextManager[None]:
+    """Goes around an import of pyverbs, which sets up logging: that is undone."""
+    from ..proxy.transport.verbs import bindings
+
+    return bindings.root_logger_kept()
 
 
 def nic_transports(settings: Settings) -> tuple[str, ...]:

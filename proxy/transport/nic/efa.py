@@ -18,6 +18,7 @@ from ....errors import BootstrapError, ConfigError, TransportError
 from ....protocol.command import MAX_WRITE_BYTES, UNIT
 from ..base import Capabilities, DataPath
 from ..verbs import codes
+from ..verbs.bindings import control_path
 from ..verbs.device import Gid, open_device
 from ..verbs.library import VerbsLibrary
 from ..verbs.objects import AddressHandle, MemoryRegion, Path
@@ -222,7 +223,7 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
             raise ConfigError(f"rank {rank}: no EFA device to use; uccl-ep doctor says why")
         super().__init__(rank, ranks, proxy, window, window_bytes, watch, settings.nic_flush == "read")
         self._handles: dict[tuple[int, bytes], AddressHandle] = {}
-        library = library or load_libefa()
+        library = library or control_path(load_libefa(), settings.verbs)
         try:
             for device in devices:
                 self._monitor.look()

@@ -20,6 +20,7 @@ from ....errors import BootstrapError, ConfigError, TransportError
 from ....protocol.command import MAX_WRITE_BYTES, UNIT
 from ..base import Capabilities, DataPath
 from ..verbs import codes
+from ..verbs.bindings import control_path
 from ..verbs.library import VerbsLibrary, load_libibverbs
 from ..verbs.objects import MemoryRegion, Path, QueuePair
 from . import roce_words as rc
@@ -272,7 +273,7 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
         super().__init__(rank, ranks, proxy, window, window_bytes, watch, settings.nic_flush == "read")
         self._qps, self._peers = settings.nic_qps, sorted(peers)
         self._loopbacks: list[Loopback] = []
-        library = library or load_libibverbs()
+        library = library or control_path(load_libibverbs(), settings.verbs)
         try:
             for nic in nics:
                 self._monitor.look()
@@ -412,7 +413,8 @@ def examine(device: str, port: int, settings: Settings, library: VerbsLibrary | 
         ConfigError: there is no such device, port or GID.
         TransportError: it cannot be used; says why.
     """
-    rail = RoceRail(library or load_libibverbs(), NicPort(device, port), settings)
+    library = library or control_path(load_libibverbs(), settings.verbs)
+    rail = RoceRail(library, NicPort(device, port), settings)
     try:
         return PortFacts(128 << rail.port.mtu, str(rail.gid.address), rail.description)
     finally:

@@ -5,8 +5,7 @@ knows otherwise; nothing compiled sees a raw pointer before that. Closing an obj
 so nothing leaks however a caller fails; all of them are context managers. :mod:`.objects` has what is made from a
 device.
 
-pyverbs is not used here: it exposes no raw pointer, which the compiled data path needs, and has to match the installed
-rdma-core. Where it is installed, ``uccl-ep doctor`` adds what it reports of the devices.
+The library may have pyverbs make the objects (:mod:`.bindings`): here they are addresses of structs either way.
 """
 
 from __future__ import annotations

@@ -1,36 +1,28 @@
 """What pyverbs says of the NICs: a second opinion from the library's own Python bindings.
 
-pyverbs is optional, must match the installed rdma-core, and sets up logging when it is imported: it is imported only
-here, when asked, and what it did to the root logger is undone.
+pyverbs is optional, and must match the installed rdma-core.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
-from uccl_ep_serving.cli.doctor.findings import Finding, Status
+from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
+from uccl_ep_serving.data_plane.nics import makes_verbs_objects, root_logger_kept
+from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["examine_with_bindings"]
 
 
-@contextlib.contextmanager
-def _logging_kept() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
 def examine_with_bindings() -> Iterator[Finding]:
-    """One finding per device that pyverbs can open; nothing where it is not installed."""
+    """Who makes the objects of verbs; one finding per device that pyverbs can open, none where it is not installed."""
     try:
-        with _logging_kept():
+        yield Finding("verbs", f"objects are made by {makes_verbs_objects(settings_or_defaults())}")
+    except ConfigError as error:
+        yield Finding("verbs", str(error), Status.PROBLEM, "unset UCCL_EP_VERBS, or install pyverbs")
+    try:
+        with root_logger_kept():
             from pyverbs.device import Context, get_device_list
     except ModuleNotFoundError:
         return  # optional: the same questions are asked without it
@@ -55,7 +47,7 @@ def _words(context: Any, name: str) -> Iterator[str]:
     yield f"{limits.max_cqe} completions a queue"
     yield f"regions up to {limits.max_mr_size >> 30} GiB"
     try:
-        with _logging_kept():
+        with root_logger_kept():
             from pyverbs.providers.efa.efadv import EfaContext
         with EfaContext(name=name) as efa:
             found = efa.query_efa_device()
