@@ -108,6 +108,11 @@ class TestWorking:
             assert there.said.startswith(f"mem0r{rail} -> mem1r{rail}, roce: ")
             assert "of the NIC's 50" in there.said
         assert [rail.name for rail in outcome.known[1].rails] == ["mem1r0", "mem1r1"]
+        alone = lines(outcome, "NIC to itself")
+        assert [one.where for one in alone] == [
+            f"mem{rank}r{rail} on node {rank}" for rank in (0, 1) for rail in (0, 1)
+        ]
+        assert all("0 B " in one.said and ", 8 B " in one.said and ", 1 MiB " in one.said for one in alone)
         assert outcome.routes == [{1: "direct"}, {0: "direct"}]
         assert [one.said for one in lines(outcome, "normal mode")] == ["3 layers of dispatch and combine are right"]
         assert lines(outcome, "doctor")
@@ -174,7 +179,7 @@ class TestBroken:
         network.refuse["ibv_reg_mr"] = errno.ENOMEM
         with installed(network, monkeypatch) as here:
             outcome = check(network, here)
-        fault = only_fault(outcome, "roce rail 0")
+        fault = only_fault(outcome, "NIC to itself")
         assert "ulimit -l" in fault.cause
         assert "memlock" in fault.step
 

@@ -23,6 +23,7 @@ from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.loop import step
 from uccl_ep_serving.proxy.state import ProxyState
 from uccl_ep_serving.proxy.transport.base import ACCEPTED, ARRIVED, BUSY, DOWN, SENT
+from uccl_ep_serving.proxy.transport.verbs.objects import AddressHandle, Path
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,6 +57,18 @@ class TestRoceOnDevices(TransportContract):
                 yield group
 
         return open_group
+
+
+def test_objects_are_whose_they_should_be(verbs: str) -> None:
+    """Those of pyverbs hold the structs that the data path works on, address handles included."""
+    with open_endpoints(2, 1 << 16) as (_, endpoints):
+        rail = endpoints[0]._rails[0]
+        path = Path(port=rail.port.number, gid_index=rail.gid.index, gid=rail.gid.raw)
+        with AddressHandle(rail.pd, path) as handle:
+            structs = {one.address for one in (rail.context, rail.pd, rail.cq, handle, *rail.links[1])}
+            function = rail.context.library._functions["ibv_alloc_pd"]
+            made = function.__self__._made if verbs == "pyverbs" else {}
+            assert structs & made.keys() == (structs if verbs == "pyverbs" else set())
 
 
 @pytest.mark.parametrize("qps", [1, 2])

@@ -187,6 +187,14 @@ class HostNics:
         found = roce.examine(nic.name, self._wanted.port(nic), self._settings, self._library(transport))
         return found.mtu, found.address, found.words
 
+    def place_of(self, transport: str) -> tuple[int, int]:
+        """Port of this rank's first NIC for ``transport``, and index of the GID that ranks are reached at."""
+        from ..proxy.transport.nic import roce
+
+        nic = self.rails[transport].nics[0]
+        port = self._wanted.port(nic)
+        return port, roce.examine(nic.name, port, self._settings, self._library(transport)).gid
+
     def reach_gpu(self, transport: str, nic: Nic, start: int, nbytes: int, export: Export) -> str:
         """How ``nic`` reaches memory of a GPU, [start, start + nbytes), in words. Opens it for a moment; raises
         ConfigError or TransportError when it does not."""

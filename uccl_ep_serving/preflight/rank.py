@@ -15,6 +15,7 @@ from ..errors import UcclEpError
 from .facts import Facts, compare, gather_facts
 from .job import Finding, Job
 from .links import links_of
+from .loopback import try_nic
 from .meeting import Meeting, meet
 from .modes import MODES, try_mode
 from .reach import Listener, try_peers
@@ -103,6 +104,11 @@ def examine(
         outcome.findings += faulty
         if any(one.fault for one in faulty):
             return outcome
+    if any(one.rails for one in known):
+        mine_alone = [
+            found for rail in known[meeting.place.rank].rails for found in try_nic(rail, meeting.place, in_force, say)
+        ]
+        outcome.findings += _all(meeting, "NICs found", mine_alone)
     for way in ways_of(known, in_force):
         found, routes = try_way(way, meeting, known, in_force, device, say)
         outcome.findings += _all(meeting, f"{way.name} found", found)

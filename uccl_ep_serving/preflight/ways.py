@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ..check import faults
-from ..check.faults import Fault
 from ..config import Settings
 from ..data_plane.gpu_direct import Gpu
 from ..data_plane.runtime import Runtime
@@ -20,6 +19,7 @@ from ..gpu.context import GpuContext
 from ..gpu.memory import memory_of
 from ..native.groups import load
 from ..proxy.transport.select import SHM, TCP
+from .causes import explained
 from .facts import Facts, swapped_rails
 from .job import Finding
 from .meeting import Meeting
@@ -41,21 +41,6 @@ SETTINGS: dict[str, Any] = {
     "round_bytes": LONGEST,
     "chunk_bytes": LONGEST // 4,
 }
-
-
-#: By words of an error in lower case: the likely cause ("": it says so itself), and the next step.
-_CAUSES = (
-    (
-        "ulimit -l",
-        "",
-        "raise memlock: ulimit -l unlimited, docker --ulimit memlock=-1, or that of the container runtime",
-    ),
-    (
-        "secret",
-        "another job answers on this address and port, or something between the nodes changes what it carries",
-        "end what else runs there, or another UCCL_EP_PORT_RANGE; without proxies between the nodes",
-    ),
-)
 
 
 class Way(NamedTuple):
@@ -188,19 +173,9 @@ def _rail(way: Way, facts: Facts) -> Any:
     return [rail for rail in facts.rails if rail.transport == way.settings["transport"]][way.rail]
 
 
-def _explained(fault: Fault) -> Fault:
-    """With what the words of an error mean in a check, where they say no next step themselves."""
-    if fault.step != faults.REPORT:
-        return fault
-    for words, cause, step in _CAUSES:
-        if words in f"{fault.found} {fault.cause}".lower():
-            return replace(fault, cause=cause or fault.cause, step=step)
-    return replace(fault, step="what the other ranks say of it; uccl-ep doctor on both nodes")
-
-
 def _failure(way: Way, rank: int, error: Exception, doing: str, known: Sequence[Facts]) -> Finding:
     """Who and what is to blame: the error's own words, and what the facts add to them."""
-    fault = _explained(faults.of(error, f"rank {rank}, {doing}"))
+    fault = explained(faults.of(error, f"rank {rank}, {doing}"))
     peer = error.peer if isinstance(error, PeerError) else -1
     where = f"rank {rank} -> rank {peer}" if 0 <= peer < len(known) else f"rank {rank}"
     cause, step = fault.cause, fault.step

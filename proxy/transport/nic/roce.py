@@ -399,10 +399,12 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
 
 
 class PortFacts(NamedTuple):
-    """A port of a NIC as ranks use it: path MTU in bytes, the address it is reached at, and what it is, in words."""
+    """A port of a NIC as ranks use it: path MTU in bytes, the address it is reached at and its index among the GIDs,
+    and what it is, in words."""
 
     mtu: int
     address: str
+    gid: int
     words: str
 
 
@@ -416,6 +418,6 @@ def examine(device: str, port: int, settings: Settings, library: VerbsLibrary | 
     library = library or control_path(load_libibverbs(), settings.verbs)
     rail = RoceRail(library, NicPort(device, port), settings)
     try:
-        return PortFacts(128 << rail.port.mtu, str(rail.gid.address), rail.description)
+        return PortFacts(128 << rail.port.mtu, str(rail.gid.address), rail.gid.index, rail.description)
     finally:
         rail.close()

@@ -1,0 +1,206 @@
+"""A NIC to itself: writes with immediate of nothing, 8 bytes and 1 MiB, between two endpoints of one process, and
+between our endpoint and a peer written with pyverbs where that is installed. Without proxies: what the NIC does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..check import faults
+from ..check.faults import Wrong
+from ..config import Settings
+from ..data_plane.nics import HostNics, makes_verbs_objects
+from ..errors import UcclEpError
+from ..proxy.transport import base
+from ..proxy.transport.select import ROCE, Offer
+from .causes import explained
+from .facts import Rail
+from .job import Finding, Place
+from .pyverbs_peer import PyverbsPeer
+
+__all__ = ["try_nic"]
+
+_SIZES = (0, 8, 1 << 20)
+#: Half of a window is sent from, the other half written to.
+_HALF = 1 << 20
+_SECONDS = 10.0
+_POST = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)
+_ONE, _THREE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64), ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
+_EVENTS, _STREAM = 16, 8
+
+
+class _End:
+    """One of our endpoints, driven through its C functions.
+
+    Args:
+        endpoint: connected.
+        window: of it.
+        rank: of it, of two.
+    """
+
+    def __init__(self, endpoint: base.Endpoint, window: npt.NDArray[np.uint8], rank: int) -> None:
+        self.window, self._rank = window, rank
+        path = endpoint.data_path()
+        self._context = path.context
+        self._post, self._flush, self._poll = _POST(path.post), _ONE(path.flush), _THREE(path.poll)
+        self._events = np.zeros((_EVENTS, base.EVENT_BYTES // 8), np.int64)
+
+    def write(self, nbytes: int, immediate: int) -> None:
+        """From the first half of the own window to the second of the peer's."""
+        local = int(self.window.ctypes.data)
+        deadline = time.monotonic() + _SECONDS
+        while status := self._post(self._context, 1 - self._rank, _STREAM, local, _HALF, nbytes, immediate, immediate):
+            if status != base.BUSY or time.monotonic() > deadline:
+                raise Wrong("posting a write", "it is accepted", f"status {status}")
+            self.poll()
+        if status := self._flush(self._context):
+            raise Wrong("ringing the doorbell", "0", f"status {status}")
+
+    def poll(self) -> Iterator[tuple[str, int, int]]:
+        """What has happened: "sent" or "arrived", immediate and bytes."""
+        count = self._poll(self._context, self._events.ctypes.data, _EVENTS)
+        if count < 0:
+            raise Wrong("polling the NIC", "events", f"status {count}")
+        for kind, value, _, status in self._events[:count].tolist():
+            if kind == base.SENT:
+                yield "sent", value, 0
+            elif kind == base.ARRIVED:
+                yield "arrived", value, status
+            else:
+                raise Wrong("the connection to itself", "it stays", f"event {kind} with status {status}")
+
+    def take(self, nbytes: int) -> bytes:
+        """What lies where the peer wrote."""
+        return self.window[_HALF : _HALF + nbytes].tobytes()
+
+    def put(self, content: bytes) -> None:
+        """What :meth:`write` will send."""
+        self.window[: len(content)] = np.frombuffer(content, np.uint8)
+
+
+class _Second:
+    """The pyverbs peer, with the methods of :class:`_End`."""
+
+    def __init__(self, peer: PyverbsPeer) -> None:
+        self._peer = peer
+
+    def write(self, nbytes: int, immediate: int) -> None:
+        self._peer.write(0, nbytes, _HALF, immediate)
+        self._sent = immediate
+
+    def poll(self) -> Iterator[tuple[str, int, int]]:
+        for entry in self._peer.poll():
+            if entry.opcode == self._peer.enums.IBV_WC_RECV_RDMA_WITH_IMM:
+                yield "arrived", socket.ntohl(entry.imm_data), entry.byte_len
+            else:
+                yield "sent", self._sent, 0
+
+    def take(self, nbytes: int) -> bytes:
+        return bytes(self._peer.window.read(nbytes, _HALF))
+
+    def put(self, content: bytes) -> None:
+        self._peer.window.write(content, len(content), 0)
+
+
+def try_nic(rail: Rail, place: Place, settings: Settings, say: Callable[[str], None]) -> list[Finding]:
+    """What this rank finds of one of its NICs."""
+    where = f"{rail.name} on node {place.node}"
+    own = replace(settings, transport=rail.transport, nics=f"={rail.name}", proxies=1, channels=0)
+    found = []
+    # ours to ours; then, for reliable connections, ours to that of pyverbs
+    for other in (False, True):
+        if other and (rail.transport != ROCE or not makes_verbs_objects(settings).startswith("pyverbs")):
+            continue
+        part = "NIC to itself, pyverbs" if other else "NIC to itself"
+        say(f"{part}: {rail.name}")
+        try:
+            with contextlib.ExitStack() as stack:
+                found.append(Finding(part, where, _between(*_ends(stack, rail, own, other))))
+        except (UcclEpError, OSError, RuntimeError, Wrong) as error:
+            found.append(Finding(part, where, fault=explained(faults.of(error, f"{where}, {part}"))))
+    return found
+
+
+def _ends(stack: contextlib.ExitStack, rail: Rail, settings: Settings, other: bool) -> tuple[Any, Any]:
+    """Two ends that are connected."""
+    nics = HostNics(settings)
+    offer = nics.offers[rail.transport]
+    windows = [np.zeros(2 * _HALF, np.uint8) for _ in range(1 if other else 2)]
+    endpoints = []
+    for rank, window in enumerate(windows):
+        address = int(window.ctypes.data)
+        endpoints.append(
+            nics.endpoint(
+                rail.transport, rank, 2, 0, window=address, window_bytes=window.nbytes, peers=[1 - rank],
+                local_offers=[offer] * 2 if offer.nics else [Offer()],
+            )
+        )  # fmt: skip
+        stack.callback(endpoints[-1].close)
+    deadline = time.monotonic() + _SECONDS
+    if other:
+        port, gid = nics.place_of(rail.transport)
+        peer = PyverbsPeer(rail.name, gid, 2 * _HALF, port)
+        stack.callback(peer.close)
+        peer.connect(endpoints[0].address())
+        addresses: list[bytes | None] = [None, peer.address()]
+    else:
+        addresses = [endpoint.address() for endpoint in endpoints]
+    for rank, endpoint in enumerate(endpoints):
+        endpoint.connect([None if rank == at else one for at, one in enumerate(addresses)], deadline)
+    for endpoint in endpoints:
+        if isinstance(endpoint, base.Watchful):
+            endpoint.established()
+    ends = [_End(endpoint, windows[rank], rank) for rank, endpoint in enumerate(endpoints)]
+    return ends[0], _Second(peer) if other else ends[1]
+
+
+def _between(one: Any, other: Any) -> str:
+    """Write each size both ways, verified; what was measured, in words."""
+    words, number = [], 0
+    for nbytes in _SIZES:
+        taken = []
+        for sender, receiver in ((one, other), (other, one)) * 4:
+            number += 1
+            content = np.random.default_rng(number).integers(0, 256, nbytes, np.uint8).tobytes()
+            sender.put(content)
+            immediate = (0 if sender is one else 1) << 20 | _STREAM << 12 | number
+            begun = time.perf_counter()
+            sender.write(nbytes, immediate)
+            _wait(sender, receiver, immediate, nbytes)
+            taken.append(time.perf_counter() - begun)
+            if receiver.take(nbytes) != content:
+                raise Wrong(f"a write of {nbytes} bytes", "the bytes that were sent", "others")
+        words.append(f"{_name(nbytes)} {float(np.median(taken)) * 1e6:.0f} us")
+    return ", ".join(words)
+
+
+def _wait(sender: Any, receiver: Any, immediate: int, nbytes: int) -> None:
+    """Until the write has completed here and arrived there."""
+    seen: set[str] = set()
+    deadline = time.monotonic() + _SECONDS
+    while len(seen) < 2:
+        for end, kind in ((sender, "sent"), (receiver, "arrived")):
+            for event, value, length in end.poll():
+                if (event, value) != (kind, immediate) or (event == "arrived" and length != nbytes):
+                    found = f"{event} {value:#x} with {length} bytes"
+                    raise Wrong(f"a write of {nbytes} bytes", f"{kind} {immediate:#x}", found)
+                seen.add(event)
+        if time.monotonic() > deadline:
+            missing = " and ".join({"sent", "arrived"} - seen)
+            cause = "the NIC does not reach itself: its port, GID or switch does not return packets"
+            raise Wrong(
+                f"a write of {nbytes} bytes", f"it is {missing} within {_SECONDS:.0f} s", "nothing", cause,
+                "another GID (UCCL_EP_NIC_GID_INDEX), or this NIC out (UCCL_EP_NICS)",
+            )  # fmt: skip
+
+
+def _name(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes} B"
