@@ -86,7 +86,7 @@ SUITES = [
     _quick("tests/bench", "`uccl-ep bench`"),
     _quick("tests/benchmarks", "what `scripts/gpu-check` measures, on nothing"),
     _quick("tests/check", "`uccl-ep check --gpu` on a stub of the driver, its records, the gate of the engines"),
-    _quick("tests/preflight", "`uccl-ep check` on nodes: ways, NICs in memory, broken set-ups, namespaces with a firewall"),
+    _quick("tests/preflight", "`uccl-ep check` on nodes: ways, NICs in memory, broken set-ups, a firewall"),
     _quick("tests/cli", "`uccl-ep`: doctor, plan, top"),
     _quick("tests/compare", "`uccl-ep compare`: what its statistics claim, what it measures, keeps and says"),
     _quick("tests/control_plane", "meeting, links, failures and their causes"),

@@ -3,8 +3,8 @@
 Each function of libibverbs that makes or ends an object goes to pyverbs. Everything else (queries, the states of a
 queue pair, the data path) calls the C functions on the address of the struct behind the object, as without pyverbs.
 pyverbs shows no addresses: the struct is looked for among the words of the object's own memory, and taken only when its
-fields say that it was made from the struct it was asked for. Where none does (another pyverbs, another layout), that object,
-and what is made from it, comes from the C functions.
+fields say that it was made from the struct it was asked for. Where none does (another pyverbs, another layout), that
+object, and what is made from it, comes from the C functions.
 
 pyverbs must match the installed rdma-core, and sets up logging when it is imported: it is imported here when it is
 asked for, and what it did to the root logger is undone.
