@@ -145,6 +145,13 @@ class TestReport:
         assert "1.5 us; slow" in said
         assert "2 ranks on 1 node: ready, 1 note, in 0 s" in said
 
+    def test_many_pairs_are_one_line_but_for_those_with_something_to_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pairs = [Finding("efa rail 0", f"rank 0 -> rank {peer}", "9 us", "slow" * (peer == 7)) for peer in range(40)]
+        _, said = _printed(Outcome(pairs), monkeypatch)
+        assert said.count("efa rail 0") == 2
+        assert "39 pairs" in said
+        assert "rank 0 -> rank 7" in said
+
     def test_not_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fault = Fault("here", "a [thing]", "another", "the cause", "the step")
         outcome = Outcome([Finding("TCP", "a -> b", fault=fault)])

@@ -51,15 +51,20 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_ANSWER_SECONDS)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for _ in range(_TURNS):
-                    connection.sendall(_read(connection, _TOKEN_BYTES))
-                buffer, left = bytearray(_PIECE_BYTES), _BULK_BYTES
-                while left and (taken := connection.recv_into(buffer)):
-                    left -= taken
-                connection.sendall(b"\0")
+            # one that stands still holds up nobody else
+            threading.Thread(target=_answer, args=(connection,), name="uccl-ep check", daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(_ANSWER_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_TURNS):
+            connection.sendall(_read(connection, _TOKEN_BYTES))
+        buffer, left = bytearray(_PIECE_BYTES), _BULK_BYTES
+        while left and (taken := connection.recv_into(buffer)):
+            left -= taken
+        connection.sendall(b"\0")
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

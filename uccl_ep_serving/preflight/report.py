@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -20,6 +21,8 @@ __all__ = ["run"]
 
 #: Larger groups get no matrix of paths: it is in the JSON.
 _MOST_COLUMNS = 16
+#: Of a part; more that are well are one line, and in the JSON.
+_MOST_LINES = 24
 _WIDTH = 160
 
 
@@ -135,7 +138,14 @@ def _table(findings: Sequence[Finding]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("\npart", "\nbetween", "\nresult", ""):
         table.add_column(name, overflow="fold")
+    usual = Counter(one.part for one in findings if not (one.fault or one.note))
+    told: set[str] = set()
     for one in findings:
+        if usual[one.part] > _MOST_LINES and not (one.fault or one.note):
+            if one.part not in told:
+                told.add(one.part)
+                table.add_row(one.part, f"{usual[one.part]} pairs", "[green]ok[/]", "the figures of each: --json")
+            continue
         mark = "[red]FAILED[/]" if one.fault else "[yellow]note[/]" if one.note else "[green]ok[/]"
         table.add_row(one.part, one.where, mark, "; ".join(filter(None, (one.said, one.note))))
     return table
