@@ -32,7 +32,7 @@ print(status, heavy, file=sys.stderr)
         ("doctor --help", 0),
         ("warm --help", 0),
         ("check --help", 0),
-        ("check", 2),
+        ("check --nnodes 2", 2),
         ("check --gpu --only nothing", 2),
         ("demo --help", 0),
         ("demo-vllm --help", 0),

@@ -22,7 +22,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane import bootstrap
 from uccl_ep_serving.kernels.select import cpu_groups
 from uccl_ep_serving.native.groups import load
-from uccl_ep_serving.preflight import facts, rank, ways
+from uccl_ep_serving.preflight import facts, loopback, rank, ways
 from uccl_ep_serving.preflight.job import Finding, Job, Place
 from uccl_ep_serving.preflight.meeting import Meeting
 from uccl_ep_serving.preflight.rank import Outcome
@@ -33,6 +33,8 @@ from uccl_ep_serving.proxy.transport.verbs import codes
 RANKS = 2
 #: Every rank plays a node of its own, though all are threads of this process.
 DEVICE = torch.device("cpu")
+#: A pyverbs that is installed here knows no NICs in memory.
+PLAIN: dict[str, Any] = {"verbs": "ctypes"}
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def network() -> MemoryNetwork:
 def check(
     network: Any,
     here: threading.local,
-    settings: Callable[[int], Settings] = lambda rank: Settings(),
+    settings: Callable[[int], Settings] = lambda rank: Settings(**PLAIN),
     device: torch.device | None = None,
     say: Callable[[str], None] = lambda words: None,
 ) -> Outcome:
@@ -130,6 +132,7 @@ class TestWorking:
         with installed(network, monkeypatch) as here:
             outcome = check(network, here, device=DEVICE)
         assert outcome.passed, [one.fault for one in outcome.findings if one.fault]
+        assert len(lines(outcome, "NIC to itself, GPU memory")) == 4
         there, _ = lines(outcome, "roce rail 1, GPU memory")
         assert there.said.startswith("mem0r1 -> mem1r1, roce: ")
 
@@ -152,7 +155,7 @@ class TestBroken:
 
     def test_a_wrong_gid(self, network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
         with installed(network, monkeypatch) as here:
-            outcome = check(network, here, lambda rank: Settings(nic_gid_index=7 * rank))
+            outcome = check(network, here, lambda rank: Settings(nic_gid_index=7 * rank, **PLAIN))
         fault = only_fault(outcome, "NICs")
         assert fault.where == "node 1"
         assert "mem1r0" in fault.found
@@ -217,7 +220,7 @@ class TestBroken:
 
     def test_different_settings(self, network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
         with installed(network, monkeypatch) as here:
-            outcome = check(network, here, lambda rank: Settings(proxies=1 + rank))
+            outcome = check(network, here, lambda rank: Settings(proxies=1 + rank, **PLAIN))
         assert "UCCL_EP_PROXIES = 1, as on rank 0" in only_fault(outcome, "settings").expected
 
     def test_fewer_nics_on_one_node(self, network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +237,17 @@ def test_every_field_of_a_fault_survives_the_way_to_the_others() -> None:
     finding = Finding("p", "w", fault=Fault("a", "b", "c", "d", "e", True, "f"))
     assert msgspec.json.decode(msgspec.json.encode(finding), type=Finding) == finding
     assert dataclasses.asdict(finding.fault)["trace"] == "f"  # type: ignore[arg-type]
+
+
+def test_a_pyverbs_peer_that_cannot_open_the_nic_is_a_finding(
+    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loopback, "makes_verbs_objects", lambda settings: "pyverbs (UCCL_EP_VERBS=auto)")
+
+    def none(*_: object) -> None:
+        raise LookupError("no such device")
+
+    monkeypatch.setattr(loopback, "PyverbsPeer", none)
+    with installed(network, monkeypatch) as here:
+        outcome = check(network, here)
+    assert "no such device" in only_fault(outcome, "NIC to itself, pyverbs").found

@@ -36,6 +36,9 @@ VAGUE = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 NICS = ("verbs", "nic")
 VERBS = {str(path.relative_to(ROOT)) for folder in NICS for path in ROOT.glob(f"proxy/transport/{folder}/*.py")}
 VERBS |= {"uccl_ep_serving/cli/doctor/verbs.py"}
+# the setting, who asks what it comes to, and the peer that the check drives
+VERBS |= {"uccl_ep_serving/config.py", "uccl_ep_serving/data_plane/nics.py"}
+VERBS |= {f"uccl_ep_serving/preflight/{name}.py" for name in ("loopback", "pyverbs_peer")}
 
 
 class TestLayout:

@@ -1,33 +1,39 @@
 """A NIC to itself: writes with immediate of nothing, 8 bytes and 1 MiB, between two endpoints of one process, and
-between our endpoint and a peer written with pyverbs where that is installed. Without proxies: what the NIC does."""
+between our endpoint and a peer written with pyverbs where that is installed; in host memory, and in that of a GPU.
+Without proxies: what the NIC does."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..check import faults
 from ..check.faults import Wrong
 from ..config import Settings
 from ..data_plane.nics import HostNics, makes_verbs_objects
-from ..errors import UcclEpError
+from ..gpu.memory import memory_of
 from ..proxy.transport import base
-from ..proxy.transport.select import ROCE, Offer
+from ..proxy.transport.select import ROCE
 from .causes import explained
 from .facts import Rail
 from .job import Finding, Place
 from .pyverbs_peer import PyverbsPeer
+from .ways import DEVICE
+from .wire import device_bytes
 
 __all__ = ["try_nic"]
 
+_PART = "NIC to itself"
 _SIZES = (0, 8, 1 << 20)
 #: Half of a window is sent from, the other half written to.
 _HALF = 1 << 20
@@ -42,12 +48,13 @@ class _End:
 
     Args:
         endpoint: connected.
-        window: of it.
+        start: of its window in host memory, by which writes are told.
+        memory: uint8 tensor over the window, wherever the NIC reads and writes it.
         rank: of it, of two.
     """
 
-    def __init__(self, endpoint: base.Endpoint, window: npt.NDArray[np.uint8], rank: int) -> None:
-        self.window, self._rank = window, rank
+    def __init__(self, endpoint: base.Endpoint, start: int, memory: torch.Tensor, rank: int) -> None:
+        self._start, self._memory, self._rank = start, memory, rank
         path = endpoint.data_path()
         self._context = path.context
         self._post, self._flush, self._poll = _POST(path.post), _ONE(path.flush), _THREE(path.poll)
@@ -55,9 +62,9 @@ class _End:
 
     def write(self, nbytes: int, immediate: int) -> None:
         """From the first half of the own window to the second of the peer's."""
-        local = int(self.window.ctypes.data)
         deadline = time.monotonic() + _SECONDS
-        while status := self._post(self._context, 1 - self._rank, _STREAM, local, _HALF, nbytes, immediate, immediate):
+        arguments = 1 - self._rank, _STREAM, self._start, _HALF, nbytes, immediate, immediate
+        while status := self._post(self._context, *arguments):
             if status != base.BUSY or time.monotonic() > deadline:
                 raise Wrong("posting a write", "it is accepted", f"status {status}")
             self.poll()
@@ -79,11 +86,13 @@ class _End:
 
     def take(self, nbytes: int) -> bytes:
         """What lies where the peer wrote."""
-        return self.window[_HALF : _HALF + nbytes].tobytes()
+        return self._memory[_HALF : _HALF + nbytes].cpu().numpy().tobytes()
 
     def put(self, content: bytes) -> None:
         """What :meth:`write` will send."""
-        self.window[: len(content)] = np.frombuffer(content, np.uint8)
+        self._memory[: len(content)] = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        if self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
 
 
 class _Second:
@@ -110,56 +119,98 @@ class _Second:
         self._peer.window.write(content, len(content), 0)
 
 
-def try_nic(rail: Rail, place: Place, settings: Settings, say: Callable[[str], None]) -> list[Finding]:
-    """What this rank finds of one of its NICs."""
+def try_nic(
+    rail: Rail, place: Place, settings: Settings, device: torch.device | None, say: Callable[[str], None]
+) -> list[Finding]:
+    """What this rank finds of one of its NICs; ``device``: its GPU, None without one."""
     where = f"{rail.name} on node {place.node}"
     own = replace(settings, transport=rail.transport, nics=f"={rail.name}", proxies=1, channels=0)
     found = []
-    # ours to ours; then, for reliable connections, ours to that of pyverbs
-    for other in (False, True):
-        if other and (rail.transport != ROCE or not makes_verbs_objects(settings).startswith("pyverbs")):
-            continue
-        part = "NIC to itself, pyverbs" if other else "NIC to itself"
+    parts: dict[str, Callable[[contextlib.ExitStack, Rail, Settings], tuple[Any, Any]]] = {_PART: _ours}
+    if device is not None and settings.window != "host":
+        parts[f"{_PART}, {DEVICE}"] = functools.partial(_ours, device=device)
+    if rail.transport == ROCE and makes_verbs_objects(settings).startswith("pyverbs"):
+        parts[f"{_PART}, pyverbs"] = _with_pyverbs
+    for part, ends in parts.items():
         say(f"{part}: {rail.name}")
         try:
             with contextlib.ExitStack() as stack:
-                found.append(Finding(part, where, _between(*_ends(stack, rail, own, other))))
-        except (UcclEpError, OSError, RuntimeError, Wrong) as error:
+                found.append(Finding(part, where, _between(*ends(stack, rail, own))))
+        except Exception as error:  # of any kind, those of pyverbs included: it is what the check is for
             found.append(Finding(part, where, fault=explained(faults.of(error, f"{where}, {part}"))))
     return found
 
 
-def _ends(stack: contextlib.ExitStack, rail: Rail, settings: Settings, other: bool) -> tuple[Any, Any]:
-    """Two ends that are connected."""
+def _ours(
+    stack: contextlib.ExitStack, rail: Rail, settings: Settings, device: torch.device | None = None
+) -> tuple[_End, _End]:
+    """Two endpoints of ours, whose windows lie in memory of ``device`` where that is given."""
     nics = HostNics(settings)
-    offer = nics.offers[rail.transport]
-    windows = [np.zeros(2 * _HALF, np.uint8) for _ in range(1 if other else 2)]
-    endpoints = []
-    for rank, window in enumerate(windows):
-        address = int(window.ctypes.data)
-        endpoints.append(
-            nics.endpoint(
-                rail.transport, rank, 2, 0, window=address, window_bytes=window.nbytes, peers=[1 - rank],
-                local_offers=[offer] * 2 if offer.nics else [Offer()],
-            )
-        )  # fmt: skip
-        stack.callback(endpoints[-1].close)
+    windows = [np.zeros(2 * _HALF, np.uint8) for _ in range(2)]
+    endpoints = [_endpoint(stack, nics, rail, rank, window) for rank, window in enumerate(windows)]
+    _connect(endpoints, [endpoint.address() for endpoint in endpoints])
+    memories = [torch.from_numpy(window) for window in windows]
+    if device is not None:
+        memories = _move(stack, endpoints, device)
+    ends = (_End(endpoint, int(windows[at].ctypes.data), memories[at], at) for at, endpoint in enumerate(endpoints))
+    return next(ends), next(ends)
+
+
+def _with_pyverbs(stack: contextlib.ExitStack, rail: Rail, settings: Settings) -> tuple[_End, _Second]:
+    """An endpoint of ours and a peer written with pyverbs."""
+    nics = HostNics(settings)
+    window = np.zeros(2 * _HALF, np.uint8)
+    endpoint = _endpoint(stack, nics, rail, 0, window)
+    port, gid = nics.place_of(rail.transport)
+    peer = PyverbsPeer(rail.name, gid, 2 * _HALF, port)
+    stack.callback(peer.close)
+    peer.connect(endpoint.address())
+    _connect([endpoint], [b"", peer.address()])
+    return _End(endpoint, int(window.ctypes.data), torch.from_numpy(window), 0), _Second(peer)
+
+
+def _endpoint(
+    stack: contextlib.ExitStack, nics: HostNics, rail: Rail, rank: int, window: npt.NDArray[np.uint8]
+) -> base.Endpoint:
+    """Endpoint ``rank`` of two, not connected."""
+    endpoint = nics.endpoint(
+        rail.transport,
+        rank,
+        2,
+        0,
+        window=int(window.ctypes.data),
+        window_bytes=window.nbytes,
+        peers=[1 - rank],
+        local_offers=[nics.offers[rail.transport]] * 2,
+    )
+    stack.callback(endpoint.close)
+    return endpoint
+
+
+def _connect(endpoints: Sequence[base.Endpoint], addresses: Sequence[bytes]) -> None:
     deadline = time.monotonic() + _SECONDS
-    if other:
-        port, gid = nics.place_of(rail.transport)
-        peer = PyverbsPeer(rail.name, gid, 2 * _HALF, port)
-        stack.callback(peer.close)
-        peer.connect(endpoints[0].address())
-        addresses: list[bytes | None] = [None, peer.address()]
-    else:
-        addresses = [endpoint.address() for endpoint in endpoints]
     for rank, endpoint in enumerate(endpoints):
         endpoint.connect([None if rank == at else one for at, one in enumerate(addresses)], deadline)
     for endpoint in endpoints:
         if isinstance(endpoint, base.Watchful):
             endpoint.established()
-    ends = [_End(endpoint, windows[rank], rank) for rank, endpoint in enumerate(endpoints)]
-    return ends[0], _Second(peer) if other else ends[1]
+
+
+def _move(stack: contextlib.ExitStack, endpoints: Sequence[base.Endpoint], device: torch.device) -> list[torch.Tensor]:
+    """Have both endpoints use memory of ``device`` for their windows; views of it."""
+    memory, nbytes, starts = memory_of(device, device.type == "cpu"), 2 * _HALF, []
+    for _ in endpoints:
+        starts.append(memory.allocate(nbytes))
+        stack.callback(memory.free, starts[-1])
+    offers = []
+    for endpoint, start in zip(endpoints, starts, strict=True):
+        assert isinstance(endpoint, base.DeviceReach)
+        stack.callback(endpoint.release_device)
+        offers.append(endpoint.offer_device(start, nbytes, memory.export_dmabuf))
+    for rank, endpoint in enumerate(endpoints):
+        assert isinstance(endpoint, base.DeviceReach)
+        endpoint.accept_device([None if rank == at else offer for at, offer in enumerate(offers)])
+    return [device_bytes(start, nbytes, device) for start in starts]
 
 
 def _between(one: Any, other: Any) -> str:

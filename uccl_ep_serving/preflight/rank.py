@@ -105,10 +105,9 @@ def examine(
         if any(one.fault for one in faulty):
             return outcome
     if any(one.rails for one in known):
-        mine_alone = [
-            found for rail in known[meeting.place.rank].rails for found in try_nic(rail, meeting.place, in_force, say)
-        ]
-        outcome.findings += _all(meeting, "NICs found", mine_alone)
+        rails = known[meeting.place.rank].rails
+        alone = [found for rail in rails for found in try_nic(rail, meeting.place, in_force, device, say)]
+        outcome.findings += _all(meeting, "NICs found", alone)
     for way in ways_of(known, in_force):
         found, routes = try_way(way, meeting, known, in_force, device, say)
         outcome.findings += _all(meeting, f"{way.name} found", found)

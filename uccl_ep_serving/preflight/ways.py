@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +23,13 @@ from .facts import Facts, swapped_rails
 from .job import Finding
 from .meeting import Meeting
 from .turns import WIRE
-from .wire import LONGEST, WINDOW_BYTES, Measured, Wire, rounds
+from .wire import LONGEST, WINDOW_BYTES, Measured, Wire, device_bytes, rounds
 
-__all__ = ["JOB", "Way", "try_way", "ways_of"]
+__all__ = ["DEVICE", "JOB", "Way", "try_way", "ways_of"]
 
 #: As the settings in force have it.
 JOB = "as a job"
-_DEVICE = "GPU memory"
+DEVICE = "GPU memory"
 #: Less than this part of a NIC's rate, or of a plain copy's, is worth a note.
 _SLOW = 0.5
 #: Short waits, since everything is there already or is not; and small windows.
@@ -72,7 +71,7 @@ def ways_of(known: Sequence[Facts], settings: Settings) -> list[Way]:
             own = {"transport": transport, "direct": False}
             found.append(Way(f"{transport} rail {rail}", own, rail))
             if gpus and settings.window != "host":
-                found.append(Way(f"{transport} rail {rail}, {_DEVICE}", {**own, "window": "device"}, rail, True))
+                found.append(Way(f"{transport} rail {rail}, {DEVICE}", {**own, "window": "device"}, rail, True))
     return found
 
 
@@ -126,7 +125,7 @@ def _opened(
     try:
         if way.on_device:
             assert device is not None
-            window = _on_device(GpuContext(runtime, device).space().own_window, runtime.layout.nbytes, device)
+            window = device_bytes(GpuContext(runtime, device).space().own_window, runtime.layout.nbytes, device)
         else:
             window = torch.from_numpy(runtime.window_bytes)
         yield runtime, Wire(runtime.space, window)
@@ -134,19 +133,6 @@ def _opened(
         runtime.close(0.0)
         raise
     runtime.close()
-
-
-def _on_device(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 tensor over a window in device memory, in whose life it is used."""
-    if device.type == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-    class Window:
-        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
-
-    return torch.as_tensor(Window(), device=device)
 
 
 def _told(way: Way, rank: int, peer: int, measured: Measured, kind: str, known: Sequence[Facts]) -> Finding:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from ..data_plane.kernel_space import KernelSpace
 from ..errors import TransportError
 from .turns import PLACES, STATE_WORDS, send_burst, take_turns
 
-__all__ = ["LONGEST", "WINDOW_BYTES", "Measured", "Wire", "rounds"]
+__all__ = ["LONGEST", "WINDOW_BYTES", "Measured", "Wire", "device_bytes", "rounds"]
 
 #: Bytes of a message: no payload, the least that a command carries (its unit), a block of rows.
 _NOTHING, _LITTLE, LONGEST = 0, 16, 1 << 20
@@ -151,3 +152,16 @@ def rounds(ranks: int) -> list[list[tuple[int, int]]]:
         found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         circle[1:] = [circle[-1], *circle[1:-1]]
     return found
+
+
+def device_bytes(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 tensor over a window in device memory, in whose life it is used."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    class Window:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+    return torch.as_tensor(Window(), device=device)
