@@ -96,14 +96,14 @@ def examine(
         return outcome
     outcome.known = known
     outcome.findings += compare(known)
-    if not outcome.passed and any(one.fault for one in outcome.findings if one.part in ("versions", "settings")):
+    if any(one.fault for one in outcome.findings if one.part in ("versions", "settings")):
         return outcome
     in_force = settings()
     say("TCP")
-    if faulty := _reach(meeting, known, in_force):
-        outcome.findings += faulty
-        if any(one.fault for one in faulty):
-            return outcome
+    reached = _reach(meeting, known, in_force)
+    outcome.findings += reached
+    if any(one.fault for one in reached):
+        return outcome
     if any(one.rails for one in known):
         rails = known[meeting.place.rank].rails
         alone = [found for rail in rails for found in try_nic(rail, meeting.place, in_force, device, say)]
