@@ -252,6 +252,27 @@ class TestOneStart:
         assert kept["skipped"] == {"mpi": "no mpirun"}
         assert set(opened) == {"gloo"}
 
+    def test_who_cannot_be_opened_is_skipped_and_the_others_go_on(
+        self, measured: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = compare_run._Start.open
+
+        def open_all(start: Any, *arguments: Any) -> None:
+            fake = compare_run.open_backend
+
+            def one_refuses(name: str, *others: Any) -> Any:
+                if name == "mpi":
+                    raise RuntimeError("the library needs IBGDA")
+                return fake(name, *others)
+
+            monkeypatch.setattr(compare_run, "open_backend", one_refuses)
+            honest(start, *arguments)
+
+        monkeypatch.setattr(compare_run._Start, "open", open_all)
+        kept, _ = measured(plan("gloo", "mpi", card={"ranks": 1}))
+        assert kept["skipped"] == {"mpi": "it cannot be opened: RuntimeError: the library needs IBGDA"}
+        assert set(kept["samples_us"]) == {"gloo"}
+
     def test_rows_of_host_memory_are_not_compared_with_those_of_gpus(self) -> None:
         gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
         assert "host memory" in compare_run._other_memory("gloo-gather", gpu)

@@ -45,6 +45,9 @@ class TestPlans:
             ({"extras": {"none": "'"}}, "No closing quotation"),
             ({"line": (*LINE, "--api-key", "x")}, "--api-key would stand in the results"),
             ({"extras": {"none": "--hf-token x"}}, "--hf-token would stand"),
+            ({"line": (*LINE, "--admin-api-key", "x")}, "--admin-api-key would stand"),
+            ({"line": ("bash", "-c", "VLLM_API_KEY=x vllm serve m")}, "VLLM_API_KEY would stand"),
+            ({"extras": {"none": "HF_TOKEN=x"}}, "HF_TOKEN would stand"),
             ({"profiled_steps": -1}, "-1 steps cannot be profiled"),
         ],
     )

@@ -89,13 +89,41 @@ class TestAnswers:
         ],
     )
     def test_texts_are_equal_or_logprobs_are_near(self, other: list[Any], wrong: bool) -> None:
-        given = {"uccl_ep": other, "none": answers(), "deepep": answers()}
+        given = {"uccl_ep": other, "deepep": answers(), "none": answers()}
         result = result_of(dict.fromkeys(given, 100.0), answers=given)
         assert ("uccl_ep" in result["wrong"]) == wrong
         assert ("uccl_ep" in result["figures"]) != wrong
         # the engine's own way is the yardstick, wherever it stands
         assert result["yardstick"] == "none"
         assert "deepep" in result["figures"]
+
+    def test_one_bad_answer_among_good_ones_is_enough(self) -> None:
+        good = [*answers(), *answers(shift=0.001)]
+        off = [*good[:-1], {**answers(shift=0.15)[0], "text": "u"}]
+        result = result_of({"uccl_ep": 1.0, "none": 1.0}, answers={"uccl_ep": off, "none": good})
+        assert result["answers"]["uccl_ep"]["mean"] < 0.05 < result["answers"]["uccl_ep"]["worst_answer"]
+        assert "0.15 in the worst answer" in result["wrong"]["uccl_ep"]
+
+    @pytest.mark.parametrize("one", [{"a": -1.0}, {"b": float("nan")}])
+    def test_answers_that_cannot_be_compared_are_not_alike(self, one: dict[str, float]) -> None:
+        other = [{**answers()[0], "text": "u", "tokens": ["x"], "top": [one]}]
+        mine = [{**answers()[0], "tokens": ["b"], "top": [{"b": -1.0}]}]
+        assert "uccl_ep" in result_of({"uccl_ep": 1.0, "none": 1.0}, answers={"uccl_ep": other, "none": mine})["wrong"]
+
+    def test_a_server_of_ours_without_a_buffer_and_one_that_fell_back_are_told(self) -> None:
+        plan = ServingPlan("vllm", ("vllm",), ("uccl_ep", "pplx"), load=LOAD)
+        starts = [start_of(plan, number, {"uccl_ep": 1.0, "pplx": 1.0}) for number in (1, 2, 3)]
+        starts[1]["servers"]["uccl_ep"]["buffers"] = 0
+        starts[2]["servers"]["pplx"]["fallback"] = "falling back to allgather_reducescatter"
+        caveats = " ".join(assemble(plan, starts)["caveats"])
+        assert "No rank of uccl_ep on this host has opened a Buffer" in caveats
+        assert "The log of pplx speaks of another backend: falling back to allgather_reducescatter" in caveats
+
+    def test_figures_that_not_all_starts_have_are_left_out(self) -> None:
+        plan = ServingPlan("sglang", ("sglang",), ("uccl_ep", "none"), load=LOAD)
+        starts = [start_of(plan, number, {"uccl_ep": 1.0, "none": 1.0}) for number in (1, 2, 3)]
+        starts[0]["samples"]["uccl_ep"]["share"] = [0.1]
+        assert "share" not in assemble(plan, starts)["figures"]["uccl_ep"]
 
     def test_one_bad_start_is_enough(self) -> None:
         plan = ServingPlan("sglang", ("sglang",), ("uccl_ep", "none"), load=LOAD)

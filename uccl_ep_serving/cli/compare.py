@@ -151,6 +151,11 @@ def _report(plan: Plan, directory: Path) -> bool:
     keep(result)
     Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
     typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}")
+    first = plan.backends[0]
+    if first not in result["measured"] or not result["verdicts"]:
+        why = result["skipped"].get(first) or "nothing else could be measured"
+        typer.echo(f"compare: nothing is said of {first}: {why}", err=True)
+        return False
     return not result["wrong"]
 
 

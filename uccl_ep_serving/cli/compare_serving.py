@@ -6,7 +6,6 @@ Exit status: 0, 1 when a server could not be measured or answers otherwise than 
 from __future__ import annotations
 
 import importlib.util
-import json
 import shlex
 import sys
 import time
@@ -18,7 +17,14 @@ import typer
 from rich.console import Console
 
 from uccl_ep_serving.bench.machine import describe
-from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
+from uccl_ep_serving.compare.directory import (
+    missing_starts,
+    open_directory,
+    read_json,
+    read_starts,
+    start_file,
+    write_json,
+)
 from uccl_ep_serving.compare.serving.engines import ENGINES, engine_of
 from uccl_ep_serving.compare.serving.plan import Load, ServingPlan
 from uccl_ep_serving.errors import ConfigError, UcclEpError
@@ -77,7 +83,7 @@ def run_starts(plan: ServingPlan, directory: Path, timeout: float) -> None:
     told = _Teller(plan)
     skipped: dict[str, str] = {}
     for path in (start_file(directory, number) for number in range(1, plan.starts + 1) if number not in missing):
-        skipped |= json.loads(path.read_text())["skipped"]
+        skipped |= read_json(path)["skipped"]
     try:
         for number in missing:
             told.begin(number)

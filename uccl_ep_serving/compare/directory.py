@@ -11,7 +11,16 @@ from typing import Any, Protocol
 
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["FEWEST_STARTS", "Planned", "missing_starts", "open_directory", "read_starts", "start_file", "write_json"]
+__all__ = [
+    "FEWEST_STARTS",
+    "Planned",
+    "missing_starts",
+    "open_directory",
+    "read_json",
+    "read_starts",
+    "start_file",
+    "write_json",
+]
 
 #: How starts differ does not show in fewer.
 FEWEST_STARTS = 3
@@ -48,7 +57,8 @@ def write_json(path: Path, value: Any) -> None:
             raise
 
 
-def _read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """What ``path`` holds. Raises ConfigError where it is damaged."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -74,7 +84,7 @@ def open_directory(directory: Path, plan: Planned, commit: str) -> None:
             return
     except OSError as error:
         raise ConfigError(f"compare: {directory} cannot be written: {error}") from None
-    kept = _read(path)
+    kept = read_json(path)
     if kept.get("format") != _FORMAT or kept.get("plan") != plan.as_dict():
         different = _difference(kept.get("plan", {}), plan.as_dict())
         raise ConfigError(
@@ -123,7 +133,7 @@ def read_starts(directory: Path, plan: Planned, given: tuple[str, ...] = ()) -> 
     missing = missing_starts(directory, plan)
     if missing:
         raise ConfigError(f"compare: starts {missing} have not finished. Next step: run the same command again")
-    starts = [_read(start_file(directory, number)) for number in range(1, plan.starts + 1)]
+    starts = [read_json(start_file(directory, number)) for number in range(1, plan.starts + 1)]
     for start in starts:
         if start.get("plan") != plan.digest:
             raise ConfigError(f"compare: start {start.get('start')} in {directory} is of another plan: remove it")

@@ -24,6 +24,7 @@ from uccl_ep_serving.bench.subjects import Phases, Subject, timed
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.compare.backends import open_backend, read_counters, why_not
 from uccl_ep_serving.compare.plan import Plan, order_of_round
+from uccl_ep_serving.errors import in_words
 from uccl_ep_serving.traffic.advice import device_name, transport_name
 
 __all__ = ["measure_start"]
@@ -119,7 +120,18 @@ class _Start:
             if reason:
                 self.skipped[name] = reason
                 continue
-            subject = open_backend(backend, self.plan.card, flat, low_latency, device)
+            subject, reason = None, ""
+            try:
+                subject = open_backend(backend, self.plan.card, flat, low_latency, device)
+            # whatever a library raises that loads and cannot work here: the others are compared without it
+            except Exception as error:
+                reason = f"it cannot be opened: {in_words(error)}"
+            if reason := self.reasons(reason):
+                self.skipped[name] = reason
+                if subject is not None:
+                    subject.close()
+                continue
+            assert subject is not None
             buffer = getattr(subject, "buffer", None)
             if isinstance(buffer, Buffer):
                 self.paths[name] = transport_name(buffer.stats())

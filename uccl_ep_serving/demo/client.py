@@ -16,6 +16,8 @@ from uccl_ep_serving.demo.sglang_launch import MODEL
 __all__ = ["Answer", "Client", "Difference", "compare"]
 
 _SECONDS = 120.0
+#: Nats: how far apart two positions are taken to be whose likely tokens have none in common.
+NOTHING_SHARED = 100.0
 _TOP = 5  # most that the completions endpoint of the OpenAI interface gives
 
 
@@ -44,7 +46,8 @@ class Difference:
         equal: answers whose text is the same.
         answers: answers compared.
         positions: token positions compared: those whose preceding tokens agree.
-        largest: largest difference of a logprob at those positions, over the tokens that both list.
+        largest: largest difference of a logprob at those positions, over the tokens that both list; a position at
+            which they have none in common counts as :data:`NOTHING_SHARED`.
         mean: mean of these differences.
     """
 
@@ -65,7 +68,7 @@ def compare(one: Sequence[Answer], other: Sequence[Answer]) -> Difference:
     for left, right in zip(one, other, strict=True):
         for index, (a, b) in enumerate(zip(left.top, right.top, strict=False)):
             positions += 1
-            deltas += [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
+            deltas += [abs(a[token] - b[token]) for token in a.keys() & b.keys()] or [NOTHING_SHARED]
             if left.tokens[index] != right.tokens[index]:
                 break
     return Difference(

@@ -18,7 +18,7 @@ __all__ = ["Extra", "Load", "ServingPlan"]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 #: A line with one of these is printed, kept and logged, by the engines too.
-_SECRETS = ("--api-key", "--hf-token")
+_SECRET = re.compile(r"(--\S*|\b\w*)(api[-_]?key|hf[-_]?token|secret|password)\w*(?=[ =]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,11 @@ class ServingPlan:
         if not self.bound > 0:
             raise ConfigError(f"compare: the bound on logprobs is {self.bound}: above 0")
         words = " ".join([*self.line, *self.extras.values()])
-        for secret in _SECRETS:
-            if secret in words:
-                raise ConfigError(
-                    f"compare: {secret} would stand in the results and in the engine's logs. Next step: leave it out"
-                    " (the servers need be reached by this command only)"
-                )
+        if secret := _SECRET.search(words):
+            raise ConfigError(
+                f"compare: {secret[0]} would stand in the results and in the engine's logs. Next step: leave it out"
+                " (the servers need be reached by this command only)"
+            )
         object.__setattr__(self, "backends", distinct(self.backends))
         unknown = sorted(set(self.extras) - set(self.backends))
         if unknown:

@@ -108,7 +108,7 @@ def _server_rows(result: Result) -> Rows:
         answers = result["answers"].get(name)
         same = f"{answers['equal']} of {answers['answers']}" if answers else "the yardstick"
         difference = f"{answers['mean']:.1e}" if answers else ""
-        path = ", ".join(one["transports"]) or ("direct" if name.startswith(OURS) else "-")
+        path = ", ".join(one["transports"]) or ("not seen" if name.startswith(OURS) else "-")
         rows.append([name, path, same, difference, _seconds(ready)])
     return ["server", "path", "equal answers", "logprobs differ on average by", "ready after s"], rows
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from uccl_ep_serving.compare.plan import Plan
+from uccl_ep_serving.compare.serving.engines import ENGINES
 from uccl_ep_serving.compare.serving.plan import ServingPlan
 from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
 from uccl_ep_serving.demo.client import Answer, Difference, compare
@@ -34,12 +35,13 @@ def assemble(plan: ServingPlan, starts: Sequence[Start]) -> dict[str, Any]:
     """
     skipped = {name: text for start in reversed(starts) for name, text in start["skipped"].items()}
     measured = [name for name in plan.backends if all(name in start["samples"] for start in starts)]
-    yardstick = next((name for name in measured if not name.startswith(OURS)), measured[0] if measured else "")
+    yardstick = _yardstick(plan, measured)
     answers = {name: _difference(starts, yardstick, name) for name in measured if name != yardstick}
     wrong = {
         name: _words(one, yardstick)
         for name, one in answers.items()
-        if one["equal"] < one["answers"] and one["mean"] > plan.bound
+        # not a number is not within the bound either
+        if not one["worst_answer"] <= plan.bound
     }
     names = [name for name in measured if name not in wrong]
     verdicts = [
@@ -63,6 +65,14 @@ def assemble(plan: ServingPlan, starts: Sequence[Start]) -> dict[str, Any]:
     }
 
 
+def _yardstick(plan: ServingPlan, measured: Sequence[str]) -> str:
+    """Whose answers are taken to be right: the engine's own backend where it was measured, else the first that is not
+    ours, else the first."""
+    own = ENGINES[plan.engine].default[1]
+    others = [name for name in measured if not name.startswith(OURS)]
+    return next((name for name in (own, *others, *measured) if name in measured), "")
+
+
 def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(names[0], name) for name in names[1:]]
 
@@ -75,7 +85,7 @@ def _verdict(starts: Sequence[Start], a: str, b: str, figure: str, higher: bool)
 def _figures(samples: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
     """Median, least and most of every round of every start, by figure."""
     found = {}
-    for figure in samples[0]:
+    for figure in (name for name in samples[0] if all(name in one for one in samples)):
         everything = np.concatenate([np.asarray(one[figure]) for one in samples])
         found[figure] = {
             "median": float(np.median(everything)),
@@ -93,8 +103,12 @@ def _answers_of(start: Start, name: str) -> list[Answer]:
 
 
 def _difference(starts: Sequence[Start], yardstick: str, name: str) -> dict[str, Any]:
-    """How the answers of ``name`` differ from those of ``yardstick``, in the start where they differ most."""
-    return _worst([compare(_answers_of(start, yardstick), _answers_of(start, name)) for start in starts])
+    """How the answers of ``name`` differ from those of ``yardstick``: in the start where they differ most, and, as
+    ``worst_answer``, the mean of that answer of any start which differs most, of those whose text does."""
+    pairs = [(_answers_of(start, yardstick), _answers_of(start, name)) for start in starts]
+    each = [compare([a], [b]) for one, other in pairs for a, b in zip(one, other, strict=True)]
+    worst = max((one.mean for one in each if one.equal < one.answers), default=0.0)
+    return {**_worst([compare(one, other) for one, other in pairs]), "worst_answer": worst}
 
 
 def _worst(differences: Sequence[Difference]) -> dict[str, Any]:
@@ -104,7 +118,8 @@ def _worst(differences: Sequence[Difference]) -> dict[str, Any]:
 def _words(one: Mapping[str, Any], yardstick: str) -> str:
     return (
         f"{one['equal']} of {one['answers']} greedy answers are those of {yardstick}; logprobs of the same tokens "
-        f"differ by {one['mean']:.2g} on average, at most {one['largest']:.2g}"
+        f"differ by {one['mean']:.2g} on average, by {one.get('worst_answer', one['mean']):.2g} in the worst answer, "
+        f"at most {one['largest']:.2g}"
     )
 
 
@@ -121,6 +136,17 @@ def _caveats(plan: ServingPlan, starts: Sequence[Start], verdicts: Sequence[Any]
     again = _worst([compare(_answers_of(starts[0], yardstick), _answers_of(start, yardstick)) for start in starts[1:]])
     if again["equal"] < again["answers"] and again["mean"] > plan.bound / 2:
         said.append(f"Two starts of {yardstick} do not answer alike either: {_words(again, 'its first start')}.")
+    kept = [start["servers"] for start in starts]
+    for name in plan.backends:
+        if lines := [line for one in kept if (line := one.get(name, {}).get("fallback"))]:
+            said.append(f"The log of {name} speaks of another backend: {lines[0]}")
+    ours = [name for name in plan.backends if name.startswith(OURS) and not plan.url]
+    silent = [name for name in ours if any(one.get(name, {}).get("buffers") == 0 for one in kept)]
+    for name in silent:
+        said.append(
+            f"No rank of {name} on this host has opened a Buffer: the engine used another all-to-all, or no expert "
+            "parallelism at all. Next step: read its log, and the engine's conditions for it (docs/vllm.md)."
+        )
     machine = starts[0]["machine"]
     load = machine["load"][0] / machine["cores"]
     if load > _BUSY:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -59,6 +60,9 @@ _TELLING = (
     "CUDA_VISIBLE_",
 )  # fmt: skip
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_FALLBACK = re.compile(
+    r"all2all.*fall(ing|s)? ?back|fall(ing|s)? ?back.*(all2all|allgather_reducescatter)", re.IGNORECASE
+)
 
 
 def measure_start(
@@ -96,7 +100,8 @@ def measure_start(
                 servers[name], answers[name], samples[name] = _measure(
                     plan, server, tokenizer, place, number, timeout, _of(name, progress)
                 )
-            except (ServerFailed, ClientFailed) as error:
+            # what a server or a client has left that cannot be read ends its measurement, and no other one's
+            except (ServerFailed, ClientFailed, OSError, ValueError, LookupError, TypeError) as error:
                 skipped[name] = _reason(error, place.log)
                 progress(f"{name}: {skipped[name]}")
     if len(samples) < 2:
@@ -210,12 +215,16 @@ def _measure(
                 # the figures are there already
                 profile = f"{type(error).__name__}: {error}".splitlines()[0]
         command = server.launch.command(server.run_directory / "model", server.port)
-        transports = sorted({name for one in server.traffic() for name in one["transport_by_peer"].values()})
+        buffers = _buffers(server)
+        transports = sorted({name for one in buffers for name in one["transport_by_peer"].values()})
+        fallback = _fallback(server.run_directory / "server.log")
     told = {
         "command": [word.replace(str(server.run_directory), "DIRECTORY") for word in command],
         "environment": dict(server.launch.environment),
         "seconds_to_ready": round(ready, 1),
         "transports": transports,
+        "buffers": len(buffers),
+        "fallback": fallback,
         "profile": profile,
     }
     return told, answers, samples
@@ -242,10 +251,27 @@ def _communication(server: DemoServer) -> tuple[float, int] | None:
 
     Ranks with GPUs count the host's time, which says nothing of the kernels'.
     """
-    ranks = [one for one in server.traffic() if one["device"] != "cuda"]
+    ranks = [one for one in _buffers(server) if one["device"] != "cuda"]
     if not ranks:
         return None
     return sum(one["total_us"] for rank in ranks for one in rank["ops"].values()) / 1e6, len(ranks)
+
+
+def _buffers(server: DemoServer) -> list[dict[str, Any]]:
+    """Counters of the server's Buffers on this host; none where a rank does not answer, or is about to end."""
+    try:
+        return server.traffic()
+    except OSError:
+        return []
+
+
+def _fallback(log: Path) -> str:
+    """The first line of a server's log that says it took another all-to-all than it was told, "" without one."""
+    with contextlib.suppress(OSError):
+        for line in log.read_text(errors="replace").splitlines():
+            if _FALLBACK.search(line):
+                return line.strip()[:300]
+    return ""
 
 
 def _ask(
