@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +77,18 @@ class TestDoctor:
         status, value = shown("/dev/null/nowhere")
         assert status == "note"
         assert "UCCL_EP_CACHE_DIR=/dev/null/nowhere cannot be written" in value
+        # as Kubernetes makes the root of a volume
+        (volume := tmp_path / "volume").mkdir()
+        volume.chmod(0o777)
+        status, value = shown(str(volume / "cache"))
+        assert status == "note"
+        assert f"cache is not used: others own {volume} or can write there" in value
+        monkeypatch.setenv("HOME", "/dev/null")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: "/dev/null")
+        status, value = shown("")
+        assert status == "note"
+        assert "each process compiles for itself" in value
 
     def test_a_misspelt_setting_is_named_with_the_nearest_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
 
@@ -135,6 +149,12 @@ class TestDoctor:
         assert (said.name, said.status) == ("GPU check", "note")
         assert "no check of this machine's GPUs is on record" in said.value
         assert "uccl-ep check --gpu; the first launch of an engine runs it" in said.next_step
+        monkeypatch.setattr(gpus, "directory", lambda: None)
+        nowhere = list(gpus.gpus())[1]
+        assert nowhere.status == "problem"
+        assert "could be kept anywhere: engines are refused" in nowhere.value
+        assert "UCCL_EP_CACHE_DIR" in nowhere.next_step
+        monkeypatch.setattr(gpus, "directory", stamp.directory)
         monkeypatch.setenv("UCCL_EP_GPU_CHECK", "0")
         assert "engines are refused" in list(gpus.gpus())[1].next_step
         failed = {"parts": [{"name": "normal over ipc", "passed": False, "fault": "kernel advance: no"}]}
@@ -186,7 +206,7 @@ class TestGpus:
         monkeypatch.setattr(torch.version, "hip", hip)
         packages = {"triton": "3.5.0", "cuda-bindings": "13.0"} if hip is None else {"pytorch-triton-rocm": "3.5.0"}
         found = shown(packages, ("gcc",))
-        assert list(found) == ["triton", *(["cuda-bindings"] if hip is None else []), "C compiler"]
+        assert list(found) == ["triton", *(["cuda-bindings"] if hip is None else []), "C compiler", "Triton's cache"]
         assert {one.status for one in found.values()} == {"ok"}
 
     @pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
@@ -196,7 +216,7 @@ class TestGpus:
         import torch
 
         monkeypatch.setattr(torch.version, "cuda", "12.9")
-        found = shown({"triton": "3.1.0"}, (), UCCL_EP_DEVICE=device)
+        found = shown({"triton": "3.1.0"}, (), UCCL_EP_DEVICE=device, TRITON_CACHE_DIR="/proc/1/nowhere")
         assert "outside the supported range" in found["triton"].value
         assert "not installed" in found["cuda-bindings"].value
         assert 'pip install "cuda-bindings==12.*"' in found["cuda-bindings"].next_step
@@ -216,6 +236,39 @@ class TestGpus:
         found = shown({}, ("gcc",))["C compiler"]
         assert found.status == "problem"
         assert f"{headers} is missing" in found.value
+
+    @pytest.mark.parametrize(
+        ("variable", "below"), [("TRITON_CACHE_DIR", ""), ("TRITON_HOME", ".triton/cache"), ("HOME", ".triton/cache")]
+    )
+    def test_where_triton_writes(
+        self, shown, headers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, below: str
+    ) -> None:
+        for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        found = shown({}, (), **{variable: str(tmp_path / "later")})["Triton's cache"]
+        assert (found.status, found.value) == ("ok", f"{tmp_path / 'later' / below} can be written")
+        # where nobody can write, root included
+        found = shown({}, (), **{variable: "/proc/1"})["Triton's cache"]
+        assert found.status == "problem"
+        assert "the first kernel would fail" in found.value
+        assert found.next_step.startswith("TRITON_CACHE_DIR")
+
+    def test_a_home_that_this_user_may_not_look_into(
+        self, shown, headers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A pod's user with the home of root: all below it answers EACCES, which a Path raises."""
+        monkeypatch.delenv("TRITON_HOME", raising=False)
+        (home := tmp_path / "root").mkdir()
+        looked = os.stat
+
+        def stat(path: Any, **how: Any) -> os.stat_result:
+            if isinstance(path, (str, Path)) and home in Path(path).parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return looked(path, **how)
+
+        monkeypatch.setattr(os, "stat", stat)
+        found = shown({}, (), TRITON_CACHE_DIR=str(home / "cache"))["Triton's cache"]
+        assert found.value.startswith(f"{home / 'cache'} can")
 
     @pytest.mark.parametrize(
         ("hip", "cuda", "words"),
@@ -339,9 +392,21 @@ class TestLockedMemory:
         """``ulimit -l`` counts KiB: 1 GiB is 1048576 of them."""
 
         monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+        monkeypatch.setattr(limits, "pins_freely", lambda: False)
         (finding,) = [one for one in limits.limits() if one.name == "memlock"]
         assert finding.value == "8 MiB: below 1 GiB"
         assert finding.next_step.startswith("ulimit -l 1048576,")
+
+    @pytest.mark.parametrize(("freely", "status"), [(True, "ok"), (False, "problem")])
+    def test_a_low_limit_stands_in_nobodys_way_who_may_pin_more(
+        self, monkeypatch: pytest.MonkeyPatch, freely: bool, status: str
+    ) -> None:
+        monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+        monkeypatch.setattr(limits.Topology, "read", lambda: SimpleNamespace(nics=["mlx5_0"], gpus=[]))
+        monkeypatch.setattr(limits, "pins_freely", lambda: freely)
+        (finding,) = [one for one in limits.limits() if one.name == "memlock"]
+        assert finding.status == status
+        assert ("IPC_LOCK lifts" in finding.value) is freely
 
 
 def test_it_is_said_whether_proxies_spin(monkeypatch: pytest.MonkeyPatch) -> None:

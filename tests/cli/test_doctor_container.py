@@ -38,25 +38,20 @@ def test_privileges_are_looked_at_and_none_is_needed(tmp_path: Path, monkeypatch
     assert not [one for one in bare.values() if one.status is Status.PROBLEM]
 
 
-@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "HOME"])
-def test_a_cache_of_tritons_that_cannot_be_written_is_a_problem(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    monkeypatch.setenv(variable, str(tmp_path / "later"))
-    assert found(monkeypatch)["Triton's cache"].status is Status.OK
-    # where nobody can write, root included
-    monkeypatch.setenv(variable, "/proc/1")
-    lacking = found(monkeypatch)["Triton's cache"]
-    assert lacking.status is Status.PROBLEM
-    assert "the first kernel would fail" in lacking.value
-    assert "TRITON_CACHE_DIR" in lacking.next_step
-
-
-def test_without_triton_its_cache_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
-    assert "Triton's cache" not in found(monkeypatch)
+@pytest.mark.parametrize(
+    ("capabilities", "users", "freely"),
+    [
+        ("0000000000004000", "         0          0 4294967295\n", True),
+        ("0000000000000000", "         0          0 4294967295\n", False),
+        # the kernel asks for it in the system's own user namespace
+        ("000001ffffffffff", "         0     100000      65536\n", False),
+    ],
+)
+def test_who_may_pin_more_than_memlock_says(capabilities: str, users: str, freely: bool, tmp_path: Path) -> None:
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    (tmp_path / "uid_map").write_text(users)
+    assert room.pins_freely(tmp_path / "status", tmp_path / "uid_map") is freely
+    assert not room.pins_freely(tmp_path / "status", NONE)
 
 
 @pytest.mark.parametrize(("total", "status"), [(64 << 20, Status.NOTE), (8 << 30, Status.OK)])

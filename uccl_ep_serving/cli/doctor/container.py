@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +10,15 @@ import psutil
 
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, size
 
-__all__ = ["container"]
+__all__ = ["container", "pins_freely"]
 
-_STATUS, _MODULES = Path("/proc/self/status"), Path("/sys/module")
+_STATUS, _USERS, _MODULES = Path("/proc/self/status"), Path("/proc/self/uid_map"), Path("/sys/module")
 _DRIVER_OPTIONS = Path("/proc/driver/nvidia/params")
 _SHM = "/dev/shm"
 #: linux/capability.h.
 _SYS_ADMIN, _IPC_LOCK = 21, 14
+#: Of /proc/self/uid_map, where there is no user namespace but the system's own.
+_ALL_USERS = ["0", "0", "4294967295"]
 #: Options of NVIDIA's driver that GPU-initiated transports ask for, and their defaults.
 _ASKED = {"EnableStreamMemOPs": "0", "RegistryDwords": '""'}
 #: What Docker gives a container, and too little for the engines: NCCL, and tensors that workers hand to each other.
@@ -29,7 +28,7 @@ _DOCKER_SHM = 64 << 20
 def container(
     status: Path = _STATUS, modules: Path = _MODULES, options: Path = _DRIVER_OPTIONS, shm: str = _SHM
 ) -> Iterator[Finding]:
-    """Privileges, drivers and tools beyond the NICs' and GPUs' own: none is needed; then caches and ``/dev/shm``."""
+    """Privileges, drivers and tools beyond the NICs' and GPUs' own: none is needed; then ``/dev/shm``."""
     held = _capabilities(status)
     words = ["held" if held >> _SYS_ADMIN & 1 else "not held", "held" if held >> _IPC_LOCK & 1 else "not held"]
     yield Finding("SYS_ADMIN", f"{words[0]}, not needed")
@@ -37,8 +36,17 @@ def container(
     yield Finding("gdrdrv", f"{'loaded' if (modules / 'gdrdrv').is_dir() else 'not loaded'}, not needed")
     yield Finding("nvcc", f"{shutil.which('nvcc') or 'not there'}, not needed: kernels are Triton's")
     yield Finding("driver options", f"{_options(options)}, not needed")
-    yield from _triton_cache()
     yield _shm(shm)
+
+
+def pins_freely(status: Path = _STATUS, users: Path = _USERS) -> bool:
+    """Whether this process may pin more memory than memlock says: with IPC_LOCK in force, of the system's own user
+    namespace, as the kernel asks when it registers memory."""
+    try:
+        own = users.read_text().split() == _ALL_USERS
+    except OSError:
+        return False
+    return own and bool(_capabilities(status) >> _IPC_LOCK & 1)
 
 
 def _capabilities(status: Path) -> int:
@@ -58,24 +66,6 @@ def _options(file: Path) -> str:
         return "no NVIDIA driver"
     changed = [f"{name}={lines[name]}" for name, usual in _ASKED.items() if lines.get(name, usual) != usual]
     return ", ".join(changed) or "as they come"
-
-
-def _triton_cache() -> Iterator[Finding]:
-    """Where Triton keeps what it compiles, which it does not ask about before it writes there."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    wanted = os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")
-    place = next(one for one in (Path(wanted), *Path(wanted).parents) if one.exists())
-    try:
-        # permissions say less than trying: a file system may be read-only, or full
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        step = "TRITON_CACHE_DIR with a directory that this user can write (an emptyDir or a volume), or HOME"
-        value = f"{wanted} cannot be written ({error.strerror}): the first kernel would fail"
-        yield Finding("Triton's cache", value, Status.PROBLEM, step)
-    else:
-        yield Finding("Triton's cache", f"{wanted} can be written")
 
 
 def _shm(path: str) -> Finding:

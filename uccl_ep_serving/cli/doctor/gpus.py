@@ -8,12 +8,13 @@ import runpy
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from uccl_ep_serving.check.machine import present
-from uccl_ep_serving.check.stamp import COMMAND, State, look
+from uccl_ep_serving.check.stamp import COMMAND, State, directory, look
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
 from uccl_ep_serving.cli.doctor.software import package
 
@@ -55,7 +56,9 @@ def gpus() -> Iterator[Finding]:
         # a later one needs a later driver than torch does
         pick = f"=={(torch.version.cuda or '').partition('.')[0]}.*"
         yield package("cuda-bindings", required=needed, pick=pick, instead=_ON_CPU)
-    yield _compiler(Status.PROBLEM if needed else Status.NOTE)
+    lacking = Status.PROBLEM if needed else Status.NOTE
+    yield _compiler(lacking)
+    yield _triton_cache(lacking)
 
 
 def _check_on_record() -> Finding:
@@ -66,6 +69,10 @@ def _check_on_record() -> Finding:
         return Finding("GPU check", str(error), Status.NOTE, f"{COMMAND}; engines are refused until it passes")
     if record.state is State.PASSED:
         return Finding("GPU check", record.why)
+    if record.state is State.UNKNOWN and directory() is None:
+        step = "UCCL_EP_CACHE_DIR with a directory that this user can write and nobody else"
+        value = f"{record.why}, and none could be kept anywhere: engines are refused"
+        return Finding("GPU check", value, Status.PROBLEM, step)
     first = "the first launch of an engine runs it, in two minutes at most"
     if not settings_or_defaults().gpu_check:
         first = "UCCL_EP_GPU_CHECK=0: engines are refused until it has passed"
@@ -101,3 +108,20 @@ def _compiler(lacking: Status) -> Finding:
         step = f"apt-get install python3-dev (of this Python){_ON_CPU}"
         return Finding("C compiler", f"{compiler}, but {header} is missing, Triton needs it", lacking, step)
     return Finding("C compiler", f"{compiler}, with {header}")
+
+
+def _triton_cache(lacking: Status) -> Finding:
+    """Where Triton keeps what it compiles, which it does not ask about before it writes there."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    wanted = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    # os.path, because a Path raises where this user may not look
+    place = next(one for one in (wanted, *wanted.absolute().parents) if os.path.exists(one))
+    try:
+        # permissions say less than trying: a file system may be read-only, or full
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        step = f"TRITON_CACHE_DIR with a directory that this user can write (an emptyDir or a volume), or HOME{_ON_CPU}"
+        value = f"{wanted} cannot be written ({error.strerror}): the first kernel would fail"
+        return Finding("Triton's cache", value, lacking, step)
+    return Finding("Triton's cache", f"{wanted} can be written")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
+from uccl_ep_serving.cli.doctor.container import pins_freely
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults, size
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.topology import Topology
@@ -34,8 +35,13 @@ def _memlock(*, needed: bool) -> Finding:
         return Finding("memlock", "unlimited")
     if soft >= _MEMLOCK_FLOOR:
         return Finding("memlock", size(soft))
+    if pins_freely():
+        return Finding("memlock", f"{size(soft)}, which IPC_LOCK lifts")
     # the shell counts KiB where the system call counts bytes
-    step = f"ulimit -l {_MEMLOCK_FLOOR >> 10}, or raise memlock in /etc/security/limits.conf or for the container"
+    step = (
+        f"ulimit -l {_MEMLOCK_FLOOR >> 10}, or raise memlock in /etc/security/limits.conf or for the container; root "
+    )
+    step += "of a container may have the capability IPC_LOCK instead, which runtimes give to no other user"
     status = Status.PROBLEM if needed else Status.NOTE
     return Finding("memlock", f"{size(soft)}: below {size(_MEMLOCK_FLOOR)}", status, step)
 

@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
@@ -16,7 +17,7 @@ from uccl_ep_serving.cli.doctor.findings import Finding, Status, size
 from uccl_ep_serving.cli.warm.tasks import all_groups
 from uccl_ep_serving.config import cache_wanted
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
-from uccl_ep_serving.native.cache import cache_directory
+from uccl_ep_serving.native.cache import cache_directory, ours
 
 __all__ = ["engines", "environment", "package"]
 
@@ -84,9 +85,13 @@ def environment() -> Iterator[Finding]:
 def _compiled_code() -> Finding:
     """Where compiled code is kept, whether that is where the user wants it, and whether it is all there."""
     directory, wanted = cache_directory(), cache_wanted()
+    if directory.is_relative_to(os.devnull):
+        value = "no directory that this user can write and nobody else: each process compiles for itself"
+        return Finding("compiled code", value, Status.NOTE, "UCCL_EP_CACHE_DIR with such a directory, or HOME")
     if wanted and not directory.is_relative_to(wanted):
-        value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} cannot be written"
-        return Finding("compiled code", value, Status.NOTE, "make the directory writable for this user, or unset it")
+        value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} {_refused(Path(wanted))}"
+        step = "a directory that this user can write and nobody else, of a pod's volume one below its root that is "
+        return Finding("compiled code", value, Status.NOTE, f"{step}mounted with subPath; or unset it")
     try:
         groups = all_groups()
         missing = [group.name for group in groups if not group.cached]
@@ -96,6 +101,14 @@ def _compiled_code() -> Finding:
         return Finding("compiled code", f"{directory}: warm, all of {len(groups)} groups")
     value = f"{directory}: {len(missing)} of {len(groups)} groups missing: {', '.join(missing)}"
     return Finding("compiled code", value, Status.NOTE, "uccl-ep warm, else the first Buffer that needs them compiles")
+
+
+def _refused(wanted: Path) -> str:
+    """Why compiled code is not kept in ``wanted``, in words."""
+    for place in (wanted, *wanted.absolute().parents):
+        if os.path.isdir(place) and not ours(place):
+            return f"is not used: others own {place} or can write there"
+    return "cannot be written"
 
 
 def _engine(name: str, engine: Engine) -> Finding:
