@@ -7,6 +7,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import yaml
+
 from tests.support.source_tree import ROOT
 
 
@@ -22,6 +24,17 @@ def typed(stand_in: Path, script: Path, *arguments: str, **environment: str) -> 
         check=True,
     )
     return output.stdout.split("\n")[:-1]
+
+
+def pod_line(stand_in: Path, manifest: str, index: int) -> list[str]:
+    """The arguments that pod ``index`` of an example for Kubernetes gives to the program of the name ``stand_in``."""
+    found = yaml.safe_load_all((ROOT / "examples/07_kubernetes" / manifest).read_text())
+    (pod,) = [one["spec"]["template"]["spec"] for one in found if "template" in one["spec"]]
+    (container,) = pod["containers"]
+    script = stand_in.with_suffix(".sh")
+    # Kubernetes puts variables that it knows in their places, and leaves the rest to the shell
+    script.write_text(shlex.join(word.replace("$(POD_INDEX)", str(index)) for word in container["command"]))
+    return typed(stand_in, script, POD_INDEX=str(index))
 
 
 def page_lines(page: str, engine: str, **variables: str) -> list[list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.launch_lines import page_lines, typed
+from tests.engines.launch_lines import page_lines, pod_line, typed
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.client import Client
 from uccl_ep_serving.demo.server import DemoServer, free_port
@@ -101,6 +101,15 @@ def test_sglang_takes_the_line_of_the_readme(in_engine: InEngine) -> None:
     assert (program, command) == ("sglang", "serve")
     parsed = in_engine(engine_parse, options)
     assert (parsed["moe_a2a_backend"], parsed["tp_size"], parsed["attn_dp_size"]) == ("uccl_ep", 8, 8)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_sglang_takes_the_line_of_the_pods(in_engine: InEngine, tmp_path: Path, index: int) -> None:
+    command, *options = pod_line(tmp_path / "sglang", "efa.yaml", index)
+    assert command == "serve"
+    parsed = in_engine(engine_parse, options)
+    assert (parsed["moe_a2a_backend"], parsed["tp_size"], parsed["attn_dp_size"]) == ("uccl_ep", 16, 16)
+    assert (parsed["nnodes"], parsed["node_rank"], parsed["dist_init_addr"]) == (2, index, "sglang-0.sglang:20000")
 
 
 def test_unknown_role_is_refused(tmp_path: Path) -> None:

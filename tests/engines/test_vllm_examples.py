@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.launch_lines import page_lines, typed
+from tests.engines.launch_lines import page_lines, pod_line, typed
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +106,16 @@ def test_vllm_takes_the_line_of_the_readme(in_engine: InEngine) -> None:
     parsed = in_engine(engine_parse, options)
     assert (parsed["all2all_backend"], parsed["data_parallel_size"]) == ("uccl_ep", 8)
     assert parsed["enable_expert_parallel"]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_vllm_takes_the_line_of_the_pods(in_engine: InEngine, tmp_path: Path, index: int) -> None:
+    command, *options = pod_line(tmp_path / "vllm", "roce.yaml", index)
+    assert command == "serve"
+    parsed = in_engine(engine_parse, options)
+    assert (parsed["all2all_backend"], parsed["data_parallel_address"]) == ("uccl_ep", "vllm-0.vllm")
+    assert (parsed["data_parallel_size"], parsed["data_parallel_size_local"]) == (16, 8)
+    assert (parsed["headless"], parsed["data_parallel_start_rank"]) == ((True, 8) if index else (False, None))
 
 
 def engine_ray_key() -> str:

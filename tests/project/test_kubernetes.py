@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -54,14 +55,23 @@ def test_a_field_that_does_not_exist_is_noticed() -> None:
 def test_pods_are_unprivileged(name: str) -> None:
     (pod,) = pods(name)
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert {kind for volume in pod["volumes"] for kind in volume if kind != "name"} <= {
+        "emptyDir",
+        "persistentVolumeClaim",
+    }
+    added = set()
     for container in containers(name):
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
-        assert "privileged" not in context
+        assert context.keys() <= {"allowPrivilegeEscalation", "capabilities"}
         assert context["capabilities"]["drop"] == ["ALL"]
-        assert context["capabilities"].get("add", []) in ([], ["IPC_LOCK"])
+        added.update(context["capabilities"].get("add", []))
+    # a runtime gives what is added to root only: another user has it in name
+    assert added == ({"IPC_LOCK"} if name == "roce.yaml" else set())
+    root = pod["securityContext"]["runAsUser"] == 0
+    assert root == bool(added)
+    assert pod["securityContext"].get("runAsNonRoot", False) == (not root)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -69,19 +79,40 @@ def test_pods_have_their_devices_and_memory(name: str) -> None:
     (pod,) = pods(name)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    for container in containers(name):
-        asked = container["resources"]
-        # a guaranteed pod: nothing of it is taken away, and extended resources allow nothing else
-        assert asked["requests"] == asked["limits"]
-        assert asked["limits"]["nvidia.com/gpu"] == "8"
-        assert {"vpc.amazonaws.com/efa", "rdma/hca"} & asked["limits"].keys()
+    assert volumes["shm"]["emptyDir"]["sizeLimit"]
+    home, *others = containers(name)
+    # a guaranteed pod: nothing of it is taken away, and extended resources allow nothing else
+    assert all(one["resources"]["requests"] == one["resources"]["limits"] for one in (home, *others))
+    assert home["resources"]["limits"].keys() == {"cpu", "memory"}
+    for container in others:
+        limits = container["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == "8"
+        assert ("rdma/hca" if name == "roce.yaml" else "vpc.amazonaws.com/efa") in limits
+        assert ("hugepages-2Mi" in limits) == (name == "efa.yaml")
         mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
         assert mounts["/dev/shm"] == "shm"
         assert set(mounts.values()) <= set(volumes)
-    for container in containers(name) if name != "check.yaml" else ():
-        caches = [one["value"] for one in container["env"] if one["name"].endswith("CACHE_DIR")]
-        assert len(caches) == 2
-        assert all(place.startswith("/cache/") for place in caches)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_the_image_has_compiled_is_what_pods_find(name: str) -> None:
+    """In a directory that nobody else can write, under the path where it was compiled, the same for all containers."""
+    image = (FOLDER / "Dockerfile").read_text()
+    places = dict(re.findall(r"(HOME|UCCL_EP_CACHE_DIR|TRITON_CACHE_DIR)=(\S+)", image))
+    assert all(Path(place).is_relative_to(places["HOME"]) for place in places.values())
+    (pod,) = pods(name)
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "home"]
+    assert "emptyDir" in volume
+    filled, *others = containers(name)
+    (all_of_it,) = filled["volumeMounts"]
+    program, how, source, to = filled["command"]
+    # not with its owner, who may be another than the pod's user, and whom that one may not give it to
+    assert (program, how, source) == ("cp", "-r", places["HOME"])
+    assert (to.rstrip("/"), all_of_it["name"]) == (all_of_it["mountPath"], "home")
+    for container in others:
+        (mount,) = [one for one in container["volumeMounts"] if one["name"] == "home"]
+        assert (mount["mountPath"], mount["subPath"]) == (source, Path(source).name)
+        assert not {one["name"] for one in container.get("env", ())} & places.keys()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -101,13 +132,26 @@ def test_every_pod_runs_the_check_that_we_have(name: str) -> None:
         raise AssertionError(words) from error
 
 
-def test_the_image_installs_what_release_builds_and_compiles_for_a_gpu_that_we_know() -> None:
+def test_the_image_compiles_for_the_job_of_the_pods() -> None:
     from uccl_ep_serving.cli.warm import GPUS
 
-    text = (FOLDER / "Dockerfile").read_text()
+    text = (FOLDER / "Dockerfile").read_text().replace("\\\n", " ")
     assert "COPY uccl_ep_serving-*.whl" in text
-    gpu = re.search(r"^ARG GPU=(\w+)$", text, re.MULTILINE)
-    assert gpu is not None
-    assert gpu[1] in GPUS
-    # as an unprivileged user, whose cache it is
-    assert text.index("USER 1000") < text.index("uccl-ep warm")
+    given = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE))
+    assert given["GPU"] in GPUS
+    assert given["EFA_INSTALLER"] == ""
+    (warm,) = re.findall(r"^RUN uccl-ep (warm .*)$", text, re.MULTILINE)
+    parse([given[word[2:-1]] if word.startswith("${") else word for word in warm.split()])
+    nodes, gpus = 2, 8
+    assert (given["RANKS"], given["NODE_RANKS"]) == (str(nodes * gpus), str(gpus))
+    assert all(pod[0]["spec"].get("replicas", pod[0]["spec"].get("completions")) == nodes for pod in workloads())
+    # as the unprivileged user of the pods, whose files they are
+    (user,) = re.findall(r"useradd --uid (\d+)", text)
+    assert text.index(f"USER {user}\n") < text.index("uccl-ep warm")
+    assert user != "1000", "Ubuntu 24.04 has a user of this number, and useradd refuses"
+    assert all(pod["securityContext"]["runAsUser"] in (0, int(user)) for name in FILES for pod in pods(name))
+
+
+def workloads() -> list[list[dict[str, Any]]]:
+    """What makes the pods of each file."""
+    return [[one for one in resources(name) if "template" in one["spec"]] for name in FILES]
