@@ -25,6 +25,7 @@ from uccl_ep_serving.native.groups import load
 from uccl_ep_serving.preflight import facts, loopback, rank, ways
 from uccl_ep_serving.preflight.job import Finding, Job, Place
 from uccl_ep_serving.preflight.meeting import Meeting
+from uccl_ep_serving.preflight.names import Names
 from uccl_ep_serving.preflight.rank import Outcome
 from uccl_ep_serving.preflight.turns import WIRE
 from uccl_ep_serving.proxy.service import proxy_groups
@@ -35,6 +36,12 @@ RANKS = 2
 DEVICE = torch.device("cpu")
 #: A pyverbs that is installed here knows no NICs in memory.
 PLAIN: dict[str, Any] = {"verbs": "ctypes"}
+
+
+@pytest.fixture(autouse=True)
+def this_host_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name and its routes are."""
+    monkeypatch.setattr(facts, "gather_names", lambda interface: Names("", "10.0.0.1"))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from uccl_ep_serving.preflight import report
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun
 from uccl_ep_serving.preflight.meeting import meet
+from uccl_ep_serving.preflight.names import Names, gather_names, unreachable
 from uccl_ep_serving.preflight.rank import Outcome
 from uccl_ep_serving.preflight.reach import Listener, try_peers
 from uccl_ep_serving.preflight.wire import rounds
@@ -124,6 +125,39 @@ class TestReach:
             ended.set()
         assert finding.fault is not None
         assert "MTU mismatch" in finding.fault.cause
+
+
+class TestNames:
+    """Addresses that the engines' own groups would take."""
+
+    @pytest.mark.parametrize(
+        ("names", "steps"),
+        [
+            (Names("10.0.0.1", "10.0.0.1"), []),
+            (Names("", "host-a"), []),
+            (Names("127.0.1.1", "10.0.0.1"), ["export GLOO_SOCKET_IFNAME=eth0 there"]),
+            (Names("::1", ""), ["export GLOO_SOCKET_IFNAME=eth0 there", "export SGLANG_HOST_IP=10.0.0.1 "]),
+            (Names("fe80::1%eth0", "127.0.0.1"), ["export SGLANG_HOST_IP=10.0.0.1 "]),
+        ],
+    )
+    def test_what_stays_in_the_host_is_told(self, names: Names, steps: list[str]) -> None:
+        found = list(unreachable(names, "node 1", "host-a", "10.0.0.1", "eth0"))
+        for finding, step in zip(found, steps, strict=True):
+            assert finding.fault is not None
+            assert finding.fault.step.startswith(step)
+
+    def test_the_first_address_that_can_be_listened_on_is_gloos(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answers = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (one, 0)) for one in ("192.0.2.77", "127.0.0.5")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
+        assert gather_names("", {"VLLM_HOST_IP": "10.0.0.9"}) == Names("127.0.0.5", "10.0.0.9")
+        assert gather_names("eth0", {"VLLM_HOST_IP": "10.0.0.9"}).gloo == ""
+
+    def test_a_name_that_nobody_knows_is_on_loopback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unknown(*_: object, **__: object) -> None:
+            raise socket.gaierror
+
+        monkeypatch.setattr(socket, "getaddrinfo", unknown)
+        assert gather_names("", {}).gloo == "127.0.0.1"
 
 
 def _printed(outcome: Outcome, monkeypatch: pytest.MonkeyPatch, **job: Any) -> tuple[int, str]:

@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..protocol.message import FORMAT_VERSION
 from ..proxy.transport.select import NIC_TRANSPORTS
 from .job import Finding, Place, failed
+from .names import Names, gather_names, unreachable
 
 __all__ = ["Facts", "Rail", "compare", "gather_facts"]
 
@@ -56,6 +57,7 @@ class Facts(msgspec.Struct, frozen=True):
         address, interface, mtu: where it listens, why there, and the MTU of that interface (0: not known).
         rails: its NICs, those that work.
         left_out: NICs that it does not use though it might, and why.
+        names: addresses that an engine's own groups would take.
         gpu: name of its GPU, "" without one.
         links: to each GPU of its node: "NVLink", "peer access", "none"; () without one.
         copies: 1e9 bytes per second of a copy in memory.
@@ -70,6 +72,7 @@ class Facts(msgspec.Struct, frozen=True):
     mtu: int
     rails: tuple[Rail, ...] = ()
     left_out: tuple[str, ...] = ()
+    names: Names = Names("", "")
     gpu: str = ""
     links: tuple[str, ...] = ()
     copies: float = 0.0
@@ -104,6 +107,7 @@ def gather_facts(place: Place, settings: Settings, store_host: str, gpu: str, li
         mtu,
         tuple(rails),
         tuple(dict.fromkeys(left_out)),
+        gather_names(settings.gloo_socket_ifname),
         gpu,
         links,
         _copies() if place.local == 0 else 0.0,
@@ -191,8 +195,12 @@ def _other_version(name: str, first: Facts, facts: Facts) -> Finding:
 
 
 def _networks(known: Sequence[Facts]) -> Iterator[Finding]:
-    """MTUs of the interfaces that the control connections and tcp use."""
+    """What stands between nodes: addresses that do not leave one, MTUs of the interfaces that tcp uses."""
     of_node = {facts.node: facts for facts in reversed(known)}
+    if len(of_node) > 1:
+        for node, facts in sorted(of_node.items()):
+            where = f"node {node} ({facts.host})"
+            yield from unreachable(facts.names, where, facts.host, facts.address, facts.interface)
     mtus = {facts.mtu for facts in of_node.values() if facts.mtu}
     if len(mtus) > 1:
         words = ", ".join(f"node {node}: {facts.interface} {facts.mtu}" for node, facts in sorted(of_node.items()))
