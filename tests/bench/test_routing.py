@@ -43,7 +43,7 @@ def test_popularity_falls_as_the_exponent_says() -> None:
 
 def test_a_trace_is_replayed_whole_or_by_its_layer(tmp_path: Path) -> None:
     ids = np.arange(12, dtype=np.int16).reshape(3, 4)
-    records = [trace.Whole(layer, 0, 0, ids + layer) for layer in (0, 3)]
+    records = [trace.Whole(layer, 0, 1, ids + layer) for layer in (0, 3)]
     file = tmp_path / "rank0.npz"
     trace.write_whole(file, rank=0, ranks=1, experts=16, topk=4, records=records)
     drawn = Routing.draw(card(route=f"trace:{file}:3"))

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.traffic.trace import Whole, load, write_histogram, write_whole
+from uccl_ep_serving.traffic.trace import Whole, digest, load, write_whole
 
 EXPERTS, TOPK = 16, 4
 
@@ -26,17 +25,6 @@ def written(path: Path, records: list[Whole], rank: int = 0, ranks: int = 2) -> 
     return path
 
 
-def counted(path: Path, counts: dict[int, Any]) -> Path:
-    arrays = {layer: np.array(one, np.int64) for layer, one in counts.items()}
-    dispatches = dict.fromkeys(counts, 3)
-    write_histogram(path, rank=0, ranks=1, experts=EXPERTS, topk=TOPK, counts=arrays, dispatches=dispatches)
-    return path
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_dispatches_of_several_ranks_come_back_by_layer(tmp_path: Path) -> None:
     first = [Whole(layer, step, 0, some_ids(3 + step, layer * 10 + step)) for step in range(3) for layer in (3, 4)]
     written(tmp_path / "a.npz", first)
@@ -48,41 +36,19 @@ def test_dispatches_of_several_ranks_come_back_by_layer(tmp_path: Path) -> None:
         assert np.array_equal(one.ids, record.ids)
     assert trace.histogram.sum() == TOPK * (3 + 4 + 5 + 5)
     assert [one.layer for one in load(tmp_path).steps[0]] == [3, 4] * 3
+    assert sorted(load(tmp_path).counts) == [3, 4]
     with pytest.raises(ConfigError, match=r"has no layer 5, only 3, 4"):
         load(tmp_path, 5)
 
 
-def test_a_replay_takes_consecutive_tokens_of_one_rank_without_padding(tmp_path: Path) -> None:
-    ids = some_ids(6)
-    ids[2] = -1
-    ids[4, 1] = -1
-    trace = load(written(tmp_path / "a.npz", [Whole(0, 0, 0, ids), Whole(0, 1, 0, np.full((2, TOPK), -1))]))
-    kept = torch.from_numpy(ids[[0, 1, 3, 5]].astype(np.int64))
-    got = trace.draw(7, 6, generator())
-    assert got.dtype == torch.int64
-    assert torch.equal(got, torch.cat([kept, kept[:2]]))
-    assert trace.histogram.sum() == 5 * TOPK - 1
-    empty = load(written(tmp_path / "b.npz", [Whole(0, 0, 0, np.full((2, TOPK), -1))]))
-    with pytest.raises(ConfigError, match="nothing to replay"):
-        empty.draw(0, 4, generator())
-
-
-def test_a_histogram_is_replayed_by_drawing_from_it(tmp_path: Path) -> None:
-    counts = np.zeros(EXPERTS, np.int64)
-    counts[:6] = (50, 10, 10, 10, 10, 10)
-    trace = load(counted(tmp_path / "a.npz", {2: counts, 5: counts}), 2)
-    got = trace.draw(0, 2000, generator())
-    assert got.shape == (2000, TOPK)
-    assert all(len(set(row)) == TOPK for row in got.tolist())
-    found = np.bincount(got.flatten().numpy(), minlength=EXPERTS)
-    assert not found[6:].any()
-    assert found[0] > 1.2 * found[1:6].max()
-    assert torch.equal(got, trace.draw(0, 2000, generator()))
-    assert not torch.equal(got, trace.draw(0, 2000, generator(1)))
-    assert trace.draw(0, 0, generator()).shape == (0, TOPK)
-    few = load(counted(tmp_path / "few.npz", {0: [1, 1, 1] + [0] * (EXPERTS - 3)}))
-    with pytest.raises(ConfigError, match="counts 3 experts"):
-        few.draw(0, 1, generator())
+def test_a_digest_is_of_all_files(tmp_path: Path) -> None:
+    written(tmp_path / "a.npz", [Whole(0, 0, 0, some_ids(2))])
+    one = digest(tmp_path)
+    assert one == digest(tmp_path / "a.npz") == digest(tmp_path)
+    written(tmp_path / "b.npz", [Whole(0, 0, 0, some_ids(2))], rank=1)
+    assert digest(tmp_path) != one
+    with pytest.raises(ConfigError, match="cannot be read"):
+        digest(tmp_path / "c.npz")
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

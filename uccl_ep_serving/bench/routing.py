@@ -10,8 +10,9 @@ import torch
 from uccl_ep_serving.bench.card import TRACE, ZIPF, Card
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.traffic import trace
+from uccl_ep_serving.traffic.replay import replay
 
-__all__ = ["Routing"]
+__all__ = ["Routing", "trace_digest"]
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,20 @@ class Routing:
 
     @classmethod
     def draw(cls, card: Card) -> Routing:
-        """By ``card.route``; each rank's is drawn from a generator of its own.
+        """By ``card.route``: drawn for each rank with a generator of its own, or replayed for all together.
 
         Raises:
             ConfigError: a trace that cannot be read, or of other experts or another top-k than the card's.
         """
         ids, weights = [], []
         kind, _, what = card.route.partition(":")
-        recorded = _recorded(card, what) if kind == TRACE else None
+        recorded = _replayed(card, what) if kind == TRACE else None
         # of expert e, before the noise that makes a draw of K without replacement (the Gumbel trick)
         popularity = _zipf(card, float(what)) if kind == ZIPF else torch.zeros(card.experts)
         for rank in range(card.ranks):
             generator = torch.Generator().manual_seed(card.seed * 4096 + rank)
             if recorded is not None:
-                ids.append(recorded.draw(rank, card.tokens, generator))
+                ids.append(recorded[rank])
                 scores = torch.rand(card.tokens, card.topk, generator=generator).sort(dim=1, descending=True).values
             elif kind == ZIPF:
                 uniform = torch.rand(card.tokens, card.experts, generator=generator).clamp_(1e-12, 1 - 1e-7)
@@ -62,14 +63,25 @@ def _zipf(card: Card, exponent: float) -> torch.Tensor:
     return popularity
 
 
-def _recorded(card: Card, what: str) -> trace.Trace:
-    """What ``trace:FILE[:LAYER]`` names. Raises ConfigError."""
+def _named(what: str) -> tuple[str, int | None]:
+    """The path and the layer of ``FILE[:LAYER]``."""
     path, _, layer = what.rpartition(":")
     # a file may have a colon in its name, and a layer is a number
-    found = trace.load(path, int(layer)) if path and layer.isdigit() and not Path(what).exists() else trace.load(what)
+    return (path, int(layer)) if path and layer.isdigit() and not Path(what).exists() else (what, None)
+
+
+def trace_digest(card: Card) -> str:
+    """Of the files that ``card.route`` names; "" for a route that is no trace. Raises ConfigError."""
+    kind, _, what = card.route.partition(":")
+    return trace.digest(_named(what)[0]) if kind == TRACE else ""
+
+
+def _replayed(card: Card, what: str) -> list[torch.Tensor]:
+    """By rank, what ``trace:FILE[:LAYER]`` names. Raises ConfigError."""
+    found = trace.load(*_named(what))
     if (found.experts, found.topk) != (card.experts, card.topk):
         raise ConfigError(
             f"card {card.name}: the trace {what} is of top-{found.topk} of {found.experts} experts, the card of "
             f"top-{card.topk} of {card.experts}. Next step: --experts {found.experts} --topk {found.topk}"
         )
-    return found
+    return replay(found, card.ranks, card.tokens, card.mode, card.seed)

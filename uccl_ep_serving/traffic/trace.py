@@ -7,9 +7,11 @@ are those that dispatch was given: physical ones, where an engine has replicated
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import tempfile
 import zipfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..errors import ConfigError
 
-__all__ = ["FORMAT", "MODES", "UNKNOWN_LAYER", "WHAT", "Trace", "Whole", "load", "write_histogram", "write_whole"]
+__all__ = [
+    "FORMAT",
+    "MODES",
+    "UNKNOWN_LAYER",
+    "WHAT",
+    "Trace",
+    "Whole",
+    "digest",
+    "load",
+    "write_histogram",
+    "write_whole",
+]
 
 FORMAT = 1
 WHAT = ("histogram", "whole")
@@ -118,13 +130,13 @@ def _write(path: Path, arrays: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one or several files say of one layer, or of all layers together.
+    """What one or several files say of one layer, or of all.
 
     Attributes:
         experts, topk: E and K of the dispatches.
         ranks: of the group that recorded.
         layers: all that the files have, in ascending order; -1: dispatches whose layer nobody said.
-        histogram: int64 [E], how often each expert was chosen.
+        counts: int64 [E] by layer that was asked for, how often each expert was chosen.
         steps: whole dispatches by recording rank, each in the order in which they came; no ranks where the files are
             histograms.
     """
@@ -133,44 +145,32 @@ class Trace:
     topk: int
     ranks: int
     layers: tuple[int, ...]
-    histogram: npt.NDArray[np.int64]
+    counts: Mapping[int, npt.NDArray[np.int64]]
     steps: Mapping[int, tuple[Whole, ...]]
 
-    def draw(self, rank: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-        """Routing int64 [tokens, K] for ``rank`` of a replay; the same for the same state of ``generator``.
+    @property
+    def histogram(self) -> npt.NDArray[np.int64]:
+        """int64 [E], how often each expert was chosen by the layers that were asked for."""
+        return sum(self.counts.values(), start=np.zeros(self.experts, np.int64))
 
-        From whole dispatches: consecutive tokens of what one rank has recorded (rank modulo the recorded ones), from
-        the beginning of a dispatch that is drawn, and over the end to the beginning. Tokens that chose fewer than K
-        experts are padding and left out. From a histogram: K different experts for each token, by their counts.
 
-        Raises:
-            ConfigError: the trace has no token, or fewer than K experts that anybody chose.
-        """
-        if not self.steps:
-            return self._drawn(tokens, generator)
-        recorded = self.steps[sorted(self.steps)[rank % len(self.steps)]]
-        pieces = [ids[(ids >= 0).all(axis=1)] for _, _, _, ids in recorded]
-        pieces = [piece for piece in pieces if len(piece)]
-        if not pieces:
-            raise ConfigError(
-                f"the routing trace has no token of rank {sorted(self.steps)[rank % len(self.steps)]} with all its "
-                f"{self.topk} experts, so there is nothing to replay. Next step: record while requests are served"
-            )
-        first = int(torch.randint(len(pieces), (1,), generator=generator))
-        whole = np.concatenate([*pieces[first:], *pieces[:first]]).astype(np.int64)
-        return torch.from_numpy(np.resize(whole, (tokens, self.topk)))
+def _files(place: Path) -> list[Path]:
+    """A file, or those of a directory. Raises ConfigError."""
+    files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
+    if not files:
+        raise ConfigError(f"{place} has no routing trace (*.npz). Next step: serve with UCCL_EP_TRACE={place}")
+    return files
 
-    def _drawn(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
-        chosen = int((self.histogram > 0).sum())
-        if chosen < self.topk:
-            raise ConfigError(
-                f"the routing trace counts {chosen} experts that were ever chosen, and each token needs {self.topk}. "
-                "Next step: record while requests are served"
-            )
-        if not tokens:
-            return torch.empty(0, self.topk, dtype=torch.int64)
-        weights = torch.from_numpy(self.histogram).double().expand(tokens, -1)
-        return torch.multinomial(weights, self.topk, generator=generator)
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """Of all that :func:`load` reads, equal for equal files. Raises ConfigError."""
+    found = hashlib.sha256()
+    for file in _files(Path(path)):
+        try:
+            found.update(file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"the routing trace {file} cannot be read: {error}") from None
+    return found.hexdigest()
 
 
 def load(path: str | os.PathLike[str], layer: int | None = None) -> Trace:
@@ -183,10 +183,7 @@ def load(path: str | os.PathLike[str], layer: int | None = None) -> Trace:
         ConfigError: there is no such file or layer, a file is damaged or of another format (named, with what is wrong
             in it), or the files do not belong together.
     """
-    place = Path(path)
-    files = sorted(place.glob("*.npz")) if place.is_dir() else [place]
-    if not files:
-        raise ConfigError(f"{place} has no routing trace (*.npz). Next step: serve with UCCL_EP_TRACE={place}")
+    place, files = Path(path), _files(Path(path))
     read = [_read(file) for file in files]
     first = read[0]
     for file, one in zip(files, read, strict=True):
@@ -199,22 +196,22 @@ def load(path: str | os.PathLike[str], layer: int | None = None) -> Trace:
     layers = tuple(sorted({int(number) for one in read for number in one["layer"]}))
     if layer is not None and layer not in layers:
         raise ConfigError(f"{place} has no layer {layer}, only {', '.join(map(str, layers)) or 'none'}")
-    histogram = np.zeros(first["experts"], np.int64)
+    counts: dict[int, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(first["experts"], np.int64))
     steps: dict[int, list[Whole]] = {}
     for one in read:
-        if one["what"] == "histogram":
-            wanted = slice(None) if layer is None else one["layer"] == layer
-            histogram += one["counts"][wanted].sum(axis=0)
-            continue
-        starts = np.cumsum(one["tokens"], dtype=np.int64) - one["tokens"]
+        starts = np.cumsum(one["tokens"], dtype=np.int64) - one["tokens"] if one["what"] == "whole" else None
         for index, number in enumerate(one["layer"].tolist()):
-            if layer in (None, number):
-                ids = one["ids"][starts[index] : starts[index] + one["tokens"][index]]
-                record = Whole(number, int(one["step"][index]), int(one["mode"][index]), ids)
-                steps.setdefault(one["rank"], []).append(record)
-                histogram += np.bincount(ids[ids >= 0], minlength=first["experts"])
+            if layer not in (None, number):
+                continue
+            if starts is None:
+                counts[number] += one["counts"][index]
+                continue
+            ids = one["ids"][starts[index] : starts[index] + one["tokens"][index]]
+            record = Whole(number, int(one["step"][index]), int(one["mode"][index]), ids)
+            steps.setdefault(one["rank"], []).append(record)
+            counts[number] += np.bincount(ids[ids >= 0], minlength=first["experts"])
     ordered = {rank: tuple(sorted(records, key=lambda one: one[:2][::-1])) for rank, records in steps.items()}
-    return Trace(first["experts"], first["topk"], first["ranks"], layers, histogram, ordered)
+    return Trace(first["experts"], first["topk"], first["ranks"], layers, dict(counts), ordered)
 
 
 def _read(path: Path) -> dict[str, Any]:
