@@ -31,6 +31,7 @@ from benchmarks import (
     serving,
     starts,
     twins,
+    verdicts,
 )
 from benchmarks.cards import load_cards, load_targets, missed_reasons, target_rows
 from uccl_ep_serving.bench.card import Card
@@ -84,8 +85,8 @@ class _Part(NamedTuple):
 
     Attributes:
         title: of its section in the report.
-        measure: returns its result, which has the key ``machine``; None for what is run by itself, in the environment
-            of an engine.
+        measure: returns its result, which has the key ``machine``; None for what is run by itself: in the
+            environment of an engine, or for a quarter of an hour.
         markdown: a result as a table.
     """
 
@@ -109,6 +110,7 @@ PARTS = {
     ),
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
     "starts": _Part("Starts: the import, the commands, the first Buffer", starts.measure, starts.markdown),
+    "verdicts": _Part("Verdicts of uccl-ep compare, three times in one sitting", None, verdicts.markdown),
     "serving-sglang": _Part("SGLang, serving over each all-to-all", None, serving.markdown),
     "serving-vllm": _Part("vLLM, serving over each all-to-all", None, serving.markdown),
 }

@@ -19,7 +19,7 @@ from benchmarks.cards import Target, load_cards, load_targets, missed_reasons, t
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench import report as bench_report
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.launch import RankFailed, free_port, launched_by, run_ranks
+from uccl_ep_serving.bench.launch import RankFailed, free_port, launched_by, local_place, prepare_rank, run_ranks
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.peers import mpi_launcher, why_not
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData, compare
@@ -171,6 +171,27 @@ class TestLaunch:
         assert launched_by({"RANK": "1", "WORLD_SIZE": "2"}) == ("torchrun", 1, 2)
         assert launched_by({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}) == ("mpirun", 3, 4)
         assert launched_by({"PMI_RANK": "0", "PMI_SIZE": "2"}) == ("mpirun", 0, 2)
+
+    @pytest.mark.parametrize(
+        ("variables", "place"),
+        [
+            ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, (3, 8)),
+            ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 2)),
+            ({"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (5, 6)),
+        ],
+    )
+    def test_a_rank_knows_its_place_on_the_host(
+        self, variables: dict[str, str], place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or every rank of a host would take its first GPU."""
+        monkeypatch.setattr(os, "environ", {**variables, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"})
+        prepare_rank(9, 16)
+        assert local_place(os.environ) == place
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("9", "16")
+
+    def test_a_launcher_that_does_not_say_the_place_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"LOCAL_RANK is not set, .*torchrun"):
+            local_place({"PMI_RANK": "0", "PMI_SIZE": "2"})
 
     def test_one_failing_rank_ends_all(self) -> None:
         program = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"

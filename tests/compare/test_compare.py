@@ -28,7 +28,7 @@ from uccl_ep_serving.compare import run as compare_run
 from uccl_ep_serving.compare.advice import verdicts_to_keep
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.page import sentence
-from uccl_ep_serving.compare.plan import GIVEN, Plan, order_of_round
+from uccl_ep_serving.compare.plan import Plan, given, order_of_round
 from uccl_ep_serving.compare.report import page_of, write_reports
 from uccl_ep_serving.compare.results import assemble
 from uccl_ep_serving.compare.run import measure_start
@@ -66,6 +66,7 @@ def start_of(one: Plan, number: int, factor: dict[str, float] | None = None, **v
         "device": "GPU",
         "devices": ["cuda"],
         "routing": "d" * 64,
+        "trace": "",
         "inputs": "e" * 64,
         "paths": {"uccl_ep": "tcp"},
         "skipped": {},
@@ -113,36 +114,63 @@ class TestPlans:
         assert len(follows) == 6  # every ordered pair
 
 
+def package(commit: str = "abc", version: str = "1") -> dict[str, Any]:
+    return {"commit": commit, "versions": {"uccl_ep_serving": version}}
+
+
 class TestDirectories:
     def test_it_goes_on_where_it_was(self, tmp_path: Path) -> None:
         one = plan()
-        open_directory(tmp_path / "new", one, "abc")
-        write_json(start_file(tmp_path / "new", 2), start_of(one, 2))
-        open_directory(tmp_path / "new", one, "abc")
-        assert missing_starts(tmp_path / "new", one) == [1, 3]
+        with open_directory(tmp_path / "new", one, package()):
+            write_json(start_file(tmp_path / "new", 2), start_of(one, 2))
+        with open_directory(tmp_path / "new", one, package()):
+            assert missing_starts(tmp_path / "new", one) == [1, 3]
         with pytest.raises(ConfigError, match=r"\[1, 3\] have not finished.*same command"):
             read_starts(tmp_path / "new", one)
 
-    def test_another_plans_directory_is_refused_with_the_difference(self, tmp_path: Path) -> None:
-        open_directory(tmp_path, plan(), "abc")
-        with pytest.raises(ConfigError, match="tokens 4, now 8"):
-            open_directory(tmp_path, plan(card={"tokens": 8}), "abc")
-        with pytest.raises(ConfigError, match="starts 3, now 4"):
-            open_directory(tmp_path, plan(starts=4), "abc")
-
-    def test_starts_of_two_commits_do_not_mix_but_finished_ones_are_read(self, tmp_path: Path) -> None:
+    def test_one_process_at_a_time_measures(self, tmp_path: Path) -> None:
         one = plan()
-        open_directory(tmp_path, one, "abc")
-        with pytest.raises(ConfigError, match="begun with commit abc, this is def"):
-            open_directory(tmp_path, one, "def")
+        with (
+            open_directory(tmp_path, one, package()),
+            pytest.raises(ConfigError, match="another process measures in"),
+            open_directory(tmp_path, one, package()),
+        ):
+            pass
+        with open_directory(tmp_path, one, package()):
+            pass
+
+    @pytest.mark.parametrize(
+        ("changed", "words"), [({"card": {"tokens": 8}}, "tokens 4, now 8"), ({"starts": 4}, "starts 3, now 4")]
+    )
+    def test_another_plans_directory_is_refused_with_the_difference(
+        self, tmp_path: Path, changed: dict[str, Any], words: str
+    ) -> None:
+        with open_directory(tmp_path, plan(), package()):
+            pass
+        with pytest.raises(ConfigError, match=words), open_directory(tmp_path, plan(**changed), package()):
+            pass
+
+    @pytest.mark.parametrize(
+        ("other", "words"),
+        [(package("def"), "begun with .* 1 abc, this is 1 def"), (package("abc", "2"), "this is 2 abc")],
+    )
+    def test_starts_of_two_packages_do_not_mix_but_finished_ones_are_read(
+        self, tmp_path: Path, other: dict[str, Any], words: str
+    ) -> None:
+        one = plan()
+        with open_directory(tmp_path, one, package()):
+            pass
+        with pytest.raises(ConfigError, match=words), open_directory(tmp_path, one, other):
+            pass
         for number in (1, 2, 3):
             write_json(start_file(tmp_path, number), start_of(one, number))
-        open_directory(tmp_path, one, "def")
+        with open_directory(tmp_path, one, other):
+            pass
 
     def test_files_of_others_are_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.txt").write_text("mine")
-        with pytest.raises(ConfigError, match="holds other files"):
-            open_directory(tmp_path, plan(), "abc")
+        with pytest.raises(ConfigError, match="holds other files"), open_directory(tmp_path, plan(), package()):
+            pass
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
     @pytest.mark.parametrize(("text", "words"), [("{", "is damaged"), ('{"plan": "x", "start": 1}', "of another plan")])
@@ -153,12 +181,31 @@ class TestDirectories:
         with pytest.raises(ConfigError, match=words):
             read_starts(tmp_path, one)
 
-    def test_starts_of_different_routes_do_not_compare(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("changed", "words"),
+        [
+            ({"trace": "f" * 64}, f"trace , now {'f' * 64}"),
+            ({"environment": {"NCCL_DEBUG": "INFO"}}, "NCCL_DEBUG <b>WARN</b>, now INFO"),
+            ({"devices": ["cpu"]}, r"devices \['cuda'\], now \['cpu'\]"),
+            ({"machines": []}, "host 0 .*, now None"),
+        ],
+    )
+    def test_starts_under_other_conditions_do_not_compare(
+        self, tmp_path: Path, changed: dict[str, Any], words: str
+    ) -> None:
         one = plan()
         for number in (1, 2, 3):
-            write_json(start_file(tmp_path, number), start_of(one, number, routing=f"{number}"))
-        with pytest.raises(ConfigError, match="not given the same routing"):
-            read_starts(tmp_path, one, GIVEN)
+            write_json(start_file(tmp_path, number), start_of(one, number, **(changed if number == 3 else {})))
+        with pytest.raises(ConfigError, match=rf"start 3 in .* \({words}\): they do not compare"):
+            read_starts(tmp_path, one, given)
+
+    def test_load_and_a_launchers_own_variables_may_differ(self, tmp_path: Path) -> None:
+        one = plan()
+        for number in (1, 2, 3):
+            start = start_of(one, number, environment={"OMPI_MCA_ess_base_jobid": f"{number}"})
+            start["machines"][0] |= {"load": [number, 0, 0], "when": f"2026-01-0{number}"}
+            write_json(start_file(tmp_path, number), start)
+        assert len(read_starts(tmp_path, one, given)) == 3
 
 
 class FakeSubject:
@@ -319,7 +366,7 @@ class TestResults:
         ):
             assert words in text.replace("nobody else can repeat", "cannot"), words
         quiet = result_of(plan(slowed={"gloo": 5.0}), tmp_path)["caveats"]
-        assert len(quiet) == 1
+        assert [one.split(" ")[0] for one in quiet] == ["gloo", "No"]
         assert "gloo was made 5 % slower on purpose" in quiet[0]
 
     @pytest.mark.parametrize(
@@ -335,13 +382,13 @@ class TestResults:
         one = plan("uccl_ep:tcp", "gloo")
         moved = {"uccl_ep:tcp": {"bytes_sent": sent}, "gloo": {}}
         text = " ".join(result_of(one, tmp_path, paths={"uccl_ep:tcp": path}, moved=moved)["caveats"])
-        assert words in text if words else not text
+        assert words in text if words else "went over" not in text
 
     def test_the_workload_card_has_the_templates_fields(self, tmp_path: Path) -> None:
         card = result_of(plan(), tmp_path)["cards"]["uccl_ep"]
         assert set(card) == {
             "version", "description", "hf_url", "trace_url", "contributor", "contact", "workload", "Model-executor",
-            "metric_source",
+            "metric_source", "metrics",
         }  # fmt: skip
         assert set(card["workload"]) == {"model", "data", "hardware"}
         assert card["workload"]["hardware"]["xpu_spec"] == {
@@ -350,6 +397,20 @@ class TestResults:
         executor = card["Model-executor"]
         assert executor["model_plan_parallelization"]["ep"] == 2
         assert (executor["communication_library"]["name"], executor["protocol_selection"]) == ("uccl_ep", ["tcp"])
+        assert set(card["metrics"]["phases"]) == {"layer", "dispatch", "combine"}
+        assert set(card["metrics"]["phases"]["layer"]) == {"median", "p10", "p90", "p99"}
+
+    @pytest.mark.parametrize(
+        ("backend", "version"),
+        [("uccl_ep", "1"), ("gloo", "2"), ("nccl-gather", "2.29"), ("nixl_ep", "0.9"), ("mori", None)],
+    )
+    def test_a_card_has_the_version_of_its_own_backend(self, tmp_path: Path, backend: str, version: str | None) -> None:
+        one = plan(backend, "mpi")
+        starts = [start_of(one, number) for number in (1, 2, 3)]
+        for start in starts:
+            start["machines"][0]["versions"] |= {"nccl": "2.29", "nixl": "0.9"}
+        library = assemble(one, starts, tmp_path)["cards"][backend]["Model-executor"]["communication_library"]
+        assert library["version"] == version
 
     def test_who_is_missing_in_one_start_is_in_no_figure(self, tmp_path: Path) -> None:
         one = plan("uccl_ep", "gloo", "mpi")
@@ -420,9 +481,9 @@ class TestCommand:
 
     def test_an_interrupted_comparison_is_finished_by_ranks(self, tmp_path: Path) -> None:
         one = plan("uccl_ep", "uccl_ep:tcp", "gloo")
-        open_directory(tmp_path, one, describe()["commit"])
-        for number in (1, 3):
-            write_json(start_file(tmp_path, number), start_of(one, number))
+        with open_directory(tmp_path, one, describe()):
+            for number in (1, 3):
+                write_json(start_file(tmp_path, number), start_of(one, number))
         before = start_file(tmp_path, 1).read_bytes()
         run_standalone(one, tmp_path, timeout=60)
         assert start_file(tmp_path, 1).read_bytes() == before

@@ -149,16 +149,19 @@ class TestLines:
 
 @dataclasses.dataclass(frozen=True)
 class FakeEngine(Sglang):
-    """SGLang with a client that is over at once: its speed, exit status and unanswered requests by server."""
+    """SGLang with a client that is over at once: its speed, exit status and unanswered requests by server, and whose
+    first client falls over."""
 
     speeds: tuple[tuple[str, float], ...] = ()
     status: int = 0
     missing: int = 0
+    once: str = ""
 
     def client(self, url: str, model: str, tokenizer: str, load: Load, seed: int, result: Path) -> list[str]:
         assert (model, tokenizer) == ("fake-model", "fake/model")
         speed = next((speed for name, speed in self.speeds if f"-{name}-" in result.name), 1.0)
-        words = (result, load.requests, seed, speed, self.status, self.missing)
+        fails = f"-{self.once}-" in result.name and "-again-" not in result.name
+        words = (result, load.requests, seed, speed, 3 if fails else self.status, self.missing)
         return [sys.executable, fake_client.__file__, *map(str, words)]
 
 
@@ -226,6 +229,14 @@ class TestOneStart:
         with pytest.raises(ServerFailed, match=rf"0 of 2 servers .*{words}"):
             start(plan(profiled_steps=0, rounds=1), tmp_path)
         assert not psutil.Process().children(recursive=True)
+
+    def test_a_client_that_fails_once_is_tried_again(self, fake: Callable[..., None], tmp_path: Path) -> None:
+        fake(once="none")
+        kept = start(plan(profiled_steps=0, rounds=2), tmp_path)
+        assert kept["skipped"] == {}
+        assert len(kept["samples"]["none"]["tokens_per_second"]) == 2
+        logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
+        assert logs == ["start-1-none-again.log", "start-1-none.log", "start-1-uccl_ep.log"]
 
     def test_a_profiler_that_is_not_there_costs_no_figures(self, fake: Callable[..., None], tmp_path: Path) -> None:
         kept = start(plan(line=(*LINE, "--no-profiler"), rounds=1), tmp_path)

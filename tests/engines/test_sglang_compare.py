@@ -1,4 +1,4 @@
-"""``uccl-ep compare-serving`` with real SGLang servers and ``sglang.bench_serving``."""
+"""``uccl-ep compare-serving`` with real SGLang servers and ``sglang.benchmark.serving``."""
 
 from __future__ import annotations
 

@@ -11,10 +11,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["RankFailed", "die_with_parent", "free_port", "launched_by", "prepare_rank", "run_ranks"]
+from uccl_ep_serving.errors import ConfigError
+
+__all__ = ["RankFailed", "die_with_parent", "free_port", "launched_by", "local_place", "prepare_rank", "run_ranks"]
 
 #: What mpirun tells the processes that it starts (rank, size): Open MPI, then MPICH and Intel MPI.
 _MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+#: The same of the ranks of a host; plain PMI says neither.
+_MPI_LOCAL = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 5.0
 
@@ -120,9 +127,25 @@ def run_ranks(command: Sequence[str], ranks: int, timeout: float, mpirun: str = 
 
 
 def prepare_rank(rank: int, size: int) -> None:
-    """Complete what mpirun leaves out of the environment that torch.distributed reads."""
+    """Complete what mpirun leaves out of the environment that torch.distributed reads, and LOCAL_RANK and
+    LOCAL_WORLD_SIZE where it says them."""
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(size))
+    for local_rank, local_size in _MPI_LOCAL:
+        if local_rank in os.environ and local_size in os.environ:
+            os.environ.setdefault("LOCAL_RANK", os.environ[local_rank])
+            os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ[local_size])
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             sys.exit(f"bench: {name} is not set: start with torchrun, or set it for mpirun (mpirun -x {name}=…)")
+
+
+def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(rank, ranks) on this host, which say whose GPU is whose. Raises ConfigError where the launcher says neither."""
+    try:
+        return int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
+    except KeyError as error:
+        raise ConfigError(
+            f"{error.args[0]} is not set, so that nobody knows which GPU is this rank's. Next step: start with "
+            "torchrun, or with an mpirun of Open MPI or Intel MPI"
+        ) from None

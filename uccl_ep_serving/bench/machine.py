@@ -16,8 +16,16 @@ import psutil
 __all__ = ["describe", "host_identity"]
 
 #: The files whose difference is marked: all, but for what benchmarks themselves write while they run.
-_SOURCES = (":(top)", ":(top,exclude)benchmarks/results", ":(top,exclude)benchmarks/RESULTS.md")
-_PACKAGES = ("uccl_ep_serving", "torch", "numba", "numpy", "mpi4py", "deep_ep")
+_SOURCES = (
+    ":(top)",
+    *(f":(top,exclude){path}" for path in ("benchmarks/results", "benchmarks/RESULTS.md", "CONTRIBUTING.md")),
+)
+_PACKAGES = ("uccl_ep_serving", "torch", "numba", "numpy", "mpi4py", "deep_ep", "uccl", "mori")
+#: Distributions of what has several, one for each CUDA.
+_ONE_OF = {
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
+    "nixl": ("nixl-cu13", "nixl-cu12", "nixl"),
+}
 
 
 def _git(*arguments: str) -> str:
@@ -57,11 +65,12 @@ def _cpu() -> str:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    for name, distributions in (*((name, (name,)) for name in _PACKAGES), *_ONE_OF.items()):
+        for distribution in distributions:
+            try:
+                found.setdefault(name, metadata.version(distribution))
+            except metadata.PackageNotFoundError:
+                continue
     return found
 
 

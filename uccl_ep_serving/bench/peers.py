@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from uccl_ep_serving.bench.any_order import AnyOrderLowLatency
 from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.launch import local_place
 from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, payload, sent_rows
 from uccl_ep_serving.bench.subjects import NormalSubject, Phases, Subject, finish, read
 
@@ -249,7 +250,7 @@ def open_peer(
     if name == "mpi":
         return CollectiveSubject("mpi", flat, mpi_all_to_all(card.ranks, flat.rank), torch.device("cpu"))
     if device is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", flat.rank)))
+        device = torch.device("cuda", local_place(os.environ)[0])
         torch.cuda.set_device(device)
     if name == "nccl":
         group = dist.new_group(backend="nccl")

@@ -6,6 +6,7 @@ launch makes the next start. Exit status: 0, 1 when data was wrong or a start fa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from uccl_ep_serving.bench.launch import RankFailed, die_with_parent, launched_b
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.names import BACKENDS
-from uccl_ep_serving.compare.plan import GIVEN, Plan
+from uccl_ep_serving.compare.plan import Plan, given
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 __all__ = ["app", "rank_main", "run_standalone"]
@@ -70,9 +71,9 @@ def _run_rank(plan: Plan, number: int, directory: Path, timeout: float) -> None:
     from uccl_ep_serving.compare.run import measure_start
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    bar = None
+    bar, held = None, contextlib.ExitStack()
     try:
-        number = number or _next_start(plan, directory)
+        number = number or _next_start(plan, directory, held)
         if not number:
             return
         bar = _Bar(plan, number) if dist.get_rank() == 0 else None
@@ -82,17 +83,19 @@ def _run_rank(plan: Plan, number: int, directory: Path, timeout: float) -> None:
     finally:
         if bar:
             bar.close()
+        held.close()
         dist.destroy_process_group()
 
 
-def _next_start(plan: Plan, directory: Path) -> int:
-    """The first start that rank 0 misses in its directory, 0 when it has all. Collective. Raises ConfigError."""
+def _next_start(plan: Plan, directory: Path, held: contextlib.ExitStack) -> int:
+    """The first start that rank 0 misses in its directory, which ``held`` keeps for it; 0 when it has all. Collective.
+    Raises ConfigError."""
     import torch.distributed as dist
 
     told: list[Any] = [0]
     if dist.get_rank() == 0:
         try:
-            open_directory(directory, plan, describe()["commit"])
+            held.enter_context(open_directory(directory, plan, describe()))
             told = [next(iter(missing_starts(directory, plan)), 0)]
         except ConfigError as error:
             told = [str(error)]
@@ -122,17 +125,17 @@ def run_standalone(plan: Plan, directory: Path, timeout: float = 600.0) -> None:
     """Make the missing starts of ``plan`` on this host, one after another. Raises RankFailed, ConfigError."""
     from uccl_ep_serving.bench.peers import mpi_launcher, mpi_missing
 
-    open_directory(directory, plan, describe()["commit"])
     mpirun = mpi_launcher() if "mpi" in plan.backends and not mpi_missing() else ""
-    for number in missing_starts(directory, plan):
-        job = {
-            "plan": plan.as_dict(),
-            "start": number,
-            "directory": str(directory),
-            "timeout": timeout,
-            "parent": os.getpid(),
-        }
-        run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], plan.card.ranks, timeout, mpirun)
+    with open_directory(directory, plan, describe()):
+        for number in missing_starts(directory, plan):
+            job = {
+                "plan": plan.as_dict(),
+                "start": number,
+                "directory": str(directory),
+                "timeout": timeout,
+                "parent": os.getpid(),
+            }
+            run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], plan.card.ranks, timeout, mpirun)
 
 
 def _report(plan: Plan, directory: Path) -> bool:
@@ -146,7 +149,7 @@ def _report(plan: Plan, directory: Path) -> bool:
         done = plan.starts - len(missing)
         typer.echo(f"compare: {done} of {plan.starts} starts are done. Next step: launch the same command again")
         return True
-    result = assemble(plan, read_starts(directory, plan, GIVEN), directory)
+    result = assemble(plan, read_starts(directory, plan, given), directory)
     files = write_reports(result, directory)
     keep(result)
     Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
@@ -196,7 +199,7 @@ def compare(
     rounds: Annotated[int, typer.Option(help="Samples of every backend in each start.")] = 40,
     warmup: Annotated[int, typer.Option(help="Rounds before them.")] = 5,
     repeat: Annotated[int, typer.Option(help="Layers without a pause in a sample.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of inputs and routing.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of inputs and routing, which each start draws anew.")] = 0,
     route: Annotated[
         str,
         typer.Option(help="Who chooses which experts: uniform, zipf:S (skewed, such as zipf:1.2), trace:FILE[:LAYER]."),

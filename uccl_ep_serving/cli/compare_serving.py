@@ -75,31 +75,31 @@ def run_starts(plan: ServingPlan, directory: Path, timeout: float) -> None:
     from uccl_ep_serving.compare.serving.run import measure_start
     from uccl_ep_serving.demo.remains import sweep
 
-    open_directory(directory, plan, describe()["commit"])
-    missing = missing_starts(directory, plan)
-    if not missing:
-        return
-    sweep()
-    told = _Teller(plan)
-    skipped: dict[str, str] = {}
-    for path in (start_file(directory, number) for number in range(1, plan.starts + 1) if number not in missing):
-        skipped |= read_json(path)["skipped"]
-    try:
-        for number in missing:
-            told.begin(number)
-            start = measure_start(plan, number, directory, skipped, timeout, told)
-            skipped = start["skipped"]
-            write_json(start_file(directory, number), start)
-    finally:
-        told.close()
+    with open_directory(directory, plan, describe()):
+        missing = missing_starts(directory, plan)
+        if not missing:
+            return
+        sweep()
+        told = _Teller(plan)
+        skipped: dict[str, str] = {}
+        for path in (start_file(directory, number) for number in range(1, plan.starts + 1) if number not in missing):
+            skipped |= read_json(path)["skipped"]
+        try:
+            for number in missing:
+                told.begin(number)
+                start = measure_start(plan, number, directory, skipped, timeout, told)
+                skipped = start["skipped"]
+                write_json(start_file(directory, number), start)
+        finally:
+            told.close()
 
 
 def _report(plan: ServingPlan, directory: Path) -> bool:
     """Write and print what the starts say; whether every server was measured. Raises ConfigError."""
     from uccl_ep_serving.compare.serving.report import page_of, write_reports
-    from uccl_ep_serving.compare.serving.results import assemble
+    from uccl_ep_serving.compare.serving.results import assemble, given
 
-    result = assemble(plan, read_starts(directory, plan))
+    result = assemble(plan, read_starts(directory, plan, given))
     files = write_reports(result, directory)
     Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
     typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}, logs, clients")

@@ -1,11 +1,16 @@
-"""The directory that holds a comparison: its plan and one file per start, so that an interrupted one goes on."""
+"""The directory that holds a comparison: its plan and one file per start, so that an interrupted one goes on.
+
+One process at a time writes there, and starts that differ in what they were given or ran on are not put together.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +19,7 @@ from uccl_ep_serving.errors import ConfigError
 __all__ = [
     "FEWEST_STARTS",
     "Planned",
+    "lasting",
     "missing_starts",
     "open_directory",
     "read_json",
@@ -24,8 +30,10 @@ __all__ = [
 
 #: How starts differ does not show in fewer.
 FEWEST_STARTS = 3
-_FORMAT = 1
+_FORMAT = 2
 _PLAN = "plan.json"
+#: Of a machine, what changes from one look to the next.
+_PASSING = ("when", "load", "load_after")
 
 
 class Planned(Protocol):
@@ -65,49 +73,65 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"compare: {path} is damaged ({error}). Next step: remove it") from None
 
 
-def open_directory(directory: Path, plan: Planned, commit: str) -> None:
-    """Make ``directory`` that of ``plan``, or go on in it.
+@contextlib.contextmanager
+def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -> Iterator[None]:
+    """Make ``directory`` that of ``plan``, or go on in it; nobody else does until the end of the ``with`` block.
 
     Args:
-        commit: of this package.
+        machine: this one, as bench.machine describes it: the package's version and commit.
 
     Raises:
-        ConfigError: it holds another plan, another commit's starts or other files, or cannot be written.
+        ConfigError: it holds another plan, another package's starts or other files, another process measures there, or
+            it cannot be written.
     """
+    package = f"{machine['versions'].get('uccl_ep_serving', 'unknown')} {machine['commit']}".strip()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / _PLAN
         if not path.exists():
             if any(directory.iterdir()):
                 raise ConfigError(f"compare: {directory} holds other files. Next step: name a new directory")
-            write_json(path, {"format": _FORMAT, "commit": commit, "plan": plan.as_dict()})
-            return
+            write_json(path, {"format": _FORMAT, "package": package, "plan": plan.as_dict()})
+        file = path.open()
     except OSError as error:
         raise ConfigError(f"compare: {directory} cannot be written: {error}") from None
-    kept = read_json(path)
-    if kept.get("format") != _FORMAT or kept.get("plan") != plan.as_dict():
-        different = _difference(kept.get("plan", {}), plan.as_dict())
+    with file:
+        _alone(file.fileno(), directory)
+        kept = read_json(path)
+        if kept.get("format") != _FORMAT or kept.get("plan") != plan.as_dict():
+            different = _difference(kept.get("plan", {}), plan.as_dict())
+            raise ConfigError(
+                f"compare: {directory} holds another comparison ({different}). "
+                "Next step: name a new directory, or give the same options"
+            )
+        if kept["package"] != package and missing_starts(directory, plan):
+            raise ConfigError(
+                f"compare: {directory} was begun with uccl_ep_serving {kept['package']}, this is {package}: starts of "
+                "both do not compare. Next step: name a new directory"
+            )
+        yield
+
+
+def _alone(descriptor: int, directory: Path) -> None:
+    """Raise ConfigError where another process holds the file. File systems that know no locks hold nobody back."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         raise ConfigError(
-            f"compare: {directory} holds another comparison ({different}). "
-            "Next step: name a new directory, or give the same options"
-        )
-    if kept["commit"] != commit and missing_starts(directory, plan):
-        raise ConfigError(
-            f"compare: {directory} was begun with commit {kept['commit'] or 'unknown'}, this is {commit or 'unknown'}: "
-            "starts of both do not compare. Next step: name a new directory"
-        )
+            f"compare: another process measures in {directory}. Next step: wait for it, or name a new directory"
+        ) from None
+    except OSError:
+        return
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The first field of two plans that differs."""
-    for name, value in new.items():
-        before = old.get(name)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            for field in {**value, **before}:
-                if before.get(field) != value.get(field):
-                    return f"{field} {before.get(field)}, now {value.get(field)}"
-        elif before != value:
-            return f"{name} {before}, now {value}"
+    """The first field of two plans, or of what two starts were given, that differs; "another format" without one."""
+    for name in {**new, **old}:
+        before, now = old.get(name), new.get(name)
+        if isinstance(now, Mapping) and isinstance(before, Mapping) and before != now:
+            return _difference(before, now)
+        if before != now:
+            return f"{name} {before}, now {now}"
     return "another format"
 
 
@@ -121,11 +145,13 @@ def missing_starts(directory: Path, plan: Planned) -> list[int]:
     return [number for number in range(1, plan.starts + 1) if not start_file(directory, number).exists()]
 
 
-def read_starts(directory: Path, plan: Planned, given: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def read_starts(
+    directory: Path, plan: Planned, given: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda start: {}
+) -> list[dict[str, Any]]:
     """What each start of ``plan`` measured.
 
     Args:
-        given: fields that must be the same in all.
+        given: of a start, what must be the same in all, by name.
 
     Raises:
         ConfigError: one is missing, damaged, of another plan, or was given something else.
@@ -137,10 +163,16 @@ def read_starts(directory: Path, plan: Planned, given: tuple[str, ...] = ()) -> 
     for start in starts:
         if start.get("plan") != plan.digest:
             raise ConfigError(f"compare: start {start.get('start')} in {directory} is of another plan: remove it")
-    for field in given:
-        if len({start[field] for start in starts}) != 1:
+    first = given(starts[0])
+    for start in starts[1:]:
+        if (other := given(start)) != first:
             raise ConfigError(
-                f"compare: the starts in {directory} were not given the same {field}: a trace or the package has "
-                "changed between them. Next step: name a new directory"
+                f"compare: start {start['start']} in {directory} was made under other conditions than start 1 "
+                f"({_difference(first, other)}): they do not compare. Next step: name a new directory"
             )
     return starts
+
+
+def lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What a machine is, without its load and the time."""
+    return {name: value for name, value in machine.items() if name not in _PASSING}

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.compare.directory import FEWEST_STARTS
+from uccl_ep_serving.compare.directory import FEWEST_STARTS, lasting
 from uccl_ep_serving.compare.names import BACKENDS
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["GIVEN", "Plan", "distinct", "order_of_round"]
+__all__ = ["Plan", "distinct", "given", "order_of_round"]
 
-#: Fields of a start that must be the same in all.
-GIVEN = ("routing", "inputs")
+#: How variables begin that a launcher sets anew for each launch.
+_OF_LAUNCHERS = ("OMPI_MCA_", "PRTE_MCA_")
 #: Fields of a card that say how `uccl-ep bench` opens what it measures.
 _OF_BENCH = ("paths", "against", "name")
 _AGAIN = re.compile(r"#\d+$")
@@ -83,6 +83,17 @@ class Plan:
     def digest(self) -> str:
         """Equal for equal plans."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def given(start: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same in all starts: hosts and ranks, versions, devices, variables, and a trace."""
+    environment = start["environment"].items()
+    return {
+        "trace": start["trace"],
+        "devices": start["devices"],
+        "environment": {name: value for name, value in environment if not name.startswith(_OF_LAUNCHERS)},
+        **{f"host {number}": lasting(one) for number, one in enumerate(start["machines"])},
+    }
 
 
 def distinct(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
     card = plan.as_dict()["card"]
     files = [start_file(directory, number).name for number in range(1, plan.starts + 1)]
     paths = {name: starts[0]["paths"].get(name, "") for name in names}
+    us = {name: {phase: _figures(one) for phase, one in slowest[name].items()} for name in names}
     return {
         "format": FORMAT,
         "plan": plan.as_dict(),
@@ -85,11 +86,11 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
         "skipped": skipped,
         "wrong": wrong,
         "paths": paths,
-        "us": {name: {phase: _figures(one) for phase, one in slowest[name].items()} for name in names},
+        "us": us,
         "verdicts": verdicts,
         "caveats": _caveats(plan, starts, verdicts),
         "moved": {name: starts[0]["moved"][name] for name in names},
-        "cards": {name: workload_card(card, starts[0], name, paths[name], files) for name in names},
+        "cards": {name: workload_card(card, starts[0], name, paths[name], files, us[name]) for name in names},
         "slowest_us": slowest,
         "starts": list(starts),
     }
@@ -98,7 +99,10 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
 def _wrong_paths(starts: Sequence[Start]) -> list[str]:
     """Where bytes of ours did not go as the name of the backend or its path says, one sentence each."""
     said = []
-    for name, path in {name: path for start in starts for name, path in start["paths"].items()}.items():
+    for name, path in _together(starts, "paths").items():
+        ways = {start["paths"][name] for start in starts if name in start["paths"]}
+        if len(ways) > 1:
+            said.append(f"{name} went over {' in one start, over '.join(sorted(ways))} in another.")
         wanted = Plan.backend_of(name).partition(":")[2]
         if wanted and path not in (wanted, "alone"):
             said.append(f"{name} went over {path}.")
@@ -117,6 +121,11 @@ def _caveats(plan: Plan, starts: Sequence[Start], verdicts: Sequence[Mapping[str
     machines = starts[0]["machines"]
     if starts[0]["devices"] != ["cuda"]:
         said.append("The ranks were processes on CPUs: this says nothing about GPUs.")
+    else:
+        said.append(
+            "No call was replayed from a CUDA graph, as an engine's decode is: where tokens are few, launching is a "
+            "part of every figure."
+        )
     if len(machines) == 1:
         said.append("All ranks ran on one host: no network was used, so this says nothing about a cluster.")
     crowded = [one for one in machines if len(one["ranks"]) > one["cores"] and starts[0]["devices"] != ["cuda"]]

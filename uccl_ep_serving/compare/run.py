@@ -11,15 +11,16 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.launch import local_place
 from uccl_ep_serving.bench.machine import describe, host_identity
 from uccl_ep_serving.bench.measure import Group, back_to_back, call
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData, payload
-from uccl_ep_serving.bench.routing import Routing
+from uccl_ep_serving.bench.routing import Routing, trace_digest
 from uccl_ep_serving.bench.subjects import Phases, Subject, timed
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.compare.backends import open_backend, read_counters, why_not
@@ -34,6 +35,8 @@ Progress = Callable[[int, str], None]
 
 #: Backends that are opened on CPU tensors, whatever the machine has.
 _HOST_MEMORY = ("gloo", "gloo-gather", "mpi")
+#: Between the seeds of two starts; a prime, so that users' own small seeds do not meet them.
+_SEEDS = 1_000_003
 #: Calls between two readings of the counters.
 _COUNTED_CALLS = 8
 #: What leaves after a call has returned is given so long to leave.
@@ -66,12 +69,14 @@ class _Slowed:
         return lengthened
 
 
-def _device(card: Card) -> torch.device:
-    """The GPU of this rank where every rank of this host has one, else the CPU."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", card.ranks))
-    if not torch.cuda.is_available() or torch.cuda.device_count() < here:
+def _device() -> torch.device:
+    """The GPU of this rank where every rank of this host has one, else the CPU. Raises ConfigError."""
+    if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local, here = local_place(os.environ)
+    if torch.cuda.device_count() < here:
+        return torch.device("cpu")
+    device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
 
@@ -111,9 +116,11 @@ class _Start:
             for text, ranks in found.items()
         )
 
-    def open(self, flat: FlatProblem, low_latency: LowLatencyProblem | None, device: torch.device) -> None:
+    def open(
+        self, names: Sequence[str], flat: FlatProblem, low_latency: LowLatencyProblem | None, device: torch.device
+    ) -> None:
         """Open every backend that can run on every rank; keep the reasons of the others."""
-        for name in self.plan.backends:
+        for name in names:
             self.tell(0, f"opening {name}")
             backend = Plan.backend_of(name)
             reason = self.reasons(why_not(backend, self.plan.card) or _other_memory(backend, device))
@@ -235,7 +242,9 @@ def measure_start(plan: Plan, number: int, progress: Progress = lambda done, wha
         UcclEpError: a Buffer could not be opened, or an operation failed.
     """
     torch.set_num_threads(1)
-    card, group = plan.card, Group.default()
+    # another draw of inputs and routing in each start: what is said then holds for more than one of them
+    card = replace(plan.card, seed=plan.card.seed + _SEEDS * (number - 1))
+    group = Group.default()
     machine = describe()
     start = _Start(plan, group, progress)
     start.tell(0, "inputs and the oracle's answers")
@@ -246,9 +255,10 @@ def measure_start(plan: Plan, number: int, progress: Progress = lambda done, wha
     flat = FlatProblem(card, routing, start.rank)
     low_latency = LowLatencyProblem(card, routing, start.rank) if card.mode == "low-latency" else None
     inputs = _digest(*(low_latency.x if low_latency else flat.x))
-    device = _device(card)
+    device = _device()
     try:
-        start.open(flat, low_latency, device)
+        # who is opened first has its memory and its threads elsewhere: not always the same one
+        start.open(order_of_round(plan.backends, number - 1), flat, low_latency, device)
         start.verify("before timing")
         moved = start.count()
         samples = start.sample()
@@ -268,6 +278,7 @@ def measure_start(plan: Plan, number: int, progress: Progress = lambda done, wha
         "device": device_name(device),
         "devices": sorted({one["device"] for one in gathered}),
         "routing": digest,
+        "trace": trace_digest(card),
         "inputs": hashlib.sha256("".join(one["inputs"] for one in gathered).encode()).hexdigest(),
         "paths": start.paths,
         "skipped": start.skipped,

@@ -16,13 +16,19 @@ CARD_VERSION = 1
 
 
 def workload_card(
-    card: Mapping[str, Any], start: Mapping[str, Any], backend: str, path: str, files: list[str]
+    card: Mapping[str, Any],
+    start: Mapping[str, Any],
+    backend: str,
+    path: str,
+    files: list[str],
+    us: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     """The card of ``backend``.
 
     Args:
         card: the plan's. start: what one start kept. path: how ranks reached each other, "" when that is not known.
         files: names of the files that hold the samples.
+        us: by phase, median, p10, p90 and p99 of the slowest rank's microseconds.
     """
     machines = start["machines"]
     first = machines[0]
@@ -92,14 +98,31 @@ def workload_card(
             },
             "communication_library": {
                 "name": library,
-                "version": first["versions"].get(_PACKAGE.get(library, library), first["versions"].get("torch")),
+                "version": _version(library, first["versions"]),
                 "env": dict(start["environment"]),
             },
             "protocol_selection": [path] if path else [],
         },
         "metric_source": {"traces": ["json"], "metrics_specific_trace": files},
+        # the template has no place for what was measured; its readers pass over fields that they do not know
+        "metrics": {"unit": "us", "of": "the slowest rank", "phases": {name: dict(one) for name, one in us.items()}},
     }
 
 
-#: Packages whose version is that of a backend, where the names differ. Others come with torch.
-_PACKAGE = {"uccl_ep": "uccl_ep_serving", "mpi": "mpi4py", "deepep": "deep_ep", "deepep_v2": "deep_ep"}
+#: What has a backend's version, by its name without "-gather", in bench.machine's list.
+_PACKAGES = {
+    "uccl_ep": "uccl_ep_serving",
+    "mpi": "mpi4py",
+    "deepep": "deep_ep",
+    "deepep_v2": "deep_ep",
+    "nixl_ep": "nixl",
+    "uccl": "uccl",
+    "mori": "mori",
+    "nccl": "nccl",
+    "gloo": "torch",
+}
+
+
+def _version(library: str, versions: Mapping[str, str]) -> str | None:
+    """None where its package does not say it."""
+    return versions.get(_PACKAGES[library.removesuffix("-gather")])

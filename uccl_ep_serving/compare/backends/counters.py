@@ -20,8 +20,6 @@ _UNITS = {
     "hw_counters/rdma_read_bytes": 1,
 }
 _OF_BUFFER = ("bytes_sent", "messages_sent", "writes")
-#: By whom a rank is told its number on this host: torchrun, Open MPI, MPICH and Intel MPI.
-_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 def nic_counters(sysfs: Path = _SYSFS) -> dict[str, float]:
@@ -50,5 +48,4 @@ def read_counters(subject: Subject) -> dict[str, float]:
     if isinstance(buffer, Buffer):
         stats = buffer.stats()
         found = {name: stats.get(name, 0) for name in _OF_BUFFER}
-    local = next((os.environ[name] for name in _LOCAL_RANK if name in os.environ), "0")
-    return found | (nic_counters() if local == "0" else {})
+    return found | (nic_counters() if os.environ.get("LOCAL_RANK", "0") == "0" else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -44,9 +45,17 @@ class Engine(Protocol):
         """The figures that the client wrote. Raises OSError, ValueError."""
 
 
+def _sglang_client() -> str:
+    """The module of SGLang's client: where it is now, or where it was, which newer versions warn of."""
+    found = importlib.util.find_spec("sglang")
+    places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+    moved = any((place / "benchmark" / "serving.py").is_file() for place in places)
+    return "sglang.benchmark.serving" if moved else "sglang.bench_serving"
+
+
 @dataclass(frozen=True)
 class Sglang:
-    """``sglang.bench_serving`` against ``/generate``, token ids in, so that lengths are exact."""
+    """``sglang.benchmark.serving`` against ``/generate``, token ids in, so that lengths are exact."""
 
     title: ClassVar[str] = "SGLang"
     option: ClassVar[str] = "--moe-a2a-backend"
@@ -81,8 +90,9 @@ class Sglang:
             "seed": seed,
             "output-file": result,
         }
-        flags = ["--tokenize-prompt", "--disable-tqdm"]
-        return [sys.executable, "-m", "sglang.bench_serving", *_named(options), *flags, *load.client]
+        # a prefix cache that fills up from round to round would have to throw out more and more
+        flags = ["--tokenize-prompt", "--disable-tqdm", "--flush-cache"]
+        return [sys.executable, "-m", _sglang_client(), *_named(options), *flags, *load.client]
 
     def read(self, result: Path) -> dict[str, Any]:
         """It appends a line a run."""

@@ -25,11 +25,11 @@ _TITLES = {
 
 def _load_line(result: Result) -> str:
     load = result["plan"]["load"]
-    rate = f"{load['rate']:g} a second" if load["rate"] else f"{load['at_once']} at once"
+    rate = f"{load['rate']:g} a second, at most " if load["rate"] else ""
     more = f", client with {shlex.join(load['client'])}" if load["client"] else ""
     return (
-        f"{load['requests']} requests a round, {rate}, {load['input_tokens']} tokens in and {load['output_tokens']} "
-        f"out (random ids){more}"
+        f"{load['requests']} requests a round, {rate}{load['at_once']} at once, {load['input_tokens']} tokens in and "
+        f"{load['output_tokens']} out (random ids){more}"
     )
 
 
@@ -41,7 +41,7 @@ def _workload(result: Result) -> str:
 
 def _method(result: Result) -> str:
     plan = result["plan"]
-    client = "sglang.bench_serving" if plan["engine"] == "sglang" else "vllm bench serve"
+    client = "sglang.benchmark.serving" if plan["engine"] == "sglang" else "vllm bench serve"
     return (
         f"{plan['starts']} starts of every server, {plan['rounds']} rounds each after one to warm up, by {client}; "
         f"intervals of {result['level']} % over starts and rounds"

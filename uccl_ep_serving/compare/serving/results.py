@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from uccl_ep_serving.compare.directory import lasting
 from uccl_ep_serving.compare.plan import Plan
 from uccl_ep_serving.compare.serving.engines import ENGINES
 from uccl_ep_serving.compare.serving.plan import ServingPlan
 from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
 from uccl_ep_serving.demo.client import Answer, Difference, compare
 
-__all__ = ["COMPARED", "FORMAT", "OURS", "assemble"]
+__all__ = ["COMPARED", "FORMAT", "OURS", "assemble", "given"]
 
 FORMAT = "uccl-ep compare-serving 1"
 OURS = "uccl_ep"
@@ -63,6 +64,11 @@ def assemble(plan: ServingPlan, starts: Sequence[Start]) -> dict[str, Any]:
         "caveats": _caveats(plan, starts, verdicts, yardstick),
         "starts": list(starts),
     }
+
+
+def given(start: Start) -> dict[str, Any]:
+    """What must be the same in all starts: the machine, versions, variables."""
+    return {**lasting(start["machine"]), "versions": start["versions"], "environment": start["environment"]}
 
 
 def _yardstick(plan: ServingPlan, measured: Sequence[str]) -> str:
@@ -153,8 +159,6 @@ def _caveats(plan: ServingPlan, starts: Sequence[Start], verdicts: Sequence[Any]
         said.append(f"The load before the first start was {load:.1f} per core: something else was running.")
     if any(start["machine"]["commit"].endswith("+") for start in starts):
         said.append("The sources differed from their commit: nobody else can repeat this.")
-    if len({tuple(sorted(start["versions"].items())) for start in starts}) > 1:
-        said.append("The engine's version changed between starts.")
     if any(one["direction"] for one in verdicts if Plan.backend_of(one["a"]) == Plan.backend_of(one["b"])):
         unlike = [name for name in plan.extras if "#" in name]
         if not unlike:

@@ -91,19 +91,28 @@ def measure_start(
     for name in order_of_round(plan.backends, number - 1):
         if name in skipped:
             continue
-        with _Place(directory, f"start-{number}-{name}") as place:
-            more = ENGINES[plan.engine].profiler(place.traces) if plan.profiled_steps else []
-            server, tokenizer = server_of(plan, name, place.scratch, more)
-            if not tokenizer:
-                raise ConfigError("compare: the line does not show which model it serves. Next step: add --tokenizer")
-            try:
-                servers[name], answers[name], samples[name] = _measure(
-                    plan, server, tokenizer, place, number, timeout, _of(name, progress)
-                )
-            # what a server or a client has left that cannot be read ends its measurement, and no other one's
-            except (ServerFailed, ClientFailed, OSError, ValueError, LookupError, TypeError) as error:
-                skipped[name] = _reason(error, place.log)
-                progress(f"{name}: {skipped[name]}")
+        for again in (False, True):
+            with _Place(directory, f"start-{number}-{name}{'-again' if again else ''}") as place:
+                more = ENGINES[plan.engine].profiler(place.traces) if plan.profiled_steps else []
+                server, tokenizer = server_of(plan, name, place.scratch, more)
+                if not tokenizer:
+                    raise ConfigError(
+                        "compare: the line does not show which model it serves. Next step: add --tokenizer"
+                    )
+                try:
+                    servers[name], answers[name], samples[name] = _measure(
+                        plan, server, tokenizer, place, number, timeout, _of(name, progress)
+                    )
+                    break
+                # what a server or a client has left that cannot be read ends its measurement, and no other one's
+                except (ServerFailed, ClientFailed, OSError, ValueError, LookupError, TypeError) as error:
+                    reason = _reason(error, place.log)
+                    progress(f"{name}: {reason}")
+                    # one connection that was reset in an hour must not end the comparison; a server that cannot start
+                    # will not the next time either
+                    if again or not isinstance(error, ClientFailed):
+                        skipped[name] = reason
+                        break
     if len(samples) < 2:
         raise ServerFailed(
             f"{len(samples)} of {len(plan.backends)} servers could be measured: "
