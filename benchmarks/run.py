@@ -86,7 +86,7 @@ class _Part(NamedTuple):
     Attributes:
         title: of its section in the report.
         measure: returns its result, which has the key ``machine``; None for what is run by itself: in the
-            environment of an engine, or for a quarter of an hour.
+            environment of an engine, or for twelve minutes.
         markdown: a result as a table.
     """
 

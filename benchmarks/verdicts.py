@@ -1,14 +1,17 @@
 """Whether verdicts of ``uccl-ep compare`` hold: the same comparison again and again, of equals, and of five percent.
 
-    python benchmarks/verdicts.py
+    python benchmarks/verdicts.py [repeated] [equals]
 
-Writes results/verdicts.json, a quarter of an hour on a machine with nothing else to do. Ours, gloo and MPI are compared
-at 2, 4 and 8 ranks, three times each: no verdict may turn round. Then two backends are opened three times each, the
-third made five percent slower; tests/compare/test_statistics.py takes its samples, start by start, from the result.
+Writes both parts, or those that are named, into results/verdicts.json: twelve minutes on a machine with nothing else to do.
+``repeated``: ours, gloo and MPI at 2, 4 and 8 ranks, three times each; no verdict may turn round. ``equals``: two
+backends are opened three times each, the third made five percent slower; tests/compare/test_statistics.py takes its
+samples, start by start, from the result. Those two need no thread beside the ranks, which have a core each: where threads
+share cores, starts differ by more than five percent.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -23,41 +26,46 @@ from uccl_ep_serving.cli.compare import run_standalone
 from uccl_ep_serving.compare.directory import read_starts
 from uccl_ep_serving.compare.plan import Plan, given
 from uccl_ep_serving.compare.results import LAYER, assemble
+from uccl_ep_serving.compare.statistics import compare_paired
 
-__all__ = ["markdown", "measure"]
+__all__ = ["markdown", "measure_equals", "measure_repeated"]
 
 RANKS, TIMES = (2, 4, 8), 3
 _REPEATED = ("uccl_ep", "gloo", "mpi")
 #: Opened three times each.
-EQUALS, PERCENT = ("uccl_ep:shm", "gloo"), 5.0
+EQUALS, PERCENT = ("uccl_ep:direct", "mpi"), 5.0
 _RESULT = Path(__file__).parent / "results" / "verdicts.json"
 #: Of a start.
 _SECONDS = 120.0
 
 
-def measure() -> dict[str, Any]:
-    """Everything. Raises RankFailed, ConfigError."""
-    machine = describe()
-    repeated = []
+def measure_repeated() -> dict[str, Any]:
+    """Verdicts on a layer of ours beside the others, by comparison. Raises RankFailed, ConfigError."""
+    machine, found = describe(), []
     for ranks in RANKS:
         card = Card(name="compare", mode="low-latency", ranks=ranks, tokens=64, iterations=12, warmup=5, repeat=4)
         for time in range(TIMES):
             print(f"verdicts: {ranks} ranks, {time + 1} of {TIMES}", file=sys.stderr, flush=True)
             verdicts = _compared(Plan(card, _REPEATED, starts=3))["verdicts"]
-            repeated.append({"ranks": ranks, "verdicts": [one for one in verdicts if one["phase"] == LAYER]})
-    print("verdicts: equals, and five percent", file=sys.stderr, flush=True)
-    card = Card(
-        name="compare", mode="low-latency", ranks=2, tokens=16, hidden=1024, experts=8, topk=2,
-        iterations=30, warmup=5, repeat=3,
-    )  # fmt: skip
+            found.append({"ranks": ranks, "verdicts": [one for one in verdicts if one["phase"] == LAYER]})
+    return {"machine": machine, "comparisons": found}
+
+
+def measure_equals() -> dict[str, Any]:
+    """Microseconds of a layer of the slowest rank, by backend, start and round. Raises RankFailed, ConfigError."""
+    machine = describe()
+    card = Card(name="compare", mode="low-latency", ranks=2, tokens=64, iterations=40, warmup=5, repeat=4)
     names = tuple(name for name in EQUALS for _ in range(3))
     plan = Plan(card, names, starts=12, slowed={f"{name}#3": PERCENT for name in EQUALS})
     slowest = _compared(plan)["slowest_us"]
     return {
         "machine": machine,
-        "repeated": repeated,
-        "equals": {"plan": plan.as_dict(), "us": {name: slowest[name][LAYER] for name in plan.backends}},
+        "plan": plan.as_dict(),
+        "us": {name: [[round(us, 1) for us in start] for start in slowest[name][LAYER]] for name in plan.backends},
     }
+
+
+PARTS = {"repeated": measure_repeated, "equals": measure_equals}
 
 
 def _compared(plan: Plan) -> dict[str, Any]:
@@ -68,15 +76,34 @@ def _compared(plan: Plan) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """What each comparison said of ours beside each other backend."""
+    """What each comparison said of ours beside each other backend, and of equals."""
     found: dict[tuple[int, str], list[str]] = {}
-    for one in result["repeated"]:
+    for one in result["repeated"]["comparisons"]:
         for verdict in one["verdicts"]:
             found.setdefault((one["ranks"], verdict["b"]), []).append(verdict["words"])
     rows: Sequence[Sequence[str]] = [[str(ranks), other, *words] for (ranks, other), words in found.items()]
-    times = ["first", "second", "third"]
-    return markdown_table(["ranks", "ours beside", *times], rows)
+    us = result["equals"]["us"]
+    equals = [[name, *(compare_paired(us[name], us[f"{name}#{again}"]).words for again in (2, 3))] for name in EQUALS]
+    return "\n\n".join(
+        (
+            markdown_table(["ranks", "ours beside", "first", "second", "third"], rows),
+            f"Opened again, and opened again and made {PERCENT:g} % slower, {len(us[EQUALS[0]])} starts of two ranks:",
+            markdown_table(["backend", "beside itself", f"beside itself made {PERCENT:g} % slower"], equals),
+        )
+    )
+
+
+def main() -> None:
+    """Measure what is named, and keep the rest."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help="default: both")
+    wanted = parser.parse_args().parts or PARTS
+    result = json.loads(_RESULT.read_text()) if _RESULT.exists() else {}
+    result |= {name: PARTS[name]() for name in wanted}
+    # whose commit and load stand over the section
+    result["machine"] = result["repeated"]["machine"]
+    _RESULT.write_text(json.dumps(result, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    _RESULT.write_text(json.dumps(measure(), separators=(",", ":")) + "\n")
+    main()

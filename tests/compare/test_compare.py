@@ -107,11 +107,15 @@ class TestPlans:
         again = Plan.from_mapping(json.loads(json.dumps(one.as_dict())))
         assert (again, again.digest) == (one, one.digest)
 
-    def test_everybody_is_first_equally_often_and_follows_others(self) -> None:
-        orders = [order_of_round(["a", "b", "c"], number) for number in range(6)]
-        assert Counter(order[0] for order in orders) == {"a": 2, "b": 2, "c": 2}
-        follows = {pair for order in orders for pair in pairwise(order)}
-        assert len(follows) == 6  # every ordered pair
+    @pytest.mark.parametrize("count", range(2, 8))
+    def test_everybody_is_first_and_follows_each_other_equally_often(self, count: int) -> None:
+        names = [f"b{number}" for number in range(count)]
+        orders = [order_of_round(names, number) for number in range(2 * count)]
+        assert all(sorted(order) == names for order in orders)
+        assert Counter(order[0] for order in orders) == dict.fromkeys(names, 2)
+        follows = Counter(pair for order in orders for pair in pairwise(order))
+        assert len(follows) == count * (count - 1)
+        assert set(follows.values()) == {2}
 
 
 def package(commit: str = "abc", version: str = "1") -> dict[str, Any]:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from uccl_ep_serving.compare.statistics import compare_paired
 
+#: Ours and MPI, each opened three times by ranks with a core each, the third made 5 % slower: benchmarks/verdicts.py.
+QUIET = Path(__file__).parents[2] / "benchmarks" / "results" / "verdicts.json"
 #: Two equal pairs (ours over shm, gloo) on a busy machine with two cores: microseconds a layer of the slowest rank, by
 #: pair, one of it, start and round. Recorded with: uccl-ep compare --backends uccl_ep:shm,uccl_ep:shm,gloo,gloo
 #: --tokens 16 --hidden 256 --experts 8 --topk 2 --repeat 3 --rounds 30 --starts 12
@@ -53,6 +55,29 @@ def test_equals_are_rarely_told_apart(pair: int, starts: int) -> None:
     samples = recorded()[pair]
     claimed = sum(bool(compare_paired(*draw(samples, starts, generator)).direction) for _ in range(RUNS))
     assert claimed <= RUNS // 20
+
+
+def verdicts_on(name: str, other: str, starts: int) -> list[str]:
+    """Directions of RUNS comparisons of ``name`` with ``other`` as they were measured, each of some of the starts."""
+    us = json.loads(QUIET.read_text())["equals"]["us"]
+    a, b = np.asarray(us[name]), np.asarray(us[other])
+    generator = np.random.default_rng(starts)
+    chosen = [generator.choice(len(a), starts, replace=False) for _ in range(RUNS)]
+    return [compare_paired(a[one], b[one]).direction for one in chosen]
+
+
+@pytest.mark.parametrize("name", ["uccl_ep:direct", "mpi"])
+@pytest.mark.parametrize("starts", [3, 5])
+def test_a_backend_opened_again_is_rarely_told_apart(name: str, starts: int) -> None:
+    """Nothing is exchanged here: whoever is opened or sampled after the other must not pay for that."""
+    assert sum(map(bool, verdicts_on(name, f"{name}#2", starts))) <= RUNS // 20
+
+
+@pytest.mark.parametrize("name", ["uccl_ep:direct", "mpi"])
+def test_a_backend_made_five_percent_slower_is_told(name: str) -> None:
+    found = verdicts_on(name, f"{name}#3", 5)
+    assert set(found) <= {"faster", ""}
+    assert found.count("faster") >= 9 * RUNS // 10
 
 
 def noise(starts: int, rounds: int, between: float, generator: np.random.Generator) -> _Samples:

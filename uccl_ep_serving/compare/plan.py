@@ -106,7 +106,13 @@ def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def order_of_round(names: Sequence[str], number: int) -> list[str]:
-    """Who is sampled when in round ``number``: each is first equally often, and follows different ones."""
-    shift = number % len(names)
-    order = [*names[shift:], *names[:shift]]
-    return order[::-1] if number // len(names) % 2 else order
+    """Who is sampled when in round ``number``: each is first, and follows each other one, equally often.
+
+    The rows of a Williams design, then the same turned round. Where the same one always came next, what was left to it in
+    caches made one of two equals 1.5 % slower.
+    """
+    count = len(names)
+    # 0, 1, n - 1, 2, n - 2, ...: every difference of neighbours comes once
+    zigzag = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
+    order = [names[(place + number) % count] for place in zigzag]
+    return order[::-1] if number // count % 2 else order
