@@ -2,11 +2,11 @@
 
     python benchmarks/verdicts.py [repeated] [equals]
 
-Writes both parts, or those that are named, into results/verdicts.json: twelve minutes on a machine with nothing else to do.
-``repeated``: ours, gloo and MPI at 2, 4 and 8 ranks, three times each; no verdict may turn round. ``equals``: two
+Writes both parts, or those that are named, into results/verdicts.json: twelve minutes on a machine with nothing else to
+do. ``repeated``: ours, gloo and MPI at 2, 4 and 8 ranks, three times each; no verdict may turn round. ``equals``: two
 backends are opened three times each, the third made five percent slower; tests/compare/test_statistics.py takes its
-samples, start by start, from the result. Those two need no thread beside the ranks, which have a core each: where threads
-share cores, starts differ by more than five percent.
+samples, start by start, from the result. Those two need no thread beside the ranks, which have a core each: where
+threads share cores, starts differ by more than five percent.
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ def test_a_backend_opened_again_is_rarely_told_apart(name: str, starts: int) -> 
 
 @pytest.mark.parametrize("name", ["uccl_ep:direct", "mpi"])
 def test_a_backend_made_five_percent_slower_is_told(name: str) -> None:
-    found = verdicts_on(name, f"{name}#3", 5)
-    assert set(found) <= {"faster", ""}
-    assert found.count("faster") >= 9 * RUNS // 10
+    for starts, least in ((5, 0.8), (8, 0.95)):
+        found = verdicts_on(name, f"{name}#3", starts)
+        assert set(found) <= {"faster", ""}
+        assert found.count("faster") >= least * RUNS
 
 
 def noise(starts: int, rounds: int, between: float, generator: np.random.Generator) -> _Samples:

@@ -108,8 +108,8 @@ def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 def order_of_round(names: Sequence[str], number: int) -> list[str]:
     """Who is sampled when in round ``number``: each is first, and follows each other one, equally often.
 
-    The rows of a Williams design, then the same turned round. Where the same one always came next, what was left to it in
-    caches made one of two equals 1.5 % slower.
+    The rows of a Williams design, then the same turned round. Where the same one always came next, what was left to it
+    in caches made one of two equals 1.5 % slower.
     """
     count = len(names)
     # 0, 1, n - 1, 2, n - 2, ...: every difference of neighbours comes once
