@@ -20,7 +20,8 @@ from .config import Settings
 from .control_plane.bootstrap import Exchange, TorchExchange, refusing
 from .data_plane.gpu_direct import Gpu, GpuMemory
 from .data_plane.runtime import Runtime
-from .errors import ConfigError
+from .data_plane.turn import Turn, in_turn
+from .errors import ConfigError, UcclEpError
 from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import cpu_groups
@@ -152,6 +153,11 @@ class Buffer:
         if not hasattr(group, "rank"):
             raise ConfigError(f"group must be a process group that this process belongs to, not {group!r}")
         exchange: Exchange = TorchExchange(group) if isinstance(group, dist.ProcessGroup) else group
+        if not (hasattr(exchange, "all_gather") and isinstance(exchange.rank, int) and isinstance(exchange.size, int)):
+            raise ConfigError(
+                "group must be a process group of torch.distributed (dist.new_group), or an object with rank, size and "
+                f"all_gather(bytes), not {type(group).__name__}"
+            )
         self.group = group
         self.rank: int = exchange.rank
         self.group_size: int = exchange.size
@@ -322,6 +328,7 @@ class Buffer:
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
 
+    @in_turn
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -364,6 +371,7 @@ class Buffer:
             self._observer.saw("normal", self.layer, rows, topk_idx, experts, previous=previous_event)
         return result
 
+    @in_turn
     def combine(
         self,
         x: torch.Tensor,
@@ -387,6 +395,10 @@ class Buffer:
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
+
+    @property
+    def _turn(self) -> Turn:
+        return self.runtime.turn
 
     @property
     def _gpu(self) -> GpuContext | None:
@@ -420,6 +432,7 @@ class Buffer:
         """Accepted and cheap: low-latency counts are monotonic, so there is nothing to clean after normal mode."""
         self.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, self.group_size, num_experts)
 
+    @in_turn
     def reserve_low_latency(
         self,
         num_max_dispatch_tokens_per_rank: int,
@@ -465,6 +478,7 @@ class Buffer:
             with_topk_weights=with_topk_weights,
         )
 
+    @in_turn
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -508,6 +522,7 @@ class Buffer:
             self._observer.saw("low-latency", self.layer, x, topk_idx, num_experts, use_fp8=use_fp8)
         return result
 
+    @in_turn
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -564,6 +579,7 @@ class Buffer:
 
     # -- masks --------------------------------------------------------------------------------------------------
 
+    @in_turn
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out (``mask=True``): its tokens and experts drop out, the others go on. With DeepEP's default
         False nothing is done for a rank that takes part, and one that is masked cannot come back this way.
@@ -588,7 +604,10 @@ class Buffer:
             )
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write the mask into ``mask_status``, int32[ranks]: 1 = masked."""
+        """Write the mask into ``mask_status``, int32[ranks]: 1 = masked. Raises UcclEpError when the Buffer is
+        closed."""
+        if self.runtime.closed:
+            raise UcclEpError("this Buffer is closed")
         wanted = f"mask_status must be int32[{self.group_size}]"
         if not isinstance(mask_status, torch.Tensor):
             raise ConfigError(f"{wanted}, not {type(mask_status).__name__}")

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .errors import ConfigError
+
 __all__ = [
     "DispatchOrigin",
     "EventOverlap",
@@ -57,9 +59,14 @@ class EventOverlap:
 
 
 def wait_for(event: EventOverlap | None) -> None:
-    """Make the current stream wait for ``event``, if there is one: what DeepEP calls ``previous_event``."""
-    if event is not None:
-        event.current_stream_wait()
+    """Make the current stream wait for ``event``, if there is one: what DeepEP calls ``previous_event``.
+
+    Raises ConfigError for what is no such event."""
+    if event is None:
+        return
+    if not hasattr(event, "current_stream_wait"):
+        raise ConfigError(f"previous_event must be an EventOverlap (Buffer.capture()) or None, not {event!r}")
+    event.current_stream_wait()
 
 
 class LowLatencyHandle(tuple[Any, ...]):

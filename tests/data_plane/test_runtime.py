@@ -21,7 +21,7 @@ from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
 #: Attributes of a Runtime that its construction sets.
-_SET = {"settings", "rank", "ranks", "record", "check"}
+_SET = {"turn", "settings", "rank", "ranks", "record", "check"}
 #: What only the stand-in has, for tests.
 _OWN = {"group", "records"}
 

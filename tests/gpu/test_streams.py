@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.device_model import Device, Event, Stream, Tensor, begin_capture, install
+from uccl_ep_serving.data_plane.turn import Turn
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap
@@ -50,7 +51,12 @@ class OneBuffer:
             order=self.order, interpreted=False, take_report=lambda: None, check_ids=lambda phase: None
         )
         self.runtime: Any = SimpleNamespace(
-            epoch=0, stale="", rebuild_requested=False, check=lambda phase: None, begin_operation=lambda plan: None
+            epoch=0,
+            turn=Turn(),
+            stale="",
+            rebuild_requested=False,
+            check=lambda phase: None,
+            begin_operation=lambda plan: None,
         )
         self.session = LowLatencyGpuSession(self.runtime, gpu)
         self.session.epoch.enter()

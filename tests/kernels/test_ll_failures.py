@@ -15,7 +15,7 @@ from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import FakeGroup
 from tests.support.ll_cases import CASE, arguments, check_combined, expert_output, received_values, run_rank
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError, UcclEpError
+from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.blocks import low_latency as block
 from uccl_ep_serving.kernels.blocks.low_latency import RouteBlock
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
@@ -364,6 +364,46 @@ def test_interrupted_receipt_that_nobody_can_repeat_ends_the_group() -> None:
         for _ in range(3):
             with pytest.raises(UcclEpError, match=r"an earlier low-latency dispatch \(KeyboardInterrupt\) was"):
                 low_latency.dispatch(**arguments(rank=0))
+
+    DirectGroup(2).run(body)
+
+
+@pytest.mark.parametrize("kind", ["direct", "fake"])
+def test_dropped_hooks_free_their_slots(kind: str) -> None:
+    """Of dispatches, on one rank, the other, both; of combines on both. What comes after is right."""
+
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        inputs = CASE.inputs()
+        for turn in range(8):
+            hook = low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)[4]
+            assert hook is not None
+            if turn % 4 not in (runtime.rank, 2):
+                hook()
+            del hook
+        for _ in range(4):
+            rows, count, handle, _, _ = low_latency.dispatch(**arguments(rank=runtime.rank))
+            y = expert_output(received_values(CASE, rows, count), runtime.rank)
+            low_latency.combine(y, handle.topk_idx, handle.topk_weights, handle, return_recv_hook=True)
+        check_combined(CASE, inputs, runtime.rank, run_rank(CASE, low_latency, runtime.rank, inputs))
+
+    if kind == "direct":
+        DirectGroup(2).run(body)
+    else:
+        with FakeGroup(2) as group:
+            group.run(body)
+
+
+def test_a_hook_that_is_kept_still_holds_its_slot() -> None:
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        hooks = [low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)[4] for _ in range(2)]
+        with pytest.raises(ConfigError, match="call its recv hook first"):
+            low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)
+        for hook in hooks:
+            assert hook is not None
+            hook()
+        low_latency.dispatch(**arguments(rank=runtime.rank))
 
     DirectGroup(2).run(body)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from uccl_ep_serving.data_plane.turn import Turn
 from uccl_ep_serving.errors import AFTER_INTERRUPTION, ConfigError, TransportError, UcclEpError
 from uccl_ep_serving.handles import LowLatencyHandle
 from uccl_ep_serving.modes.epoch import Epoch, InFlight, RecvHook
@@ -23,6 +24,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.epoch, self.stale, self.rebuild_requested, self.begun = 0, "", False, 0
+        self.turn = Turn()
         self.layout = SimpleNamespace(low_latency=PLAN.room)
         self.objections: list[str] = []
 

@@ -10,6 +10,7 @@ from typing import Any
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.segments import Segment
+from uccl_ep_serving.data_plane.turn import Turn
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan, WindowLayout
 
@@ -25,6 +26,7 @@ class DirectRuntime:
         self.rank = rank
         self.ranks = group.ranks
         self.settings = settings
+        self.turn = Turn()
         self.epoch = 0
         self.stale = ""
         self.rebuild_requested = False

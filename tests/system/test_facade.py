@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 GPU = torch.device("cuda", 0)
 
@@ -75,6 +76,76 @@ def test_a_device_that_cannot_be_served_leaves_the_buffer_as_it_was(
         with pytest.raises(ConfigError, match="pip install it"):
             buffer.get_comm_stream()
     assert dispatch(buffer)[1].tolist() == [2, 0]
+
+
+def test_a_second_call_at_the_same_time_is_refused(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call that moves something, and the hook of one that has; what runs goes on."""
+    *_, hook = dispatch_with_hook(buffer)
+    inside, until = threading.Event(), threading.Event()
+    low_latency = buffer._serving(torch.ones(1)).low_latency
+    real = low_latency.dispatch
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        inside.set()
+        assert until.wait(20)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(low_latency, "dispatch", slow)
+    found = list[list[int]]()
+    thread = threading.Thread(target=lambda: found.append(dispatch(buffer)[1].tolist()), name="other")
+    thread.start()
+    assert inside.wait(20)
+    x = torch.ones(1, 128, dtype=torch.bfloat16)
+    calls: list[Callable[[], Any]] = [
+        lambda: dispatch(buffer),
+        lambda: buffer.low_latency_combine(x, x, x, None),  # type: ignore[arg-type]
+        lambda: buffer.dispatch(x),
+        lambda: buffer.combine(x, None),  # type: ignore[arg-type]
+        lambda: buffer.reserve_low_latency(2, 128, 2, 1),
+        lambda: buffer.low_latency_update_mask_buffer(0, True),
+        hook,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="this Buffer is in low_latency_dispatch of thread other"):
+            call()
+    buffer.check()
+    until.set()
+    thread.join(20)
+    assert found == [[2, 0]]
+    hook()
+
+
+def dispatch_with_hook(buffer: Buffer) -> Any:
+    x, ids = torch.ones(2, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    return buffer.low_latency_dispatch(x, ids, 2, 2, use_fp8=False, return_recv_hook=True)
+
+
+@pytest.mark.parametrize("group", [object(), SimpleNamespace(rank=0), SimpleNamespace(rank=lambda: 0, size=lambda: 1)])
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(ConfigError, match="group must be a process group"):
+        Buffer(group)
+
+
+def test_events_of_others_and_a_closed_buffer_are_refused() -> None:
+    buffer = opened()
+    x, ids = torch.ones(2, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"previous_event must be an EventOverlap .* not 3"):
+        buffer.get_dispatch_layout(ids, 2, previous_event=3)  # type: ignore[arg-type]
+    counts = buffer.get_dispatch_layout(ids, 2)
+    with pytest.raises(ConfigError, match="previous_event"):
+        buffer.dispatch(x, None, counts[0], None, counts[3], counts[2], previous_event=3)  # type: ignore[arg-type]
+    buffer.destroy()
+    with pytest.raises(UcclEpError, match="this Buffer is closed"):
+        buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32))
+
+
+def test_rows_that_no_memory_can_hold_are_refused_before_anything_moves(buffer: Buffer) -> None:
+    x, ids = torch.ones(2, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    counts = buffer.get_dispatch_layout(ids, 2)
+    given = x, None, counts[0], None, counts[3], counts[2], ids, torch.ones(2, 1)
+    with pytest.raises(ConfigError, match=f"num_worst_tokens = {1 << 40} rows of 256 bytes cannot be allocated"):
+        buffer.dispatch(*given, num_worst_tokens=1 << 40)
+    assert buffer.dispatch(*given, num_worst_tokens=4)[0].shape == (4, 128)
 
 
 def test_tensors_of_devices_that_nobody_serves_decide_nothing(buffer: Buffer) -> None:

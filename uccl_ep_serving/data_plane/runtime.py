@@ -36,6 +36,7 @@ from .epochs import Epochs
 from .gpu_direct import Gpu, GpuReach
 from .kernel_space import KernelSpace
 from .segments import HeapAllocator
+from .turn import Turn
 from .window_sizes import normal_plan
 
 __all__ = ["Runtime"]
@@ -73,6 +74,8 @@ class Runtime:
         self.ranks = exchange.size
         #: of the tensors that are served, once the first has come; written by the Buffer, read for stats
         self.device = ""
+        #: taken by every call of the Buffer that sends or receives
+        self.turn = Turn()
         self.operations = OperationLog()
         self.record = self.operations.record
         with refusing(exchange):

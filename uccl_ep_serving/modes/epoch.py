@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..data_plane.runtime import Runtime
+from ..data_plane.turn import Turn, in_turn
 from ..errors import AFTER_INTERRUPTION, ConfigError, UcclEpError
 from ..handles import LowLatencyHandle
 from ..protocol.layout import LowLatencyPlan
@@ -46,6 +47,9 @@ class InFlight:
         self._kind = kind
         self._next = 0
         self._open: set[int] = set()
+        #: By number, the receipt of operations whose recv hook nobody can call any more. Writer: whatever thread
+        #: collects the hook.
+        self._dropped: dict[int, Callable[[], object]] = {}
 
     @property
     def count(self) -> int:
@@ -74,6 +78,18 @@ class InFlight:
         """Operation ``number`` was received."""
         self._open.discard(number)
 
+    def drop(self, number: int, receive: Callable[[], object]) -> None:
+        """The recv hook of operation ``number`` was collected before it was called."""
+        if number in self._open:
+            self._dropped[number] = receive
+
+    def receive_dropped(self) -> None:
+        """Receive what hooks that are gone would have received: their slots are needed again. Raises what that does."""
+        while self._dropped:
+            number = min(self._dropped)
+            self._dropped.pop(number)()
+            self.end(number)
+
     def withdraw(self, number: int) -> None:
         """The latest operation, ``number``, was not sent: nobody will receive it."""
         self._open.discard(number)
@@ -82,6 +98,7 @@ class InFlight:
     def clear(self) -> None:
         """A new epoch begins."""
         self._open.clear()
+        self._dropped.clear()
         self._next = 0
 
 
@@ -119,20 +136,27 @@ class Operation:
         if self._flight is not None:
             self._flight.end(self._number)
 
+    def drop(self, receive: Callable[[], object]) -> None:
+        """Nobody will receive it by its hook; ``receive`` does, and keeps alive what it uses."""
+        if self._flight is not None:
+            self._flight.drop(self._number, receive)
+
 
 class RecvHook:
     """The receiving half of an operation, for the caller to call: runs once, calling it again does nothing.
 
-    It can be called again after ``receive`` raised. Once it has run it keeps nothing alive.
+    It can be called again after ``receive`` raised. Once it has run it keeps nothing alive. Where it is dropped without
+    a call, the next operation of the mode receives first, into the tensors that this one returned.
 
     Args:
         operation: what was sent in the present epoch.
         receive: receives it.
         received: called after that, with the nanoseconds that it took.
         kept: what ``receive`` uses by address.
+        captured: it was sent in a graph that is being captured, and nobody but this hook can receive it.
     """
 
-    __slots__ = ("_epoch", "_number", "_operation", "_pending", "_phase")
+    __slots__ = ("_captured", "_epoch", "_number", "_operation", "_pending", "_phase")
 
     def __init__(
         self,
@@ -142,12 +166,25 @@ class RecvHook:
         receive: Callable[[], object],
         received: Callable[[int], None],
         kept: object = None,
+        captured: bool = False,
     ) -> None:
         self._epoch, self._number = epoch, epoch.number
-        self._operation = operation
+        self._operation, self._captured = operation, captured
         self._phase = phase
         self._pending: tuple[Callable[[], object], Callable[[int], None], object] | None = receive, received, kept
 
+    @property
+    def _turn(self) -> Turn:
+        return self._epoch.turn
+
+    def __del__(self) -> None:
+        # whatever collects it is no place to wait for peers
+        pending = self._pending
+        if pending is not None and not self._captured and self._number == self._epoch.number:
+            # all of it: what is called after receiving keeps memory that the kernels are given by address, too
+            self._operation.drop(lambda: pending[0]())
+
+    @in_turn
     def __call__(self) -> None:
         if self._pending is None:
             return
@@ -183,6 +220,11 @@ class Epoch:
         self._fitting: set[LowLatencyPlan] = set()
 
     @property
+    def turn(self) -> Turn:
+        """Of the Buffer."""
+        return self._runtime.turn
+
+    @property
     def present(self) -> bool:
         """True when the counters belong to the windows that are there, and operations may go on in them."""
         return self.number == self._runtime.epoch and not self._runtime.stale
@@ -203,6 +245,12 @@ class Epoch:
                 f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so the "
                 f"ranks no longer agree on what comes next. {AFTER_INTERRUPTION}"
             )
+
+    def receive_dropped(self) -> None:
+        """Receive what was sent in this epoch and whose recv hooks are gone. Raises what receiving does."""
+        if self.present and not self._interrupted:
+            for flight in self._flights:
+                flight.receive_dropped()
 
     def check_number(self, phase: str, number: int, what: str) -> None:
         """Raise ConfigError unless ``what`` was sent in the present epoch."""

@@ -68,6 +68,7 @@ class LowLatency:
         """Give the windows room for dispatches of these sizes, see :meth:`Buffer.reserve_low_latency`."""
         phase = "reserve_low_latency"
         self._epoch.check(phase, begins=True)
+        self._epoch.receive_dropped()
         plan, x = check_reserve(self._runtime.ranks, tokens, hidden, experts, topk, dtype)
         dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
         self._enter(phase, plan, ahead=True)
@@ -121,6 +122,7 @@ class LowLatency:
         phase, runtime, epoch = "low-latency dispatch", self._runtime, self._epoch
         counts, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         epoch.check(phase, begins=True)
+        epoch.receive_dropped()
 
         # What is given: nothing of it has moved when it is refused.
         check_finish(phase, async_finish, return_recv_hook)
@@ -247,6 +249,7 @@ class LowLatency:
         started = time.monotonic_ns()
         phase, runtime, epoch = "low-latency combine", self._runtime, self._epoch
         epoch.check(phase)
+        epoch.receive_dropped()
 
         # What is given: nothing of it has moved when it is refused.
         check_finish(phase, async_finish, return_recv_hook)

@@ -64,6 +64,7 @@ class LowLatencyGpu:
         :meth:`Buffer.reserve_low_latency`."""
         phase, session = "reserve_low_latency", self._session
         session.epoch.check(phase, begins=True)
+        session.epoch.receive_dropped()
         plan, x = check_reserve(self._runtime.ranks, tokens, hidden, experts, topk, dtype)
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
         serving = session.enter(phase, plan, coding, x, round_scale, with_topk_weights, ahead=True)
@@ -99,6 +100,7 @@ class LowLatencyGpu:
         phase, session, device = "low-latency dispatch", self._session, self._device
         counts, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         session.epoch.check(phase, begins=True)
+        session.epoch.receive_dropped()
         check_finish(phase, async_finish, return_recv_hook)
         plan = check_dispatch(
             self._runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights
@@ -202,6 +204,7 @@ class LowLatencyGpu:
         phase, session, device = "low-latency combine", self._session, self._device
         waits = combine_wait_recv_cost_stats
         session.epoch.check(phase)
+        session.epoch.receive_dropped()
         check_finish(phase, async_finish, return_recv_hook)
         state, space, kernels, _ = session.of(phase, handle, self)
         plan: LowLatencyPlan = handle.plan

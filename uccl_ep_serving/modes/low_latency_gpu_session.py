@@ -208,12 +208,18 @@ class LowLatencyGpuSession:
                 operation.received()
             done(time.monotonic_ns() - started)
             return event, None
+        captured = order.capturing
         with operation:
             event = run(send, False, True)
         sent = time.monotonic_ns() - started
         later = f"{phase} recv"
         return event, RecvHook(
-            epoch, operation, later, lambda: run(receive, False, True), lambda nanoseconds: done(sent + nanoseconds)
+            epoch,
+            operation,
+            later,
+            lambda: run(receive, False, True),
+            lambda nanoseconds: done(sent + nanoseconds),
+            captured=captured,
         )
 
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:

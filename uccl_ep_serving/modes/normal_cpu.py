@@ -13,6 +13,7 @@ import time
 import torch
 
 from ..data_plane.runtime import Runtime
+from ..errors import ConfigError
 from ..handles import DispatchOrigin, EventOverlap, NormalHandle, wait_for
 from ..kernels.blocks import normal as block
 from ..protocol.message import NormalNotify
@@ -120,6 +121,8 @@ class Normal:
             self, x, handle, counted, topk_idx, topk_weights, expert_alignment, num_worst_tokens
         )
         form, tokens = exchange.enter(args.form, handle), args.rows.shape[0]
+        if num_worst_tokens:
+            _try_allocation(num_worst_tokens, form.row_bytes)
 
         # Who gets which tokens.
         if args.layout is not None:
@@ -291,3 +294,15 @@ class Normal:
         if offset < 0:
             return torch.empty(rows, hidden, dtype=like.dtype)
         return self._runtime.heap.tensor(offset, rows, hidden, like.dtype)
+
+
+def _try_allocation(rows: int, row_bytes: int) -> None:
+    """Raise ConfigError where so much memory is not to be had: once the others are told what comes, they wait for it.
+    No page of it is touched."""
+    try:
+        torch.empty(rows, row_bytes, dtype=torch.uint8)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"normal-mode dispatch: num_worst_tokens = {rows} rows of {row_bytes} bytes cannot be allocated "
+            f"({str(error).splitlines()[0]}). Next step: the most tokens of a rank times the ranks is enough"
+        ) from None

@@ -1,0 +1,105 @@
+"""One call of a Buffer at a time: what two of them would share is refused, by name, before anything moves.
+
+Counters, slots and the blocks that kernels read are a Buffer's own, and a CPU kernel waits without the interpreter's
+lock: a second call would change them under the first. Threads may take turns, as an engine's two micro-batches do.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from ..errors import ConfigError
+
+__all__ = ["HasTurn", "Turn", "in_turn"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Holder(NamedTuple):
+    """The call that runs: its name, and the ident of its thread."""
+
+    call: str
+    thread: int
+
+
+class Turn:
+    """Whose call of a Buffer runs."""
+
+    __slots__ = ("_holders",)
+
+    def __init__(self) -> None:
+        #: Under key 0 the one that runs. A single operation of a dict takes the turn and says whose it is: no signal
+        #: handler and no other thread comes between the two.
+        self._holders: dict[int, _Holder] = {}
+
+    def take(self, call: str) -> None:
+        """Begin ``call``. Raises ConfigError while another one runs."""
+        mine = _Holder(call, threading.get_ident())
+        holder = self._holders.setdefault(0, mine)
+        if holder is mine:
+            return
+        if holder.thread == mine.thread and not _runs_below(sys._getframe(2)):
+            self._holders[0] = mine  # a signal handler raised in this thread before the call could begin
+            return
+        raise _refusal(call, holder)
+
+    def give(self) -> None:
+        """The call has ended."""
+        self._holders.pop(0, None)
+
+
+def _refusal(call: str, holder: _Holder) -> ConfigError:
+    if holder.thread == threading.get_ident():
+        who = "the same thread, which a signal handler, a finalizer or a callback has interrupted"
+    else:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        who = f"thread {names.get(holder.thread, holder.thread)}"
+    return ConfigError(
+        f"{call}: this Buffer is in {holder.call} of {who}. Nothing has moved. Next step: one call of a Buffer at a "
+        "time (a lock around the calls of several threads, or a Buffer for each)"
+    )
+
+
+def _runs_below(frame: FrameType | None) -> bool:
+    """Whether ``frame`` or one that has called it is of a call that holds a turn."""
+    while frame is not None:
+        if frame.f_code in _CODES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class HasTurn(Protocol):
+    """What :func:`in_turn` needs of the object whose method it is put on."""
+
+    @property
+    def _turn(self) -> Turn:
+        """Of the Buffer."""
+
+
+_S = TypeVar("_S", bound=HasTurn)
+#: Of the wrappers that hold a turn while their methods run.
+_CODES: set[CodeType] = set()
+
+
+def in_turn(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """``method``, which raises ConfigError while another call of the same Buffer runs."""
+    name = method.__name__
+
+    def taking_turns(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        turn = self._turn
+        turn.take(name)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            turn.give()
+
+    _CODES.add(taking_turns.__code__)
+    functools.update_wrapper(taking_turns, method)
+    return taking_turns
