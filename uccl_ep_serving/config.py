@@ -210,6 +210,7 @@ class Settings:
     tcp_connections: int = 2
     socket_ifname: str = ""
     port_range: tuple[int, int] | None = None
+    secret_file: str = ""
     nics: str = ""
     nic_gid_index: int = -1
     nic_traffic_class: int = -1
@@ -421,6 +422,13 @@ SETTINGS: tuple[Variable, ...] = (
         "network interfaces whose address peers connect to, in the syntax of NCCL_SOCKET_IFNAME; not set: that of the "
         "route to the process group's store, else GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, the route to MASTER_ADDR, or "
         "a guess that is said with a warning",
+    ),
+    Variable(
+        "secret_file",
+        str,
+        False,
+        "file with a key that all ranks have, from which the job's secret is made; not set: rank 0 makes the secret, "
+        "and whoever reads the process group's traffic or its store while the ranks meet knows it",
     ),
     Variable(
         "port_range",

@@ -28,12 +28,12 @@ from ..config import Settings
 from ..errors import BootstrapError, ConfigError
 from ..protocol.message import FORMAT_VERSION
 from .addresses import is_loopback
+from .secret import SALT_BYTES, fingerprint, job_secret, read_key
 
 __all__ = ["Card", "Exchange", "Introduction", "StoreExchange", "TorchExchange", "introduce", "refusing"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
-_SECRET_BYTES = 32
 #: Read when the module is loaded: a process that has no descriptor left must still be able to tell the others so.
 _VERSION = metadata.version("uccl_ep_serving")
 #: A collective, or a store, is looked at this often; a store less often after a while.
@@ -164,11 +164,22 @@ class StoreExchange:
         self._store.set(f"{self._calls}/{self.rank}", base64.b64encode(payload).decode())
         deadline = time.monotonic() + self._timeout
         try:
-            return [base64.b64decode(self._get(peer, deadline)) for peer in range(self.size)]
+            answers = [base64.b64decode(self._get(peer, deadline)) for peer in range(self.size)]
+            self._forget()
+            return answers
         except BootstrapError:
             raise
         except RuntimeError as error:
             raise BootstrapError(f"rank {self.rank}: the store of the {self.size} ranks failed: {error}") from error
+
+    def _forget(self) -> None:
+        """This rank has read everything: the last one that has takes it out of the store."""
+        read = f"{self._calls}/read"
+        if self._store.add(read, 1) == self.size:
+            # a store that deletes nothing keeps them: the documentation says what that means
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                for key in (read, *(f"{self._calls}/{peer}" for peer in range(self.size))):
+                    self._store.delete_key(key)
 
     def _get(self, peer: int, deadline: float) -> bytes:
         """``peer``'s payload. Asks instead of waiting: Python handles no signal (Ctrl-C) inside a store's wait."""
@@ -198,7 +209,8 @@ class Card(msgspec.Struct, frozen=True):
         chosen: interface of the address, and what decided, for messages.
         agreed: settings on which all ranks must agree.
         sizes: byte sizes the caller asked for; must agree as well.
-        secret: rank 0's job secret, empty from others.
+        salt: of the job's secret, from rank 0; empty from others.
+        key: fingerprint of the key that this rank was given for it, "" for none.
         refusal: why this rank does not start, empty when it does: then nothing else of the card counts.
         misconfigured: the refusal is a ConfigError.
     """
@@ -216,16 +228,24 @@ class Card(msgspec.Struct, frozen=True):
     chosen: str = ""
     agreed: dict[str, Any] = {}
     sizes: dict[str, int] = {}
-    secret: bytes = b""
+    salt: bytes = b""
+    key: str = ""
     refusal: str = ""
     misconfigured: bool = False
 
+    def __repr__(self) -> str:
+        # without a key the salt is the secret
+        return f"Card(rank={self.rank}, size={self.size}, host_name={self.host_name!r}, pid={self.pid})"
+
 
 class Introduction(msgspec.Struct, frozen=True):
-    """Result of :func:`introduce`."""
+    """Result of :func:`introduce`; the secret is not shown."""
 
     cards: tuple[Card, ...]
     secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Introduction of {len(self.cards)} ranks"
 
 
 def _card(exchange: Exchange, **fields: Any) -> Card:
@@ -262,6 +282,7 @@ def _disagreement(cards: Sequence[Card]) -> str:
             "package version": (reference.version, card.version),
             "wire formats": (reference.formats, card.formats),
             "group size": (reference.size, card.size),
+            "UCCL_EP_SECRET_FILE (fingerprint of the key)": (reference.key, card.key),
             **{name: (reference.agreed.get(name), card.agreed.get(name)) for name in reference.agreed | card.agreed},
             **{name: (reference.sizes.get(name), card.sizes.get(name)) for name in reference.sizes | card.sizes},
         }
@@ -344,6 +365,7 @@ def introduce(
             cards; or a rank listens where another one cannot reach it.
     """
     with refusing(exchange):
+        key = read_key(settings.secret_file)
         mine = _card(
             exchange,
             host=_host_identity(),
@@ -353,7 +375,8 @@ def introduce(
             chosen=chosen,
             agreed=settings.agreed(),
             sizes=sizes,
-            secret=secrets.token_bytes(_SECRET_BYTES) if exchange.rank == 0 else b"",
+            salt=secrets.token_bytes(SALT_BYTES) if exchange.rank == 0 else b"",
+            key=fingerprint(key),
         )
     try:
         cards = tuple(
@@ -372,6 +395,6 @@ def introduce(
     if words := _disagreement(cards):
         raise ConfigError(f"the ranks disagree, nothing was started: {words}. Give all ranks the same environment")
     _check_addresses(cards)
-    if len(cards[0].secret) != _SECRET_BYTES:
-        raise BootstrapError(f"rank 0 sent a secret of {len(cards[0].secret)} bytes, {_SECRET_BYTES} expected")
-    return Introduction(cards, cards[0].secret)
+    if len(cards[0].salt) != SALT_BYTES:
+        raise BootstrapError(f"rank 0 sent a salt of {len(cards[0].salt)} bytes, {SALT_BYTES} expected")
+    return Introduction(cards, job_secret(key, cards[0].salt))
