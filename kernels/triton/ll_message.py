@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.message import FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
+from ...protocol.message import CODING_MARK, FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
 from .blocks import (
     P_PLAN,
@@ -58,6 +58,7 @@ AT_CONSUMED_COMBINE = tl.constexpr(8 * LowLatencyHeader.CONSUMED_COMBINE)
 DISPATCH_TAG = tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 COMBINE_TAG = tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
+_MARK, _LOW = tl.constexpr(CODING_MARK), tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def dispatch_arrival(
                 back = tl.load(int64s(header + AT_RETURN_OFFSET), mask=live, other=0)
                 _check_origin(context, state, route, peers, live, stream, header, DISPATCH_TAG, number, BACKEND)
                 wrong = (coding & ~WEIGHTED) != CODING
-                refuse(context, state, peers, wrong, stream, coding, CODING, BACKEND)
+                refuse(context, state, peers, wrong, stream, _MARK | coding & _LOW, _MARK | CODING, BACKEND)
                 form = tl.where((coding & WEIGHTED) != 0, _REDUCED, _EXPANDED)
                 refuse(context, state, peers, (rows < 0) | (rows > most), stream, rows, most, BACKEND)
                 wrong = (back < 0) | ((back & 15) != 0) | (back > room - HEADER)
@@ -217,7 +218,7 @@ def combine_arrival(
                 got = tl.load(int64s(header + AT_CODING), mask=live, other=coding)
                 rows = tl.load(int64s(header + AT_ROWS), mask=live, other=0)
                 _check_origin(context, state, route, peers, live, stream, header, COMBINE_TAG, number, BACKEND)
-                refuse(context, state, peers, got != coding, stream, got, coding, BACKEND)
+                refuse(context, state, peers, got != coding, stream, _MARK | got & _LOW, _MARK | coding, BACKEND)
                 table = R_COUNTS if REDUCED else R_PAIRS
                 expected = tl.load(int64s(route_table(context, route, table, peers)), mask=live, other=0)
                 refuse(context, state, peers, rows != expected, stream, rows, expected, BACKEND)

@@ -39,6 +39,11 @@ def more_experts(buffer: Buffer) -> object:
     return bodies.round_trip(buffer, experts=12)
 
 
+def coded(buffer: Buffer) -> object:
+    x, topk_idx, weights = bodies.tokens_of(buffer.rank, 8, 128, 6, 2)
+    return buffer.low_latency_dispatch(x, topk_idx, 8, 6, use_fp8=True, topk_weights=weights)
+
+
 def too_long_for_a_ring(buffer: Buffer) -> object:
     """1 GiB messages, of which only rank 1's ring of two commands is too short."""
     x, topk_idx, weights = bodies.tokens_of(buffer.rank, 2, 65536, 6, 2)
@@ -64,6 +69,7 @@ def call_differently(
     own = {"ring_slots": 2} if exchange.rank == 1 else {}
     buffer = bodies.opened(exchange, {**overrides, **own})
     assert bodies.round_trip(buffer) < 0.02
+    assert bodies.normal_trip(buffer) < 0.02
     texts, took = [], []
     for seed in range(2):
         started = time.monotonic()
@@ -86,6 +92,19 @@ CASES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
         usual,
         more_experts,
         ("rank 0: rank 1 sent an operation of another shape", "6 exp", "12 exp", "rank 2:"),
+    ),
+    # the windows have room for both, and neither sends what the other waits for
+    "low latency": (normal, usual, ("rank 1", "in a low-latency operation", "in an operation of normal mode")),
+    "normal": (usual, normal, ("rank 1", "in a low-latency operation", "in an operation of normal mode")),
+    "coding": (
+        usual,
+        coded,
+        (
+            "rank 0: rank 1 sent rows of e4m3 with float32 scales on",
+            "and this rank rows of bfloat16",
+            "rank 2:",
+            "use_fp8",
+        ),
     ),
     "mode": (normal, wider, ("ranks 0, 2 began", "hidden=256")),
     "ring": (too_long_for_a_ring, too_long_for_a_ring, ("rank 1:", "a ring holds 2", "UCCL_EP_RING_SLOTS")),

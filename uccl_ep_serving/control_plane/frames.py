@@ -15,6 +15,7 @@ from .links import MAGIC, Link
 
 __all__ = [
     "ANSWER",
+    "DOING",
     "FAILED",
     "GATHER",
     "GOODBYE",
@@ -31,9 +32,9 @@ __all__ = [
 _HEADER = struct.Struct("<IHHQI")
 #: Kinds: a part of a step; the sender leaves in good order; the sender has masked the rank in the payload; an operation
 #: of the sender has failed, and the payload says because of whom; for whom do you wait?; for the one in the payload,
-#: or for nobody when that is empty.
-GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER = 1, 2, 3, 4, 5, 6
-_KINDS = frozenset((GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER))
+#: or for nobody when that is empty; the sender waits for you in the operation that the payload names.
+GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER, DOING = 1, 2, 3, 4, 5, 6, 7
+_KINDS = frozenset((GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER, DOING))
 MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
 

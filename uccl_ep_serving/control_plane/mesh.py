@@ -25,7 +25,7 @@ from ..native.background import start_thread
 from ..protocol.handshake import tune
 from .bootstrap import Introduction
 from .failures import Liveness, RootCause
-from .frames import GATHER, GOODBYE, MASKED, close_all, read_frames, send_frame
+from .frames import DOING, GATHER, GOODBYE, MASKED, close_all, read_frames, send_frame
 from .links import Link, Listeners, meet, waking_selector
 from .steps import Steps
 
@@ -53,6 +53,8 @@ class ControlMesh:
         on_lost, on_goodbye: called from the reader thread with the peer's rank.
         on_masked: called from the reader thread with the rank that masked and the rank that was masked.
         on_part: called from the reader thread with a peer that takes part in a step.
+        on_doing: called from the reader thread with a peer that waits for this rank, and what it says of its operation;
+            raises ValueError when that is nothing.
     """
 
     def __init__(self, rank: int, ranks: int, settings: Settings, store_host: str = "") -> None:
@@ -66,6 +68,7 @@ class ControlMesh:
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
         self.on_part: Callable[[int], None] = lambda peer: None
+        self.on_doing: Callable[[int, bytes], None] = lambda peer, what: None
         self._settings = settings
         self._selector, self._wake, self._waker = waking_selector(rank)
         with contextlib.ExitStack() as undo:
@@ -180,6 +183,8 @@ class ControlMesh:
                     self._tell(self.on_part, link.peer)
                 elif frame.kind == GOODBYE:
                     self._note_goodbye(link)
+                elif frame.kind == DOING:
+                    self.on_doing(link.peer, frame.payload)
                 elif frame.kind == MASKED:
                     self._note_masked(link.peer, int.from_bytes(frame.payload, "little"))
                 else:
@@ -237,6 +242,11 @@ class ControlMesh:
         for link in list(self._links.values()):
             if link.peer not in self.liveness.lost and link.peer not in self.liveness.departed:
                 send_frame(link, MASKED, body=masked.to_bytes(4, "little"))
+
+    def tell_doing(self, peer: int, what: bytes) -> None:
+        """Tell ``peer`` in which operation this rank waits for it."""
+        if (link := self._links.get(peer)) is not None and peer not in self.liveness.absent:
+            send_frame(link, DOING, body=what)
 
     # -- closing ------------------------------------------------------------------------------------------------
 

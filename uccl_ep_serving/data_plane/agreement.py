@@ -35,6 +35,7 @@ class Proposal(msgspec.Struct, frozen=True):
         masked: ranks that it has masked, ascending.
         objection: why it cannot, empty when it can.
         failed: nothing goes on in its data plane.
+        apart: ranks have begun different operations in it, of which the latest of each will never end.
     """
 
     plan: LowLatencyPlan | None
@@ -44,6 +45,7 @@ class Proposal(msgspec.Struct, frozen=True):
     masked: tuple[int, ...]
     objection: str = ""
     failed: bool = False
+    apart: bool = False
 
     def encode(self) -> bytes:
         """For the wire."""

@@ -134,10 +134,16 @@ class Epochs:
                 del named  # this frame is in the traceback: a cycle would keep windows mapped
 
     def _agree(
-        self, plan: LowLatencyPlan | None, objection: str, failed: bool = False, *, first: bool = False
+        self,
+        plan: LowLatencyPlan | None,
+        objection: str,
+        *,
+        failed: bool = False,
+        apart: bool = False,
+        first: bool = False,
     ) -> Outcome:
         masked = tuple(sorted(self._mesh.liveness.masked))
-        mine = Proposal(plan, self._room, self.number, self.watch.begun, masked, objection, failed)
+        mine = Proposal(plan, self._room, self.number, self.watch.begun, masked, objection, failed, apart)
         patience = self._patience if first else self._settings.timeout
         answers = self._mesh.steps.gather(SETUP, mine.encode(), timeout=patience)
         proposals = {rank: read_proposal(rank, payload) for rank, (payload, _) in enumerate(answers) if payload}
@@ -154,11 +160,12 @@ class Epochs:
             + (": what was sent before is void, go on with a dispatch on every rank" if self.watch.stale else "")
         )
 
-    def _settle(self, mismatch: str) -> None:
+    def _settle(self, mismatch: str, apart: bool) -> None:
         """A peer waits for other windows, and this rank for an operation which that peer will never join; or peers
-        have sent one of another shape. Say so to the others, and raise what all of them come to."""
+        have sent one of another shape, or are in another one (``apart``). Say so to the others, and raise what all of
+        them come to."""
         with self._breaking():
-            outcome = _together(self._agree(self.watch.plan, mismatch, failed=bool(mismatch)))
+            outcome = _together(self._agree(self.watch.plan, mismatch, failed=bool(mismatch), apart=apart))
         self._refuse(outcome)
 
     def _replace(self, outcome: Outcome) -> None:
@@ -171,7 +178,8 @@ class Epochs:
         self.watch.plane = None
         if old is not None:
             old.close(deadline)
-        self.number, self.watch.begun = outcome.epoch, 0
+        self.number = self.watch.epoch = outcome.epoch
+        self.watch.begun = 0
         self._install(outcome.room)
         self.watch.stale = ""
 

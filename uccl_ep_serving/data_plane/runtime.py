@@ -181,8 +181,7 @@ class Runtime:
 
     def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
         """Count a collective operation, before anything of it is sent; ``plan``: of one of low latency."""
-        self._watch.begun += 1
-        self._watch.plan = plan
+        self._watch.begin(plan)
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""

@@ -17,6 +17,7 @@ from ..errors import (
 )
 from ..protocol import context as ctx
 from ..protocol.layout import is_plan, plan_in_words
+from ..protocol.message import coding_in_words
 from ..protocol.streams import channel_of, name_of
 
 __all__ = ["StickyError"]
@@ -39,8 +40,16 @@ class StickyError(NamedTuple):
 
     @property
     def mismatch(self) -> str:
-        """What is wrong, in words, when low-latency operations of different shapes met; else empty."""
-        if self.code != ctx.FAILURE_PROTOCOL or not (is_plan(self.arrived) and is_plan(self.expected)):
+        """What is wrong, in words, when low-latency operations of different shapes or codings met; else empty."""
+        if self.code != ctx.FAILURE_PROTOCOL:
+            return ""
+        theirs, mine = coding_in_words(self.arrived), coding_in_words(self.expected)
+        if theirs and mine:
+            return (
+                f"rank {self.peer} sent {theirs} on {name_of(self.stream)}, and this rank {mine}. Likely cause: the "
+                "ranks gave different dtypes, use_fp8, use_ue8m0 or topk_weights"
+            )
+        if not (is_plan(self.arrived) and is_plan(self.expected)):
             return ""
         return (
             f"rank {self.peer} sent an operation of another shape on {name_of(self.stream)}: "

@@ -25,6 +25,7 @@ from ..protocol import context as ctx
 from ..protocol.layout import LowLatencyPlan
 from ..protocol.streams import channel_of
 from .agreement import SETUP, read_proposal
+from .calls import Calls
 from .plane import DataPlane
 
 __all__ = ["PlaneWatch"]
@@ -37,11 +38,12 @@ class PlaneWatch:
 
     Args:
         mesh: its callbacks are taken over.
-        settle: called when a peer asks for other windows before an operation that this rank has begun; and with the
-            words for it when operations of different shapes have met.
+        settle: called when a peer asks for other windows before an operation that this rank has begun; with the words
+            for it when operations of different shapes have met; with words and True when ranks are in different ones.
 
     Attributes:
         plane: the present data plane, None while there is none.
+        epoch: its number.
         begun: operations that this rank has begun in it.
         plan: of the last of them, None for one of normal mode.
         stale: why the next operation must begin in another one, in words; empty when it need not.
@@ -51,8 +53,9 @@ class PlaneWatch:
             Writer: the thread that reads the control connections. Reader: the host.
     """
 
-    def __init__(self, mesh: ControlMesh, settle: Callable[[str], None]) -> None:
+    def __init__(self, mesh: ControlMesh, settle: Callable[[str, bool], None]) -> None:
         self.plane: DataPlane | None = None
+        self.epoch = 0
         self.begun = 0
         self.plan: LowLatencyPlan | None = None
         self.stale = ""
@@ -65,11 +68,18 @@ class PlaneWatch:
         self._mesh = mesh
         self._liveness = mesh.liveness
         self._settle = settle
+        self._calls = Calls(mesh)
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
         mesh.on_masked = self._on_masked
         mesh.root_cause.waits_for = self._waits_for
+
+    def begin(self, plan: LowLatencyPlan | None) -> None:
+        """This rank begins an operation; ``plan``: of one of low latency."""
+        self.begun += 1
+        self.plan = plan
+        self._calls.begin(self.epoch, self.begun, plan is not None)
 
     # -- what is in use -----------------------------------------------------------------------------------------
 
@@ -163,10 +173,14 @@ class PlaneWatch:
             # of what a peer sent, or a device said, the proxies know more than the sticky error
             service.check()
         if code in (ctx.FAILURE_NONE, ctx.FAILURE_LAYOUT) and self._requested_before() is not None:
-            self._settle("")
+            self._settle("", False)
+        elif code == ctx.FAILURE_NONE and space.awaited not in (-1, self._rank):
+            self._calls.remind(space.awaited)
+            if difference := self._calls.difference:
+                self._settle(difference, True)
         elif code == ctx.FAILURE_PROTOCOL and (mismatch := space.mismatch):
             # every rank meets it when it receives that operation: they can say together that it does not count
-            self._settle(mismatch)
+            self._settle(mismatch, False)
 
     def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
         """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""
@@ -285,9 +299,11 @@ class PlaneWatch:
         return any(read_proposal(peer, payload).begun <= self.begun for peer, payload in requested.items())
 
     def _requested_before(self) -> int | None:
-        """A peer that asks for other windows before an operation that this rank has begun, which would never end."""
+        """A peer that asks for other windows before an operation that this rank has begun, or has noticed that ranks
+        began different ones: that of this rank would never end."""
         for peer, payload in self._mesh.steps.requested(SETUP).items():
-            if read_proposal(peer, payload).begun < self.begun:
+            theirs = read_proposal(peer, payload)
+            if theirs.begun < self.begun or (theirs.apart and theirs.begun == self.begun):
                 return peer
         return None
 

@@ -22,6 +22,7 @@ per (token, top-k slot that lives here) in slot order (``FORM_EXPANDED``).
 from __future__ import annotations
 
 __all__ = [
+    "CODING_MARK",
     "DTYPE_BF16",
     "DTYPE_F16",
     "DTYPE_F32",
@@ -42,6 +43,7 @@ __all__ = [
     "NormalGrant",
     "NormalNotify",
     "Notice",
+    "coding_in_words",
     "element_bytes",
     "meta_bytes",
     "notify_bytes",
@@ -81,6 +83,25 @@ _KIND_LL_DISPATCH, _KIND_LL_COMBINE, _KIND_NOTICE, _KIND_NOTIFY, _KIND_GRANT = 1
 def tag(kind: int) -> int:
     """First word of a header of ``kind``: ASCII "UCEP", format version, kind."""
     return 0x5543_4550 << 24 | FORMAT_VERSION << 8 | kind
+
+
+#: Or-ed to a CODING that is refused, to tell it from the other words that a sticky error may have.
+CODING_MARK = 1 << 40
+_DTYPES = {
+    DTYPE_BF16: "bfloat16",
+    DTYPE_F16: "float16",
+    DTYPE_F32: "float32",
+    DTYPE_FP8: "e4m3 with float32 scales",
+    DTYPE_FP8_UE8M0: "e4m3 with UE8M0 scales",
+}
+
+
+def coding_in_words(word: int) -> str:
+    """What a refused CODING says of rows, for messages; "" for any other word."""
+    if word & ~0xFFFF_FFFF != CODING_MARK:
+        return ""
+    form = ", one for each rank" if word >> 8 & 0xFF == FORM_REDUCED else ""
+    return f"rows of {_DTYPES.get(word & 0xFF, f'coding {word & 0xFFFF_FFFF:#x}')}{form}"
 
 
 class LowLatencyHeader:
