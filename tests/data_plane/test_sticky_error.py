@@ -10,6 +10,7 @@ from uccl_ep_serving.control_plane.failures import Liveness
 from uccl_ep_serving.data_plane.sticky_error import StickyError
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, UcclEpError, after_loss, after_silence
 from uccl_ep_serving.protocol import context as ctx
+from uccl_ep_serving.protocol.message import CODING_MARK, DTYPE_BF16, DTYPE_FP8, FORM_REDUCED
 
 
 def _sticky(code: int) -> UcclEpError:
@@ -49,3 +50,23 @@ def test_a_lost_rank_has_one_next_step() -> None:
     told = FailureReport(2, 1, False, phase="dispatch").error(PeerLost("", peer=2, phase="combine"), 0)
     for error in (_sticky(ctx.FAILURE_PEER_LOST), told, caught.value):
         assert str(error).endswith(f" {after_loss(1)}")
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "mismatch", "words"),
+    [
+        (CODING_MARK | DTYPE_FP8, CODING_MARK | DTYPE_BF16, True, "rank 1 sent rows of e4m3 with float32 scales on"),
+        (CODING_MARK | FORM_REDUCED << 8, CODING_MARK, True, "rows of bfloat16, one for each rank on"),
+        # a coding that nobody sends; an offset of 1 TiB; message numbers
+        (CODING_MARK | 99, CODING_MARK, False, "got 0x63, expected 0x0"),
+        (1 << 40, 0, False, f"got {1 << 40:#x}, expected 0x0"),
+        (-1, CODING_MARK, False, "got -0x1, expected"),
+        (3, 0, False, "got 0x3, expected 0x0"),
+    ],
+)
+def test_what_a_peer_claims_is_told_in_words_where_it_is_an_option(
+    got: int, expected: int, mismatch: bool, words: str
+) -> None:
+    sticky = StickyError(ctx.FAILURE_PROTOCOL, 1, 0, got, expected)
+    assert bool(sticky.mismatch) == mismatch
+    assert words in str(sticky.exception("dispatch", "dispatch, rank 0 of 2", 1.0))

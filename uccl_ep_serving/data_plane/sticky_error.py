@@ -17,7 +17,7 @@ from ..errors import (
 )
 from ..protocol import context as ctx
 from ..protocol.layout import is_plan, plan_in_words
-from ..protocol.message import coding_in_words
+from ..protocol.message import CODING_MARK, coding_in_words
 from ..protocol.streams import channel_of, name_of
 
 __all__ = ["StickyError"]
@@ -94,6 +94,8 @@ class StickyError(NamedTuple):
         if self.mismatch:
             return ProtocolError(f"{where}: {self.mismatch}. {REBUILD_GROUP}", peer=peer, channel=channel)
         if code == ctx.FAILURE_PROTOCOL:
+            if min(arrived, expected) > 0 and arrived & expected & CODING_MARK:
+                arrived, expected = arrived & ~CODING_MARK, expected & ~CODING_MARK
             return ProtocolError(
                 f"{where}: rank {peer} sent what the formats forbid{on}: got {arrived:#x}, expected {expected:#x}. "
                 "Likely cause: ranks run different versions, or were given different shapes, dtypes or options",

@@ -97,11 +97,11 @@ _DTYPES = {
 
 
 def coding_in_words(word: int) -> str:
-    """What a refused CODING says of rows, for messages; "" for any other word."""
-    if word & ~0xFFFF_FFFF != CODING_MARK:
+    """What a refused CODING says of rows, for messages; "" for one that nobody sends, and for any other word."""
+    if word & ~0xFFFF_FFFF != CODING_MARK or word & 0xFF not in _DTYPES:
         return ""
     form = ", one for each rank" if word >> 8 & 0xFF == FORM_REDUCED else ""
-    return f"rows of {_DTYPES.get(word & 0xFF, f'coding {word & 0xFFFF_FFFF:#x}')}{form}"
+    return f"rows of {_DTYPES[word & 0xFF]}{form}"
 
 
 class LowLatencyHeader:
