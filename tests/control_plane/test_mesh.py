@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
 from uccl_ep_serving.control_plane.steps import CLOSE
-from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProtocolError
+from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 
 #: Bounds what comes at once on an idle machine. Only a test that fails waits as long.
 _LONG = 25.0
@@ -66,30 +66,44 @@ _PROBES = (
 )
 
 
-def test_why_a_connection_ended_is_told_where_it_says_more() -> None:
-    """A rank that may open no more files loses its peers by itself: the reason must not look like theirs."""
+def test_a_rank_that_may_open_no_more_files_blames_itself() -> None:
+    """It loses what its peers hand it: nobody masks a healthy one for that."""
 
-    def body(exchange: ThreadExchange) -> str:
+    def body(exchange: ThreadExchange) -> UcclEpError | None:
         mesh = joined(exchange)
         mesh.steps.gather("all here")
+        shortages: list[str] = []
+        mesh.on_shortage = shortages.append
         try:
             if exchange.rank == 0:
                 mesh._read_link = lost_descriptors  # type: ignore[method-assign]
-            exchange.all_gather(b"")  # from now on what rank 1 sends is read so
+            exchange.all_gather(b"")  # from now on what others send to rank 0 is read so
             try:
                 # the reader may be in its own method still when the first comes
                 for name in ("next", "after it"):
                     mesh.steps.gather(name, timeout=_LONG)
-            except PeerLost as error:
-                return str(error)
-            return ""
+            except UcclEpError as error:
+                assert bool(shortages) == (exchange.rank == 0)
+                with pytest.raises(UcclEpError):
+                    mesh.steps.gather("later")
+                return error
+            return None
         finally:
+            exchange.all_gather(b"")
             mesh.close()
 
     def lost_descriptors(link: object) -> None:
         raise OSError(errno.EMFILE, "descriptors were lost on the way")
 
-    assert "closed without a goodbye: [Errno 24] descriptors were lost on the way)" in in_threads(2, body)[0]
+    short, *others = in_threads(3, body)
+    assert isinstance(short, UcclEpError)
+    assert not isinstance(short, PeerError)
+    assert "rank 0 has no room for what rank" in str(short)
+    assert "ulimit -n" in str(short)
+    for error in others:
+        assert isinstance(error, PeerLost)
+        assert error.peer == 0
+        assert "it failed (rank 0 has no room for what rank" in str(error)
 
 
 def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from ..protocol.listener import BACKLOG, PortsTaken, listen, ports_needed
 from .addresses import choose_address
 from .bootstrap import Card, Introduction
 
-__all__ = ["MAGIC", "Link", "Listeners", "meet", "waking_selector"]
+__all__ = ["MAGIC", "NO_ROOM", "Link", "Listeners", "meet", "waking_selector"]
 
 _log = logging.getLogger("uccl_ep_serving.control_plane.mesh")
 
@@ -41,7 +41,7 @@ _MOST_STRANGERS = 64
 #: asked again for this long, because a host under load may refuse a connection it would take a moment later.
 _REFUSED_SECONDS = 1.0
 #: The system gives no further socket.
-_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _RETRY_SECONDS = 0.05
 
 
@@ -116,7 +116,7 @@ class Listeners:
                     listener.setblocking(False)
             except OSError as error:
                 what = f"rank {rank} cannot listen for its peers on {self.address}"
-                if error.errno in _NO_ROOM:
+                if error.errno in NO_ROOM:
                     raise _no_descriptor(what, error) from error
                 if isinstance(error, PortsTaken):
                     raise BootstrapError(f"{what}: {error}. {ports_needed(ranks, settings.proxies)}") from error
@@ -241,7 +241,7 @@ class _Meeting:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if error.errno in _NO_ROOM and not self._push_out("no descriptors are left"):
+            if error.errno in NO_ROOM and not self._push_out("no descriptors are left"):
                 raise self._no_socket(error) from error
             return  # gone again, not there after all, or still there when it is asked again
         connection.setblocking(False)

@@ -21,12 +21,13 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from ..config import Settings
+from ..errors import TransportError
 from ..native.background import start_thread
 from ..protocol.handshake import tune
 from .bootstrap import Introduction
 from .failures import Liveness, RootCause
 from .frames import DOING, GATHER, GOODBYE, MASKED, close_all, read_frames, send_frame
-from .links import Link, Listeners, meet, waking_selector
+from .links import NO_ROOM, Link, Listeners, meet, waking_selector
 from .steps import Steps
 
 __all__ = ["ControlMesh"]
@@ -53,6 +54,7 @@ class ControlMesh:
         on_lost, on_goodbye: called from the reader thread with the peer's rank.
         on_masked: called from the reader thread with the rank that masked and the rank that was masked.
         on_part: called from the reader thread with a peer that takes part in a step.
+        on_shortage: called from the reader thread with why this rank itself cannot go on; the peers have been told.
         on_doing: called from the reader thread with a peer that waits for this rank, and what it says of its operation;
             raises ValueError when that is nothing.
     """
@@ -68,6 +70,7 @@ class ControlMesh:
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_masked: Callable[[int, int], None] = lambda by, peer: None
         self.on_part: Callable[[int], None] = lambda peer: None
+        self.on_shortage: Callable[[str], None] = lambda why: None
         self.on_doing: Callable[[int, bytes], None] = lambda peer, what: None
         self._settings = settings
         self._selector, self._wake, self._waker = waking_selector(rank)
@@ -80,7 +83,7 @@ class ControlMesh:
         self.address, self.port = self._listeners.address, self._listeners.port
         self.chosen = self._listeners.chosen
         self._links: dict[int, Link] = {}
-        self._closing = False
+        self._closing = self._short = False
         #: When the reader does what for :meth:`limit`. Writer: the host; reader: the reader.
         self._limit: tuple[float, Callable[[], None]] | None = None
         self._reader: threading.Thread | None = None
@@ -207,6 +210,9 @@ class ControlMesh:
     def _lose(self, link: Link, error: Exception) -> None:
         if link.said_goodbye or self._closing:
             return
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            self._run_short(link.peer, error)
+            return
         expected = isinstance(error, (OSError, ValueError))
         # what _read_link does not promise to raise is a fault of this rank: its words alone may say nothing
         reason = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -221,12 +227,26 @@ class ControlMesh:
         )
         self._tell(self.on_lost, link.peer)
 
-    def _tell(self, callback: Callable[..., None], *ranks: int) -> None:
+    def _run_short(self, peer: int, error: OSError) -> None:
+        """The system gives this rank no room for what ``peer`` hands it: that is nobody else's fault, and told once."""
+        if self._short:
+            return
+        self._short = True
+        failure = TransportError(
+            f"rank {self.rank} has no room for what rank {peer} hands it: {error}. Next step: raise the limit on open "
+            f"files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
+        )
+        _log.error("%s", failure)
+        self.root_cause.report_local_failure(failure, "control connections")
+        self.steps.end(str(failure))
+        self._tell(self.on_shortage, str(failure))
+
+    def _tell(self, callback: Callable[..., None], *heard: object) -> None:
         """Whatever a callback raises, the other connections are read on."""
         try:
-            callback(*ranks)
+            callback(*heard)
         except Exception:
-            _log.exception("rank %d could not act on what it heard of ranks %s", self.rank, ranks)
+            _log.exception("rank %d could not act on what it heard: %s", self.rank, heard)
 
     @property
     def local_peers(self) -> frozenset[int]:

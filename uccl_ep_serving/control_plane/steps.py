@@ -44,7 +44,8 @@ class Steps:
         self._liveness = liveness
         self._timeout = timeout
         self._changed = liveness.changed
-        self._ended = False
+        #: Why no step goes on, "" while they do.
+        self._ended = ""
         #: By number of the step, what has come, maybe before this rank takes the step. Writer: the reader thread.
         self._inbox: dict[int, Parts] = {}
         #: Number of the next step, and of the oldest one that somebody here may still wait for.
@@ -90,6 +91,9 @@ class Steps:
         label = name.encode()
         if len(payload) + len(label) > MOST_PAYLOAD - 2:
             raise ConfigError(f"control payload of {len(payload)} bytes for {name!r} exceeds {MOST_PAYLOAD}")
+        if self._ended:
+            # nobody may take what this rank says now for a part of a step
+            raise UcclEpError(f"{name}, rank {self._rank}: {self._ended}")
         number, self._next = self._next, self._next + 1
         expected = self.links.keys() - self._liveness.masked
         for peer in expected:
@@ -114,7 +118,11 @@ class Steps:
             received = self._inbox.setdefault(number, {})
             self._present = name, lambda: sorted(expected - received.keys())
             self._changed.wait_for(
-                lambda: self._ended or expected <= received.keys() or liveness.blocking(expected, received.keys()),
+                lambda: (
+                    bool(self._ended)
+                    or expected <= received.keys()
+                    or bool(liveness.blocking(expected, received.keys()))
+                ),
                 seconds,
             )
             missing = sorted(expected - received.keys())
@@ -122,7 +130,7 @@ class Steps:
         if not missing:
             return received
         if self._ended:
-            raise UcclEpError(f"{name}, rank {self._rank}: this Buffer was closed meanwhile")
+            raise UcclEpError(f"{name}, rank {self._rank}: {self._ended}")
         liveness.raise_if_absent(name, among=blocking)
         raise PeerTimeout(
             f"{name}, rank {self._rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
@@ -182,10 +190,10 @@ class Steps:
         for received in stale:
             _close_parts(received)
 
-    def end(self) -> None:
-        """A gather in another thread ends."""
+    def end(self, because: str = "this Buffer was closed meanwhile") -> None:
+        """A gather in another thread ends, and any later one."""
         with self._changed:
-            self._ended = True
+            self._ended = self._ended or because
             self._changed.notify_all()
 
     def close(self) -> None:

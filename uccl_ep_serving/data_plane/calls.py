@@ -38,8 +38,8 @@ class Calls:
         self._mine = _Doing(0, 0, False)
         #: By peer, what it does. Writer: the thread that reads the control connections. Reader: the host.
         self._heard: dict[int, _Doing] = {}
-        #: Since when this rank waits in its present operation, and until when nothing is said of that.
-        self._waiting, self._quiet = -1, 0.0
+        #: The operation in which this rank was seen to wait, until when nothing is said of that, and who was told.
+        self._waiting, self._quiet, self._told = self._mine, 0.0, set[int]()
         mesh.on_doing = self._hear
 
     def begin(self, epoch: int, begun: int, low_latency: bool) -> None:
@@ -47,12 +47,13 @@ class Calls:
         self._mine = _Doing(epoch, begun, low_latency)
 
     def remind(self, peer: int) -> None:
-        """This rank waits for ``peer``: say so when that lasts. Called often."""
+        """This rank waits for ``peer``: say so, once, when that lasts. Called often."""
         now = time.monotonic()
-        if self._waiting != self._mine.begun:
-            self._waiting, self._quiet = self._mine.begun, now + _WAIT_SECONDS
-        elif now >= self._quiet:
-            self._quiet = now + _WAIT_SECONDS
+        if self._waiting is not self._mine:
+            self._waiting, self._quiet = self._mine, now + _WAIT_SECONDS
+            self._told.clear()
+        elif now >= self._quiet and peer not in self._told:
+            self._told.add(peer)
             self._mesh.tell_doing(peer, msgspec.msgpack.encode(self._mine))
 
     def _hear(self, peer: int, payload: bytes) -> None:

@@ -49,7 +49,8 @@ class PlaneWatch:
         stale: why the next operation must begin in another one, in words; empty when it need not.
         broken: why the ranks cannot go on together, in words; masking a lost rank mends that.
         closed: no other data plane will be taken into use.
-        evicted: in words, that another rank has masked this one; empty while none has.
+        evicted: in words, why this rank takes part no more: another one has masked it, or the system gives it no room;
+            empty while it does.
             Writer: the thread that reads the control connections. Reader: the host.
     """
 
@@ -73,6 +74,7 @@ class PlaneWatch:
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
         mesh.on_masked = self._on_masked
+        mesh.on_shortage = self._on_shortage
         mesh.root_cause.waits_for = self._waits_for
 
     def begin(self, plan: LowLatencyPlan | None) -> None:
@@ -268,6 +270,11 @@ class PlaneWatch:
             self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent. {REBUILD_GROUP}"
         if not self._liveness.mask[peer]:
             self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
+
+    def _on_shortage(self, why: str) -> None:
+        """This rank has told the others that it cannot go on."""
+        self.evicted = why
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, self._rank)
 
     def _on_part(self, peer: int) -> None:
         """Release kernels on a device that wait for a peer which wants something else. The host of this rank waits for

@@ -86,7 +86,7 @@ class InFlight:
     def receive_dropped(self) -> None:
         """Receive what hooks that are gone would have received: their slots are needed again. Raises what that does."""
         while self._dropped:
-            number = min(self._dropped)
+            number = min(tuple(self._dropped))  # a copy: a hook may be collected in between
             self._dropped.pop(number)()
             self.end(number)
 
