@@ -25,7 +25,8 @@ def told(rank: int, layer: int, step: int, mode: int = 0, tokens: int = 2) -> Wh
 
 def trace(*by_rank: list[Whole]) -> Trace:
     steps = {rank: tuple(records) for rank, records in enumerate(by_rank)}
-    return Trace(EXPERTS, TOPK, len(by_rank), (0, 1), {}, steps)
+    counts = {one.layer: np.zeros(EXPERTS, np.int64) for records in by_rank for one in records}
+    return Trace(EXPERTS, TOPK, len(by_rank), (0, 1), counts, steps)
 
 
 def where(ids: torch.Tensor) -> list[tuple[int, int, int, int]]:
@@ -116,6 +117,14 @@ def test_a_histogram_is_replayed_by_drawing_from_one_layer(tmp_path: Path) -> No
     few = counted(tmp_path / "few.npz", 16, {0: [1, 1, 1] + [0] * 13})
     with pytest.raises(ConfigError, match="counts 3 experts that layer 0 ever chose"):
         replay(few, 1, 1, LL, 0)
+
+
+def test_a_trace_without_a_dispatch_is_refused(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.npz"
+    write_whole(whole, rank=0, ranks=1, experts=16, topk=4, records=[])
+    for empty in (load(whole), counted(tmp_path / "counted.npz", 16, {})):
+        with pytest.raises(ConfigError, match="holds no dispatch"):
+            replay(empty, 1, 1, LL, 0)
 
 
 def test_what_is_written_is_replayed(tmp_path: Path) -> None:

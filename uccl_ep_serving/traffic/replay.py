@@ -29,6 +29,11 @@ def replay(trace: Trace, ranks: int, tokens: int, mode: str, seed: int) -> list[
         ConfigError: the trace has nothing of ``mode``, no token of a rank, or fewer than K experts that were chosen.
     """
     generator = torch.Generator().manual_seed(seed)
+    if not trace.counts:
+        raise ConfigError(
+            "the routing trace holds no dispatch, so there is nothing to replay. Next step: record while requests are "
+            "served"
+        )
     if not trace.steps:
         layer = sorted(trace.counts)[_one_of(len(trace.counts), generator)]
         return [_drawn(trace, layer, tokens, generator) for _ in range(ranks)]
