@@ -9,7 +9,7 @@ import numpy as np
 from ...native.atomics import copy, peek, peek32, poke, zero
 from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
-from ...protocol.message import CODING_MARK, FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
+from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, NOTICE
 from ..blocks import low_latency as block
 from . import ll_message as ll
@@ -201,7 +201,7 @@ def _check_header(context: int, state: int, route: int, peer: int, number: int, 
         return status
     word = peek(header + ll.AT_CODING)
     if word != coding:
-        return ll.refuse(context, peer, stream, CODING_MARK | word & 0xFFFFFFFF, CODING_MARK | coding)
+        return ll.refuse_coding(context, peer, stream, word, coding)
     table = block.COUNTS if get(route, block.FORM) == FORM_REDUCED else block.PAIRS
     rows = peek(ll.route_word(context, route, table, peer))
     word = peek(header + ll.AT_ROWS)

@@ -11,7 +11,6 @@ from ...native.atomics import copy, peek, peek32, poke, poke32
 from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import (
-    CODING_MARK,
     DTYPE_FP8,
     DTYPE_FP8_UE8M0,
     FORM_EXPANDED,
@@ -212,7 +211,7 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
         return status
     word = peek(header + ll.AT_CODING)
     if word & ~_WEIGHTED != coding:
-        return ll.refuse(context, source, stream, CODING_MARK | word & 0xFFFFFFFF, CODING_MARK | coding)
+        return ll.refuse_coding(context, source, stream, word, coding)
     poke(
         ll.route_word(context, route, block.RETURN_FORM, source),
         FORM_REDUCED if word & _WEIGHTED else FORM_EXPANDED,

@@ -15,7 +15,7 @@ from ...native.calls import monotonic_ns
 from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
-from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
+from ...protocol.message import CODING_MARK, HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS, NOTICE
 from ..blocks import low_latency as block
 from .context import (
@@ -154,6 +154,12 @@ def refuse(context: int, peer: int, stream: int, got: int, expected: int) -> int
     """Set the sticky error: ``peer`` claims something the formats forbid. Returns STATUS_PROTOCOL."""
     set_failure(error_address(context), FAILURE_PROTOCOL, peer, stream, got, expected)
     return STATUS_PROTOCOL
+
+
+@compiled
+def refuse_coding(context: int, peer: int, stream: int, got: int, expected: int) -> int:
+    """The same for a CODING, which is marked as one: it is told in words."""
+    return refuse(context, peer, stream, CODING_MARK | got & 0xFFFFFFFF, CODING_MARK | expected)
 
 
 @compiled

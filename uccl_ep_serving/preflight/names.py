@@ -6,13 +6,13 @@ no default route, serves alone and hangs beside others.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from ..control_plane.addresses import is_loopback
 from .job import Finding, failed
 
 __all__ = ["Names", "gather_names", "unreachable"]
@@ -75,7 +75,7 @@ def unreachable(names: Names, where: str, host: str, address: str, interface: st
         where: the node, in words. host: its name.
         address, interface: of our own choice, which the others reach.
     """
-    if _stays(names.gloo):
+    if is_loopback(names.gloo):
         yield failed(
             "host name",
             where,
@@ -84,7 +84,7 @@ def unreachable(names: Names, where: str, host: str, address: str, interface: st
             cause="/etc/hosts gives the host's name an address on loopback, or nobody knows the name",
             step=f"export GLOO_SOCKET_IFNAME={interface} there, or the address {address} for {host} in /etc/hosts",
         )
-    if _stays(names.announced or "127.0.0.1"):
+    if not names.announced or is_loopback(names.announced):
         yield failed(
             "host name",
             where,
@@ -93,11 +93,3 @@ def unreachable(names: Names, where: str, host: str, address: str, interface: st
             cause="there is no default route" if not names.announced else f"one of {', '.join(_HOST_IP)} says so",
             step=f"export SGLANG_HOST_IP={address} VLLM_HOST_IP={address} there",
         )
-
-
-def _stays(address: str) -> bool:
-    """Whether what is sent to ``address`` stays in the host."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a name, or none
-        return False
