@@ -1,0 +1,298 @@
+"""How the survivors of a failure agree on one group, without a coordinator: a machine of messages and time alone.
+
+Each rank tells the others what it has seen (:class:`.reports.Report`). From that it computes who should go on
+(:func:`.verdict.find_lost`) and proposes that group. Once all members of a group propose the same one, each *promises* to
+go on with it, and once all have promised, it is agreed on. Groups carry rising numbers, and each one is a part of the
+last: so all ranks see the same groups in the same order, and none acts on another one.
+
+That stays true when ranks die, or connections fail, between any two of these messages, because
+
+* a rank that has promised a group remembers it, tells it in whatever it says next, and goes on in another group only
+  where that is a majority of the group it promised, too (Lotem, Keidar and Dolev, PODC 1997: what is not known to have
+  failed counts as if it had succeeded);
+* a promise goes first to the ranks that it leaves out. So whoever has heard all that a dead rank said, and no promise,
+  knows that nobody counts on one: that is why the dead need not be counted as members;
+* a rank that no group is agreed on with in time stops, and says so.
+
+Nothing here waits, sends or looks at a clock: the caller hands in what was heard and the time, and takes what is to be
+sent. All of it belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from .reports import Note, Promise, Report
+from .verdict import Loss, find_lost, may_go_on
+
+__all__ = ["ANSWER_SECONDS", "LIMIT_SECONDS", "LostRank", "Membership"]
+
+#: A rank whose process runs answers within this time: the thread that reads its connections does nothing else.
+ANSWER_SECONDS = 0.4
+#: A rank that no group is agreed on with for this long stops.
+LIMIT_SECONDS = 1.0
+#: While nothing is agreed on, every rank says something this often.
+_REPEAT_SECONDS = 0.1
+#: A report that its own rank has not brought is passed on after this time.
+_RELAY_SECONDS = 0.02
+#: Longest step of the clock that counts: a rank that stood still itself waits again before it says anything of others.
+_MOST_STEP_SECONDS = 0.05
+
+
+class LostRank(NamedTuple):
+    """Why a rank is a member no more.
+
+    Attributes:
+        loss: as all ranks that decided it see it; None where this rank was only told.
+        by: the rank that saw it, or that told.
+        report: of ``by``, if there is one.
+    """
+
+    loss: Loss | None
+    by: int
+    report: Report | None
+
+
+class Membership:
+    """One rank's part in it.
+
+    Args:
+        rank, ranks: of the group.
+        begin: called when this rank first hears that something has failed, once for each group: what it waits for.
+
+    Attributes:
+        number, members: of the agreed group.
+        lost: ranks that are members no more, in the order in which that was agreed on.
+        stopped: why this rank takes part no more, in words; "" while it does.
+        stopped_by: the rank that said so, -1 when this rank stopped by itself.
+    """
+
+    def __init__(self, rank: int, ranks: int, begin: Callable[[], Report] = Report) -> None:
+        self.number = 0
+        self.members = frozenset(range(ranks))
+        self.lost: dict[int, LostRank] = {}
+        self.stopped = ""
+        self.stopped_by = -1
+        self._rank = rank
+        self._begin = begin
+        #: What this rank has seen of the present members, whether it was told already or not.
+        self._own = Report()
+        #: By rank, what was said since something failed in the present group; empty while nothing has.
+        self._reports: dict[int, Report] = {}
+        #: By peer, what it said last in the present group, and what it was told last.
+        self._notes: dict[int, Note] = {}
+        self._told: dict[int, Note] = {}
+        #: By number and group, who has promised to go on with it, as far as this rank has heard.
+        self._promises: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
+        #: Who is to be told of the present group: those that were members before, or that speak of an older one.
+        self._behind: set[int] = set()
+        #: Time in which this rank ran; when something failed; when each peer was heard, and told something, last.
+        self._now = self._clock = self._since = 0.0
+        self._heard: dict[int, float] = {}
+        self._said: dict[int, float] = {}
+
+    @property
+    def deciding(self) -> bool:
+        """Whether something has failed and no group is agreed on yet: :meth:`advance` has to be called often."""
+        return bool(self._reports) and not self.stopped
+
+    # -- what is seen and heard -----------------------------------------------------------------------------------
+
+    def observe(self, grow: Callable[[Report], Report], number: int | None = None) -> None:
+        """This rank has seen something: ``grow`` adds it to its report.
+
+        Args:
+            number: of the group in which it was seen, where what goes wrong in an older one says nothing of this one.
+        """
+        if number is not None and number != self.number:
+            return
+        seen = grow(self._own).among(self.members - {self._rank})
+        if self.stopped or seen == self._own:
+            return
+        self._own = seen
+        if self._own.says_something:
+            self._join()
+
+    def hear(self, by: int, note: Note) -> None:
+        """Rank ``by`` says ``note``."""
+        if self.stopped:
+            return
+        if note.number > self.number:
+            self._follow(by, note)
+        if self.stopped:
+            return
+        if note.number < self.number:
+            self._behind.add(by)
+            return
+        for number, group, given in note.promises:
+            if number > self.number:
+                self._promises[number, group] = self._promises.get((number, group), frozenset()) | given
+        if by not in self.members:
+            return
+        self._heard[by] = self._now
+        self._notes[by] = note
+        for rank, report in note.reports.items():
+            if rank != self._rank and report.version > self._version(rank):
+                self._reports[rank] = report
+        if self._reports:
+            self._join()
+
+    def _version(self, rank: int) -> int:
+        report = self._reports.get(rank)
+        return -1 if report is None else report.version
+
+    def _join(self) -> None:
+        """Say what this rank has seen, and from the first time on for whom it waits."""
+        if self._rank not in self._reports:
+            begun = self._begin()
+            self._own = self._own.grown(dead=begun.dead, waits=begun.waits).among(self.members - {self._rank})
+            self._own = self._own.standing(begun.stood_still)
+            self._since = self._now
+            self._heard = dict.fromkeys(self.members, self._now)
+        self._reports[self._rank] = self._own
+
+    # -- deciding -------------------------------------------------------------------------------------------------
+
+    def advance(self, clock: float) -> list[tuple[int, Note]]:
+        """Come to what follows by ``clock`` seconds of any monotonic clock; what is to be sent, in this order."""
+        self._now += min(max(clock - self._clock, 0.0), _MOST_STEP_SECONDS)
+        self._clock = clock
+        while self.deciding and self._decide():
+            pass
+        return list(self._outgoing())
+
+    def _decide(self) -> bool:
+        """One step; True when another one may follow from it."""
+        lost = find_lost(self.members, self._reports)
+        proposal = self.members.difference(lost)
+        mute = {
+            peer
+            for peer in proposal - self._own.down - {self._rank}
+            if self._now - self._heard.get(peer, self._since) > ANSWER_SECONDS
+        }
+        if mute:
+            self.observe(lambda report: report.grown(down=mute))
+            return True
+        for (number, group), given in list(self._promises.items()):
+            if group <= given and self._rank in group:
+                self._agree(number, group, lost)
+                return True
+        if self._promise(proposal):
+            return True
+        if self._now - self._since > LIMIT_SECONDS:
+            self._stop(proposal)
+        return False
+
+    def _promise(self, proposal: frozenset[int]) -> bool:
+        """Promise to go on with ``proposal`` when all of it propose it and nobody can come to another group."""
+        if self._rank not in proposal or proposal == self.members:
+            return False
+        if any(peer not in self._notes or self._notes[peer].proposal != proposal for peer in proposal - {self._rank}):
+            return False
+        if not may_go_on(self.members, proposal, self._ended("dead"), self._ended("gone")):
+            return False
+        if not all(self._is_settled(group, given, proposal) for (_, group), given in self._promises.items()):
+            return False
+        # one number for all that promise it, above those of all other groups
+        others = max((number for number, group in self._promises if group != proposal), default=self.number)
+        same = max((number for number, group in self._promises if group == proposal), default=0)
+        promise = max(others + 1, same), proposal
+        given = self._promises.get(promise, frozenset())
+        self._promises[promise] = given | {self._rank}
+        return self._rank not in given
+
+    def _is_settled(self, group: frozenset[int], given: frozenset[int], proposal: frozenset[int]) -> bool:
+        """Whether ``proposal`` is no other group than ``group``, which ranks in ``given`` have promised to go on with."""
+        if group & proposal - given:
+            return True  # one that goes on in ``proposal`` has not promised it, and will not
+        dead, gone = self._ended("dead"), self._ended("gone")
+        return group <= dead | gone or (proposal <= group and may_go_on(group, proposal, dead, gone))
+
+    def _ended(self, how: str) -> frozenset[int]:
+        return frozenset().union(*(getattr(report, how) for report in self._reports.values()))
+
+    def _agree(self, number: int, group: frozenset[int], lost: dict[int, Loss]) -> None:
+        """``group`` goes on, under ``number``."""
+        for peer in sorted(self.members - group):
+            loss = lost.get(peer)
+            self.lost[peer] = LostRank(loss, loss.by if loss else -1, self._reports.get(loss.by) if loss else None)
+        self._begin_group(number, group)
+
+    def _follow(self, by: int, note: Note) -> None:
+        """Rank ``by`` belongs to a later group."""
+        if self._rank not in note.members:
+            self.stopped = f"the other ranks have gone on without this one: ranks {sorted(note.members)}"
+            self.stopped_by = by
+            return
+        lost = find_lost(self.members, self._reports)
+        for peer in sorted(self.members - note.members):
+            told = LostRank(None, by, note.reports.get(by))
+            loss = lost.get(peer)
+            self.lost[peer] = LostRank(loss, loss.by, self._reports.get(loss.by)) if loss else told
+        self._begin_group(note.number, note.members)
+
+    def _begin_group(self, number: int, group: frozenset[int]) -> None:
+        self._behind |= self.members - {self._rank}
+        self.number, self.members = number, group
+        self._reports, self._notes, self._heard = {}, {}, {}
+        self._promises = {one: given for one, given in self._promises.items() if one[0] > number}
+        self._own = self._own.settled().among(group - {self._rank})
+        if self._own.says_something:
+            self._join()
+
+    def _stop(self, proposal: frozenset[int]) -> None:
+        """No group was agreed on in time."""
+        quiet = sorted(peer for peer in proposal - {self._rank} if peer not in self._notes)
+        self.stopped = (
+            f"no group to go on with was agreed on within {LIMIT_SECONDS:g} s: of ranks {sorted(self.members)}, "
+            f"{sorted(proposal)} seem left to this one"
+            + (f", and ranks {quiet} answer nothing" if quiet else "")
+            + ". Ranks go on only where they are more than half of those that may be alive"
+        )
+        self._own = self._own.grown(failed=self.stopped)
+        self._reports[self._rank] = self._own
+
+    # -- what is said ---------------------------------------------------------------------------------------------
+
+    def _outgoing(self) -> Iterator[tuple[int, Note]]:
+        """What each peer is to be told now. Those that a promise, or the group that it made, leaves out come first."""
+        speaking = bool(self._reports)
+        lost = find_lost(self.members, self._reports) if speaking else {}
+        proposal = (self.members.difference(lost) if lost else None) or None
+        promises = tuple(Promise(*promise, given) for promise, given in self._promises.items())
+        ended = {peer for peer, loss in lost.items() if loss.rule == "ended"}
+        peers = self.members - {self._rank} if speaking else frozenset()
+        for peer in sorted(peers | self._behind, key=lambda peer: (peer in (proposal or self.members), peer)):
+            if peer in ended:
+                continue
+            note = Note(
+                self.number,
+                self.members,
+                self._reports_for(peer),
+                {rank: report.version for rank, report in self._reports.items()},
+                proposal,
+                promises,
+            )
+            if peer in self._behind or self._news(peer, note):
+                self._told[peer], self._said[peer] = note, self._now
+                yield peer, note
+        self._behind.clear()
+
+    def _reports_for(self, peer: int) -> dict[int, Report]:
+        """This rank's report, and after a while those that ``peer`` does not have from others."""
+        said = self._notes[peer].known if peer in self._notes else {}
+        relay = self._now - self._since > _RELAY_SECONDS
+        return {
+            rank: report
+            for rank, report in self._reports.items()
+            if rank != peer and (rank == self._rank or relay) and report.version > said.get(rank, -1)
+        }
+
+    def _news(self, peer: int, note: Note) -> bool:
+        """Whether ``note`` says more than ``peer`` was told last, or that is long ago."""
+        told = self._told.get(peer)
+        if told is None or self._now - self._said[peer] > _REPEAT_SECONDS:
+            return True
+        same = (told.number, told.proposal, told.promises) == (note.number, note.proposal, note.promises)
+        return not same or any(told.reports.get(rank) != report for rank, report in note.reports.items())
