@@ -291,10 +291,11 @@ class FaultReader:
             command = f": {self._command(state, value, detail)}" if detail else f" (peer {peer}, word {value:#x})"
             return ProtocolError(
                 f"a kernel of this rank enqueued {what}{command}, noticed by {where}. Nothing of it was sent, and the "
-                f"operation that waits for it ends on both sides. Likely cause: memory was overwritten; mask rank "
-                f"{peer} or close the buffer",
+                "operation that waits for it ends on both sides. Likely cause: memory was overwritten; close the buffer, "
+                "the other ranks go on without this one",
                 peer=peer if known else -1,
                 channel=channel,
+                own=True,
             )
         if failure == FAILURE_PROTOCOL:
             return ProtocolError(

@@ -7,18 +7,22 @@ Exception
     ├── ProtocolError          a peer (or a corrupted wire) claimed something that the formats forbid
     ├── TransportError         a NIC, a socket or a shared segment failed (device, errno, completion status)
     ├── ProxyDied              a proxy thread of this rank ended before it was told to
-    └── PeerError              one peer is to blame
+    ├── Evicted                the other ranks have gone on without this one, or none can be sure of the others
+    └── PeerError              peers are to blame, the same ones on every rank that goes on
         ├── PeerTimeout        the peer is silent: the deadline passed (phase, what arrived, what was expected)
         └── PeerLost           the peer is gone: its process died or its connection closed
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "AFTER_INTERRUPTION",
     "REBUILD_GROUP",
     "BootstrapError",
     "ConfigError",
+    "Evicted",
     "PeerError",
     "PeerLost",
     "PeerTimeout",
@@ -26,6 +30,7 @@ __all__ = [
     "ProxyDied",
     "TransportError",
     "UcclEpError",
+    "after_eviction",
     "after_loss",
     "after_silence",
     "in_words",
@@ -50,13 +55,17 @@ class ProtocolError(UcclEpError, RuntimeError):
     Attributes:
         peer: EP rank at the other end of it, -1 when it concerns no peer. A peer that broke the formats was dropped
             as if it were lost, and can be masked.
+        peers: all ranks that are lost with it, ascending; the ranks that go on have agreed on them.
         channel: channel on which it was noticed, -1 when no single one.
+        own: this rank itself broke them, in what it was about to send to the peer.
     """
 
-    def __init__(self, message: str, *, peer: int = -1, channel: int = -1) -> None:
+    def __init__(self, message: str, *, peer: int = -1, channel: int = -1, own: bool = False) -> None:
         super().__init__(message)
         self.peer = peer
+        self.peers: tuple[int, ...] = (peer,) if peer >= 0 else ()
         self.channel = channel
+        self.own = own
 
 
 class TransportError(UcclEpError, RuntimeError):
@@ -79,18 +88,34 @@ class ProxyDied(UcclEpError, RuntimeError):
     """A proxy thread of this rank ended without being asked to; the buffer must be closed."""
 
 
-class PeerError(UcclEpError, RuntimeError):
-    """One peer is to blame.
+class Evicted(UcclEpError, RuntimeError):
+    """This rank takes part no more: the others have gone on without it, or it cannot know that they have not.
 
     Attributes:
-        peer: EP rank of the peer (the first one, where several are missing).
+        by: EP rank that said so, -1 when this rank stopped by itself.
+    """
+
+    def __init__(self, message: str, *, by: int = -1) -> None:
+        super().__init__(message)
+        self.by = by
+
+
+class PeerError(UcclEpError, RuntimeError):
+    """Peers are to blame. Once an operation has failed, every rank that goes on names the same ones.
+
+    Attributes:
+        peer: EP rank of the peer at the root.
+        peers: all lost ranks that this rank has not masked, ascending: what to mask to go on.
         phase: operation that noticed, for example ``"low-latency dispatch recv"``.
         channel: channel on which it was noticed, -1 when no single one.
     """
 
-    def __init__(self, message: str, *, peer: int, phase: str = "", channel: int = -1) -> None:
+    def __init__(
+        self, message: str, *, peer: int, peers: Iterable[int] = (), phase: str = "", channel: int = -1
+    ) -> None:
         super().__init__(message)
         self.peer = peer
+        self.peers = tuple(sorted(peers)) or (peer,)
         self.phase = phase
         self.channel = channel
 
@@ -108,12 +133,13 @@ class PeerTimeout(PeerError, TimeoutError):
         message: str,
         *,
         peer: int,
+        peers: Iterable[int] = (),
         phase: str = "",
         channel: int = -1,
         arrived: int = -1,
         expected: int = -1,
     ) -> None:
-        super().__init__(message, peer=peer, phase=phase, channel=channel)
+        super().__init__(message, peer=peer, peers=peers, phase=phase, channel=channel)
         self.arrived = arrived
         self.expected = expected
 
@@ -125,8 +151,17 @@ class PeerLost(PeerError, ConnectionError):
         cause: what the transport to it said (NIC, completion status, usual cause), "" when it said nothing.
     """
 
-    def __init__(self, message: str, *, peer: int, phase: str = "", channel: int = -1, cause: str = "") -> None:
-        super().__init__(message, peer=peer, phase=phase, channel=channel)
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: int,
+        peers: Iterable[int] = (),
+        phase: str = "",
+        channel: int = -1,
+        cause: str = "",
+    ) -> None:
+        super().__init__(message, peer=peer, peers=peers, phase=phase, channel=channel)
         self.cause = cause
 
 
@@ -138,6 +173,11 @@ _WITHOUT_IT = "mask it on every rank that is left, or close this Buffer on all o
 
 #: What to do when an operation ended on a rank after part of it may have been sent.
 AFTER_INTERRUPTION = f"Next step: find the rank that is lost or was interrupted; then {_WITHOUT_IT}"
+
+
+def after_eviction() -> str:
+    """What to do when a rank takes part no more."""
+    return "Next step: read the other ranks' logs, close this Buffer on all ranks and build the group again"
 
 
 def after_loss(peer: int) -> str:

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control_plane.membership_model import Crash, Cut, Fault, GiveUp, Stall, World
+from uccl_ep_serving.control_plane.membership import Membership
+from uccl_ep_serving.control_plane.reports import Note, Promise, Report
 
 #: Far more than the agreement may take.
 _LONG = 6.0
@@ -40,7 +42,7 @@ def test_of_a_silent_rank_the_root_is_named(stopped: int) -> None:
         assert world.check_one_group() == frozenset(others)
         world.run(4.0)
         assert world.going_on == sorted(others)
-        assert "gone on without this one" in world.ranks[stopped].machine.stopped
+        assert "gone on without it" in world.ranks[stopped].machine.stopped
 
 
 def test_a_rank_that_wakes_at_the_deadline_splits_nobody() -> None:
@@ -87,6 +89,21 @@ def test_the_larger_part_goes_on(sides: tuple[list[int], list[int]], left: set[i
         assert world.check_one_group() == left
 
 
+def test_a_promise_goes_first_to_those_that_it_leaves_out() -> None:
+    """A rank that ends in between is counted on by nobody whom it has not told: else who has not heard of a promise
+    could go on where somebody counts on one."""
+    machine = Membership(1, 4)
+    machine.observe(lambda report: report.grown(accused={0, 2}))
+    machine.hear(3, Note(0, machine.members, {3: Report(1)}, proposal=frozenset({1, 3})))
+    told = machine.advance(1.0)
+    assert any(1 in promise.by for _, note in told for promise in note.promises)
+    assert [peer for peer, _ in told] == [0, 2, 3]
+    machine.hear(3, Note(0, machine.members, proposal=frozenset({1, 3}), promises=(
+        Promise(1, frozenset({1, 3}), frozenset({3})),)))  # fmt: skip
+    assert [peer for peer, _ in machine.advance(1.1)] == [0, 2, 3]
+    assert machine.members == {1, 3}
+
+
 @st.composite
 def _worlds(draw: st.DrawFn) -> World:
     ranks = draw(st.integers(2, 6))
@@ -108,9 +125,7 @@ def _worlds(draw: st.DrawFn) -> World:
             faults.append(GiveUp(one, other, when))
         else:
             side = draw(st.sets(rank, min_size=1, max_size=ranks - 1))
-            faults += [
-                Cut((a, b), when, (draw(at), draw(at))) for a in side for b in range(ranks) if b not in side
-            ]
+            faults += [Cut((a, b), when, (draw(at), draw(at))) for a in side for b in range(ranks) if b not in side]
     waits = draw(st.dictionaries(rank, rank))
     delay = draw(st.sampled_from([0.001, 0.02, 0.15]))
     return World(

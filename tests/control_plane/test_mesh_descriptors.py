@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.frames import FAILED, GATHER, send_frame
+from uccl_ep_serving.control_plane.frames import GATHER, NOTE, send_frame
 from uccl_ep_serving.errors import PeerTimeout
 
 
@@ -74,9 +74,9 @@ def test_descriptors_of_what_cannot_be_handled_are_closed(how: str) -> None:
         closed = False
         if mesh.rank == 0:
             reading, writing = os.pipe()
-            link = mesh.root_cause.links[1]
+            link = mesh.steps.links[1]
             if how == "malformed":
-                send_frame(link, FAILED, body=b"x", descriptors=[reading])
+                send_frame(link, NOTE, body=b"x", descriptors=[reading])
             elif how == "twice":
                 send_frame(link, GATHER, 7, b"\1\0x")
                 send_frame(link, GATHER, 7, b"\1\0x", [reading])

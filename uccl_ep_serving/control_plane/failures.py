@@ -1,361 +1,276 @@
-"""Who takes part, who has failed, and whom a rank holds responsible when an operation fails.
+"""Who takes part, who is lost, and what the host raises for it.
 
-When one rank falls silent, another one waits for it, a third waits for that one, and whichever raises first leaves the
-others waiting for itself. So a rank whose operation fails reports to all peers because of whom, and a rank whose
-deadline passes asks the peer that it waits for. All of them then name the rank at the root, not the messenger.
-
-Two functions decide whom this rank names, and nothing else does: :meth:`Liveness.culprit` from what was heard so far,
-and :func:`trace_root`, which follows reports from the peer that an error names to the rank where they end.
+What goes wrong is seen by different threads of different ranks: a connection that closes, an operation that reaches its
+deadline, a device that fails. All of it goes into :class:`.membership.Membership`, which comes to the same answer on all
+ranks that go on. The thread that reads the control connections carries its messages; the host waits here for the answer
+and raises it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PeerError, PeerLost, PeerTimeout, UcclEpError, after_loss
-from .failure_report import FailureReport
-from .frames import ANSWER, FAILED, QUESTION, Frame, send_frame
-from .links import Link
+from ..errors import Evicted, PeerError, PeerLost, PeerTimeout, UcclEpError, after_eviction, after_loss, after_silence
+from .membership import LIMIT_SECONDS, LostRank, Membership
+from .reports import Note, Report, Wait
 
-__all__ = ["Liveness", "RootCause", "trace_root"]
+__all__ = ["Liveness"]
 
-#: A rank that leaves is often one that noticed the loss of another: this long the lost one is looked for.
-_ROOT_SECONDS = 0.3
-#: A peer whose process runs says within this time for whom it waits.
-_ANSWER_SECONDS = 0.5
-#: What a rank that said goodbye, or failed, had sent before is waited for at most this many seconds.
+#: What a rank that said goodbye had sent before is waited for at most this many seconds.
 _LAST_MESSAGES_SECONDS = 2.0
+#: An answer is there after this time even where the thread that reads gets no core for a while.
+_MOST_SECONDS = 10 * LIMIT_SECONDS
 
 
 class Liveness:
-    """Who of a group takes part, as far as this rank has heard.
+    """Who of a group takes part, as all ranks that go on have agreed.
 
     Args:
         rank, ranks: of the group.
+        wake: has the thread that reads the control connections call :meth:`advance`.
 
     Attributes:
         changed: held while anything here changes, and notified then.
-        lost: peers whose connection closed without a goodbye, in the order in which that was seen.
-        endings: of lost peers, why their connections ended, where that says more than that they did.
+        number: of the agreed group.
+        lost: ranks that are members of it no more, and why, in the order in which that was agreed on.
+        stopped: why this rank takes part no more, in words; "" while it does.
         departed: peers that said goodbye, and the ``time.monotonic()`` instant.
-        masked_by: masked ranks, and the peers that masked them; this rank itself may be among the masked.
-        reports: by rank, because of whom its present operation failed; for this rank, why it reported that.
-            Writer of all of these: the thread that reads the control connections, and for the own report the caller
-            of an operation. Readers: any.
+            Writer of all of these: the thread that reads the control connections. Readers: any.
         mask: int32[ranks], 1 = this rank has masked the peer. Writer: :meth:`mask_out`, between operations. Readers:
             kernels of every epoch, the host.
-        masked: the same as a set. What masked peers say of others does not count.
+        masked: the same as a set.
+        waits_for: for whom this rank waits at present, and whether it stood still in that time.
+        on_trouble: called once something has failed, by whichever thread learns of it first.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, wake: Callable[[], None] = lambda: None) -> None:
         self.changed = threading.Condition()
-        self.lost: list[int] = []
-        self.endings: dict[int, str] = {}
+        self.number = 0
+        self.lost: dict[int, LostRank] = {}
+        self.stopped = ""
         self.departed: dict[int, float] = {}
-        self.masked_by: dict[int, list[int]] = {}
-        self.reports: dict[int, FailureReport] = {}
         self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32)
         self.masked: frozenset[int] = frozenset()
+        self.waits_for: Callable[[], tuple[Wait | None, bool]] = lambda: (None, False)
+        self.on_trouble: Callable[[], None] = lambda: None
+        self._wake = wake
         self._rank = rank
         self._others = frozenset(range(ranks)) - {rank}
+        self._membership = Membership(rank, ranks, self._begin)
+
+    def _begin(self) -> Report:
+        """Something has failed: what this rank can say of itself."""
+        self.on_trouble()
+        wait, stood_still = self.waits_for()
+        return Report(dead=frozenset(self.departed), waits=wait, stood_still=stood_still)
 
     def mask_out(self, peer: int) -> None:
-        """Mask ``peer``; the failure that this rank has reported is settled by that."""
+        """Mask ``peer``. One that is no lost rank becomes one by that, on every rank."""
         with self.changed:
             self.mask[peer] = 1
             self.masked |= {peer}
-            self.reports.pop(self._rank, None)
+        self.observe(lambda report: report.grown(accused={peer}, causes={peer: "has masked it"}))
 
     @property
     def present(self) -> frozenset[int]:
         """Other ranks that are not masked."""
         return self._others - self.masked
 
-    # -- what is heard ------------------------------------------------------------------------------------------
+    # -- what is seen and heard -----------------------------------------------------------------------------------
 
-    def note_lost(self, peer: int, ending: str) -> None:
-        """The connection to ``peer`` closed without a goodbye."""
+    def observe(self, grow: Callable[[Report], Report], number: int | None = None) -> None:
+        """This rank has seen a failure; see :meth:`.Membership.observe`. Any thread."""
         with self.changed:
-            if ending:
-                self.endings[peer] = ending
-            self.lost.append(peer)
-            self.changed.notify_all()
+            self._membership.observe(grow, number)
+        self._wake()
+
+    def hear(self, by: int, payload: bytes) -> None:
+        """Rank ``by`` says something of who goes on. Raises ValueError when it is malformed."""
+        note = Note.decode(by, payload, len(self.mask))
+        with self.changed:
+            self._membership.hear(by, note)
 
     def note_departed(self, peer: int) -> None:
         """``peer`` said goodbye."""
         with self.changed:
             self.departed[peer] = time.monotonic()
+            if self._membership.deciding:
+                self._membership.observe(lambda report: report.grown(dead={peer}))
             self.changed.notify_all()
 
-    def note_masked(self, by: int, peer: int) -> None:
-        """Rank ``by`` has masked ``peer``."""
+    @property
+    def deciding(self) -> bool:
+        """Whether something has failed and it is not agreed on yet who is lost."""
+        membership = self._membership
+        return membership.deciding or (membership.number, membership.stopped) != (self.number, self.stopped)
+
+    def advance(self) -> list[tuple[int, bytes]]:
+        """What is to be sent now, by peer, in this order; :meth:`publish` follows. For the thread that reads."""
         with self.changed:
-            self.masked_by.setdefault(peer, []).append(by)
+            return [(peer, note.encode()) for peer, note in self._membership.advance(time.monotonic())]
+
+    def publish(self) -> list[int]:
+        """Let the host see what was agreed on; the ranks that are lost since the last call."""
+        with self.changed:
+            membership = self._membership
+            news = [peer for peer in membership.lost if peer not in self.lost]
+            self.lost.update((peer, membership.lost[peer]) for peer in news)
+            self.number, self.stopped = membership.number, membership.stopped
             self.changed.notify_all()
+            return news
+
+    # -- what the host asks ---------------------------------------------------------------------------------------
 
     @property
     def any_heard(self) -> bool:
         """True once anything was heard; cheap, for who asks before every operation."""
-        return bool(self.lost or self.departed or self.masked_by or self.reports)
+        return bool(self.lost or self.departed or self.deciding or self.stopped)
 
     @property
     def lost_unmasked(self) -> list[int]:
-        """Lost peers that this rank has not masked, in the order in which they were lost."""
+        """Lost peers that this rank has not masked, in the order in which that was agreed on."""
         return [peer for peer in list(self.lost) if peer not in self.masked]
 
     @property
-    def masked_by_others(self) -> list[int]:
-        """Peers that ranks which take part have masked, and this one has not."""
-        masked = self.masked
-        return [
-            peer
-            for peer, maskers in list(self.masked_by.items())
-            if peer != self._rank and peer not in masked and not masked.issuperset(maskers)
-        ]
-
-    def report_of(self, peer: int) -> FailureReport | None:
-        """Because of whom ``peer`` has failed, unless one of the two is masked."""
-        report = self.reports.get(peer)
-        return None if report is None or {peer, report.peer} & self.masked else report
-
-    @property
-    def failed(self) -> list[int]:
-        """Peers whose operation has failed because of a rank that is not masked."""
-        return [peer for peer in list(self.reports) if peer != self._rank and self.report_of(peer)]
+    def absent(self) -> frozenset[int]:
+        """Peers that take part in nothing any more."""
+        return frozenset({*self.lost, *self.departed})
 
     def has_fallen_silent(self, peer: int) -> bool:
-        """True when ``peer`` left or failed so long ago that whatever it sent before has arrived."""
-        report = self.report_of(peer)
-        since = self.departed.get(peer) if report is None else report.heard
+        """True when ``peer`` left so long ago that whatever it sent before has arrived."""
+        since = self.departed.get(peer)
         return since is not None and peer not in self.masked and time.monotonic() > since + _LAST_MESSAGES_SECONDS
 
-    @property
-    def cut_off(self) -> frozenset[int]:
-        """Peers that are lost, that others have masked, or that have masked this rank."""
-        return frozenset({*self.lost, *self.masked_by_others, *self.masked_by.get(self._rank, ())} - {self._rank})
-
-    @property
-    def absent(self) -> frozenset[int]:
-        """Peers that take part in no step any more."""
-        return self.cut_off | self.departed.keys() | frozenset(self.failed)
-
-    def blocking(self, expected: Set[int], received: Set[int]) -> frozenset[int]:
-        """Peers because of which a step with ``expected`` may never end; none when all of them have been received."""
-        missing = expected - received
-        if not missing:
-            return frozenset()
-        # A peer that was lost after its own part keeps the others away all the same: they may have noticed before they
-        # came here. One that said goodbye has seen the step to its end.
-        return frozenset(missing & self.absent | expected & self.cut_off)
+    def is_hopeless(self, missing: Set[int]) -> bool:
+        """Whether a step for which the parts of ``missing`` are awaited will not end."""
+        return bool(missing and (self.stopped or self.deciding or self.lost_unmasked or missing & self.departed.keys()))
 
     def how_gone(self, peer: int) -> str:
         """In words how ``peer`` came to be absent, "" when nothing is known of that."""
-        maskers = [masker for masker in list(self.masked_by.get(peer, ())) if masker not in self.masked]
-        report = self.report_of(peer)
-        if peer in self.lost:
-            ending = self.endings.get(peer, "")
-            return f"its control connection closed without a goodbye{ending and ': '}{ending}"
-        if peer in self.masked_by.get(self._rank, ()):
-            return "it has masked this rank"
-        if maskers:
-            return f"rank {maskers[0]} has masked it"
-        if report is not None:
-            cause = f" ({report.cause})" if report.cause else ""
-            whom = "this rank" if report.peer == self._rank else f"rank {report.peer}"
-            return f"it failed{cause}" if report.peer == peer else f"it has given up, because of {whom}{cause}"
-        return "it closed its Buffer" if peer in self.departed else ""
+        if peer not in self.lost:
+            return "it closed its Buffer" if peer in self.departed else ""
+        return self._words(peer, self.lost[peer])
 
-    def wait_for_report(self, peer: int) -> FailureReport | None:
-        """Because of whom ``peer``, of which something else says that it is gone, has failed; waits a moment for it to
-        say so."""
-        with self.changed:
-            self.changed.wait_for(lambda: peer in self.absent, _ROOT_SECONDS)
-            return self.report_of(peer)
-
-    # -- deciding -----------------------------------------------------------------------------------------------
-
-    def culprit(self, candidates: frozenset[int]) -> int:
-        """The rank to hold responsible, from what was heard: a lost one before one that others have masked, that
-        before one that has masked this rank, that before one that has failed because of another, and that before one
-        that left in good order.
-
-        Args:
-            candidates: without masked ones; only of those that left in good order it matters who is among them.
-
-        Returns:
-            A rank, -1 when nobody who matters is absent.
-        """
-        ranked = [*self.lost, *self.masked_by_others, *sorted(self.cut_off), *self.failed]
-        return next((peer for peer in ranked if peer not in self.masked), min(self.absent & candidates, default=-1))
-
-    def raise_if_absent(self, phase: str, *, among: frozenset[int] | None = None, patience: float = 0.0) -> None:
-        """Raise PeerLost naming the :meth:`culprit` when a peer that is not masked takes part no more.
-
-        Args:
-            phase: words for the message.
-            among: only when one of these is absent; by default any.
-            patience: seconds for which an absence that is not known yet is waited for.
-        """
-        with self.changed:
-            candidates = self.present if among is None else among - self.masked
-            self.changed.wait_for(lambda: self.absent & candidates, patience)
-            if not self.absent & candidates:
-                return
-            self.changed.wait_for(lambda: (self.cut_off | {*self.failed}) - self.masked, _ROOT_SECONDS)
-            peer = self.culprit(candidates)
-            how = self.how_gone(peer)
-        raise PeerLost(
-            f"{phase}, rank {self._rank}: rank {peer} is gone ({how}). {after_loss(peer)}",
-            peer=peer,
-            phase=phase,
-        )
+    def _words(self, peer: int, lost: LostRank) -> str:
+        loss, by, report = lost
+        rank = "this rank" if by == self._rank else f"rank {by}"
+        cause = report.causes.get(peer, "") if report is not None else ""
+        if loss is None:
+            return f"{rank} goes on without it"
+        if loss.rule == "ended" and peer in self.departed:
+            return "it closed its Buffer"
+        if loss.rule == "ended":
+            return f"its process ended, as {rank} saw{cause and ': '}{cause}"
+        if loss.rule == "failed":
+            return f"it failed ({report.failed if report is not None else cause})"
+        if loss.rule == "accused":
+            return f"{rank} {cause}"
+        if loss.rule == "unreachable":
+            answers = "it answers nothing there: it is stopped, its host is gone, or no packet gets through"
+            return f"{rank} has no connection to it: {cause or answers}"
+        return f"it is silent, and has not begun the operation in which {rank} waits for it"
 
     def check(self, phase: str) -> None:
-        """Raise PeerLost when a peer is lost, has failed, or has been masked by another rank; who has left in good
-        order may not be needed."""
-        if self.lost_unmasked or self.masked_by_others or self.failed:
-            self.raise_if_absent(phase)
+        """Raise what was agreed on when a peer that is not masked is lost. Waits for it where something has failed.
 
-
-def trace_root(
-    rank: int,
-    peer: int,
-    report: FailureReport | None,
-    next_report: Callable[[FailureReport], FailureReport | None],
-) -> FailureReport | None:
-    """The report that names the rank at the root, None when that is ``peer`` itself.
-
-    Args:
-        rank: this one.
-        peer: whom an error of this rank names.
-        report: for whom ``peer`` waits or because of whom it has failed, None for nobody.
-        next_report: the same of the peer that a report names.
-    """
-    # By rank on the way, who named it. Where the way comes back to one of them (or to this rank), ranks wait for each
-    # other, and the first of them on the way is named: it may have been late, and have only just begun.
-    named_by: dict[int, FailureReport | None] = {rank: None, peer: None}
-    while report is not None and report.peer not in named_by:
-        peer = report.peer
-        named_by[peer] = report
-        report = next_report(report)
-    if report is not None and report.by == report.peer:
-        return report  # it has said itself what failed
-    return named_by[peer if report is None else report.peer]
-
-
-class RootCause:
-    """Finds out because of whom an operation of this rank failed, and tells the others.
-
-    Args:
-        rank, ranks: of the group.
-        liveness: what this rank has heard so far.
-
-    Attributes:
-        links: connections by peer. Writer: the mesh, once connected.
-        waits_for: for whom an operation of this rank waits at present; called from the reader thread.
-    """
-
-    def __init__(self, rank: int, ranks: int, liveness: Liveness) -> None:
-        self.links: Mapping[int, Link] = {}
-        self.waits_for: Callable[[], FailureReport | None] = lambda: None
-        self._rank = rank
-        self._ranks = ranks
-        self._liveness = liveness
-        self._questions = 0
-        #: By peer: number of the latest question that it answered, and the answer. Writer: the reader thread.
-        self._answers: dict[int, tuple[int, FailureReport | None]] = {}
-
-    def take(self, link: Link, frame: Frame) -> None:
-        """Take a frame of kind FAILED, QUESTION or ANSWER. Raises ValueError when it is malformed."""
-        if frame.kind == QUESTION:
-            waits_for = self.waits_for()
-            send_frame(link, ANSWER, frame.sequence, waits_for.encode() if waits_for is not None else b"")
-            return
-        report = FailureReport.decode(link.peer, frame.payload, self._ranks) if frame.payload else None
-        with self._liveness.changed:
-            if frame.kind == ANSWER:
-                self._answers[link.peer] = (frame.sequence, report)
-            elif report is not None:
-                self._liveness.reports[link.peer] = report
-            self._liveness.changed.notify_all()
-
-    def resolve_cause(self, error: PeerError) -> PeerError:
-        """Find the rank at the root of ``error`` and report it to every peer; returns the error that names it.
-
-        For the failure of an operation: until this rank masks a peer, all its later ones fail because of the same one.
-        Takes half a second when the silent peer answers nothing; else no more than a few round trips.
+        Raises:
+            PeerLost, PeerTimeout: naming all lost ranks that are not masked. Evicted: this rank takes part no more.
         """
-        reported = self._liveness.report_of(self._rank)
-        if reported is not None:
-            return error if reported.peer in (error.peer, self._rank) else reported.error(error, self._rank)
-        root, note = self._find_root(error)
-        if note:
-            error.args = (f"{error}. {note}",)
-        named = error if root is None else root.error(error, self._rank)
-        if named.peer in self.links:
-            report = FailureReport.of(self._rank, named)
-            self._send_report(report, keep=root or report)
-        return named
+        if (self.deciding or self.lost_unmasked or self.stopped) and (error := self.answer(phase)) is not None:
+            raise error
 
-    def report_local_failure(self, error: UcclEpError, phase: str) -> None:
-        """Tell every peer, once, that an operation of this rank has failed for a reason of its own: a NIC, a thread."""
-        if self._liveness.report_of(self._rank) is None:
-            report = FailureReport(self._rank, self._rank, False, phase=phase, cause=str(error))
-            self._send_report(report, keep=report)
+    def wait_for_news(self, seconds: float) -> None:
+        """Wait until a failure is heard of, at most ``seconds``."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.deciding or self.lost_unmasked or self.stopped or self.departed, seconds)
 
-    def _send_report(self, report: FailureReport, keep: FailureReport) -> None:
-        with self._liveness.changed:
-            self._liveness.reports[self._rank] = keep
-        for link in self.links.values():
-            send_frame(link, FAILED, body=report.encode())
+    def answer(self, phase: str) -> UcclEpError | None:
+        """What was agreed on, as the exception to raise, None when nobody is lost; waits for it, bounded."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.deciding, _MOST_SECONDS)
+            if self.stopped or self.deciding:
+                return self._eviction(phase)
+            return self._loss(phase) if self.lost_unmasked else None
 
-    def _find_root(self, error: PeerError) -> tuple[FailureReport | None, str]:
-        """Ask and read reports from the peer that ``error`` names on.
+    def _eviction(self, phase: str) -> Evicted:
+        membership = self._membership
+        why = self.stopped or f"the thread that reads its control connections has not run for {_MOST_SECONDS:g} s"
+        if membership.own_loss is not None:
+            why += f" ({self._words(self._rank, membership.own_loss)})"
+        text = f"{phase}, rank {self._rank}: this rank takes part no more: {why}. {after_eviction()}"
+        return Evicted(text, by=membership.stopped_by)
 
-        Returns:
-            The report that names the root, None when ``error`` does; and what the silent peer said, for the message.
+    def _loss(self, phase: str) -> PeerError:
+        lost = self.lost_unmasked
+        peer = lost[0]
+        loss, by, report = self.lost[peer]
+        others = f"; and rank {', rank '.join(map(str, lost[1:]))}" if lost[1:] else ""
+        where, how = f"{phase}, rank {self._rank}", self.how_gone(peer)
+        wait = report.waits if report is not None else None
+        channel = wait.channel if wait is not None and wait.peer == peer else -1
+        cause = report.causes.get(peer, "") if report is not None else ""
+        silent = loss is not None and loss.rule in ("silent", "unreachable") and not cause
+        if silent and wait is not None and wait.peer == peer:
+            counts = f": {wait.arrived} messages arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
+            rank = "this rank" if by == self._rank else f"rank {by}"
+            return PeerTimeout(
+                f"{where}: rank {peer} is silent ({how}; {rank} waits in {wait.phase}{counts}{others}). Likely cause: "
+                f"rank {peer} has not made the same call, is stuck, or the network drops its traffic. "
+                f"{after_silence(peer)}",
+                peer=peer,
+                peers=lost,
+                phase=phase,
+                channel=channel,
+                arrived=wait.arrived,
+                expected=wait.expected,
+            )
+        text = f"{where}: rank {peer} is gone ({how}{others}). {after_loss(peer)}"
+        return PeerLost(text, peer=peer, peers=lost, phase=phase, channel=channel, cause=cause)
+
+    # -- what the host has seen -----------------------------------------------------------------------------------
+
+    def settle(self, error: PeerError, number: int | None = None) -> UcclEpError:
+        """What to raise in place of ``error``, once all ranks that go on agree on who is lost.
+
+        Args:
+            error: what has ended an operation, or a step.
+            number: of the group in which the operation began.
         """
-        peer, note, liveness = error.peer, "", self._liveness
-        if peer not in self.links or peer in liveness.masked:
-            return None, note
-        silent = isinstance(error, PeerTimeout)
-        report = liveness.report_of(peer) if silent else liveness.wait_for_report(peer)
-        if silent and report is None:
-            answered, report = self._ask(peer)
-            if answered and report is None:
-                note = f"Its process runs, and says that it waits for nobody: rank {peer} has not begun the operation"
-            elif report is None:
-                note = (
-                    f"Rank {peer} answers nothing on its control connection either: its process is stopped, its host "
-                    "is gone, or no packet gets through"
-                )
+        peer, phase = error.peer, error.phase or "operation"
+        if peer in self.present and peer not in self.lost:
+            self.observe(lambda report: _add(report, error, peer in self.departed), number)
+        answer = self.answer(phase)
+        if answer is None:
+            return error
+        if isinstance(answer, PeerError) and answer.peer == peer and type(answer) is type(error):
+            # its own words say more of what this rank saw
+            error.peers = answer.peers
+            if (how := self.how_gone(peer)) and how not in str(error):
+                error.args = (f"{error} ({how})",)
+            return error
+        return answer
 
-        def next_report(report: FailureReport) -> FailureReport | None:
-            # who has failed has asked already; who was lost is asked nothing
-            nonlocal silent
-            silent = silent and report.by not in liveness.reports
-            return liveness.report_of(report.peer) or (self._ask(report.peer)[1] if silent else None)
+    def fail(self, why: str) -> None:
+        """An operation of this rank has failed for a reason of its own, a NIC or a thread: the others go on without it."""
+        self.observe(lambda report: report.grown(failed=why))
 
-        return trace_root(self._rank, peer, report, next_report), note
+    def accuse(self, peer: int, why: str, phase: str) -> UcclEpError | None:
+        """``peer`` broke the formats; what was agreed on then."""
+        self.observe(lambda report: report.grown(accused={peer}, causes={peer: f"got what the formats forbid: {why}"}))
+        return self.answer(phase)
 
-    def _ask(self, peer: int) -> tuple[bool, FailureReport | None]:
-        """Whether ``peer`` answers, and for whom it waits or because of whom it has failed."""
-        liveness = self._liveness
-        self._questions += 1
-        number = self._questions
 
-        def answered() -> bool:
-            return self._answers.get(peer, (0, None))[0] >= number
-
-        send_frame(self.links[peer], QUESTION, number)
-        with liveness.changed:
-            liveness.changed.wait_for(lambda: answered() or peer in liveness.absent, _ANSWER_SECONDS)
-            report = liveness.report_of(peer)
-            if answered():
-                report = report or self._answers[peer][1]
-            return answered(), report
+def _add(report: Report, error: PeerError, departed: bool) -> Report:
+    """``report`` with what ``error`` says."""
+    if departed:
+        return report.grown(dead={error.peer})
+    if isinstance(error, PeerTimeout):
+        wait = Wait(error.peer, error.phase, error.channel, error.arrived, error.expected)
+        return report.grown(gave_up=True, waits=wait)
+    cause = error.cause if isinstance(error, PeerLost) else ""
+    return report.grown(down={error.peer}, causes={error.peer: cause})

@@ -8,35 +8,40 @@ import errno
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .links import MAGIC, Link
 
 __all__ = [
-    "ANSWER",
     "DOING",
-    "FAILED",
     "GATHER",
     "GOODBYE",
-    "MASKED",
     "MOST_PAYLOAD",
-    "QUESTION",
+    "NOTE",
+    "Ended",
     "Frame",
     "close_all",
     "read_frames",
     "send_frame",
+    "send_now",
 ]
 
 #: magic, kind, number of descriptors that come with it, sequence of the gather or the question, payload bytes
 _HEADER = struct.Struct("<IHHQI")
-#: Kinds: a part of a step; the sender leaves in good order; the sender has masked the rank in the payload; an operation
-#: of the sender has failed, and the payload says because of whom; for whom do you wait?; for the one in the payload,
-#: or for nobody when that is empty; the sender waits for you in the operation that the payload names.
-GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER, DOING = 1, 2, 3, 4, 5, 6, 7
-_KINDS = frozenset((GATHER, GOODBYE, MASKED, FAILED, QUESTION, ANSWER, DOING))
+#: Kinds: a part of a step; the sender leaves in good order; what the sender says of who goes on (``reports.Note``); the
+#: sender waits for you in the operation that the payload names.
+GATHER, GOODBYE, NOTE, DOING = 1, 2, 3, 4
+_KINDS = frozenset((GATHER, GOODBYE, NOTE, DOING))
 MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
+#: A peer that runs takes a small frame within this time.
+_MOST_WAIT_SECONDS = 0.05
+
+
+class Ended(ConnectionError):
+    """The peer, or the system for it, has closed the connection; nothing that it sent before is missing."""
 
 
 class Frame(NamedTuple):
@@ -77,7 +82,7 @@ def read_frames(link: Link) -> Iterator[Frame]:
     """The frames that have arrived whole, without waiting for more.
 
     Raises:
-        OSError: the connection is over. ValueError: what came is no frame.
+        Ended: the connection was closed. OSError: it is over. ValueError: what came is no frame.
     """
     while True:
         try:
@@ -86,7 +91,7 @@ def read_frames(link: Link) -> Iterator[Frame]:
             return
         link.descriptors += descriptors
         if not data:
-            raise ConnectionError("closed")
+            raise Ended("closed")
         link.buffer += data
         while len(link.buffer) >= _HEADER.size:
             magic, kind, due, sequence, length = _HEADER.unpack_from(link.buffer)
@@ -113,3 +118,27 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
                 link.socket.shutdown(socket.SHUT_WR)
             if not isinstance(error, OSError):
                 raise
+
+
+def send_now(link: Link, kind: int, body: bytes) -> bool:
+    """Write one frame without waiting for the peer; False when the connection takes none, or is over."""
+    if not link.sending.acquire(timeout=_MOST_WAIT_SECONDS):
+        return False
+    try:
+        frame = memoryview(_HEADER.pack(MAGIC, kind, 0, 0, len(body)) + body)
+        end = time.monotonic() + _MOST_WAIT_SECONDS
+        while frame:
+            try:
+                frame = frame[link.socket.send(frame, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.001)
+        return True
+    except OSError:
+        # part of the frame may be out, and nothing may follow it
+        with contextlib.suppress(OSError):
+            link.socket.shutdown(socket.SHUT_WR)
+        return False
+    finally:
+        link.sending.release()

@@ -36,6 +36,8 @@ LIMIT_SECONDS = 1.0
 _REPEAT_SECONDS = 0.1
 #: A report that its own rank has not brought is passed on after this time.
 _RELAY_SECONDS = 0.02
+#: A connection that is down may be what is seen first of something else: that is waited for before it costs a rank.
+_GRACE_SECONDS = 0.1
 #: Longest step of the clock that counts: a rank that stood still itself waits again before it says anything of others.
 _MOST_STEP_SECONDS = 0.05
 
@@ -66,6 +68,7 @@ class Membership:
         lost: ranks that are members no more, in the order in which that was agreed on.
         stopped: why this rank takes part no more, in words; "" while it does.
         stopped_by: the rank that said so, -1 when this rank stopped by itself.
+        own_loss: why the others take this rank for lost, as far as it has heard.
     """
 
     def __init__(self, rank: int, ranks: int, begin: Callable[[], Report] = Report) -> None:
@@ -74,6 +77,7 @@ class Membership:
         self.lost: dict[int, LostRank] = {}
         self.stopped = ""
         self.stopped_by = -1
+        self.own_loss: LostRank | None = None
         self._rank = rank
         self._begin = begin
         #: What this rank has seen of the present members, whether it was told already or not.
@@ -118,9 +122,7 @@ class Membership:
         """Rank ``by`` says ``note``."""
         if self.stopped:
             return
-        if note.number > self.number:
-            self._follow(by, note)
-        if self.stopped:
+        if note.number > self.number and not self._follow(by, note):
             return
         if note.number < self.number:
             self._behind.add(by)
@@ -178,7 +180,8 @@ class Membership:
             if group <= given and self._rank in group:
                 self._agree(number, group, lost)
                 return True
-        if self._promise(proposal):
+        early = self._now - self._since < _GRACE_SECONDS
+        if not (early and any(loss.rule == "unreachable" for loss in lost.values())) and self._promise(proposal):
             return True
         if self._now - self._since > LIMIT_SECONDS:
             self._stop(proposal)
@@ -219,18 +222,22 @@ class Membership:
             self.lost[peer] = LostRank(loss, loss.by if loss else -1, self._reports.get(loss.by) if loss else None)
         self._begin_group(number, group)
 
-    def _follow(self, by: int, note: Note) -> None:
-        """Rank ``by`` belongs to a later group."""
+    def _follow(self, by: int, note: Note) -> bool:
+        """Rank ``by`` belongs to a later group; False when this rank does not."""
         if self._rank not in note.members:
-            self.stopped = f"the other ranks have gone on without this one: ranks {sorted(note.members)}"
+            loss = find_lost(self.members, self._reports).get(self._rank)
+            if loss is not None:
+                self.own_loss = LostRank(loss, loss.by, self._reports.get(loss.by))
+            self.stopped = f"ranks {sorted(note.members)} have gone on without it"
             self.stopped_by = by
-            return
+            return False
         lost = find_lost(self.members, self._reports)
         for peer in sorted(self.members - note.members):
             told = LostRank(None, by, note.reports.get(by))
             loss = lost.get(peer)
             self.lost[peer] = LostRank(loss, loss.by, self._reports.get(loss.by)) if loss else told
         self._begin_group(note.number, note.members)
+        return True
 
     def _begin_group(self, number: int, group: frozenset[int]) -> None:
         self._behind |= self.members - {self._rank}

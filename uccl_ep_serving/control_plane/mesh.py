@@ -2,9 +2,8 @@
 
 Ranks on one host (same kernel, same network namespace) talk over abstract Unix sockets, which leave no file behind and
 carry the descriptors of shared segments; others over TCP. Both ends prove the job's secret. A connection that closes
-without a goodbye is a lost peer, seen as soon as the kernel closes the sockets of a killed process. What the frames say
-goes to who is concerned: parts of steps to :class:`.steps.Steps`, failures and questions to
-:class:`.failures.RootCause`, who leaves and who is masked to :class:`.failures.Liveness`.
+without a goodbye is the end of a process or of a connection: :mod:`.endings` tells which. What the frames say goes to who
+is concerned: parts of steps to :class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
 """
 
 from __future__ import annotations
@@ -18,21 +17,37 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..config import Settings
 from ..errors import TransportError
 from ..native.background import start_thread
 from ..protocol.handshake import tune
-from .bootstrap import Introduction
-from .failures import Liveness, RootCause
-from .frames import DOING, GATHER, GOODBYE, MASKED, close_all, read_frames, send_frame
+from .bootstrap import Card, Introduction
+from .endings import DOWN, GONE, Endings, answer
+from .failures import Liveness
+from .frames import DOING, GATHER, GOODBYE, NOTE, Ended, close_all, read_frames, send_frame, send_now
 from .links import NO_ROOM, Link, Listeners, meet, waking_selector
+from .reports import Report
 from .steps import Steps
 
 __all__ = ["ControlMesh"]
 
 _log = logging.getLogger("uccl_ep_serving.control_plane.mesh")
+
+#: The thread that reads looks this often while something is being decided.
+_TICK_SECONDS = 0.01
+
+
+def _seen(how: str, peer: int, cause: str) -> Callable[[Report], Report]:
+    """What a rank has seen when the connection to ``peer`` ended in the way ``how``."""
+    one, causes = {peer}, {peer: cause}
+    if how == DOWN:
+        return lambda report: report.grown(down=one, causes=causes)
+    if how == GONE:
+        return lambda report: report.grown(gone=one, causes=causes)
+    return lambda report: report.grown(dead=one, causes=causes)
+
 
 #: Open meshes, so that a forked child can let go of their sockets (peers must see a dead parent's connections close).
 _open_meshes: weakref.WeakSet[ControlMesh] = weakref.WeakSet()
@@ -50,9 +65,9 @@ class ControlMesh:
         socket_name, address, port, chosen: where this rank listens, and why there; goes into its card.
         liveness: who takes part.
         steps: the all-gathers on which ranks agree.
-        root_cause: finds out because of whom an operation failed.
-        on_lost, on_goodbye: called from the reader thread with the peer's rank.
-        on_masked: called from the reader thread with the rank that masked and the rank that was masked.
+        on_lost: called from the reader thread with a rank that all that go on have agreed is lost.
+        on_goodbye: called from the reader thread with the peer's rank.
+        on_stopped: called from the reader thread when this rank takes part no more.
         on_part: called from the reader thread with a peer that takes part in a step.
         on_shortage: called from the reader thread with why this rank itself cannot go on; the peers have been told.
         on_doing: called from the reader thread with a peer that waits for this rank, and what it says of its operation;
@@ -62,13 +77,12 @@ class ControlMesh:
     def __init__(self, rank: int, ranks: int, settings: Settings, store_host: str = "") -> None:
         self.rank = rank
         self.ranks = ranks
-        self.liveness = Liveness(rank, ranks)
+        self.liveness = Liveness(rank, ranks, self._wake_reader)
         self.steps = Steps(rank, ranks, self.liveness, settings.connect_timeout)
-        self.root_cause = RootCause(rank, ranks, self.liveness)
-        self.root_cause.waits_for = self.steps.waits_for
+        self.liveness.waits_for = lambda: (self.steps.waits_for(), False)
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
-        self.on_masked: Callable[[int, int], None] = lambda by, peer: None
+        self.on_stopped: Callable[[], None] = lambda: None
         self.on_part: Callable[[int], None] = lambda peer: None
         self.on_shortage: Callable[[str], None] = lambda why: None
         self.on_doing: Callable[[int, bytes], None] = lambda peer, what: None
@@ -83,6 +97,8 @@ class ControlMesh:
         self.address, self.port = self._listeners.address, self._listeners.port
         self.chosen = self._listeners.chosen
         self._links: dict[int, Link] = {}
+        self._cards: Sequence[Card] = ()
+        self._endings = Endings()
         self._closing = self._short = False
         #: When the reader does what for :meth:`limit`. Writer: the host; reader: the reader.
         self._limit: tuple[float, Callable[[], None]] | None = None
@@ -98,11 +114,9 @@ class ControlMesh:
         the secret.
         """
         self._say_address(introduction)
-        try:
-            self._links = meet(self.rank, self.ranks, self._listeners, introduction, self._settings.connect_timeout)
-        finally:
-            self._listeners.close()
-        self.steps.links = self.root_cause.links = self._links
+        self._cards = introduction.cards
+        self._links = meet(self.rank, self.ranks, self._listeners, introduction, self._settings.connect_timeout)
+        self.steps.links = self._links
         self._start_reader()
 
     def _say_address(self, introduction: Introduction) -> None:
@@ -129,6 +143,9 @@ class ControlMesh:
                 tune(link.socket)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
+        # a listener that is open says that this process lives
+        for listener in (self._listeners.unix, self._listeners.tcp):
+            self._selector.register(listener, selectors.EVENT_READ, listener)
         self._reader = start_thread(f"uccl-ep control {self.rank}", self._read)
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -156,26 +173,51 @@ class ControlMesh:
                 acted = limit
                 limit[1]()
             patience = None if limit is None or limit is acted else max(limit[0] - time.monotonic(), 0.0)
+            if self.liveness.deciding or self._endings:
+                patience = _TICK_SECONDS if patience is None else min(patience, _TICK_SECONDS)
             try:
                 ready = self._selector.select(patience)
             except (OSError, ValueError):
                 # abandon(), in another thread, closed the selector
                 return
             for key, _ in ready:
-                link: Link | None = key.data
-                if link is None:
+                if isinstance(key.data, Link):
+                    self._read_some(key.data)
+                elif key.data is None:
                     with contextlib.suppress(OSError):
                         self._wake.recv(64)
-                    continue
-                try:
-                    self._read_link(link)
-                except Exception as error:
-                    # whatever it is, the other connections are read on; abandon(), in another thread, may have closed
-                    # both of these
-                    with contextlib.suppress(KeyError, ValueError):
-                        self._selector.unregister(link.socket)
-                    close_all(link.descriptors)  # of a frame that did not arrive whole
-                    self._lose(link, error)
+                else:
+                    answer(key.data)
+            self._go_on()
+
+    def _read_some(self, link: Link) -> None:
+        try:
+            self._read_link(link)
+        except Exception as error:
+            # whatever it is, the other connections are read on; abandon(), in another thread, may have closed both of
+            # these
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(link.socket)
+            close_all(link.descriptors)  # of a frame that did not arrive whole
+            self._lose(link, error)
+
+    def _go_on(self) -> None:
+        """What follows from what was read, and from the time that has passed, for who goes on."""
+        for peer, how, reason in self._endings.judged() if self._endings else ():
+            _log.error("rank %d lost rank %d: its control connection ended (%s: %s)", self.rank, peer, reason, how)
+            self.liveness.observe(_seen(how, peer, f"its control connection ended ({reason})"))
+        if not self.liveness.deciding:
+            return
+        for peer, note in self.liveness.advance():
+            link = self._links[peer]
+            if peer not in self.liveness.departed and not send_now(link, NOTE, note):
+                self.liveness.observe(_seen(DOWN, peer, "its control connection takes nothing more"))
+        stopped = self.liveness.stopped
+        for peer in self.liveness.publish():
+            self._tell(self.on_lost, peer)
+        if self.liveness.stopped and not stopped:
+            _log.error("rank %d takes part no more: %s", self.rank, self.liveness.stopped)
+            self._tell(self.on_stopped)
 
     def _read_link(self, link: Link) -> None:
         """Take what is there. Raises when the connection is over."""
@@ -188,10 +230,8 @@ class ControlMesh:
                     self._note_goodbye(link)
                 elif frame.kind == DOING:
                     self.on_doing(link.peer, frame.payload)
-                elif frame.kind == MASKED:
-                    self._note_masked(link.peer, int.from_bytes(frame.payload, "little"))
                 else:
-                    self.root_cause.take(link, frame)
+                    self.liveness.hear(link.peer, frame.payload)
             finally:
                 # what was not kept for a step nobody will take
                 close_all(frame.descriptors)
@@ -200,12 +240,6 @@ class ControlMesh:
         link.said_goodbye = True
         self.liveness.note_departed(link.peer)
         self._tell(self.on_goodbye, link.peer)
-
-    def _note_masked(self, by: int, peer: int) -> None:
-        if not 0 <= peer < self.ranks:
-            raise ValueError(f"rank {by} sent a malformed control frame")
-        self.liveness.note_masked(by, peer)
-        self._tell(self.on_masked, by, peer)
 
     def _lose(self, link: Link, error: Exception) -> None:
         if link.said_goodbye or self._closing:
@@ -216,16 +250,12 @@ class ControlMesh:
         expected = isinstance(error, (OSError, ValueError))
         # what _read_link does not promise to raise is a fault of this rank: its words alone may say nothing
         reason = str(error) if expected else f"{type(error).__name__}: {error}"
-        # a ConnectionError is the usual end of a process; anything else may be of this rank's own making
-        self.liveness.note_lost(link.peer, "" if isinstance(error, ConnectionError) else reason)
-        _log.error(
-            "rank %d lost rank %d: its control connection ended (%s)",
-            self.rank,
-            link.peer,
-            reason,
-            exc_info=None if expected else error,
-        )
-        self._tell(self.on_lost, link.peer)
+        if not expected:
+            _log.error("rank %d could not read what rank %d sent", self.rank, link.peer, exc_info=error)
+        with contextlib.suppress(OSError):
+            link.socket.shutdown(socket.SHUT_RDWR)
+        whole = isinstance(error, Ended) and not link.buffer
+        self._endings.add(self._cards[link.peer], link.local, whole, reason)
 
     def _run_short(self, peer: int, error: OSError) -> None:
         """The system gives this rank no room for what ``peer`` hands it: that is nobody else's fault, and told once."""
@@ -237,7 +267,7 @@ class ControlMesh:
             f"files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
         )
         _log.error("%s", failure)
-        self.root_cause.report_local_failure(failure, "control connections")
+        self.liveness.fail(str(failure))
         self.steps.end(str(failure))
         self._tell(self.on_shortage, str(failure))
 
@@ -256,12 +286,9 @@ class ControlMesh:
     # -- masking ------------------------------------------------------------------------------------------------
 
     def mask_out(self, masked: int) -> None:
-        """Leave rank ``masked`` out of everything from now on, and tell every peer, the masked one too."""
+        """Leave rank ``masked`` out of everything from now on. One that is not lost becomes so by that, on every rank."""
         self.liveness.mask_out(masked)
         self.steps.renumber()
-        for link in list(self._links.values()):
-            if link.peer not in self.liveness.lost and link.peer not in self.liveness.departed:
-                send_frame(link, MASKED, body=masked.to_bytes(4, "little"))
 
     def tell_doing(self, peer: int, what: bytes) -> None:
         """Tell ``peer`` in which operation this rank waits for it."""
@@ -291,6 +318,7 @@ class ControlMesh:
         for one in (self._wake, self._waker, *(link.socket for link in self._links.values())):
             one.close()
         self._listeners.close()
+        self._endings.close()
         for link in self._links.values():
             close_all(link.descriptors)
         self.steps.close()

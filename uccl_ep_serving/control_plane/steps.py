@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError, after_silence
-from .failure_report import FailureReport
+from ..errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError, after_loss, after_silence
 from .failures import Liveness
 from .frames import GATHER, MOST_PAYLOAD, Frame, close_all, send_frame
 from .links import Link
+from .reports import Wait
 
 __all__ = ["CLOSE", "Steps"]
 
@@ -59,7 +59,6 @@ class Steps:
         Raises ValueError when the peer has given its part of the step before.
         """
         with self._changed:
-            self._liveness.reports.pop(peer, None)  # it takes part in steps again
             if frame.sequence < self._oldest:
                 return
             received = self._inbox.setdefault(frame.sequence, {})
@@ -84,8 +83,8 @@ class Steps:
             (payload, descriptors) by rank; own payload with no descriptors, ``(b"", [])`` for masked ranks.
 
         Raises:
-            PeerLost, PeerTimeout: naming a missing peer, or one that has closed its Buffer. ProtocolError: a peer is in
-            another step.
+            PeerLost, PeerTimeout: naming the lost ranks, a missing peer, or one that has closed its Buffer.
+            ProtocolError: a peer is in another step. Evicted: this rank takes part no more.
             UcclEpError: :meth:`end` was called meanwhile.
         """
         label = name.encode()
@@ -119,19 +118,23 @@ class Steps:
             self._present = name, lambda: sorted(expected - received.keys())
             self._changed.wait_for(
                 lambda: (
-                    bool(self._ended)
-                    or expected <= received.keys()
-                    or bool(liveness.blocking(expected, received.keys()))
+                    bool(self._ended) or expected <= received.keys() or liveness.is_hopeless(expected - received.keys())
                 ),
                 seconds,
             )
             missing = sorted(expected - received.keys())
-            blocking = liveness.blocking(expected, received.keys())
         if not missing:
             return received
         if self._ended:
             raise UcclEpError(f"{name}, rank {self._rank}: {self._ended}")
-        liveness.raise_if_absent(name, among=blocking)
+        liveness.check(name)
+        if left := sorted(liveness.departed.keys() & missing):
+            how = liveness.how_gone(left[0])
+            raise PeerLost(
+                f"{name}, rank {self._rank}: rank {left[0]} is gone ({how}). {after_loss(left[0])}",
+                peer=left[0],
+                phase=name,
+            )
         raise PeerTimeout(
             f"{name}, rank {self._rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
             f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck. "
@@ -167,11 +170,11 @@ class Steps:
             return ProtocolError(f"rank {self._rank} is in step {mine!r}, rank {peer} in {theirs!r}: {cause}")
         return PeerLost(words, peer=peer, phase=mine)
 
-    def waits_for(self) -> FailureReport | None:
+    def waits_for(self) -> Wait | None:
         """For whom a step of this rank waits, None when it is in none."""
         with self._changed:
             name, missing = self._present
-            return next((FailureReport(self._rank, peer, True, phase=name) for peer in missing()), None)
+            return next((Wait(peer, name) for peer in missing()), None)
 
     def requested(self, name: str) -> dict[int, bytes]:
         """By peer, what came from peers that are in this rank's next step already, when that step is ``name``."""

@@ -267,7 +267,7 @@ class PlaneBuilder:
                             window_bytes=nbytes,
                             peers=[peer for peer, way in plane.routes.items() if way == kind],
                             local_offers=[self._offers[local].get(kind, Offer()) for local in self._local_ranks()],
-                            watch=lambda: self._liveness.raise_if_absent(_CONNECTING),
+                            watch=lambda: self._liveness.check(_CONNECTING),
                         )
                     )
                 else:
@@ -282,7 +282,7 @@ class PlaneBuilder:
                             settings=self._settings,
                             host=self._cards[rank].address,
                             job=epoch.to_bytes(8, "little"),
-                            watch=lambda: self._liveness.raise_if_absent(_CONNECTING),
+                            watch=lambda: self._liveness.check(_CONNECTING),
                         )
                     )
 
@@ -314,7 +314,8 @@ class PlaneBuilder:
                     endpoint.connect(addresses, deadline)
                 except (BootstrapError, TransportError):
                     # A transport may see the end of a process first, and it knows no reason.
-                    self._liveness.raise_if_absent(_CONNECTING, patience=_NEWS_SECONDS)
+                    self._liveness.wait_for_news(_NEWS_SECONDS)
+                    self._liveness.check(_CONNECTING)
                     raise
 
     def _give_to_kernels(self, plane: DataPlane, windows: list[int], watch: PlaneWatch) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
-from ..errors import REBUILD_GROUP, ConfigError, PeerError, TransportError, UcclEpError
+from ..errors import REBUILD_GROUP, ConfigError, Evicted, PeerError, TransportError, UcclEpError
 from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
@@ -119,6 +119,8 @@ class Epochs:
         """
         try:
             yield
+        except Evicted:
+            raise
         except but:
             raise
         except BaseException as error:
@@ -184,6 +186,7 @@ class Epochs:
         self.watch.stale = ""
 
     def _install(self, room: LowLatencyRoom | None) -> None:
+        self.watch.group = self._mesh.liveness.number
         plane = self._builder.build(room, self.number, self.watch)
         if not self.watch.install(plane):
             plane.close(time.monotonic() + 1.0)

@@ -15,12 +15,13 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import PeerError, ProxyDied, TransportError, UcclEpError
+from ..control_plane.reports import Wait
+from ..errors import PeerError, ProtocolError, ProxyDied, TransportError, UcclEpError
 from ..native.failure import failed, failure_code, set_failure
 from ..native.pages import own_pages
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
-from ..protocol.streams import CREDIT, STREAMS
+from ..protocol.streams import CREDIT, STREAMS, channel_of
 from .segments import HeapAllocator, Segment
 from .sticky_error import StickyError
 
@@ -31,10 +32,13 @@ SLICE_NS = 20_000_000
 #: Seconds given to a thread that claimed the error word to say what happened: four stores, unless it is preempted.
 CLAIM_TIMEOUT = 1.0
 
+#: A rank that does not come back from a slice for this much longer did not run: other ranks cannot help that.
+_STILL_NS = 100_000_000
+
 _I64 = npt.NDArray[np.int64]
 
 
-def _raise(error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
+def _raise(error: PeerError | ProtocolError | TransportError | ProxyDied, phase: str) -> NoReturn:
     try:
         raise error
     finally:
@@ -80,7 +84,11 @@ class KernelSpace:
         self.heap = HeapAllocator(segment.bytes, layout.normal_heap, layout.normal.heap)
         self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32) if mask is None else mask
         self.watch: Callable[[], None] = lambda: None
-        self.raise_named: Callable[[PeerError | TransportError | ProxyDied, str], NoReturn] = _raise
+        self.raise_named: Callable[[PeerError | ProtocolError | TransportError | ProxyDied, str], NoReturn] = _raise
+        #: Of the present wait: nanoseconds in which this rank did not run. Of the last long one: when it ended, and for
+        #: whom it was.
+        self._still_ns = 0
+        self._long_wait: tuple[int, Wait] | None = None
         self.phase = ""
         self._segment = segment
         #: Threads in :meth:`wait`, and whether more may enter. Who enters says so and then looks whether it may, who
@@ -196,6 +204,20 @@ class KernelSpace:
         peer, stream, arrived, expected = (int(word) for word in self._progress[:4])
         return peer, stream, arrived, expected
 
+    def _wait(self, phase: str) -> Wait:
+        peer, stream, arrived, expected = self.pending
+        return Wait(peer, phase, channel_of(stream) if stream >= 0 else -1, arrived, expected)
+
+    @property
+    def waits_for(self) -> tuple[Wait | None, bool]:
+        """For whom the pending kernel waits, or a kernel has waited for half a deadline not long ago; and whether this
+        rank stood still for most of that time, so that others may wait for itself."""
+        if self.awaited not in (-1, self.rank):
+            return self._wait(self.phase), self._still_ns > self.timeout * 5e8
+        if self._long_wait is None or time.monotonic_ns() - self._long_wait[0] > self.timeout * 1e9:
+            return None, False
+        return self._long_wait[1], False
+
     def busy_elsewhere(self) -> bool:
         """True while another thread is in :meth:`wait`."""
         return bool(self._inside - {threading.get_ident()})
@@ -234,15 +256,16 @@ class KernelSpace:
         """
         try:
             self._run(phase, step, moved)
-        except (PeerError, TransportError, ProxyDied) as error:
+        except (PeerError, ProtocolError, TransportError, ProxyDied) as error:
             # outside: this rank waits for nobody any more, and says so to the others
             self.raise_named(error, phase)
 
     def _run(self, phase: str, step: Callable[[int], int], moved: Callable[[], int] | None) -> None:
         """The slices of a wait."""
         self.phase, me = phase, threading.get_ident()
-        started = time.monotonic_ns()
-        end, seen, now = started + int(self.timeout * 1e9), moved() if moved else 0, started
+        limit = int(self.timeout * 1e9)
+        started = now = time.monotonic_ns()
+        end, seen, self._still_ns = started + limit, moved() if moved else 0, 0
         try:
             self._inside.add(me)
             # _left may also have been set in this very thread, between two slices
@@ -253,9 +276,15 @@ class KernelSpace:
                 self.watch()
                 if status != ctx.STATUS_PENDING:
                     break
-                now = time.monotonic_ns()
+                before, now = now, time.monotonic_ns()
+                if (still := now - before - SLICE_NS) > _STILL_NS:
+                    # a deadline is for others: time in which this rank stood still is not theirs
+                    self._still_ns += still
+                    end += still
+                if now - started >= limit // 2:
+                    self._long_wait = now, self._wait(phase)
                 if moved and (so_far := moved()) != seen:
-                    end, seen = now + int(self.timeout * 1e9), so_far
+                    end, seen = now + limit, so_far
                 if now >= end:
                     self.fail(ctx.FAILURE_PEER_TIMEOUT, *self.pending)
                     break

@@ -380,7 +380,8 @@ class Runtime:
         plane = self._watch.plane
         if (
             self._watch.broken
-            or self._watch.evicted
+            or self._watch.short
+            or self._liveness.stopped
             or self._watch.stale
             or plane is None
             or plane.space is None

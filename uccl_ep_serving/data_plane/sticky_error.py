@@ -107,9 +107,10 @@ class StickyError(NamedTuple):
                 f"{where}: a kernel of this rank was about to write to rank {peer}{on} up to byte {arrived} of a "
                 f"window of {expected} bytes. Nothing of it was sent; rank {peer} loses the connection to this rank, "
                 "so that the operation ends there too. Likely cause: memory was overwritten. Next step: close this "
-                f"Buffer on both ranks, or mask rank {peer}",
+                "Buffer; the other ranks go on without this one",
                 peer=peer,
                 channel=channel,
+                own=True,
             )
         if code == ctx.FAILURE_RING_FULL:
             return TransportError(

@@ -9,21 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from ..control_plane.failure_report import FailureReport
 from ..control_plane.mesh import ControlMesh
-from ..errors import (
-    REBUILD_GROUP,
-    PeerError,
-    PeerLost,
-    PeerTimeout,
-    ProxyDied,
-    TransportError,
-    UcclEpError,
-    after_loss,
-)
+from ..control_plane.reports import Wait
+from ..errors import PeerError, PeerLost, ProtocolError, ProxyDied, TransportError, UcclEpError, after_loss
 from ..protocol import context as ctx
 from ..protocol.layout import LowLatencyPlan
-from ..protocol.streams import channel_of
 from .agreement import SETUP, read_proposal
 from .calls import Calls
 from .plane import DataPlane
@@ -49,9 +39,9 @@ class PlaneWatch:
         stale: why the next operation must begin in another one, in words; empty when it need not.
         broken: why the ranks cannot go on together, in words; masking a lost rank mends that.
         closed: no other data plane will be taken into use.
-        evicted: in words, why this rank takes part no more: another one has masked it, or the system gives it no room;
-            empty while it does.
-            Writer: the thread that reads the control connections. Reader: the host.
+        group: number of the group that the present data plane was built for.
+        short: in words, that the system gives this rank no room; empty while it does. Writer: the thread that reads the
+            control connections. Reader: the host.
     """
 
     def __init__(self, mesh: ControlMesh, settle: Callable[[str, bool], None]) -> None:
@@ -62,7 +52,8 @@ class PlaneWatch:
         self.stale = ""
         self.broken = ""
         self.closed = False
-        self.evicted = ""
+        self.group = 0
+        self.short = ""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._rank = mesh.rank
@@ -73,9 +64,10 @@ class PlaneWatch:
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
-        mesh.on_masked = self._on_masked
+        mesh.on_stopped = self._on_stopped
         mesh.on_shortage = self._on_shortage
-        mesh.root_cause.waits_for = self._waits_for
+        mesh.liveness.waits_for = self._waits_for
+        mesh.liveness.on_trouble = self._on_trouble
 
     def begin(self, plan: LowLatencyPlan | None) -> None:
         """This rank begins an operation; ``plan``: of one of low latency."""
@@ -91,7 +83,7 @@ class PlaneWatch:
             raise UcclEpError("this Buffer is closed")
         if self.forked:
             raise UcclEpError("this Buffer belongs to the parent process: build one in each process, after the fork")
-        if broken := self.broken or self.evicted:
+        if broken := self.broken or self.short:
             raise UcclEpError(broken)
 
     @property
@@ -104,7 +96,7 @@ class PlaneWatch:
         """The data plane of the present epoch. Raises UcclEpError when the Buffer is closed or broken, and when there
         is none."""
         plane = self.plane
-        if self.closed or self.broken or self.evicted or plane is None or plane.space is None:
+        if self.closed or self.broken or self.short or plane is None or plane.space is None:
             self.check_usable()
             raise UcclEpError(f"this rank has no window at present ({self.stale or 'it is being built'})")
         return plane
@@ -130,11 +122,13 @@ class PlaneWatch:
 
         Commands refused outside operations are named here, once, and never in the middle of an operation.
         """
+        if self._liveness.stopped and not self.closed and not self.forked:
+            self._liveness.check(phase)
         self.check_usable()
         try:
+            self._liveness.check(phase)
             if self.stale:
                 # the old data plane has failed, which is why it is left; what counts is who will be in the new one
-                self._liveness.check(phase)
                 return
             space = self.present.space
             assert space is not None
@@ -142,7 +136,7 @@ class PlaneWatch:
             self.look()
             if space.failed:
                 raise space.failure(phase)
-        except (PeerError, TransportError, ProxyDied) as error:
+        except (PeerError, ProtocolError, TransportError, ProxyDied) as error:
             self.raise_named(error, phase)
         service = self.present.service
         assert service is not None
@@ -154,17 +148,13 @@ class PlaneWatch:
         plane = self._plane()
         if plane is None or plane.space is None or plane.service is None:
             return
-        if self.evicted:
-            raise UcclEpError(self.evicted)
+        if self.short:
+            raise UcclEpError(self.short)
         space, service, liveness = plane.space, plane.service, self._liveness
         if liveness.any_heard:
-            for peer in liveness.lost_unmasked:
-                space.fail(ctx.FAILURE_PEER_LOST, peer)
+            liveness.check(space.phase)
             if liveness.has_fallen_silent(space.awaited):
                 space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
-            if liveness.masked_by_others:
-                # rather than a timeout that blames a rank which waits for the masked one, too
-                liveness.check(space.phase)
         code, peer = space.failed_with
         if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
@@ -195,13 +185,16 @@ class PlaneWatch:
                 cause=cause,
             )
 
-    def raise_named(self, error: PeerError | TransportError | ProxyDied, phase: str) -> NoReturn:
-        """Raise ``error``, or the one that names the peer at the root, and have the other ranks know."""
+    def raise_named(self, error: PeerError | ProtocolError | TransportError | ProxyDied, phase: str) -> NoReturn:
+        """Raise ``error``, or what all ranks that go on have agreed on because of it."""
+        named: UcclEpError
         if isinstance(error, PeerError):
-            named: UcclEpError = self.resolve_cause(error)
+            named = self.resolve_cause(error, self.group)
+        elif isinstance(error, ProtocolError):
+            named = self._accuse(error, phase)
         else:
-            self._report_local_failure(error, phase)
             named = error
+            self._report_local_failure(error)
         try:
             if named is error:
                 raise error
@@ -210,24 +203,36 @@ class PlaneWatch:
             # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
             del named, error
 
-    def resolve_cause(self, error: PeerError) -> PeerError:
-        """What to raise in place of ``error``, with which an operation has failed: it names the rank at the root.
+    def resolve_cause(self, error: PeerError, group: int | None = None) -> UcclEpError:
+        """What to raise in place of ``error``, with which an operation (of the group with number ``group``) has failed:
+        it names the ranks that are lost, the same ones on every rank that goes on.
 
-        The peers are told, and this rank publishes nothing more in this epoch, so that it cannot seem to go on.
+        This rank publishes nothing more in this epoch, so that it cannot seem to go on.
         """
-        named = self._mesh.root_cause.resolve_cause(error)
-        self._stop_kernels(
-            ctx.FAILURE_PEER_TIMEOUT if isinstance(named, PeerTimeout) else ctx.FAILURE_PEER_LOST, named.peer
-        )
-        if named is not error:
+        named = self._liveness.settle(error, group)
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, named.peer if isinstance(named, PeerError) else self._rank)
+        if isinstance(named, PeerError) and named.peer != error.peer:
             _log.error("rank %d blames rank %d, not rank %d: %s", self._rank, named.peer, error.peer, named)
         return named
 
-    def _report_local_failure(self, error: UcclEpError, phase: str) -> None:
+    def _accuse(self, error: ProtocolError, phase: str) -> UcclEpError:
+        """What to raise for ``error``: a peer broke the formats, or this rank did."""
+        if error.peer in (-1, self._rank):
+            return error
+        if error.own:
+            self._liveness.fail(str(error))
+            return error
+        answer = self._liveness.accuse(error.peer, str(error), phase)
+        if isinstance(answer, PeerError) and error.peer in answer.peers:
+            error.peers = answer.peers
+            return error
+        return answer or error
+
+    def _report_local_failure(self, error: UcclEpError) -> None:
         """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
         plane = self._plane()
         if plane is not None and plane.space is not None and plane.space.failed:
-            self._mesh.root_cause.report_local_failure(error, phase)
+            self._liveness.fail(str(error))
 
     def drop_peer(self, peer: int) -> None:
         """``peer`` was masked: nothing more is published in this epoch, whatever a kernel that is called again
@@ -262,18 +267,16 @@ class PlaneWatch:
         if plane is not None:
             plane.forget(peer, ctx.FAILURE_CLOSED)
 
-    def _on_masked(self, by: int, peer: int) -> None:
-        """Rank ``by`` has masked ``peer``: it takes part in nothing that ``peer`` is part of any more."""
-        if self._liveness.mask[by]:
-            return
-        if peer == self._rank:
-            self.evicted = f"rank {by} has masked this rank, which it takes for lost or silent. {REBUILD_GROUP}"
-        if not self._liveness.mask[peer]:
-            self._stop_kernels(ctx.FAILURE_PEER_LOST, by if peer == self._rank else peer)
+    def _on_trouble(self) -> None:
+        """Something has failed somewhere: what is under way is void on all ranks, whoever is lost."""
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, self._rank)
+
+    def _on_stopped(self) -> None:
+        self._stop_kernels(ctx.FAILURE_PEER_LOST, self._rank)
 
     def _on_shortage(self, why: str) -> None:
         """This rank has told the others that it cannot go on."""
-        self.evicted = why
+        self.short = why
         self._stop_kernels(ctx.FAILURE_PEER_LOST, self._rank)
 
     def _on_part(self, peer: int) -> None:
@@ -284,14 +287,16 @@ class PlaneWatch:
             # rule: low latency: the host releases kernels that wait for a peer which wants other windows
             self._stop_kernels(ctx.FAILURE_LAYOUT, other)
 
-    def _waits_for(self) -> FailureReport | None:
-        """For whom the pending kernel, or a step of agreement, waits; called from the reader thread."""
+    def _waits_for(self) -> tuple[Wait | None, bool]:
+        """For whom the pending kernel, or a step of agreement, waits, and whether this rank stood still in that time.
+
+        From whichever thread learns first that something has failed.
+        """
         plane = self._plane()
-        if plane is None or plane.space is None or plane.space.awaited in (-1, self._rank):
-            return self._mesh.steps.waits_for()
-        peer, stream, arrived, expected = plane.space.pending
-        channel = channel_of(stream) if stream >= 0 else -1
-        return FailureReport(self._rank, peer, True, channel, arrived, expected, plane.space.phase)
+        if plane is None or plane.space is None:
+            return self._mesh.steps.waits_for(), False
+        step = self._mesh.steps.waits_for()
+        return (step, False) if step is not None else plane.space.waits_for
 
     # -- inside -------------------------------------------------------------------------------------------------
 
