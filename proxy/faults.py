@@ -291,8 +291,8 @@ class FaultReader:
             command = f": {self._command(state, value, detail)}" if detail else f" (peer {peer}, word {value:#x})"
             return ProtocolError(
                 f"a kernel of this rank enqueued {what}{command}, noticed by {where}. Nothing of it was sent, and the "
-                "operation that waits for it ends on both sides. Likely cause: memory was overwritten; close the buffer, "
-                "the other ranks go on without this one",
+                "operation that waits for it ends on both sides. Likely cause: memory was overwritten; close the "
+                "buffer, the other ranks go on without this one",
                 peer=peer if known else -1,
                 channel=channel,
                 own=True,

@@ -270,8 +270,13 @@ class ProxyService:
         self._same_process("use the proxies")
         self._check_threads()
         for state in self.states:
-            if read(state.address + words.FAULTS) and (error := self._faults.error(state, self._forgotten)):
-                raise error
+            if read(state.address + words.FAULTS):
+                error = self._faults.error(state, self._forgotten)
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # this frame is in the traceback: a cycle would keep windows mapped
 
     def loss_of(self, peer: int) -> str:
         """What a proxy noticed of the end of ``peer``, in words: how it was reached and what its transport said, with

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from uccl_ep_serving.control_plane.membership import Membership
 from uccl_ep_serving.control_plane.reports import Note, Report, Wait
 
-__all__ = ["Crash", "Cut", "Fault", "GiveUp", "Stall", "World"]
+__all__ = ["Crash", "Cut", "Fault", "GiveUp", "Stall", "World", "crowded_world"]
 
 _STEP = 0.005
 _DEAD, _GONE, _DOWN = "dead", "gone", "down"
@@ -206,3 +206,23 @@ class World:
         groups = {self.ranks[rank].machine.members for rank in self.going_on}
         assert len(groups) <= 1, f"ranks go on in {[sorted(group) for group in groups]}"
         return next(iter(groups), frozenset())
+
+
+def crowded_world(seed: int, machine: Callable[..., Membership] = Membership) -> World:
+    """Several faults within the few messages that an agreement takes, which is where it could go wrong."""
+    draw = random.Random(seed)
+    ranks, span = draw.randint(3, 6), draw.choice([0.02, 0.05, 0.1])
+    faults: list[Fault] = []
+    for _ in range(draw.randint(2, 6)):
+        kind = draw.choice(["crash", "crash", "cut", "cut", "part", "stall"])
+        one, at = draw.randrange(ranks), draw.random() * span
+        if kind == "crash":
+            faults.append(Crash(one, at, draw.randint(0, 12)))
+        elif kind == "stall":
+            faults.append(Stall(one, at, draw.random() * span * 4))
+        else:
+            side = {one} if kind == "cut" else set(draw.sample(range(ranks), draw.randint(1, ranks // 2)))
+            others = [rank for rank in range(ranks) if rank not in side]
+            for pair in [(a, b) for a in side for b in (others if kind == "part" else [draw.choice(others)])]:
+                faults.append(Cut(pair, at, (draw.random() * span, draw.random() * span)))
+    return World(ranks, faults, seed, delay=draw.choice([0.01, 0.02, 0.05]), machine=machine)

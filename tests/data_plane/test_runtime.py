@@ -45,8 +45,11 @@ def test_what_ends_a_wait_is_named_and_keeps_no_window_mapped(
     space: list[KernelSpace], code: int, watched: bool, raised: str
 ) -> None:
     if watched:
-        cause = SimpleNamespace(resolve_cause=lambda _: PeerLost("rank 0 is at the root", peer=0, phase="dispatch"))
-        mesh: Any = SimpleNamespace(rank=0, liveness=None, steps=None, root_cause=cause)
+        liveness = SimpleNamespace(
+            settle=lambda error, group: PeerLost("rank 0 is at the root", peer=0, phase="dispatch"),
+            fail=lambda why: None,
+        )
+        mesh: Any = SimpleNamespace(rank=0, liveness=liveness, steps=None)
         space[0].raise_named = PlaneWatch(mesh, lambda plane: None).raise_named
     space[0].fail(code, 1)
     seen = weakref.ref(space[0])

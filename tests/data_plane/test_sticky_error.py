@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.failure_report import FailureReport
 from uccl_ep_serving.control_plane.failures import Liveness
+from uccl_ep_serving.control_plane.reports import Note, Promise, Report, Wait
 from uccl_ep_serving.data_plane.sticky_error import StickyError
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, UcclEpError, after_loss, after_silence
 from uccl_ep_serving.protocol import context as ctx
@@ -36,19 +37,28 @@ def _missing_in_a_step() -> Exception:
     return error
 
 
+def _agreed(note: Note) -> UcclEpError | None:
+    """What rank 0 of 3 raises once rank 2 has said ``note`` and has promised to go on without rank 1."""
+    liveness, both = Liveness(0, 3), frozenset({0, 2})
+    note = msgspec.structs.replace(note, proposal=both, promises=(Promise(1, both, frozenset({2})),))
+    liveness.hear(2, note.encode())
+    liveness.advance()
+    liveness.publish()
+    return liveness.answer("combine")
+
+
 def test_a_silent_rank_has_one_next_step() -> None:
-    told = FailureReport(2, 1, True, phase="dispatch").error(PeerTimeout("", peer=2, phase="combine"), 0)
+    silent = Report(1, gave_up=True, waits=Wait(1, "dispatch"))
+    told = _agreed(Note(0, frozenset(range(3)), {2: silent, 1: Report(1)}))
+    assert isinstance(told, PeerTimeout)
     for error in (_sticky(ctx.FAILURE_PEER_TIMEOUT), _sticky(ctx.FAILURE_LAYOUT), told, _missing_in_a_step()):
         assert str(error).endswith(f". {after_silence(1)}")
 
 
 def test_a_lost_rank_has_one_next_step() -> None:
-    liveness = Liveness(0, 3)
-    liveness.note_lost(1, "")
-    with pytest.raises(PeerLost) as caught:
-        liveness.check("dispatch")
-    told = FailureReport(2, 1, False, phase="dispatch").error(PeerLost("", peer=2, phase="combine"), 0)
-    for error in (_sticky(ctx.FAILURE_PEER_LOST), told, caught.value):
+    told = _agreed(Note(0, frozenset(range(3)), {2: Report(1, dead=frozenset({1}))}))
+    assert isinstance(told, PeerLost)
+    for error in (_sticky(ctx.FAILURE_PEER_LOST), told):
         assert str(error).endswith(f" {after_loss(1)}")
 
 

@@ -1,9 +1,9 @@
 """Who takes part, who is lost, and what the host raises for it.
 
 What goes wrong is seen by different threads of different ranks: a connection that closes, an operation that reaches its
-deadline, a device that fails. All of it goes into :class:`.membership.Membership`, which comes to the same answer on all
-ranks that go on. The thread that reads the control connections carries its messages; the host waits here for the answer
-and raises it.
+deadline, a device that fails. All of it goes into :class:`.membership.Membership`, which comes to the same answer on
+all ranks that go on. The thread that reads the control connections carries its messages; the host waits here for the
+answer and raises it.
 """
 
 from __future__ import annotations
@@ -181,8 +181,14 @@ class Liveness:
         Raises:
             PeerLost, PeerTimeout: naming all lost ranks that are not masked. Evicted: this rank takes part no more.
         """
-        if (self.deciding or self.lost_unmasked or self.stopped) and (error := self.answer(phase)) is not None:
-            raise error
+        if not (self.deciding or self.lost_unmasked or self.stopped):
+            return
+        error = self.answer(phase)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # this frame is in the traceback: a cycle would keep windows mapped
 
     def wait_for_news(self, seconds: float) -> None:
         """Wait until a failure is heard of, at most ``seconds``."""
@@ -244,19 +250,10 @@ class Liveness:
         peer, phase = error.peer, error.phase or "operation"
         if peer in self.present and peer not in self.lost:
             self.observe(lambda report: _add(report, error, peer in self.departed), number)
-        answer = self.answer(phase)
-        if answer is None:
-            return error
-        if isinstance(answer, PeerError) and answer.peer == peer and type(answer) is type(error):
-            # its own words say more of what this rank saw
-            error.peers = answer.peers
-            if (how := self.how_gone(peer)) and how not in str(error):
-                error.args = (f"{error} ({how})",)
-            return error
-        return answer
+        return self.answer(phase) or error
 
     def fail(self, why: str) -> None:
-        """An operation of this rank has failed for a reason of its own, a NIC or a thread: the others go on without it."""
+        """An operation failed for a reason of this rank's own, a NIC or a thread: the others go on without it."""
         self.observe(lambda report: report.grown(failed=why))
 
     def accuse(self, peer: int, why: str, phase: str) -> UcclEpError | None:

@@ -1,8 +1,8 @@
 """How the survivors of a failure agree on one group, without a coordinator: a machine of messages and time alone.
 
 Each rank tells the others what it has seen (:class:`.reports.Report`). From that it computes who should go on
-(:func:`.verdict.find_lost`) and proposes that group. Once all members of a group propose the same one, each *promises* to
-go on with it, and once all have promised, it is agreed on. Groups carry rising numbers, and each one is a part of the
+(:func:`.verdict.find_lost`) and proposes that group. Once all members of a group propose the same one, each *promises*
+to go on with it, and once all have promised, it is agreed on. Groups carry rising numbers, and each one is a part of the
 last: so all ranks see the same groups in the same order, and none acts on another one.
 
 That stays true when ranks die, or connections fail, between any two of these messages, because
@@ -193,7 +193,7 @@ class Membership:
             return False
         if any(peer not in self._notes or self._notes[peer].proposal != proposal for peer in proposal - {self._rank}):
             return False
-        if not may_go_on(self.members, proposal, self._ended("dead"), self._ended("gone")):
+        if not may_go_on(self.members, proposal, *self._ended()):
             return False
         if not all(self._is_settled(group, given, proposal) for (_, group), given in self._promises.items()):
             return False
@@ -206,14 +206,20 @@ class Membership:
         return self._rank not in given
 
     def _is_settled(self, group: frozenset[int], given: frozenset[int], proposal: frozenset[int]) -> bool:
-        """Whether ``proposal`` is no other group than ``group``, which ranks in ``given`` have promised to go on with."""
+        """Whether ``proposal`` contradicts nothing that may come of ``group``, which ``given`` have promised."""
         if group & proposal - given:
             return True  # one that goes on in ``proposal`` has not promised it, and will not
-        dead, gone = self._ended("dead"), self._ended("gone")
+        dead, gone = self._ended()
         return group <= dead | gone or (proposal <= group and may_go_on(group, proposal, dead, gone))
 
-    def _ended(self, how: str) -> frozenset[int]:
-        return frozenset().union(*(getattr(report, how) for report in self._reports.values()))
+    def _ended(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Ranks that act no more: those whose promises are all known, and those whose last ones may not be.
+
+        A rank that says that it failed promises nothing after that.
+        """
+        failed = (rank for rank, report in self._reports.items() if report.failed)
+        dead = frozenset(failed).union(*(report.dead for report in self._reports.values()))
+        return dead, frozenset().union(*(report.gone for report in self._reports.values()))
 
     def _agree(self, number: int, group: frozenset[int], lost: dict[int, Loss]) -> None:
         """``group`` goes on, under ``number``."""
@@ -250,6 +256,9 @@ class Membership:
 
     def _stop(self, proposal: frozenset[int]) -> None:
         """No group was agreed on in time."""
+        if self._own.failed:
+            self.stopped = f"it failed ({self._own.failed})"
+            return
         quiet = sorted(peer for peer in proposal - {self._rank} if peer not in self._notes)
         self.stopped = (
             f"no group to go on with was agreed on within {LIMIT_SECONDS:g} s: of ranks {sorted(self.members)}, "

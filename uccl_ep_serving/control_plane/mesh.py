@@ -2,8 +2,8 @@
 
 Ranks on one host (same kernel, same network namespace) talk over abstract Unix sockets, which leave no file behind and
 carry the descriptors of shared segments; others over TCP. Both ends prove the job's secret. A connection that closes
-without a goodbye is the end of a process or of a connection: :mod:`.endings` tells which. What the frames say goes to who
-is concerned: parts of steps to :class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
+without a goodbye is the end of a process or of a connection: :mod:`.endings` tells which. What the frames say goes to
+who is concerned: parts of steps to :class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from ..config import Settings
-from ..errors import TransportError
+from ..errors import TransportError, in_words
 from ..native.background import start_thread
 from ..protocol.handshake import tune
 from .bootstrap import Card, Introduction
@@ -244,7 +244,7 @@ class ControlMesh:
     def _lose(self, link: Link, error: Exception) -> None:
         if link.said_goodbye or self._closing:
             return
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in NO_ROOM):
             self._run_short(link.peer, error)
             return
         expected = isinstance(error, (OSError, ValueError))
@@ -257,18 +257,18 @@ class ControlMesh:
         whole = isinstance(error, Ended) and not link.buffer
         self._endings.add(self._cards[link.peer], link.local, whole, reason)
 
-    def _run_short(self, peer: int, error: OSError) -> None:
+    def _run_short(self, peer: int, error: Exception) -> None:
         """The system gives this rank no room for what ``peer`` hands it: that is nobody else's fault, and told once."""
         if self._short:
             return
         self._short = True
         failure = TransportError(
-            f"rank {self.rank} has no room for what rank {peer} hands it: {error}. Next step: raise the limit on open "
-            f"files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
+            f"rank {self.rank} has no room for what rank {peer} hands it: {in_words(error)}. Next step: raise the limit "
+            f"on open files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
         )
         _log.error("%s", failure)
         self.liveness.fail(str(failure))
-        self.steps.end(str(failure))
+        self.steps.end(str(failure), TransportError)
         self._tell(self.on_shortage, str(failure))
 
     def _tell(self, callback: Callable[..., None], *heard: object) -> None:
@@ -286,7 +286,7 @@ class ControlMesh:
     # -- masking ------------------------------------------------------------------------------------------------
 
     def mask_out(self, masked: int) -> None:
-        """Leave rank ``masked`` out of everything from now on. One that is not lost becomes so by that, on every rank."""
+        """Leave rank ``masked`` out of everything. One that is not lost becomes so by that, on every rank."""
         self.liveness.mask_out(masked)
         self.steps.renumber()
 

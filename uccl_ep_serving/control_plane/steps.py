@@ -6,6 +6,7 @@ numbers start again above all earlier ones, each time a peer is masked: ranks wi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import ConfigError, PeerLost, PeerTimeout, ProtocolError, UcclEpError, after_loss, after_silence
@@ -46,6 +47,7 @@ class Steps:
         self._changed = liveness.changed
         #: Why no step goes on, "" while they do.
         self._ended = ""
+        self._end_kind = UcclEpError
         #: By number of the step, what has come, maybe before this rank takes the step. Writer: the reader thread.
         self._inbox: dict[int, Parts] = {}
         #: Number of the next step, and of the oldest one that somebody here may still wait for.
@@ -92,7 +94,7 @@ class Steps:
             raise ConfigError(f"control payload of {len(payload)} bytes for {name!r} exceeds {MOST_PAYLOAD}")
         if self._ended:
             # nobody may take what this rank says now for a part of a step
-            raise UcclEpError(f"{name}, rank {self._rank}: {self._ended}")
+            raise self._end_kind(f"{name}, rank {self._rank}: {self._ended}")
         number, self._next = self._next, self._next + 1
         expected = self.links.keys() - self._liveness.masked
         for peer in expected:
@@ -112,29 +114,35 @@ class Steps:
 
     def _await(self, name: str, number: int, expected: frozenset[int] | set[int], seconds: float) -> Parts:
         """The parts of step ``number``, once all that are ``expected`` are there."""
-        liveness = self._liveness
-        with self._changed:
-            received = self._inbox.setdefault(number, {})
-            self._present = name, lambda: sorted(expected - received.keys())
-            self._changed.wait_for(
-                lambda: (
-                    bool(self._ended) or expected <= received.keys() or liveness.is_hopeless(expected - received.keys())
-                ),
-                seconds,
-            )
-            missing = sorted(expected - received.keys())
-        if not missing:
-            return received
-        if self._ended:
-            raise UcclEpError(f"{name}, rank {self._rank}: {self._ended}")
-        liveness.check(name)
-        if left := sorted(liveness.departed.keys() & missing):
-            how = liveness.how_gone(left[0])
-            raise PeerLost(
-                f"{name}, rank {self._rank}: rank {left[0]} is gone ({how}). {after_loss(left[0])}",
-                peer=left[0],
-                phase=name,
-            )
+        liveness, end = self._liveness, time.monotonic() + seconds
+        while True:
+            with self._changed:
+                received = self._inbox.setdefault(number, {})
+                self._present = name, lambda: sorted(expected - received.keys())
+                self._changed.wait_for(
+                    lambda: (
+                        bool(self._ended)
+                        or expected <= received.keys()
+                        or liveness.is_hopeless(expected - received.keys())
+                    ),
+                    max(end - time.monotonic(), 0.0),
+                )
+                missing = sorted(expected - received.keys())
+            if not missing:
+                return received
+            if self._ended:
+                raise self._end_kind(f"{name}, rank {self._rank}: {self._ended}")
+            # nothing of this step is lost where that has to do with masked ranks alone
+            liveness.check(name)
+            if left := sorted(liveness.departed.keys() & missing):
+                how = liveness.how_gone(left[0])
+                raise PeerLost(
+                    f"{name}, rank {self._rank}: rank {left[0]} is gone ({how}). {after_loss(left[0])}",
+                    peer=left[0],
+                    phase=name,
+                )
+            if time.monotonic() >= end:
+                break
         raise PeerTimeout(
             f"{name}, rank {self._rank}: no answer from ranks {missing} within {seconds:g} s ({len(received)} "
             f"of {len(expected)} arrived). Likely cause: they have not made the same call, or are stuck. "
@@ -174,6 +182,8 @@ class Steps:
         """For whom a step of this rank waits, None when it is in none."""
         with self._changed:
             name, missing = self._present
+            if name == CLOSE:
+                return None  # nobody owes a rank that leaves anything
             return next((Wait(peer, name) for peer in missing()), None)
 
     def requested(self, name: str) -> dict[int, bytes]:
@@ -193,10 +203,11 @@ class Steps:
         for received in stale:
             _close_parts(received)
 
-    def end(self, because: str = "this Buffer was closed meanwhile") -> None:
-        """A gather in another thread ends, and any later one."""
+    def end(self, because: str = "this Buffer was closed meanwhile", kind: type[UcclEpError] = UcclEpError) -> None:
+        """A gather in another thread ends, and any later one, with an error of ``kind``."""
         with self._changed:
-            self._ended = self._ended or because
+            if not self._ended:
+                self._ended, self._end_kind = because, kind
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -5,10 +5,10 @@ A failure shows in several places at once, and not where it began. The rules, in
 1. A process that has ended, a rank that says that something of its own failed: lost. Nobody can speak against that.
 2. A rank that another one accuses (it broke the formats, or the user has masked it): lost, and what it says of others
    counts for nothing. Of ranks that accuse each other the most accused is lost.
-3. Where connections are down between ranks that may live, the most ranks go on that are all connected: of one connection
-   the end with fewer live ones is lost, at a tie the higher rank.
-4. Of a rank that reached its deadline, the way from the one it waits for is followed to its end: to a rank that waits for
-   nobody, or that has not run for a while. Of ranks that wait for each other the most awaited is lost.
+3. Where connections are down between ranks that may live, the most ranks go on that are all connected: of one
+   connection the end with fewer live ones is lost, at a tie the higher rank.
+4. Of a rank that reached its deadline, the way from the one it waits for is followed to its end: to a rank that waits
+   for nobody, or that has not run for a while. Of ranks that wait for each other the most awaited is lost.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _most_connected(down: Mapping[int, set[int]]) -> frozenset[int]:
 
 
 def _add_silent(heard: Mapping[int, Report], members: frozenset[int], lost: dict[int, Loss]) -> None:
-    """Rule 4. The end of a way that has said nothing yet is not lost yet: it says something, or is found unreachable."""
+    """Rule 4. The end of a way that has said nothing is not lost yet: it will, or is found unreachable."""
     waits = {
         rank: report.waits.peer
         for rank, report in heard.items()

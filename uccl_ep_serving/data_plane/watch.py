@@ -126,9 +126,9 @@ class PlaneWatch:
             self._liveness.check(phase)
         self.check_usable()
         try:
-            self._liveness.check(phase)
             if self.stale:
                 # the old data plane has failed, which is why it is left; what counts is who will be in the new one
+                self._liveness.check(phase)
                 return
             space = self.present.space
             assert space is not None
@@ -151,11 +151,15 @@ class PlaneWatch:
         if self.short:
             raise UcclEpError(self.short)
         space, service, liveness = plane.space, plane.service, self._liveness
-        if liveness.any_heard:
+        code, peer = space.failed_with
+        if code != ctx.FAILURE_COMMAND and liveness.any_heard:
+            if liveness.deciding:
+                # what this rank itself has done wrong, or its NIC, is known here only
+                service.check()
             liveness.check(space.phase)
             if liveness.has_fallen_silent(space.awaited):
                 space.fail(ctx.FAILURE_PEER_LOST, space.awaited)
-        code, peer = space.failed_with
+                code, peer = space.failed_with
         if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
             service.forget(peer, code)
