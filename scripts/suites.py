@@ -85,6 +85,7 @@ SUITES = [
     _quick("tests/test_*.py", "the public interface, settings, sizes, counters", *LOOSE),
     _quick("tests/bench", "`uccl-ep bench`"),
     _quick("tests/benchmarks", "what `scripts/gpu-check` measures, on nothing"),
+    _quick("tests/chaos", "faults of running groups, one of each quick kind; the judge of all"),
     _quick("tests/check", "`uccl-ep check --gpu` on a stub of the driver, its records, the gate of the engines"),
     _quick("tests/preflight", "`uccl-ep check` on nodes: ways, NICs in memory, broken set-ups, a firewall"),
     _quick("tests/cli", "`uccl-ep`: doctor, plan, top"),

@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 #: What holds tests that run compiled code, many of them in processes that have deadlines.
-_COMPILED = ("control_plane", "demo", "engines", "gpu", "kernels", "proxy", "rdma", "rules", "soak", "system")
+_COMPILED = ("chaos", "control_plane", "demo", "engines", "gpu", "kernels", "proxy", "rdma", "rules", "soak", "system")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -150,14 +150,15 @@ def test_every_benchmark_that_is_named_has_a_result() -> None:
     assert not [name for name in named if not (ROOT / f"benchmarks/results/{name}.json").is_file()]
 
 
-def test_every_option_of_the_soak_exists() -> None:
+@pytest.mark.parametrize("target", ["soak", "chaos"])
+def test_every_option_of_the_long_runs_exists(target: str) -> None:
     named = {
         option
         for _, words in commands()
-        if words[:2] == ["make", "soak"]
+        if words[:2] == ["make", target]
         for option in re.findall(r"--\w+", str(words))
     }
-    source = "".join(path.read_text() for path in source_files() if path.match("tests/soak/*.py"))
+    source = "".join(path.read_text() for path in source_files() if path.match(f"tests/{target}/*.py"))
     assert named
     assert not [option for option in named if not re.search(rf"\b{option.strip('-')}: Annotated", source)]
 

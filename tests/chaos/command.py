@@ -1,0 +1,141 @@
+"""``make chaos``: seeded faults, one trial a seed; each is judged, and its figures are kept at once.
+
+A run goes on where one of the same commit was interrupted: seeds that have a trial are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tests.chaos.judge import seconds_to, verdict
+from tests.chaos.processes import Prepared, TrialHung
+from tests.chaos.records import Outcome
+from tests.chaos.supervisor import SECONDS
+from tests.chaos.trials import KINDS, PATHS, Trial, draw
+from uccl_ep_serving.bench.machine import describe
+
+__all__ = ["Results", "app", "judged"]
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "chaos.json"
+#: Seconds between lines of progress.
+_LINE_SECONDS = 20.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Results:
+    """The trials of one commit, in a file that is whole at any time.
+
+    Args:
+        file: of an earlier run; its trials are kept where they are of the commit of ``machine``, and that is known.
+        machine: what runs now.
+    """
+
+    def __init__(self, file: Path, machine: dict[str, Any]) -> None:
+        self._file, self._machine = file, machine
+        known = json.loads(file.read_text()) if file.exists() else {"machine": {"commit": ""}}
+        commit = machine["commit"]
+        # "+" stands for sources that differ from the commit
+        same = known["machine"]["commit"] == commit and bool(commit) and not commit.endswith("+")
+        self.trials: dict[int, dict[str, Any]] = {one["seed"]: one for one in known["trials"]} if same else {}
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Add a trial and write the file, a line for each."""
+        self.trials[row["seed"]] = row
+        rows = ",\n".join(json.dumps(self.trials[seed]) for seed in sorted(self.trials))
+        machine = json.dumps({**self._machine, "load_after": describe()["load"]})
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(f'{{"machine": {machine},\n"trials": [\n{rows}\n]}}\n')
+        partial.replace(self._file)
+
+
+def judged(trial: Trial, outcome: Outcome | str) -> dict[str, Any]:
+    """The row of a trial; of one that hung or broke ``outcome`` says so."""
+    hung = isinstance(outcome, str)
+    raised, good = ([], []) if isinstance(outcome, str) else seconds_to(outcome)
+    survivors = [] if isinstance(outcome, str) else [one for one in outcome.records if one.end == "finished"]
+    return {
+        "seed": trial.seed,
+        "kind": trial.kind,
+        "form": trial.form,
+        "path": trial.path,
+        "mode": trial.mode,
+        "ranks": trial.ranks,
+        "lost": sorted(frozenset().union(*(one.masked for one in survivors))),
+        "raise_ms": [round(1e3 * one, 1) for one in raised],
+        "good_ms": [round(1e3 * one, 1) for one in good],
+        "wrong": [str(outcome)] if hung else verdict(trial, outcome),
+    }
+
+
+def _wanted(seed: int, trials: int, kinds: list[str], paths: list[str]) -> Iterator[Trial]:
+    """So many trials from ``seed`` on, of these kinds and paths; all where none are named."""
+    while trials:
+        trial = draw(seed)
+        seed += 1
+        if (not kinds or trial.kind in kinds) and (not paths or trial.path in paths):
+            trials -= 1
+            yield trial
+
+
+def _check(what: str, given: list[str], known: tuple[str, ...]) -> None:
+    if unknown := sorted(set(given) - set(known)):
+        raise typer.BadParameter(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+
+
+@app.command()
+def chaos(
+    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    trials: Annotated[int, typer.Option(min=1, help="Trials, one per seed from --seed on.")] = 1000,
+    kind: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(KINDS)}.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PATHS)}.")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Begin no trial after so long.")] = 600.0,
+    dry: Annotated[bool, typer.Option("--dry", help="Write nothing, and show what the ranks logged.")] = False,
+    output: Annotated[Path, typer.Option(help="Where the figures go.")] = RESULTS,
+) -> None:
+    """Hit groups of 3 to 6 ranks with seeded faults, and judge what the survivors make of it.
+
+    Exit status 1 when a trial did not end as it must; each of those is named with the command that repeats it.
+    """
+    kinds, paths = kind or [], path or []
+    _check("kind", kinds, tuple(KINDS))
+    _check("path", paths, PATHS)
+    results = Results(output, describe())
+    done = {} if dry else results.trials
+    todo = [trial for trial in _wanted(seed, trials, kinds, paths) if trial.seed not in done]
+    print(f"chaos: {len(todo)} of {trials} trials to run, from seed {seed} on", flush=True)
+    began = said = time.monotonic()
+    failed = ran = 0
+    with Prepared() as prepared:
+        for trial in todo:
+            now = time.monotonic()
+            if now > began + 60 * minutes:
+                print(f"chaos: {minutes:g} minutes are over: run it again to go on", flush=True)
+                break
+            if now > said + _LINE_SECONDS:
+                said = now
+                print(f"chaos: {ran} of {len(todo)} in {now - began:.0f} s, {failed} failed", flush=True)
+            try:
+                outcome: Outcome | str = prepared.run(trial, SECONDS)
+            except TrialHung as error:
+                outcome = str(error)
+            row = judged(trial, outcome)
+            ran += 1
+            if not dry:
+                results.keep(row)
+            elif not isinstance(outcome, str):
+                print(outcome.log, flush=True)
+            if row["wrong"]:
+                failed += 1
+                words = "\n  ".join(row["wrong"])
+                again = f'make chaos ARGS="--dry --trials 1 --seed {trial.seed}"'
+                print(f"chaos: FAILED: {trial}\n  {words}\n  again: {again}", flush=True)
+    print(f"chaos: {ran - failed} of {ran} trials held", flush=True)
+    if failed:
+        raise typer.Exit(1)
