@@ -74,6 +74,18 @@ def judged(trial: Trial, outcome: Outcome | str) -> dict[str, Any]:
     }
 
 
+def _story(outcome: Outcome) -> str:
+    """What each rank went through, a line for each error."""
+    lines = []
+    for one in outcome.records:
+        lines.append(f"rank {one.rank} {one.end}, left out {sorted(one.masked)}")
+        for loss in one.losses:
+            lines.append(
+                f"  {1e3 * (loss.at - outcome.fault_at):.0f} ms: {loss.kind} {list(loss.peers)}: {loss.message}"
+            )
+    return "\n  ".join(lines)
+
+
 def _wanted(seed: int, trials: int, kinds: list[str], paths: list[str]) -> Iterator[Trial]:
     """So many trials from ``seed`` on, of these kinds and paths; all where none are named."""
     while trials:
@@ -133,7 +145,7 @@ def chaos(
                 print(outcome.log, flush=True)
             if row["wrong"]:
                 failed += 1
-                words = "\n  ".join(row["wrong"])
+                words = "\n  ".join([*row["wrong"], *([] if isinstance(outcome, str) else [_story(outcome)])])
                 again = f'make chaos ARGS="--dry --trials 1 --seed {trial.seed}"'
                 print(f"chaos: FAILED: {trial}\n  {words}\n  again: {again}", flush=True)
     print(f"chaos: {ran - failed} of {ran} trials held", flush=True)

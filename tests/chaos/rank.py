@@ -28,6 +28,8 @@ __all__ = ["live"]
 
 #: Seconds that a rank waits for another one's card.
 _STORE_SECONDS = 4.0
+#: Seconds that a rank which is done waits for the others to be.
+_CLOSING = 4.0
 #: More ranks than that cannot be lost one after another.
 _MOST_LOSSES = 8
 
@@ -118,6 +120,11 @@ def _work(trial: Trial, buffer: Buffer, board: Board, record: Record, helper: _H
         record.good_at = record.good_at or ended
         number += 1
     record.end = "finished"
+    # who closes ends the operation of one that is still in the last
+    board.show(rank, Board.DONE, masked, number)
+    deadline = time.monotonic() + _CLOSING
+    while not board.closes and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _loss(error: BaseException) -> Loss:

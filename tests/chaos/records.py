@@ -72,7 +72,7 @@ class Outcome:
     log: str = ""
 
 
-_END, _FAULT, _LAST, _RANKS = 0, 1, 2, 3
+_END, _FAULT, _LAST, _CLOSE, _RANKS = 0, 1, 2, 3, 4
 _STAGE, _MASKED, _NUMBER, _WORDS = 0, 1, 2, 3
 
 
@@ -83,8 +83,9 @@ class Board:
     the same ranks masked. Each word has one writer: its rank, or the supervisor.
     """
 
-    #: Of a rank: it opens its Buffer; it works; it has masked a rank and no operation has ended since.
-    STARTING, WORKING, REBUILDING = 0, 1, 2
+    #: Of a rank: it opens its Buffer; it works; it has masked a rank and no operation has ended since; it has run all
+    #: operations, and waits until the others have.
+    STARTING, WORKING, REBUILDING, DONE = 0, 1, 2, 3
 
     def __init__(self, ranks: int) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -109,6 +110,15 @@ class Board:
     def ends(self, masked: frozenset[int], number: int) -> bool:
         """Whether that is here."""
         return bool(self._words[_END] == _bits(masked) << 32 | number)
+
+    def close(self) -> None:
+        """All ranks are done: they may close their Buffers."""
+        self._words[_CLOSE] = 1
+
+    @property
+    def closes(self) -> bool:
+        """Whether they may."""
+        return bool(self._words[_CLOSE])
 
     def strike(self) -> None:
         """The fault, or another part of it, is now."""

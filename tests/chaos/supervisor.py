@@ -222,6 +222,8 @@ class _Conduct:
             if not working:
                 return True
             states = {rank: board.of(rank) for rank in working}
+            if all(stage == Board.DONE for stage, _, _ in states.values()):
+                board.close()
             (masked, *others) = {state[1] for state in states.values()}
             if others or masked == told or time.monotonic() < began + _SETTLE:
                 return False
