@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,4 +121,10 @@ def test_the_last_cache_is_the_largest(tmp_path: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(native_copy, "_CACHES", tmp_path)
     assert last_cache_bytes.__wrapped__() == 24 << 20
     monkeypatch.setattr(native_copy, "_CACHES", tmp_path / "none")
+    assert last_cache_bytes.__wrapped__() == 32 << 20
+
+    def no_descriptor(pattern: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(native_copy, "_CACHES", SimpleNamespace(glob=no_descriptor))
     assert last_cache_bytes.__wrapped__() == 32 << 20

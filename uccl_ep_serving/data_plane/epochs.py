@@ -162,6 +162,10 @@ class Epochs:
             + (": what was sent before is void, go on with a dispatch on every rank" if self.watch.stale else "")
         )
 
+    def call_off(self, why: str) -> None:
+        """Refuse the present operation on all ranks, as Runtime says."""
+        self._settle(why, True)
+
     def _settle(self, mismatch: str, apart: bool) -> None:
         """A peer waits for other windows, and this rank for an operation which that peer will never join; or peers
         have sent one of another shape, or are in another one (``apart``). Say so to the others, and raise what all of

@@ -321,6 +321,16 @@ class Runtime:
         self.check(SETUP)
         self._epochs.rebuild(plan, objection, compile)
 
+    def call_off(self, why: str) -> None:
+        """Have all ranks refuse the operation that this rank has begun and cannot go on with. The others join from
+        their waits; the next operation of all begins a new epoch.
+
+        Raises:
+            ConfigError: says ``why``, on every rank; the group stays usable.
+            PeerError: a rank did not take part.
+        """
+        self._epochs.call_off(why)
+
     # -- peers --------------------------------------------------------------------------------------------------
 
     def mask_peer(self, peer: int) -> None:

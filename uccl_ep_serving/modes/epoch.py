@@ -21,9 +21,11 @@ from ..protocol.layout import LowLatencyPlan
 if TYPE_CHECKING:
     from ..gpu.context import GpuContext
 
-__all__ = ["RECEIVE_FIRST", "RESERVE_FIRST", "Epoch", "InFlight", "Operation", "RecvHook"]
+__all__ = ["RECEIVE_FIRST", "RESERVE_FIRST", "SHORTAGE", "Epoch", "InFlight", "Operation", "RecvHook"]
 
 _VOID = "so what was sent before is void. Next step: go on with a dispatch on every rank"
+#: What the system raises, and torch, where a process has no memory or no descriptor left.
+SHORTAGE = (MemoryError, OSError, RuntimeError)
 #: What an operation is told that needs another one to be received.
 RECEIVE_FIRST = "Next step: call its recv hook first"
 #: What a captured operation is told that needs what cannot be captured.
@@ -130,6 +132,8 @@ class Operation:
             self._flight.withdraw(self._number)
         if not self.void:
             self._epoch.interrupt(self._phase, error)
+            if isinstance(error, SHORTAGE):
+                self._epoch.call_off(self._phase, error)
 
     def received(self) -> None:
         """It has been received."""
@@ -323,6 +327,26 @@ class Epoch:
         """What goes around sending an operation, which counts as begun; ``plan``: of one of low latency."""
         self._runtime.begin_operation(plan)
         return Operation(self, phase, flight)
+
+    def call_off(self, phase: str, error: Exception) -> None:
+        """This process has run short of something in an operation that the other ranks wait in: all of them refuse it
+        at once, and go on in a new epoch.
+
+        Nothing for an ``error`` of ours, which the others know of, and where kernels run on a device, whose hosts are
+        not told before the deadline.
+
+        Raises:
+            ConfigError: on every rank. PeerError: a rank did not take part.
+        """
+        if isinstance(error, UcclEpError) or self._gpu is not None:
+            return
+        try:
+            self._runtime.call_off(
+                f"{phase} ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}. Next step: leave this "
+                "process more memory and descriptors, or give it fewer tokens at once"
+            )
+        except UcclEpError as refusal:
+            raise refusal from error
 
     def interrupt(self, phase: str, error: BaseException) -> None:
         """``error`` has ended an operation: some peers may have its message and others not, so that it can be neither

@@ -109,7 +109,8 @@ class Normal:
 
         Raises:
             ConfigError: bad input, before anything is sent (more rows than ``num_worst_tokens``: after everything was
-                received). PeerTimeout, PeerLost, ProtocolError, TransportError, ProxyDied: the Buffer must be closed.
+                received); on all ranks when memory runs out on one. PeerTimeout, PeerLost, ProtocolError,
+                TransportError, ProxyDied: the Buffer must be closed.
         """
         started = time.monotonic_ns()
         wait_for(previous_event)
