@@ -80,9 +80,8 @@ def _story(outcome: Outcome) -> str:
     for one in outcome.records:
         lines.append(f"rank {one.rank} {one.end}, left out {sorted(one.masked)}")
         for loss in one.losses:
-            lines.append(
-                f"  {1e3 * (loss.at - outcome.fault_at):.0f} ms: {loss.kind} {list(loss.peers)}: {loss.message}"
-            )
+            after = 1e3 * (loss.at - outcome.fault_at)
+            lines.append(f"  {after:.0f} ms: {loss.kind} {list(loss.peers)}: {loss.message}")
     return "\n  ".join(lines)
 
 

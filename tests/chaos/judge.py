@@ -48,6 +48,8 @@ def verdict(trial: Trial, outcome: Outcome) -> list[str]:
     complaints += [f"rank {one.rank} died: {one.words}" for one in records if one.end == "died"]
     if not outcome.fault_at:
         return [*complaints, "the fault never came"]
+    if trial.kind == "flood" and not outcome.strangers:
+        complaints.append("no stranger found a listener")
     if any(one.end == "refused" for one in records):
         return complaints + _refused(trial, records)
     return complaints + _lost(trial, records)

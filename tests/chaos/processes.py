@@ -96,9 +96,10 @@ def _run_forked(trial: Trial, seconds: float) -> Outcome | str:
         except EOFError:
             answer = "the supervisor died"
     ours.close()
-    # the session, whose leader is not waited for yet: its number belongs to nobody else
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    # the session, or a leader that has not begun it; none is waited for yet, so the number belongs to nobody else
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

@@ -61,6 +61,7 @@ class Outcome:
         records: by rank.
         fault_at: ``time.monotonic()`` of the fault, 0.0 when it never came to it.
         last_at: of the last part of it: the second of two kills.
+        strangers: connections of nobody that were tried.
         left: processes and shared memory that outlived the ranks, in words.
         log: the end of what the ranks have logged.
     """
@@ -68,6 +69,7 @@ class Outcome:
     records: list[Record]
     fault_at: float = 0.0
     last_at: float = 0.0
+    strangers: int = 0
     left: str = ""
     log: str = ""
 

@@ -112,6 +112,7 @@ def run_trial(trial: Trial) -> Outcome:
             conduct.run()
         finally:
             if strangers is not None:
+                outcome.strangers = strangers.count
                 strangers.leave()
             statuses = ranks.reap()
         outcome.records = [

@@ -48,6 +48,8 @@ QUICK = [
 def test_survivors_go_on_together(prepared: Prepared, trial: Trial) -> None:
     outcome = prepared.run(trial, SECONDS)
     assert verdict(trial, outcome) == [], outcome.log
+    # that it was there at all
+    assert trial.kind != "cache" or "others can write it" in outcome.log
 
 
 def test_a_trial_that_hangs_is_ended_with_its_processes(prepared: Prepared) -> None:
