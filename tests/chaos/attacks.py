@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import re
@@ -27,6 +28,8 @@ from uccl_ep_serving.protocol.frame import FRAME_MAGIC
 __all__ = ["Strangers", "cut", "garble", "limit", "spoil_cache"]
 
 _CREDENTIALS = struct.Struct("3i")
+#: A control listener in /proc/net/unix: connections that it has accepted have its name, too, and other flags.
+_LISTENING = re.compile(r" 00010000 .*@(uccl_ep_control\.(\d+)\.\w+)")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
@@ -98,7 +101,7 @@ class Strangers:
     Half of them say nothing, the others noise. The oldest leave again.
     """
 
-    MOST = 100
+    MOST, AT_ONCE = 200, 4
 
     def __init__(self, pids: list[int], seed: int) -> None:
         self._pids = pids
@@ -107,22 +110,23 @@ class Strangers:
         self.count = 0
 
     def come(self) -> None:
-        """One to each listener that there is now."""
-        for address in self._listeners():
+        """Some to each listener that there is now."""
+        for address in self._listeners() * self.AT_ONCE:
             one = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
             one.setblocking(False)
+            self._open.append(one)
+            if one.connect_ex(address) not in (0, errno.EINPROGRESS):
+                continue  # gone again, or its queue is full
+            self.count += 1
             with contextlib.suppress(OSError):
-                one.connect_ex(address)
                 if self._rng.random() < 0.5:
                     one.send(self._rng.randbytes(self._rng.choice((1, 8, 64, 1000))), socket.MSG_NOSIGNAL)
-                self.count += 1
-            self._open.append(one)
         while len(self._open) > self.MOST:
             self._open.pop(0).close()
 
     def _listeners(self) -> list[str | tuple[str, int]]:
         found: list[str | tuple[str, int]] = []
-        for name, pid in re.findall(r"@(uccl_ep_control\.(\d+)\.\w+)", Path("/proc/net/unix").read_text()):
+        for name, pid in _LISTENING.findall(Path("/proc/net/unix").read_text()):
             if int(pid) in self._pids:
                 found.append(f"\0{name}")
         for pid in self._pids:

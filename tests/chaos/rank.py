@@ -79,6 +79,9 @@ def _start(trial: Trial, rank: int, directory: Path) -> None:
         place = directory / ("shared" if trial.form == "shared" else f"rank{rank}")
         place.mkdir(exist_ok=True)
         attacks.spoil_cache(trial.form, place, trial.seed)
+    if trial.kind == "flood" and rank in trial.victims:
+        # so long the others listen, and strangers fill their queues
+        time.sleep(trial.pause)
     if trial.kind == "limit" and rank in trial.victims:
         attacks.limit(trial.form, trial.share)
 

@@ -180,7 +180,7 @@ class _Conduct:
                 return False
             if self._strangers is not None:
                 self._strangers.come()
-            self._ranks.look()
+            self._ranks.look(_TICK if self._strangers is None else 0.0)
         return True
 
     def _pause(self, seconds: float) -> None:

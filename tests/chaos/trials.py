@@ -56,7 +56,7 @@ class Trial:
         victims: the ranks that it hits, in order; of a connection that is cut or garbled the end that does it.
         peer: its other end, -1 for other kinds.
         delay: seconds from the first good operations (or from the start of the constructors) to the fault.
-        pause: seconds for which a rank is stopped; between the two kills of ``kill in rebuild``.
+        pause: seconds for which a rank is stopped, or comes late to a flood; between the kills of ``kill in rebuild``.
         share: 0 to 1: how much of a limited resource is left, or which of several connections.
     """
 
@@ -97,7 +97,12 @@ def draw(seed: int) -> Trial:
     ranks = rng.randint(least, 6)
     linked = kind.startswith(("cut", "garble"))
     hit = rng.sample(range(ranks), 2)
-    pauses = {"wake": (0.5 * TIMEOUT, 1.5 * TIMEOUT), "pause": (0.02, 0.3 * TIMEOUT), "kill in rebuild": (0.0, 0.05)}
+    pauses = {
+        "wake": (0.5 * TIMEOUT, 1.5 * TIMEOUT),
+        "pause": (0.02, 0.3 * TIMEOUT),
+        "kill in rebuild": (0.0, 0.05),
+        "flood": (0.1, 0.6),
+    }
     return Trial(
         seed=seed,
         kind=kind,
@@ -107,7 +112,7 @@ def draw(seed: int) -> Trial:
         ranks=ranks,
         victims=tuple(hit) if kind in ("kill two", "kill in rebuild") else (hit[0],),
         peer=hit[1] if linked else -1,
-        delay=rng.uniform(0.0, 0.15) if kind != "kill in constructor" else rng.uniform(0.0, 0.4),
+        delay=rng.uniform(0.0, 0.15 if kind != "kill in constructor" else 0.25),
         pause=rng.uniform(*pauses[kind]) if kind in pauses else 0.0,
         share=rng.random(),
     )
