@@ -6,6 +6,7 @@ after all it had sent there; on a cut one, its end may be proven by other means,
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -195,7 +196,7 @@ class World:
         """Groups that living ranks act on, or have acted on, follow each other, each a part of the last."""
         acted = {group for one in self.ranks if not one.ended for group in one.groups}
         chain = sorted(acted, key=lambda group: group[0])
-        for (number, members), (later, fewer) in zip(chain, chain[1:], strict=False):
+        for (number, members), (later, fewer) in itertools.pairwise(chain):
             assert number != later, f"two groups {sorted(members)} and {sorted(fewer)} have number {number}"
             assert fewer < members, f"{sorted(fewer)} ({later}) is no part of {sorted(members)} ({number})"
         for rank, one in enumerate(self.ranks):

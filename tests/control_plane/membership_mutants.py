@@ -37,7 +37,9 @@ RULES = {
     "a promise binds": Rule(
         "membership", "        if group & proposal - given:\n", "        if True:\n", 0
     ),
-    "what follows a promised group is a part of it": Rule("membership", "(proposal <= group and may_go_on", "(may_go_on", 0),
+    "what follows a promised group is a part of it": Rule(
+        "membership", "(proposal <= group and may_go_on", "(may_go_on", 0
+    ),
     "all of a group promise it": Rule(
         "membership", "if group <= given and", "if 2 * len(group & given) > len(group) and", 0
     ),

@@ -1,7 +1,7 @@
 """What the end of a control connection means: the peer's process has ended, or only the connection has.
 
 A process keeps its listener until it ends, and the system closes all that it had open before anybody can see it gone.
-So whoever is refused where a peer listened knows that the peer has ended; whoever is let in, or hears nothing, does not.
+So whoever is refused where a peer listened knows that the peer has ended; who is let in, or hears nothing, does not.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each rank tells the others what it has seen (:class:`.reports.Report`). From that it computes who should go on
 (:func:`.verdict.find_lost`) and proposes that group. Once all members of a group propose the same one, each *promises*
-to go on with it, and once all have promised, it is agreed on. Groups carry rising numbers, and each one is a part of the
-last: so all ranks see the same groups in the same order, and none acts on another one.
+to go on with it, and once all have promised, it is agreed on. Groups carry rising numbers, and each one is a part of
+the last: so all ranks see the same groups in the same order, and none acts on another one.
 
 That stays true when ranks die, or connections fail, between any two of these messages, because
 
@@ -61,7 +61,8 @@ class Membership:
 
     Args:
         rank, ranks: of the group.
-        begin: called when this rank first hears that something has failed, once for each group: what it waits for.
+        begin: called when this rank first hears that something has failed, once for each group: who has left, whether
+            this rank is about to, and for whom it waits.
 
     Attributes:
         number, members: of the agreed group.
@@ -148,7 +149,8 @@ class Membership:
         """Say what this rank has seen, and from the first time on for whom it waits."""
         if self._rank not in self._reports:
             begun = self._begin()
-            self._own = self._own.grown(dead=begun.dead, waits=begun.waits).among(self.members - {self._rank})
+            grown = self._own.grown(dead=begun.dead, waits=begun.waits, failed=begun.failed)
+            self._own = grown.among(self.members - {self._rank})
             self._own = self._own.standing(begun.stood_still)
             self._since = self._now
             self._heard = dict.fromkeys(self.members, self._now)

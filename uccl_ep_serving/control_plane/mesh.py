@@ -29,7 +29,7 @@ from .failures import Liveness
 from .frames import DOING, GATHER, GOODBYE, NOTE, Ended, close_all, read_frames, send_frame, send_now
 from .links import NO_ROOM, Link, Listeners, meet, waking_selector
 from .reports import Report
-from .steps import Steps
+from .steps import CLOSE, Steps
 
 __all__ = ["ControlMesh"]
 
@@ -80,6 +80,7 @@ class ControlMesh:
         self.liveness = Liveness(rank, ranks, self._wake_reader)
         self.steps = Steps(rank, ranks, self.liveness, settings.connect_timeout)
         self.liveness.waits_for = lambda: (self.steps.waits_for(), False)
+        self.liveness.leaves = lambda: self.steps.present == CLOSE
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_stopped: Callable[[], None] = lambda: None
@@ -263,8 +264,8 @@ class ControlMesh:
             return
         self._short = True
         failure = TransportError(
-            f"rank {self.rank} has no room for what rank {peer} hands it: {in_words(error)}. Next step: raise the limit "
-            f"on open files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
+            f"rank {self.rank} has no room for what rank {peer} hands it: {in_words(error)}. Next step: raise the "
+            f"limit on open files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
         )
         _log.error("%s", failure)
         self.liveness.fail(str(failure))

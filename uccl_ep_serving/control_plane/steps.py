@@ -115,10 +115,11 @@ class Steps:
     def _await(self, name: str, number: int, expected: frozenset[int] | set[int], seconds: float) -> Parts:
         """The parts of step ``number``, once all that are ``expected`` are there."""
         liveness, end = self._liveness, time.monotonic() + seconds
+        with self._changed:
+            received = self._inbox.setdefault(number, {})
+            self._present = name, lambda: sorted(expected - received.keys())
         while True:
             with self._changed:
-                received = self._inbox.setdefault(number, {})
-                self._present = name, lambda: sorted(expected - received.keys())
                 self._changed.wait_for(
                     lambda: (
                         bool(self._ended)
@@ -177,6 +178,11 @@ class Steps:
         else:
             return ProtocolError(f"rank {self._rank} is in step {mine!r}, rank {peer} in {theirs!r}: {cause}")
         return PeerLost(words, peer=peer, phase=mine)
+
+    @property
+    def present(self) -> str:
+        """Name of the step in which this rank is, "" while it is in none."""
+        return self._present[0]
 
     def waits_for(self) -> Wait | None:
         """For whom a step of this rank waits, None when it is in none."""

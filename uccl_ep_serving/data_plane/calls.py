@@ -46,8 +46,8 @@ class Calls:
         """This rank has begun its operation number ``begun`` of ``epoch``."""
         self._mine = _Doing(epoch, begun, low_latency)
 
-    def remind(self, peer: int) -> None:
-        """This rank waits for ``peer``: say so, once, when that lasts. Called often."""
+    def remind(self, peer: int) -> bool:
+        """This rank waits for ``peer``: say so, once, when that lasts; True once it was said. Called often."""
         now = time.monotonic()
         if self._waiting is not self._mine:
             self._waiting, self._quiet = self._mine, now + _WAIT_SECONDS
@@ -55,6 +55,7 @@ class Calls:
         elif now >= self._quiet and peer not in self._told:
             self._told.add(peer)
             self._mesh.tell_doing(peer, msgspec.msgpack.encode(self._mine))
+        return peer in self._told
 
     def _hear(self, peer: int, payload: bytes) -> None:
         """What ``peer`` says. Raises ValueError when it is nothing."""

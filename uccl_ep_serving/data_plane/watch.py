@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.reports import Wait
+from ..control_plane.steps import CLOSE
 from ..errors import PeerError, PeerLost, ProtocolError, ProxyDied, TransportError, UcclEpError, after_loss
 from ..protocol import context as ctx
 from ..protocol.layout import LowLatencyPlan
@@ -171,7 +172,15 @@ class PlaneWatch:
         if code in (ctx.FAILURE_NONE, ctx.FAILURE_LAYOUT) and self._requested_before() is not None:
             self._settle("", False)
         elif code == ctx.FAILURE_NONE and space.awaited not in (-1, self._rank):
-            self._calls.remind(space.awaited)
+            if self._calls.remind(space.awaited) and space.awaited in self._mesh.steps.requested(CLOSE):
+                # whatever it had sent before has arrived by now
+                why = "waits for it in an operation while it closes its Buffer"
+                error = self._liveness.accuse(space.awaited, why, space.phase)
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    del error  # this frame is in the traceback
             if difference := self._calls.difference:
                 self._settle(difference, True)
         elif code == ctx.FAILURE_PROTOCOL and (mismatch := space.mismatch):
@@ -226,7 +235,7 @@ class PlaneWatch:
         if error.own:
             self._liveness.fail(str(error))
             return error
-        answer = self._liveness.accuse(error.peer, str(error), phase)
+        answer = self._liveness.accuse(error.peer, f"got what the formats forbid: {error}", phase)
         if isinstance(answer, PeerError) and error.peer in answer.peers:
             error.peers = answer.peers
             return error
