@@ -19,10 +19,9 @@ from tests.chaos.trials import Trial
 from tests.chaos.work import Work
 from tests.support import bodies
 from tests.support.remains import left
-from uccl_ep_serving import errors
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
-from uccl_ep_serving.errors import BootstrapError, ConfigError, UcclEpError
+from uccl_ep_serving.errors import BootstrapError, ConfigError, Evicted, UcclEpError
 
 __all__ = ["live"]
 
@@ -131,14 +130,13 @@ def _work(trial: Trial, buffer: Buffer, board: Board, record: Record, helper: _H
 
 
 def _loss(error: BaseException) -> Loss:
-    peer = getattr(error, "peer", -1)
-    peers = tuple(getattr(error, "peers", ())) or ((peer,) if peer >= 0 else ())
-    return Loss(type(error).__name__, peer, peers, str(error), time.monotonic())
+    peers = getattr(error, "peers", ())
+    return Loss(type(error).__name__, getattr(error, "peer", -1), peers, str(error), time.monotonic())
 
 
 def _left_out(error: UcclEpError) -> bool:
     """Whether the others go on without this rank, which must stop."""
-    return isinstance(error, getattr(errors, "Evicted", ())) or "has masked this rank" in str(error)
+    return isinstance(error, Evicted)
 
 
 def _held() -> str:

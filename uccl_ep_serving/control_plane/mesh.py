@@ -255,6 +255,11 @@ class ControlMesh:
             _log.error("rank %d could not read what rank %d sent", self.rank, link.peer, exc_info=error)
         with contextlib.suppress(OSError):
             link.socket.shutdown(socket.SHUT_RDWR)
+        if isinstance(error, ValueError):
+            _log.error("rank %d lost rank %d: %s", self.rank, link.peer, reason)
+            cause = f"got what the formats forbid: {reason}"
+            self.liveness.observe(lambda report: report.grown(accused={link.peer}, causes={link.peer: cause}))
+            return
         whole = isinstance(error, Ended) and not link.buffer
         self._endings.add(self._cards[link.peer], link.local, whole, reason)
 
