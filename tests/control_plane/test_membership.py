@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.control_plane.membership_model import Crash, Cut, Fault, GiveUp, Stall, World
-from uccl_ep_serving.control_plane.membership import Membership
-from uccl_ep_serving.control_plane.reports import Note, Promise, Report
+from tests.control_plane.membership_model import Crash, Cut, Fault, GiveUp, Stall, World, crowded_world
 
 #: Far more than the agreement may take.
 _LONG = 6.0
@@ -89,20 +87,6 @@ def test_the_larger_part_goes_on(sides: tuple[list[int], list[int]], left: set[i
         assert world.check_one_group() == left
 
 
-def test_a_promise_goes_first_to_those_that_it_leaves_out() -> None:
-    """A rank that ends in between is counted on by nobody whom it has not told: else who has not heard of a promise
-    could go on where somebody counts on one."""
-    machine, both = Membership(1, 4), frozenset({0, 1})
-    machine.observe(lambda report: report.grown(accused={2, 3}))
-    machine.hear(0, Note(0, machine.members, {0: Report(1)}, proposal=both))
-    told = machine.advance(1.0)
-    assert [peer for peer, _ in told] == [2, 3, 0]
-    assert all(note.promises == (Promise(1, both, frozenset({1})),) for _, note in told)
-    machine.hear(0, Note(0, machine.members, proposal=both, promises=(Promise(1, both, frozenset({0})),)))
-    assert [peer for peer, _ in machine.advance(1.1)] == [2, 3, 0]
-    assert machine.members == both
-
-
 @st.composite
 def _worlds(draw: st.DrawFn) -> World:
     ranks = draw(st.integers(2, 6))
@@ -137,3 +121,11 @@ def _worlds(draw: st.DrawFn) -> World:
 def test_no_two_groups_are_ever_acted_on(world: World) -> None:
     world.run(_LONG)
     world.check_one_group()
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 3000), marks=pytest.mark.long)])
+def test_several_faults_within_one_agreement(seeds: range) -> None:
+    for seed in seeds:
+        world = crowded_world(seed)
+        world.run(1.5)
+        world.check_one_group()

@@ -17,7 +17,7 @@ from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.data_plane.runtime import Runtime
-from uccl_ep_serving.errors import PeerLost, TransportError
+from uccl_ep_serving.errors import Evicted, PeerLost, TransportError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native.jit import c_function
@@ -84,18 +84,18 @@ def test_a_failed_queue_pair_ends_the_pair_by_name_and_a_new_group_is_built_in_t
                 # a few writes from now: the proxies post meanwhile
                 network.fail(qp, network.posted(qp) + 4, codes.RETRY_EXC_ERR)
         met.wait(30)
-        with pytest.raises(PeerLost) as caught:
+        with pytest.raises(Evicted if runtime.rank else PeerLost) as caught:
             run_often(runtime)
-        assert caught.value.peer == 1 - runtime.rank
+        assert runtime.rank or caught.value.peers == (1,)  # type: ignore[attr-defined]
         return str(caught.value)
 
     with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
         zero, one = run_ranks(network, here, FORCED, fails)
-        # the device, its queue pair, the status in words and its usual cause; the other end has it from there, or
-        # from its own NIC when that noticed first
+        # the device, its queue pair, the status in words and its usual cause; of the two ends the higher one is lost,
+        # and has it from there, or from its own NIC when that noticed first
         assert re.match(r"low-latency [a-z ]+, rank 0: rank 1 is gone \(.*roce, mem0r[01] port 1, GID 1.*queue", zero)
         assert re.search(r"work completion status 12, transport retry counter exceeded: no acknowledgement", zero), zero
-        assert re.search(r"(because of this rank \(roce, mem0r|rank 0 is gone \(roce, mem1r)[01].*status 12", one), one
+        assert re.search(r"ranks \[0\] have gone on without it \(.*roce, mem[01]r[01].*status 12", one), one
         run_ranks(network, here, FORCED, run)
 
 
@@ -106,7 +106,7 @@ def test_who_hears_of_a_failed_queue_pair_from_another_rank_is_told_the_cause(mo
     given = case.inputs()
     met = threading.Barrier(3)
 
-    def fails(runtime: Runtime) -> tuple[int, str]:
+    def fails(runtime: Runtime) -> str:
         low_latency = LowLatency(runtime)  # type: ignore[arg-type]
 
         def run_often() -> None:
@@ -119,18 +119,17 @@ def test_who_hears_of_a_failed_queue_pair_from_another_rank_is_told_the_cause(mo
             for qp in network.queue_pairs(0)[:1]:
                 network.fail(qp, network.posted(qp) + 4, codes.RETRY_EXC_ERR)
         met.wait(30)
-        with pytest.raises(PeerLost) as caught:
+        with pytest.raises(Evicted if runtime.rank == 1 else PeerLost) as caught:
             run_often()
-        return caught.value.peer, str(caught.value)
+        assert runtime.rank == 1 or caught.value.peers == (1,)  # type: ignore[attr-defined]
+        return str(caught.value)
 
     with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
         zero, one, two = run_ranks(network, here, FORCED, fails)
-    assert (zero[0], one[0]) == (1, 0)
-    # which of the two it names first depends on whose word comes first; the NIC and its status are there in any case
-    assert two[0] in (0, 1)
-    assert re.search(r"roce, mem[01] port 1, .* work completion status 12, transport retry counter exceeded", two[1]), (
-        two
-    )
+    for text in (zero, one, two):
+        assert re.search(
+            r"roce, mem[01] port 1, .* work completion status 12, transport retry counter exceeded", text
+        ), text
 
 
 @pytest.mark.parametrize("kind", ["roce", "efa"])

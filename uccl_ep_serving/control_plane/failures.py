@@ -253,7 +253,14 @@ class Liveness:
         peer, phase = error.peer, error.phase or "operation"
         if peer in self.present and peer not in self.lost:
             self.observe(lambda report: _add(report, error, peer in self.departed), number)
-        return self.answer(phase) or error
+        answer = self.answer(phase)
+        if isinstance(answer, PeerTimeout) and isinstance(error, PeerTimeout) and answer.peer == peer:
+            # its own words say more of what this rank waited for
+            head, mark, tail = str(error).partition(" Likely cause:")
+            error.args = (f"{head.rstrip('.')} ({self.how_gone(peer)}).{mark}{tail}",)
+            error.peers = answer.peers
+            return error
+        return answer or error
 
     def fail(self, why: str) -> None:
         """An operation failed for a reason of this rank's own, a NIC or a thread: the others go on without it."""
