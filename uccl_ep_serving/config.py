@@ -17,7 +17,16 @@ from typing import Any, Literal
 
 from .errors import ConfigError
 
-__all__ = ["SETTINGS", "Settings", "Variable", "cache_base", "cache_wanted", "deciding", "unknown_variables"]
+__all__ = [
+    "KEY_VARIABLE",
+    "SETTINGS",
+    "Settings",
+    "Variable",
+    "cache_base",
+    "cache_wanted",
+    "deciding",
+    "unknown_variables",
+]
 
 _PREFIX = "UCCL_EP_"
 _MIB = 1 << 20
@@ -569,6 +578,9 @@ SETTINGS: tuple[Variable, ...] = (
 )
 
 
+#: Holds the key itself. It is no setting: those are shown, compared and handed on.
+KEY_VARIABLE = _PREFIX + "SECRET"
+
 #: Read before any Settings exists, by the compiled-code cache.
 _EARLY = {
     _PREFIX + "CACHE_DIR": "directory for compiled code; default: the user's cache directory",
@@ -594,16 +606,17 @@ def cache_base(environment: Mapping[str, str] | None = None) -> list[str]:
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """``UCCL_EP_*`` variables that mean nothing, each with the closest real name (or "")."""
     environment = os.environ if environment is None else environment
-    known = [variable.name for variable in SETTINGS] + list(_EARLY)
+    known = [variable.name for variable in SETTINGS] + [*_EARLY, KEY_VARIABLE]
     unknown = sorted(name for name in environment if name.startswith(_PREFIX) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, 1)), "") for name in unknown}
 
 
 def deciding(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of ``environment`` that decide something here: all of ours, and NCCL's that are read.
+    """The variables of ``environment`` that decide something here: all of ours but the key, and NCCL's that are read.
 
     MASTER_ADDR is not among them: launchers give each process its own.
     """
     environment = os.environ if environment is None else environment
     theirs = {"NCCL_IB_HCA", *(variable.fallback for variable in SETTINGS if variable.fallback.startswith("NCCL_"))}
-    return {name: value for name, value in environment.items() if name.startswith(_PREFIX) or name in theirs}
+    ours = {name for name in environment if name.startswith(_PREFIX)} - {KEY_VARIABLE}
+    return {name: value for name, value in environment.items() if name in ours | theirs}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,44 @@ def test_the_store_forgets_what_all_have_read(kind: str) -> None:
     left = server or shared
     names = [f"{call}/{who}" for call in range(1, 5) for who in (0, 1, 2, "read")]
     assert not any(dist.PrefixStore("job", left).check([name]) for name in names)
+
+
+def _in_a_process(code: str, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.strip()
+
+
+_TAKE = """
+import os, subprocess
+from uccl_ep_serving.config import Settings, deciding, unknown_variables
+from uccl_ep_serving.control_plane.secret import read_key
+assert "UCCL_EP_SECRET" not in deciding() and not unknown_variables()
+keys = {read_key(""), read_key("")}
+shown = open("/proc/self/environ").read() + repr(os.environ) + repr(Settings.from_environment())
+shown += subprocess.run("env", capture_output=True, text=True).stdout
+print(keys, "k" * 16 in shown)
+"""
+
+
+def test_a_key_in_the_environment_is_taken_out_of_it() -> None:
+    assert _in_a_process(_TAKE, UCCL_EP_SECRET=f" {'k' * 32} ") == f"{{b'{'k' * 32}'}} False"
+
+
+def test_a_key_in_the_environment_and_one_in_a_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uccl_ep_serving.control_plane.secret._taken", b"")
+    monkeypatch.setenv("UCCL_EP_SECRET", "k" * 32)
+    with pytest.raises(ConfigError, match="are both set"):
+        read_key(key_file(tmp_path, "f" * 32))
+    assert read_key("") == b"k" * 32, "it was taken, and stays known"
+    monkeypatch.setenv("UCCL_EP_SECRET", "short")
+    with pytest.raises(ConfigError, match="holds 5 bytes") as caught:
+        read_key("")
+    assert "short" not in str(caught.value)

@@ -1,12 +1,13 @@
 """The job's secret: what every connection proves, made from rank 0's random bytes and, where it is given, a key.
 
 Without a key whoever reads the ranks' introduction (the process group's traffic, or its store until all have read)
-knows the secret. With one (``UCCL_EP_SECRET_FILE``, the same content on every rank) those bytes are a salt and nothing
-more.
+knows the secret. With one (``UCCL_EP_SECRET_FILE``, or ``UCCL_EP_SECRET`` itself; the same on every rank) those bytes
+are a salt and nothing more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import hmac
 import logging
@@ -14,6 +15,7 @@ import os
 import stat
 from pathlib import Path
 
+from ..config import KEY_VARIABLE
 from ..errors import ConfigError
 
 __all__ = ["SALT_BYTES", "fingerprint", "job_secret", "read_key"]
@@ -25,8 +27,41 @@ SALT_BYTES = 32
 _LEAST, _MOST = 16, 1 << 16
 
 
+#: What ``UCCL_EP_SECRET`` held when it was taken out of the environment.
+_taken = b""
+
+
+def _take_from_environment() -> bytes:
+    """The key in ``UCCL_EP_SECRET``, b"" for none. From the first call on it stands in the environment no more: not for
+    processes that are started later, and not in ``/proc/self/environ``."""
+    global _taken
+    if KEY_VARIABLE in os.environ:
+        _taken = os.fsencode(os.environ[KEY_VARIABLE])
+        libc = ctypes.CDLL(None)
+        libc.getenv.restype = ctypes.c_void_p
+        if place := libc.getenv(KEY_VARIABLE.encode()):
+            # where the system put it at the start of the process, which is what /proc shows
+            ctypes.memset(place, ord("-"), len(_taken))
+        del os.environ[KEY_VARIABLE]
+    return _taken.strip()
+
+
 def read_key(path: str) -> bytes:
-    """The content of ``path`` without white space at its ends, b"" for no path. Raises ConfigError."""
+    """The key that this rank was given: the content of ``path`` without white space at its ends, or what
+    ``UCCL_EP_SECRET`` holds; b"" for neither.
+
+    Raises:
+        ConfigError: both are given, or it is no key.
+    """
+    key = _take_from_environment()
+    if key and path:
+        raise ConfigError(f"{KEY_VARIABLE} and UCCL_EP_SECRET_FILE are both set. Next step: unset one of them")
+    if key and not _LEAST <= len(key) <= _MOST:
+        raise ConfigError(f"{KEY_VARIABLE} holds {len(key)} bytes: {_LEAST} to {_MOST} are a key")
+    return key or _read_file(path)
+
+
+def _read_file(path: str) -> bytes:
     if not path:
         return b""
     name, file = "UCCL_EP_SECRET_FILE", Path(path)
