@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -246,3 +247,23 @@ def test_a_departed_rank_that_is_needed_is_named() -> None:
 
     zero, _, two = in_meshes(3, body)
     assert zero.peers == two.peers == (1,)
+
+
+def test_who_closes_waits_for_no_agreement() -> None:
+    """Another thread of the rank waits for one that will never be reached."""
+
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        if mesh.rank == 0:
+            return None
+        mesh.liveness.advance = list  # type: ignore[method-assign, assignment]
+        mesh.liveness.fail("a NIC")
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.append(mesh.liveness.answer("combine")))
+        waiting.start()
+        mesh.close()
+        waiting.join(5.0)
+        return found
+
+    _, (error,) = in_meshes(2, body)
+    assert isinstance(error, Evicted)
+    assert "closed meanwhile" in str(error)

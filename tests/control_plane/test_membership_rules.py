@@ -243,3 +243,16 @@ def test_who_waited_is_said_once() -> None:
     machine.observe(lambda report: report.grown(down={2}))
     reports = [note.reports[0] for _, note in machine.advance(0.01)]
     assert {report.waits for report in reports} == {Wait(1)}
+
+
+def test_who_speaks_of_an_older_group_is_told_of_this_one() -> None:
+    """Also by a rank for which all has long been settled."""
+    machine = Membership(0, 3)
+    machine.observe(lambda report: report.grown(dead={2}))
+    _says(machine, 1, {0, 1}, promised=True)
+    machine.advance(1.0)
+    assert (machine.deciding, machine.owes, machine.number) == (False, False, 1)
+    machine.hear(1, Note(0, frozenset(range(3)), {1: Report(2, dead=frozenset({2}))}))
+    assert machine.owes
+    assert [(peer, note.number) for peer, note in machine.advance(1.1)] == [(1, 1)]
+    assert not machine.owes

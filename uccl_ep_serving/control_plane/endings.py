@@ -113,5 +113,6 @@ def answer(listener: socket.socket) -> None:
     try:
         connection, _ = listener.accept()
     except OSError:
+        time.sleep(_AGAIN_SECONDS)  # no descriptor is left: it is asked again, and others need the processor
         return
     os.close(connection.detach())

@@ -117,6 +117,18 @@ class Liveness:
         with self.changed:
             return [(peer, note.encode()) for peer, note in self._membership.advance(time.monotonic())]
 
+    @property
+    def has_to_say(self) -> bool:
+        """Whether :meth:`advance` has to be called."""
+        return self.deciding or self._membership.owes
+
+    def end(self) -> None:
+        """Nothing is carried any more: who waits for an answer has it."""
+        with self.changed:
+            self._membership.end("this Buffer was closed meanwhile")
+            self.stopped = self._membership.stopped
+            self.changed.notify_all()
+
     def publish(self) -> list[int]:
         """Let the host see what was agreed on; the ranks that are lost since the last call."""
         with self.changed:

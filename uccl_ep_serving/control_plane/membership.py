@@ -102,6 +102,15 @@ class Membership:
         """Whether something has failed and no group is agreed on yet: :meth:`advance` has to be called often."""
         return bool(self._reports) and not self.stopped
 
+    @property
+    def owes(self) -> bool:
+        """Whether somebody speaks of an older group: :meth:`advance` tells it of this one."""
+        return bool(self._behind) and not self.stopped
+
+    def end(self, why: str) -> None:
+        """Take part no more, and say nothing."""
+        self.stopped = self.stopped or why
+
     # -- what is seen and heard -----------------------------------------------------------------------------------
 
     def observe(self, grow: Callable[[Report], Report], number: int | None = None) -> None:

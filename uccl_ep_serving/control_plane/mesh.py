@@ -207,7 +207,7 @@ class ControlMesh:
         for peer, how, reason in self._endings.judged() if self._endings else ():
             _log.error("rank %d lost rank %d: its control connection ended (%s: %s)", self.rank, peer, reason, how)
             self.liveness.observe(_seen(how, peer, f"its control connection ended ({reason})"))
-        if not self.liveness.deciding:
+        if not self.liveness.has_to_say:
             return
         for peer, note in self.liveness.advance():
             link = self._links[peer]
@@ -312,6 +312,7 @@ class ControlMesh:
         """Stop reading and close all connections; a gather in another thread ends. May be called twice."""
         self._closing = True
         self.steps.end()
+        self.liveness.end()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._wake_reader()
             self._reader.join(5.0)
