@@ -286,3 +286,29 @@ def test_an_interrupted_send_ends_the_connection(monkeypatch: pytest.MonkeyPatch
             mesh.close()
 
     assert in_threads(2, body) == [None, None]
+
+
+def test_a_process_that_does_not_run_notices_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Here the thread that reads does not; it says so of its process for as long as a deadline."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, timeout=1.0)
+        try:
+            mesh.steps.gather("all here")
+            before = mesh.stood_still
+            if exchange.rank == 1:
+                select = mesh._selector.select
+                stopped: Any = [lambda patience: time.sleep(1.2) or select(patience)]
+                mesh._selector.select = lambda patience: (stopped.pop() if stopped else select)(patience)  # type: ignore[assignment, method-assign]
+                _wait_until(lambda: mesh.stood_still)
+                _, still = mesh.liveness.waits_for()
+                _wait_until(lambda: not mesh.stood_still)
+                return before, still
+            time.sleep(2.0)
+            return before, mesh.stood_still
+        finally:
+            exchange.all_gather(b"")
+            mesh.close()
+
+    assert in_threads(2, body) == [(False, False), (False, True)]
+    assert "rank 1 did not run for" in caplog.text

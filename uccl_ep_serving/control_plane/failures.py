@@ -269,7 +269,8 @@ class Liveness:
         if isinstance(answer, PeerTimeout) and isinstance(error, PeerTimeout) and answer.peer == peer:
             # its own words say more of what this rank waited for
             head, mark, tail = str(error).partition(" Likely cause:")
-            error.args = (f"{head.rstrip('.')} ({self.how_gone(peer)}).{mark}{tail}",)
+            if (how := self.how_gone(peer)) not in head:
+                error.args = (f"{head.rstrip('.')} ({how}).{mark}{tail}",)
             error.peers = answer.peers
             return error
         return answer or error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import selectors
 import socket
@@ -35,8 +36,8 @@ __all__ = ["ControlMesh"]
 
 _log = logging.getLogger("uccl_ep_serving.control_plane.mesh")
 
-#: The thread that reads looks this often while something is being decided.
-_TICK_SECONDS = 0.01
+#: The thread that reads looks this often while something is being decided, and else, to notice that it did not run.
+_TICK_SECONDS, _IDLE_SECONDS = 0.01, 0.5
 
 
 def _seen(how: str, peer: int, cause: str) -> Callable[[Report], Report]:
@@ -79,7 +80,7 @@ class ControlMesh:
         self.ranks = ranks
         self.liveness = Liveness(rank, ranks, self._wake_reader)
         self.steps = Steps(rank, ranks, self.liveness, settings.connect_timeout)
-        self.liveness.waits_for = lambda: (self.steps.waits_for(), False)
+        self.liveness.waits_for = lambda: (self.steps.waits_for(), self.stood_still)
         self.liveness.leaves = lambda: self.steps.present == CLOSE
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
@@ -101,6 +102,8 @@ class ControlMesh:
         self._cards: Sequence[Card] = ()
         self._endings = Endings()
         self._closing = self._short = False
+        #: When this process last ran again after it had not for half a deadline, a ``time.monotonic()`` instant.
+        self._stood_still = -math.inf
         #: When the reader does what for :meth:`limit`. Writer: the host; reader: the reader.
         self._limit: tuple[float, Callable[[], None]] | None = None
         self._reader: threading.Thread | None = None
@@ -173,14 +176,19 @@ class ControlMesh:
             if limit is not None and limit is not acted and time.monotonic() >= limit[0]:
                 acted = limit
                 limit[1]()
-            patience = None if limit is None or limit is acted else max(limit[0] - time.monotonic(), 0.0)
-            if self.liveness.deciding or self._endings:
-                patience = _TICK_SECONDS if patience is None else min(patience, _TICK_SECONDS)
+            begun = time.monotonic()
+            patience = _TICK_SECONDS if self.liveness.deciding or self._endings else _IDLE_SECONDS
+            if limit is not None and limit is not acted:
+                patience = min(patience, max(limit[0] - begun, 0.0))
             try:
                 ready = self._selector.select(patience)
             except (OSError, ValueError):
                 # abandon(), in another thread, closed the selector
                 return
+            now = time.monotonic()
+            if (still := now - begun - patience) > self._settings.timeout / 2:
+                self._stood_still = now
+                _log.warning("rank %d did not run for %.1f s", self.rank, still)
             for key, _ in ready:
                 if isinstance(key.data, Link):
                     self._read_some(key.data)
@@ -295,6 +303,11 @@ class ControlMesh:
         """Leave rank ``masked`` out of everything. One that is not lost becomes so by that, on every rank."""
         self.liveness.mask_out(masked)
         self.steps.renumber()
+
+    @property
+    def stood_still(self) -> bool:
+        """Whether this process did not run (stopped, frozen, its host paused) for half of a deadline not long ago."""
+        return time.monotonic() - self._stood_still < self._settings.timeout
 
     def tell_doing(self, peer: int, what: bytes) -> None:
         """Tell ``peer`` in which operation this rank waits for it."""

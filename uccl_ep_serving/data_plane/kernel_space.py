@@ -85,9 +85,7 @@ class KernelSpace:
         self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32) if mask is None else mask
         self.watch: Callable[[], None] = lambda: None
         self.raise_named: Callable[[PeerError | ProtocolError | TransportError | ProxyDied, str], NoReturn] = _raise
-        #: Of the present wait: nanoseconds in which this rank did not run. Of the last long one: when it ended, and for
-        #: whom it was.
-        self._still_ns = 0
+        #: Of the last long wait: when it ended, and for whom it was.
         self._long_wait: tuple[int, Wait] | None = None
         self.phase = ""
         self._segment = segment
@@ -209,14 +207,13 @@ class KernelSpace:
         return Wait(peer, phase, channel_of(stream) if stream >= 0 else -1, arrived, expected)
 
     @property
-    def waits_for(self) -> tuple[Wait | None, bool]:
-        """For whom the pending kernel waits, or a kernel has waited for half a deadline not long ago; and whether this
-        rank stood still for most of that time, so that others may wait for itself."""
+    def waits_for(self) -> Wait | None:
+        """For whom the pending kernel waits, or a kernel has waited for half a deadline not long ago."""
         if self.awaited not in (-1, self.rank):
-            return self._wait(self.phase), self._still_ns > self.timeout * 5e8
+            return self._wait(self.phase)
         if self._long_wait is None or time.monotonic_ns() - self._long_wait[0] > self.timeout * 1e9:
-            return None, False
-        return self._long_wait[1], False
+            return None
+        return self._long_wait[1]
 
     def busy_elsewhere(self) -> bool:
         """True while another thread is in :meth:`wait`."""
@@ -265,7 +262,7 @@ class KernelSpace:
         self.phase, me = phase, threading.get_ident()
         limit = int(self.timeout * 1e9)
         started = now = time.monotonic_ns()
-        end, seen, self._still_ns = started + limit, moved() if moved else 0, 0
+        end, seen = started + limit, moved() if moved else 0
         try:
             self._inside.add(me)
             # _left may also have been set in this very thread, between two slices
@@ -279,7 +276,6 @@ class KernelSpace:
                 before, now = now, time.monotonic_ns()
                 if (still := now - before - SLICE_NS) > _STILL_NS:
                     # a deadline is for others: time in which this rank stood still is not theirs
-                    self._still_ns += still
                     end += still
                 if now - started >= limit // 2:
                     self._long_wait = now, self._wait(phase)

@@ -305,11 +305,11 @@ class PlaneWatch:
 
         From whichever thread learns first that something has failed.
         """
+        still = self._mesh.stood_still
         plane = self._plane()
         if plane is None or plane.space is None:
-            return self._mesh.steps.waits_for(), False
-        step = self._mesh.steps.waits_for()
-        return (step, False) if step is not None else plane.space.waits_for
+            return self._mesh.steps.waits_for(), still
+        return self._mesh.steps.waits_for() or plane.space.waits_for, still
 
     # -- inside -------------------------------------------------------------------------------------------------
 
