@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support import bodies
@@ -17,8 +18,9 @@ from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, TransportError
 from uccl_ep_serving.modes.normal_cpu import Normal
+from uccl_ep_serving.proxy import state
 
 SHORT = 1
 Patch = pytest.MonkeyPatch
@@ -114,3 +116,18 @@ def run_short_alone(exchange: StoreExchange) -> tuple[str, float]:
     assert bodies.normal_trip(buffer) < 0.02
     buffer.destroy()
     return str(caught.value), 0.0
+
+
+def alone(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """There is no memory for the proxies of the first windows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "aligned_zeros", lambda nbytes: np.zeros(1 << 60, np.uint8))
+        with pytest.raises(TransportError) as caught:
+            bodies.opened(exchange, overrides)
+    return str(caught.value)
+
+
+def test_no_memory_for_windows_and_proxies_is_named(ranks: Ranks) -> None:
+    (text,) = ranks.run(1, alone, PATHS["shm"])
+    assert "rank 0 has no memory for its windows and proxies: " in text
+    assert "raise its limit on memory" in text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
-from ..errors import REBUILD_GROUP, ConfigError, Evicted, PeerError, TransportError, UcclEpError
+from ..errors import REBUILD_GROUP, ConfigError, Evicted, PeerError, TransportError, UcclEpError, in_words
 from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
@@ -191,7 +191,13 @@ class Epochs:
 
     def _install(self, room: LowLatencyRoom | None) -> None:
         self.watch.group = self._mesh.liveness.number
-        plane = self._builder.build(room, self.number, self.watch)
+        try:
+            plane = self._builder.build(room, self.number, self.watch)
+        except MemoryError as error:
+            raise TransportError(
+                f"rank {self._mesh.rank} has no memory for its windows and proxies: {in_words(error)}. Next step: "
+                "raise its limit on memory, or ask for smaller windows"
+            ) from error
         if not self.watch.install(plane):
             plane.close(time.monotonic() + 1.0)
             raise UcclEpError("this Buffer was closed while it was being built")
