@@ -19,6 +19,7 @@ from tests.chaos.trials import Trial
 from tests.chaos.work import Work
 from tests.support import bodies
 from tests.support.remains import left
+from tests.support.source_tree import ROOT
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import BootstrapError, ConfigError, Evicted, UcclEpError
@@ -49,7 +50,7 @@ def live(trial: Trial, rank: int, board: Board, orders: Connection, directory: P
     except (UcclEpError, OSError, MemoryError, RuntimeError) as error:
         record.end = "refused" if isinstance(error, UcclEpError) or trial.kind == "limit" else "raised"
         record.losses.append(_loss(error))
-        record.words = traceback.format_exc(limit=-3) if record.end == "raised" else ""
+        record.words = _trace(3) if record.end == "raised" else ""
         return record
     helper = _Helper(trial, rank, board, orders)
     try:
@@ -64,9 +65,9 @@ def live(trial: Trial, rank: int, board: Board, orders: Connection, directory: P
         buffer.destroy()
     except AssertionError as error:
         record.end = "wrong"
-        record.words = f"{error} {traceback.format_exc(limit=-2)}"
+        record.words = f"{error} {_trace(2)}"
     except Exception:
-        record.end, record.words = "raised", traceback.format_exc(limit=-4)
+        record.end, record.words = "raised", _trace(4)
     del buffer
     record.left = _held()
     return record
@@ -132,6 +133,11 @@ def _work(trial: Trial, buffer: Buffer, board: Board, record: Record, helper: _H
 def _loss(error: BaseException) -> Loss:
     peers = getattr(error, "peers", ())
     return Loss(type(error).__name__, getattr(error, "peer", -1), peers, str(error), time.monotonic())
+
+
+def _trace(frames: int) -> str:
+    """The last frames of what was raised, without where the repository lies."""
+    return traceback.format_exc(limit=-frames).replace(f"{ROOT}/", "")
 
 
 def _left_out(error: UcclEpError) -> bool:
