@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from uccl_ep_serving.config import SETTINGS, Settings, deciding, unknown_variables
+from uccl_ep_serving.config import SETTINGS, Settings, Variable, deciding, unknown_variables
 from uccl_ep_serving.errors import ConfigError
 
 
@@ -19,6 +19,67 @@ def test_every_variable_is_a_field_and_every_field_a_variable() -> None:
     }
     assert fields == {variable.field for variable in SETTINGS}
     assert all(variable.meaning for variable in SETTINGS)
+
+
+#: Of every variable what a user may write, none of it the default, and what is made of it.
+VALID: dict[str, dict[str, object]] = {
+    "transport": {"tcp": "tcp", "roce": "roce"},
+    "direct": {"0": False, "OFF": False},
+    "hierarchy": {"off": "off"},
+    "node_ranks": {"1": 1, "4096": 4096},
+    "device": {"cuda": "cuda", "interpreter": "interpreter"},
+    "gpu_check": {"false": False},
+    "window": {"host": "host", "device": "device"},
+    "proxies": {"2": 2, "0x10": 16},
+    "channels": {"1": 1, "16": 16},
+    "timeout": {"0.05": 0.05, "86400": 86400.0},
+    "connect_timeout": {"0.05": 0.05, "1e3": 1000.0},
+    "ring_slots": {"2": 2, "8": 8, "1048576": 1 << 20},
+    "quantum": {"4096": 4096, "256M": 256 << 20},
+    "bytes_in_flight": {"32m": 32 << 20, "1024G": 1 << 40},
+    "peer_bytes_in_flight": {"4K": 4096, "5000": 8192},
+    "writes_in_flight": {"1": 1, "65536": 65536},
+    "heap_bytes": {"0": 0, "1024G": 1 << 40},
+    "round_bytes": {"4K": 4096, "1G": 1 << 30},
+    "chunk_bytes": {"4097": 8192, "256M": 256 << 20},
+    "chunk_depth": {"1": 1, "64": 64},
+    "programs": {"1": 1, "1024": 1024},
+    "link_bandwidth": {"0.5": 0.5, "100000": 1e5},
+    "nic_bandwidth": {"50": 50.0, "1e5": 1e5},
+    "tcp_connections": {"1": 1, "16": 16},
+    "socket_ifname": {"^docker0": "^docker0"},
+    "secret_file": {"/run/secret": "/run/secret"},
+    "port_range": {"1-65535": (1, 65535), " 7000 - 7000 ": (7000, 7000)},
+    "nics": {"mlx5_0,mlx5_3": "mlx5_0,mlx5_3"},
+    "nic_gid_index": {"0": 0, "1023": 1023},
+    "nic_traffic_class": {"0": 0, "255": 255},
+    "nic_service_level": {"0": 0, "15": 15},
+    "nic_timeout": {"1": 1, "31": 31},
+    "nic_retries": {"0": 0, "7": 7},
+    "nic_qps": {"2": 2, "8": 8},
+    "nic_bytes_in_flight": {"1": 4096, "1024G": 1 << 40},
+    "nic_flush": {"read": "read"},
+    "verbs": {"pyverbs": "pyverbs", "ctypes": "ctypes"},
+    "proxy_cpus": {"4,5": (4, 5), "8191": (8191,), "0-2": (0, 1, 2)},
+    "proxy_spin": {"off": "off", "0": "off", "2.50": "2.5", "1000000": "1e+06"},
+    "trace": {"/tmp/trace": "/tmp/trace"},
+    "trace_every": {"2": 2, "1073741824": 1 << 30},
+    "trace_what": {"whole": "whole"},
+    "advice": {"1": True, "on": True, "true": True},
+    "fault_proxy_after": {"1": 1},
+}
+
+
+@pytest.mark.parametrize("variable", SETTINGS, ids=lambda variable: variable.field)
+def test_every_variable_takes_what_is_right(variable: Variable) -> None:
+    """Its bounds included; a new variable has no line of VALID, and fails."""
+    for text, value in VALID[variable.field].items():
+        settings = Settings.from_environment({variable.name: text})
+        assert getattr(settings, variable.field) == value
+        assert type(getattr(settings, variable.field)) is type(value)
+        assert value != getattr(Settings(), variable.field)
+        if variable.fallback:
+            assert getattr(Settings.from_environment({variable.fallback: text}), variable.field) == value
 
 
 def test_sizes_take_suffixes_and_overrides_win() -> None:
