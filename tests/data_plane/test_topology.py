@@ -75,6 +75,22 @@ def test_every_distance(tmp_path: Path) -> None:
         assert found.distance(nic, found.gpus[0]) == found.distance(found.gpus[0], nic)
 
 
+def test_a_domain_inside_another(tmp_path: Path) -> None:
+    """Behind Intel's VMD a second host bridge stands in the path: it is no device, what is below it is."""
+    behind = "pci0000:00/0000:00:0e.0/pci10000:e0/10000:e0"
+    found = topology(
+        f"""
+        {behind}:06.0/10000:e1:00.0 nic behind driver=mlx5_core numa=0 rate=400 link=Ethernet
+        {behind}:07.0/10000:e2:00.0 gpu nvidia numa=0
+        pci0000:00/0000:00:01.0/0000:01:00.0 nic beside driver=mlx5_core numa=0 rate=400 link=Ethernet
+        """,
+        tmp_path,
+    )
+    nics = {nic.name: nic for nic in found.nics}
+    assert nics["behind"].path == ("pci0000:00", "0000:00:0e.0", "10000:e0:06.0", "10000:e1:00.0")
+    assert found.distance(found.gpus[0], nics["behind"]) < found.distance(found.gpus[0], nics["beside"])
+
+
 def test_a_tree_without_anything(tmp_path: Path) -> None:
     assert Topology.read(tmp_path / "nowhere") == Topology()
 

@@ -9,12 +9,13 @@
     -                                           net veth1 iflink=7
     gpus H200 major=9 ordering=200 peers=yes direct=dma-buf
 
-A PCI device stands with all the bridges above it; ``-`` is no PCI device. ``state=DOWN`` makes a port inactive. A
-network interface is of its own ``ifindex`` (the line's number) unless it has ``iflink=``, the index of its other end;
-``below=`` names what it lies on, ``bridge=`` the ports of a bridge, ``devtype=`` its kind, ``type=`` its hardware,
-``flags=`` what net/if.h names so. ``gpus`` says what sysfs does not: the model, its major compute capability, how it
-orders the writes of NICs (``cudaDevAttrGPUDirectRDMAWritesOrdering``), whether GPUs of a host reach each other, and how
-NICs reach their memory. ``net=eth2`` names the network interface of a line ``nic``.
+A PCI device stands with all the bridges above it (in a domain inside another, those of both); ``-`` is no PCI device.
+``state=DOWN`` makes a port inactive. A network interface is of its own ``ifindex`` (the line's number) unless it has
+``iflink=``, the index of its other end; ``below=`` names what it lies on, ``bridge=`` the ports of a bridge,
+``devtype=`` its kind, ``type=`` its hardware, ``flags=`` what net/if.h names so. ``gpus`` says what sysfs does not: the
+model, its major compute capability, how it orders the writes of NICs (``cudaDevAttrGPUDirectRDMAWritesOrdering``),
+whether GPUs of a host reach each other, and how NICs reach their memory. ``net=eth2`` names the network interface of a
+line ``nic``.
 """
 
 from __future__ import annotations
@@ -132,6 +133,9 @@ def _pci_device(root: Path, path: str) -> Path:
     host, *addresses = path.split("/")
     device = root / "devices" / host
     for address in addresses:
+        if address.startswith("pci"):  # the root of a domain inside this one: no device
+            device /= address
+            continue
         full = address if address.count(":") == 2 else f"{host[3:7]}:{address}"
         device /= full
         device.mkdir(parents=True, exist_ok=True)

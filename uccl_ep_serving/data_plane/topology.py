@@ -179,17 +179,15 @@ def number_of(path: Path, default: int) -> int:
 
 
 def _path_of(device: Path) -> tuple[str, ...]:
-    """Host bridge, bridges and device, from where the sysfs link of a PCI device leads."""
+    """Host bridge, bridges and device, from where the sysfs link of a PCI device leads. Where a device
+    holds a PCI domain of its own (Intel's VMD), the bridges of both, without the second host bridge."""
     parts = device.resolve().parts
     starts = [index for index, part in enumerate(parts) if _ROOT.fullmatch(part)]
     if not starts:
         return ()
-    path = [parts[starts[0]]]
-    for part in parts[starts[0] + 1 :]:
-        if not _ADDRESS.fullmatch(part):
-            break
-        path.append(part)
-    return tuple(path) if len(path) > 1 else ()
+    devices = filter(_ADDRESS.fullmatch, parts[starts[0] + 1 :])
+    path = (parts[starts[0]], *devices)
+    return path if len(path) > 1 else ()
 
 
 def _gpu(device: Path) -> Gpu | None:
