@@ -6,7 +6,7 @@ import pytest
 
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+from uccl_ep_serving.protocol.layout import PAGE, LowLatencyPlan, WindowLayout
 
 _ROW = 7168 * 2 + 512  # DeepSeek-V3 in bf16 with its meta
 
@@ -27,8 +27,15 @@ def test_a_prefill_of_eight_ranks_stays_in_the_heap() -> None:
 
 
 def test_settings_win_where_they_fit() -> None:
-    small = normal_plan(8, Settings(chunk_bytes=65536, round_bytes=8 << 20, heap_bytes=4096), 10_000)
-    assert (small.chunk, small.rounds, small.heap) == (65536, 8 << 20, 12288)
+    settings = Settings(chunk_bytes=2 * PAGE, round_bytes=64 * PAGE, heap_bytes=PAGE, chunk_depth=2)
+    plan = normal_plan(8, settings, 0)
+    assert (plan.chunk, plan.rounds, plan.heap) == (settings.chunk_bytes, settings.round_bytes, settings.heap_bytes)
+    assert plan.depth == settings.chunk_depth
+    # the heap that the caller of Buffer asks for, in whole pages
+    assert normal_plan(8, settings, 2 * PAGE + 1).heap == 3 * PAGE
+    # rounds hold two chunks of each rank, each with a page for its meta
+    crowded = normal_plan(64, settings, 0)
+    assert (crowded.chunk, crowded.rounds) == (settings.chunk_bytes, 2 * 64 * (2 * PAGE + PAGE))
 
 
 def test_a_decode_window_of_32_ranks_is_smaller_than_deepeps() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,11 +38,16 @@ def test_between_nodes_a_row_crosses_once() -> None:
 
 
 def test_the_bound_is_bytes_over_bandwidth() -> None:
-    """Programs x 15 GB/s copy all rows in the time that the slower way takes."""
+    """Two ranks: 3 bytes are copied for each that crosses, so a way of 25 GB/s keeps 75 GB/s of copies busy, which is 5
+    programs of 15 GB/s; one of 10 GB/s keeps 2."""
     traffic = row_traffic(4096, ROW, 2, 2, 1, 0, False)
-    for link, far in ((PCIE_BANDWIDTH, 25e9), (10e9, PCIE_BANDWIDTH)):
-        seconds = max(traffic.link / link, traffic.far / far)
-        assert budget(traffic, 2, link, far, 99).programs == math.ceil(traffic.copied / seconds / 15e9)
+    assert budget(traffic, 2, PCIE_BANDWIDTH, 25e9, 99) == (5, "enough to saturate the bottleneck, NICs and proxies")
+    links = "enough to saturate the bottleneck, the links to windows of other ranks"
+    assert budget(traffic, 2, 10e9, PCIE_BANDWIDTH, 99) == (2, links)
+    # a program more as soon as the way is a little faster
+    assert budget(traffic, 2, PCIE_BANDWIDTH, 25.1e9, 99).programs == 6
+    assert budget(traffic, 2, PCIE_BANDWIDTH, 25e9, 5).programs == 5
+    assert budget(traffic, 2, PCIE_BANDWIDTH, 25e9, 4).programs == 4
 
 
 def test_a_batch_of_prefill_takes_24_programs_at_most() -> None:
@@ -61,7 +64,8 @@ def test_a_batch_of_prefill_takes_24_programs_at_most() -> None:
 def test_little_to_move_takes_as_long_as_its_steps() -> None:
     assert programs(0, 8, LINK_BANDWIDTH, PROXY_BANDWIDTH) == 1
     few = budget(row_traffic(8, ROW, 8, 8, 8, 0, True), 2, LINK_BANDWIDTH, PROXY_BANDWIDTH, 24)
-    assert few.programs == math.ceil(8 * 15 * ROW / (15e9 * 8e-6))
+    # 8 own rows copied once and 7 x 8 copied twice are 1.72 MB; a program copies 0.12 MB in the 8 us of two steps
+    assert few.programs == 15
     assert few.reason == "enough to saturate the bottleneck, the steps of the operation"
     # a rank alone only copies its own rows: nothing else bounds it
     assert programs(4096, 1, LINK_BANDWIDTH, PROXY_BANDWIDTH) > 100

@@ -109,8 +109,16 @@ def test_a_rank_that_hangs_while_compiling_does_not_hang_the_others(monkeypatch:
     group = Group("kernels", twice)
     with open(group.path.with_suffix(".lock"), "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
+        begun = time.monotonic()
         load(group)
+        waited = time.monotonic() - begun
+        # it was compiled here, and kept, under the eyes of who holds the lock
+        with open(group.path.with_suffix(".lock"), "w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert group.path.exists()
+    assert waited > 0.1
     assert group.loaded
+    assert twice(21) == 42
 
 
 @pytest.mark.usefixtures("impatient")
