@@ -260,6 +260,30 @@ def test_a_callback_that_raises_does_not_stop_the_reading() -> None:
     assert in_threads(3, body) == [b"2", None, b"0"]
 
 
+def test_a_limit_acts_once_and_what_arrives_is_read_on() -> None:
+    """Its thread reads the control connections meanwhile; a block that ends in time is not acted on."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        acted: list[float] = []
+        try:
+            with mesh.limit(time.monotonic() + _LONG, lambda: acted.append(-1.0)):
+                mesh.steps.gather("in time")
+            deadline = time.monotonic() + 0.05
+            with mesh.limit(deadline, lambda: acted.append(time.monotonic() - deadline)):
+                _wait_until(lambda: bool(acted))
+                for turn in range(5):  # each wakes the thread
+                    mesh.steps.gather(f"after it {turn}", timeout=_LONG)
+            return acted
+        finally:
+            exchange.all_gather(b"")
+            mesh.close()
+
+    for acted in in_threads(2, body):
+        (late,) = acted
+        assert 0 <= late < 5
+
+
 def test_an_interrupted_send_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a frame may be out: a second one behind it would be read as its rest."""
 

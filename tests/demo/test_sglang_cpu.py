@@ -122,3 +122,30 @@ def test_startup_directory_announces_the_hooks_and_imports_nothing_heavy(tmp_pat
         [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "['uccl_ep', 'uccl_ep_cpu'] False _Finder"
+
+
+def _exports(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "uccl_ep_serving.demo.sglang_cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("ranks", [[], ["3"]])
+def test_a_shell_takes_the_exports(tmp_path: Path, ranks: list[str]) -> None:
+    """As examples/05_sglang/README.md does it, in a directory whose name a shell would split."""
+    place = tmp_path / "a place"
+    printed = _exports(str(place), *ranks)
+    assert printed.returncode == 0, printed.stderr
+    wanted = sglang_cpu.environment(place, ranks=int(ranks[0]) if ranks else 2)
+    names = " ".join(f'"${name}"' for name in wanted)
+    told = subprocess.run(
+        ["sh", "-c", f"{printed.stdout}\nprintf '%s\\n' {names}"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.splitlines() == list(wanted.values())
+    assert (place / "startup/sitecustomize.py").is_file()
+
+
+def test_without_a_directory_it_says_how_it_is_called() -> None:
+    for arguments in ([], ["a", "2", "b"]):
+        refused = _exports(*arguments)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert refused.stderr.startswith("usage: python -m uccl_ep_serving.demo.sglang_cpu DIRECTORY [RANKS]")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,26 @@ def test_formats_are_refused_before_a_token_moves(in_engine: InEngine, hidden: i
 def test_sms_for_communication(in_engine: InEngine, backend: str, rocm: bool, most: int) -> None:
     """Even and bounded where overlap reserves any, and none where vLLM reserves none for the built-in twin."""
     assert in_engine(engine_sms, backend, rocm) == {"seen": [8, 8, 20], "most": most}
+
+
+def test_only_vllms_modules_that_hold_the_function_get_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that hold another one by that name, or none, and nobody else's."""
+    from uccl_ep_serving.engines.vllm import layer_hooks
+
+    def original() -> None: ...
+
+    def other() -> None: ...
+
+    def replacement() -> None: ...
+
+    held = {"vllm.holds": original, "vllm.has_another": other, "vllm.has_none": None, "vllmish.holds": original}
+    for name, function in held.items():
+        module = ModuleType(name)
+        if function is not None:
+            module.make = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    before = {name: dict(vars(module)) for name, module in sys.modules.items() if name.startswith("vllm.")}
+    layer_hooks._rebind("make", original, replacement)
+    assert {name: getattr(sys.modules[name], "make", None) for name in held} == {**held, "vllm.holds": replacement}
+    changed = [name for name, was in before.items() if vars(sys.modules[name]) != was]
+    assert changed == ["vllm.holds"]

@@ -163,9 +163,11 @@ def test_handles_of_others() -> None:
         low_latency = LowLatency(runtime)
         rows, _, handle, _, hook = low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)
         rest = handle.topk_idx, handle.topk_weights
+        assert not handle.received  # a combine that believes it would read what no kernel has written
         with pytest.raises(ConfigError, match="recv hook first"):
             low_latency.combine(rows, *rest, handle)
         hook()
+        assert handle.received
         with pytest.raises(ConfigError, match="same Buffer"):
             LowLatency(runtime).combine(rows, *rest, handle)
         wider = replace(CASE, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -265,7 +266,7 @@ def test_a_silent_peer_is_named_at_opening():
             dispatch(normal, inputs, runtime.rank)
         return caught.value
 
-    for error in DirectGroup(3, settings=SHORT).run(body)[:2]:
+    for error in DirectGroup(3, settings=SHORT).run(body, seconds=10)[:2]:
         assert (error.peer, error.arrived, error.expected) == (2, 0, 1)
         assert "opening" in error.phase
 
@@ -296,6 +297,28 @@ def test_a_peer_that_falls_silent_in_the_middle_is_named():
     assert error.peer == 1
     assert error.phase == "normal dispatch"
     assert error.expected == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "missing"), [((9, 0), "normal grant"), ((0, 9), "normal dispatch")], ids=["a grant", "rows"]
+)
+def test_what_a_silent_peer_owes_is_named(tokens: tuple[int, int], missing: str):
+    """Rank 1 stops after the opening: rank 0 has only rows to send, or only rows to receive."""
+    inputs = Case(tokens, experts=2, topk=2, lost=0.0).inputs()
+
+    def body(runtime):
+        normal = Normal(runtime)
+        if runtime.rank == 1:
+            normal._exchange.run = lambda form: None
+            with contextlib.suppress(UcclEpError):
+                dispatch(normal, inputs, 1)
+            return None
+        with pytest.raises(PeerTimeout, match=f"rank 1 is silent on {missing}") as caught:
+            dispatch(normal, inputs, 0)
+        return caught.value
+
+    error = DirectGroup(2, settings=SHORT).run(body, seconds=10)[0]
+    assert (error.peer, error.arrived, error.expected) == (1, 0, 1)
 
 
 def test_a_lost_peer_ends_the_wait_at_once():

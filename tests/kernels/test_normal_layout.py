@@ -61,7 +61,9 @@ def _route(
     room: int,
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     tokens, ranks = in_rank.shape
-    rows, lists = torch.empty(ranks, dtype=torch.int64), torch.full((room + 1,), -7, dtype=torch.int32)
+    # behind the room one for every token of every rank: whatever is written beyond it is seen
+    rows = torch.empty(ranks, dtype=torch.int64)
+    lists = torch.full((room + tokens * ranks,), -7, dtype=torch.int32)
     tally = torch.full((2 * ranks + len(per_expert),), -1, dtype=torch.int64)
     ids, topk = (0, 0) if topk_idx is None else (topk_idx.data_ptr(), topk_idx.shape[1])
     marks, counts, chosen = (one.data_ptr() for one in (in_rank, per_rank, per_expert))
@@ -91,7 +93,8 @@ def test_rows_are_ascending_and_grouped_by_rank(with_ids: bool):
     assert found == block.LAYOUT_RIGHT
     assert rows.tolist() == marks.sum(dim=0).tolist()
     expected = [token for rank in range(5) for token in torch.nonzero(marks[:, rank]).flatten().tolist()]
-    assert lists.tolist() == [*expected, -7]
+    assert lists[:total].tolist() == expected
+    assert (lists[total:] == -7).all()
 
 
 def _spoil(what: str, topk_idx: torch.Tensor, layout: tuple[torch.Tensor, ...]) -> None:
@@ -120,6 +123,8 @@ def _spoil(what: str, topk_idx: torch.Tensor, layout: tuple[torch.Tensor, ...]) 
         per_rank[2] = -1
     elif what == "more rows than tokens":
         per_rank[3] = 101
+    elif what == "every token to every rank":
+        per_rank[:], marks[:] = 100, True
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,7 @@ def _spoil(what: str, topk_idx: torch.Tensor, layout: tuple[torch.Tensor, ...]) 
         ("a row moved", block.LAYOUT_RANK_COUNTS),
         ("negative rows", block.LAYOUT_RANK_COUNTS),
         ("more rows than tokens", block.LAYOUT_RANK_COUNTS),
+        ("every token to every rank", block.LAYOUT_RANK_COUNTS),
     ],
 )
 def test_a_layout_that_contradicts_itself_or_the_ids_is_found(what: str, found: int):
@@ -146,7 +152,7 @@ def test_a_layout_that_contradicts_itself_or_the_ids_is_found(what: str, found: 
     _spoil(what, topk_idx, told)
     result, _, lists = _route(topk_idx, *told, room)
     assert result == found
-    assert lists[room] == -7
+    assert (lists[room:] == -7).all()
 
 
 @pytest.mark.parametrize(

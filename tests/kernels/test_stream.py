@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.direct_ranks import DirectGroup
+from tests.support.fake_ranks import FakeGroup
 from tests.support.normal_cases import Case, check, round_trip
 from uccl_ep_serving.kernels.blocks import normal as block
 from uccl_ep_serving.kernels.cpu import normal_receive, normal_rows
@@ -112,6 +113,17 @@ def test_what_all_ranks_write_must_fit_the_cache(
     monkeypatch.setattr(row_exchange, "last_cache_bytes", lambda: 2 * 80 * 2048 + spare)
     DirectGroup(2).run(lambda runtime: round_trip(Normal(runtime), inputs, runtime.rank))
     assert [how for kind, how in placed if kind == NormalNotify.OPERATION_DISPATCH] == [streamed] * 2
+
+
+def test_ranks_behind_proxies_do_not_write_into_this_hosts_caches(
+    monkeypatch: pytest.MonkeyPatch, placed: list[tuple[int, int]]
+) -> None:
+    """The same rows, of which only this rank's own come through its cache."""
+    inputs = Case((40, 40), hidden=1024, experts=4, topk=4, lost=0.0).inputs()
+    monkeypatch.setattr(row_exchange, "last_cache_bytes", lambda: 80 * 2048)
+    with FakeGroup(2) as group:
+        group.run(lambda runtime: round_trip(Normal(runtime), inputs, runtime.rank))
+    assert [how for kind, how in placed if kind == NormalNotify.OPERATION_DISPATCH] == [0, 0]
 
 
 def test_the_last_cache_is_the_largest(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

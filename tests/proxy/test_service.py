@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.world import SLOT, Link, World
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import ConfigError, PeerLost, ProxyDied, TransportError, after_loss
+from uccl_ep_serving.errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError, after_loss
 from uccl_ep_serving.protocol.command import HIGH, LOW, Command
 from uccl_ep_serving.protocol.context import (
     ERROR_CODE,
@@ -294,6 +294,20 @@ def test_commands_for_a_forgotten_peer_complete_at_once() -> None:
         world.services[0].forget(0)
 
 
+def test_a_peer_that_no_proxy_reaches_may_be_forgotten_too() -> None:
+    """A masked peer whose window is mapped, say: a command for it is a mistake as before, and does not vanish."""
+    world = World(3, 1 << 16)
+    state = world.services[0].states[0]
+    state.peers[2, words.PEER_STATE // 8], state.peers[2, words.PEER_ENDPOINT // 8] = words.ABSENT, 0
+    world.services[0].forget(2)
+    world.step()
+    assert state.peers[2, words.PEER_STATE // 8] == words.ABSENT
+    _put(world, peer=2)
+    world.step()
+    with pytest.raises(ProtocolError, match=r"a command for a rank that no proxy reaches \(peer 2"):
+        world.services[0].check()
+
+
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_half_written_slot_is_not_taken(half: int) -> None:
     """The lap bit stands in both words: either half alone is no command."""
@@ -319,6 +333,17 @@ def test_a_completion_for_nothing_is_the_transports_mistake() -> None:
     world.fabric.endpoint(1).inject(SENT, LL_DISPATCH << 12, 0)
     world.step()
     assert world.errors[1][ERROR_CODE] == FAILURE_TRANSPORT
+    with pytest.raises(TransportError, match="not in flight"):
+        world.services[1].check()
+
+
+def test_a_completion_for_a_rank_that_is_none_is_the_transports_mistake() -> None:
+    """Its records would lie behind those of all ranks."""
+    world = World(2, 1 << 16)
+    # what stands there looks like a peer that was dropped, whose completions change nothing
+    world.fabric.endpoint(1).inject(SENT, TICKET.pack(sequence=0, last=1, stream=LL_DISPATCH, peer=2, length=4), 0)
+    world.step()
+    assert tuple(world.errors[1][:2]) == (FAILURE_TRANSPORT, 2)
     with pytest.raises(TransportError, match="not in flight"):
         world.services[1].check()
 

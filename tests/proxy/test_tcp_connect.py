@@ -177,6 +177,18 @@ class TestStrangers:
             answer(peer, talk, challenge)
         assert raised == []
 
+    def test_a_silent_stranger_is_dropped_long_before_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tcp_connect, "ACCEPT_SECONDS", 0.05)
+        with waiting_rank() as (address, raised), contextlib.ExitStack() as stack:
+            stray = stack.enter_context(socket.create_connection(address, timeout=5))
+            assert stray.recv(1) == b""  # the rank itself waits for ten seconds
+            peer = stack.enter_context(socket.create_connection(address, timeout=5))
+            talk = handshake.connect(identity(1, connections=1), 0, 0)
+            peer.sendall(next(talk))
+            challenge = peer.recv(frame.PREFIX_BYTES + frame.CHALLENGE_BYTES, socket.MSG_WAITALL)
+            answer(peer, talk, challenge)
+        assert raised == []
+
     def test_strangers_that_use_up_the_descriptors(self) -> None:
         """They are dropped for it; the rank behind them in the queue gets in."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -300,6 +312,27 @@ class TestConnecting:
         thread.join()
         assert endpoint.describe(0).startswith("tcp, 2 connections")
         endpoint.close()
+
+    def test_a_connection_in_the_backlog_of_a_late_peer_waits_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The peer's kernel has accepted: how long a connection may take to be made says nothing of its process."""
+        monkeypatch.setattr(tcp_connect, "CONNECT_SECONDS", 0.05)
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            endpoint = stack.enter_context(contextlib.closing(make(1, 2, np.zeros(WINDOW, np.uint8), connections=1)))
+            thread = threading.Thread(
+                target=endpoint.connect,
+                args=([frame.encode_address(*listener.getsockname()), None], time.monotonic() + 10),
+            )
+            thread.start()
+            time.sleep(0.3)  # several times as long
+            connection, _ = listener.accept()
+            stack.enter_context(connection)
+            drive(connection, handshake.accept(identity(0, connections=1), frozenset([1])))
+            thread.join(5)
+            assert not thread.is_alive()
+            listener.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
 
     def test_a_connection_that_breaks_during_the_handshake_is_made_again(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,11 @@ class DirectGroup:
         for segment in segments:
             segment.close_descriptor()
 
-    def run(self, body: Callable[[DirectRuntime], Any]) -> list[Any]:
-        """Run ``body`` in one thread per rank; returns results by rank, raises the first failure."""
+    def run(self, body: Callable[[DirectRuntime], Any], seconds: float = 100.0) -> list[Any]:
+        """Run ``body`` in one thread per rank; returns results by rank, raises the first failure.
+
+        A rank that has not come back after ``seconds`` is one: compiled code that hangs cannot be interrupted.
+        """
         results: list[Any] = [None] * self.ranks
         failures: list[BaseException | None] = [None] * self.ranks
 
@@ -112,11 +116,14 @@ class DirectGroup:
             except BaseException as failure:
                 failures[rank] = failure
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.ranks)]
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.ranks)]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + seconds
         for thread in threads:
-            thread.join()
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        assert not hanging, f"ranks {hanging} hang: {failures}"
         for failure in failures:
             if failure is not None:
                 raise failure

@@ -13,7 +13,7 @@ from uccl_ep_serving.demo.sglang_cpu import environment
 
 
 def main() -> None:
-    """Print the exports; exits with status 2 and a line of usage when no directory is given."""
+    """Print the exports; exits with a line of usage when no directory is given."""
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python -m uccl_ep_serving.demo.sglang_cpu DIRECTORY [RANKS]")
     ranks = int(sys.argv[2]) if len(sys.argv) == 3 else 2
