@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import uccl_ep_serving
+from tests.mutants.score import EQUIVALENT, sums
+from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT
 from uccl_ep_serving.config import SETTINGS, Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
@@ -152,6 +154,20 @@ def suites_table() -> str:
     return "\n".join([*rows, "", f"{'; '.join(sums)}, on two cores with nothing else to do."])
 
 
+def mutants_table() -> str:
+    """A row per area, from what `make mutants` has tried."""
+    tried = json.loads((ROOT / "benchmarks/results/mutants.json").read_text())["mutants"]
+    rows = ["| area | mutants | killed | of them by a time-out | equivalent | survived | killed of those that count |"]
+    rows.append("|---|---:|---:|---:|---:|---:|---:|")
+    for area, found in sums(tried).items():
+        killed = found[KILLED] + found[TIMEOUT]
+        count = killed + found[SURVIVED]
+        cells = [area, count + found[EQUIVALENT], killed, found[TIMEOUT], found[EQUIVALENT], found[SURVIVED]]
+        rows.append(f"| {' | '.join(map(str, cells))} | {f'{killed / count:.0%}' if count else ''} |")
+    seeds, commits = (", ".join(dict.fromkeys(str(one[name]) for one in tried)) for name in ("seed", "commit"))
+    return "\n".join([*rows, "", f"Seed {seeds}; commits {commits}."])
+
+
 def clusters_table() -> str:
     """The first table of what `python -m tests.support.clusters` has written."""
     text = (ROOT / "tests/data_plane/clusters.md").read_text()
@@ -162,6 +178,7 @@ def clusters_table() -> str:
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "results"): results_table,
     ("CONTRIBUTING.md", "suites"): suites_table,
+    ("CONTRIBUTING.md", "mutants"): mutants_table,
     ("docs/first-cluster.md", "clusters"): clusters_table,
     ("docs/settings.md", "everyday settings"): lambda: settings_table("everyday"),
     ("docs/settings.md", "NIC settings"): lambda: settings_table("nic"),

@@ -98,6 +98,7 @@ SUITES = [
     _quick("tests/gpu", "the host side of a GPU, on stand-ins"),
     _quick("tests/kernels", "kernels of both modes, on CPU and in Triton's interpreter; the compile gate"),
     _quick("tests/modes", "what the host does around an operation"),
+    _quick("tests/mutants", "`make mutants` on a tree of two files"),
     _quick("tests/native", "compiled code and its cache"),
     _quick("tests/project", "layout, documentation, scripts, this table"),
     _quick("tests/protocol", "formats and layouts"),
