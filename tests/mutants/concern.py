@@ -2,7 +2,7 @@
 
 Coverage cannot say it, because compiled code and the processes of ranks are not traced. So it follows from the imports
 of the product, of the tests and of what tests share, and from the rooms: ``tests/`` mirrors the source tree. Who names
-a module in a string starts it, and counts as importing it.
+a module in a string, or a file beside itself, starts it, and counts as importing it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Imports:
                     if (name := inner if inner in self._files else base) in self._files:
                         yield name
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield from (word for word in node.value.replace(":", " ").split() if word in self._files)
+                beside = module.rpartition(".")[0]
+                for word in node.value.replace(":", " ").split():
+                    names = (word, f"{beside}.{word.removesuffix('.py')}" if word.endswith(".py") else "")
+                    yield from (name for name in names if name in self._files)
 
     def reached(self, modules: Iterable[str]) -> set[str]:
         """``modules`` and all that they import, directly or not."""

@@ -33,6 +33,8 @@ _COMPUTED: dict[type[ast.operator], tuple[str, str]] = {
     ast.BitAnd: ("&", "|"),
     ast.BitOr: ("|", "&"),
 }
+#: Calls in which the order of arguments says nothing.
+_ORDERLESS = frozenset(("suppress", "minimum", "maximum", "gcd", "logical_and", "logical_or"))
 _LOGGED = frozenset(("_log", "log", "logger", "logging", "warnings", "print", "_say"))
 
 
@@ -170,6 +172,8 @@ class _Edits:
         if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
             other = b"max" if node.func.id == "min" else b"min"
             yield from self._replaced("min / max", node.func, other)
+            return
+        if ast.unparse(node.func).rpartition(".")[2] in _ORDERLESS:
             return
         for left, right in zip(node.args, node.args[1:], strict=False):
             one_line = left.lineno == right.end_lineno

@@ -125,13 +125,19 @@ def test_the_tests_that_concern_a_file() -> None:
         "tests/proxy/test_words.py": "from tests.support import world",
         "tests/proxy/test_loop.py": "import uccl_ep_serving.proxy.loop",
         "tests/cli/test_plan.py": "RUN = 'python -m uccl_ep_serving.cli.plan --help'",
+        "tests/cli/test_warm.py": "START = ['-P', 'warmer.py']",
+        "tests/cli/warmer.py": "import uccl_ep_serving.cli.plan",
         "tests/project/test_lint.py": "from uccl_ep_serving import config",
         "tests/test_config.py": "from uccl_ep_serving import config",
     }
     imports = Imports(sources)
     assert imports.tests_of("proxy/words.py") == ["tests/proxy/test_words.py", "tests/proxy/test_loop.py"]
     assert imports.tests_of("proxy/loop.py") == ["tests/proxy/test_loop.py", "tests/proxy/test_words.py"]
-    assert imports.tests_of("uccl_ep_serving/config.py") == ["tests/test_config.py", "tests/cli/test_plan.py"]
+    assert imports.tests_of("uccl_ep_serving/config.py") == [
+        "tests/test_config.py",
+        "tests/cli/test_plan.py",
+        "tests/cli/test_warm.py",
+    ]
     assert imports.reached(["uccl_ep_serving.proxy.loop"]) == {
         "uccl_ep_serving.proxy.loop",
         "uccl_ep_serving.proxy.words",
