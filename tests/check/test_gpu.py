@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,10 @@ def test_the_driver_call_by_call(tmp_path: Path) -> None:
     check_told(found, WRONG)
     assert found["peers"]["said"] == "opened by another process"
     assert "by two processes" in found["segments"]["said"]
+    clock = re.fullmatch(r"steps of (\d+) ns, a look takes (\d+\.\d) ns", found["clock"]["said"])
+    assert clock is not None, found["clock"]
+    # a look of the interpreter takes microseconds, and is no step when it reads the same time again
+    assert 0 < int(clock[1]) <= 2 * float(clock[2])
 
 
 @pytest.mark.interpreter

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -29,6 +30,7 @@ from uccl_ep_serving.compare.advice import verdicts_to_keep
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.page import sentence
 from uccl_ep_serving.compare.plan import Plan, given, order_of_round
+from uccl_ep_serving.compare.plot import _quotients
 from uccl_ep_serving.compare.report import page_of, write_reports
 from uccl_ep_serving.compare.results import assemble
 from uccl_ep_serving.compare.run import measure_start
@@ -453,6 +455,18 @@ class TestReports:
         assert not re.findall(r"""(?:src|href)=["'](?!#)|@import|url\((?!#)""", page)
         ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
         assert json.loads((tmp_path / "compare.json").read_text())["format"] == "uccl-ep compare 1"
+
+    @pytest.mark.parametrize("ratio", [0.05, 1.0, 4.0])
+    def test_the_picture_shows_every_quotient_and_one_in_the_middle(self, ratio: float) -> None:
+        """However much faster either is."""
+        axes = Figure().subplots()
+        verdict = {"b": "gloo", "low": 0.9 * ratio, "ratio": ratio, "high": 1.1 * ratio, "direction": 1}
+        _quotients(axes, "uccl_ep", [{**verdict, "by_start": [0.8 * ratio, ratio]}])
+        left, right = axes.get_xlim()
+        assert left * right == pytest.approx(1)
+        assert left < min(1 / (1.1 * ratio), 1 / 1.1)
+        assert max(1 / (0.8 * ratio), 1.1) < right < max(2 * ratio, 2 / ratio) ** 1.2
+        assert 1 in axes.get_xticks()
 
     def test_a_terminal_is_told_the_same(self, tmp_path: Path) -> None:
         result = result_of(plan(), tmp_path, {"gloo": 1.25}, wrong={"mpi": "before timing: row 1"})

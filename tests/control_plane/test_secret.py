@@ -53,6 +53,9 @@ def test_a_key_makes_a_secret_that_nobody_hears(tmp_path: Path) -> None:
         assert secrets[0] == secrets[1]
         assert len(secrets[0]) == 32
     assert found[0][0] != found[1][0], "each job has its own"
+    # of the key that nobody hears and of rank 0's salt, which everybody does
+    salts = [msgspec.msgpack.decode(payload, type=Card).salt for payload in heard]
+    assert {secrets[0] for secrets in found} == {job_secret(key.encode(), salt) for salt in salts if salt}
     for payload in heard:
         assert key.encode() not in payload
         assert not any(secrets[0] in payload for secrets in found)

@@ -96,7 +96,9 @@ def engine_resized(rank: int, ranks: int, rendezvous: str, low_latency: bool) ->
     if rank == 0:
         written.with_suffix(".part").write_text(" ".join(str(free_port()) for _ in range(6)))
         written.with_suffix(".part").rename(written)
+    deadline = time.monotonic() + 60
     while not written.exists():
+        assert time.monotonic() < deadline, "rank 0 has not said which ports are free"
         time.sleep(0.01)
     ports = iter(map(int, written.read_text().split()))
     groups, problems = [], []

@@ -285,6 +285,30 @@ def test_what_root_has_compiled_into_an_image_is_read(tmp_path: Path, monkeypatc
     assert cache.read_directories.__wrapped__() == (own,)
 
 
+def test_every_source_of_compiled_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of the GPU's kernels: Triton's own cache knows those."""
+    files = [tmp_path / part / name for part in cache.SOURCES for name in ("a.py", "inside/a.py", "notes.txt")]
+    for file in (*files, tmp_path / "kernels/triton/a.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    monkeypatch.setattr(cache, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(cache, "_IMPORTED", time.time() + 3600)
+    digest = cache._source_digest.__wrapped__
+    seen = {digest()}
+    (tmp_path / "kernels/triton/a.py").write_text("2")
+    for file in files:
+        if file.suffix != ".py":
+            file.write_text("2")
+    assert seen == {digest()}
+    for file in files:
+        if file.suffix == ".py":
+            file.write_text("2")
+            seen.add(digest())
+            file.rename(file.with_name("b.py"))
+            seen.add(digest())
+    assert len(seen) == 1 + 2 * 2 * len(cache.SOURCES)
+
+
 def test_a_process_whose_sources_have_changed_compiles_for_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
