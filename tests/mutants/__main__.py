@@ -18,6 +18,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -90,6 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     place = Path(tempfile.mkdtemp(prefix="uccl-ep-mutants-"))
     deadline = time.monotonic() + 60 * options.minutes
     survivors = 0
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell starts what runs behind it without the second
+        signal.signal(number, lambda *_: sys.exit("mutants: ended; what was tried is kept"))
     try:
         copy_source(place / "tree")
         environment = {"UCCL_EP_CACHE_DIR": str(place / "cache"), "HYPOTHESIS_PROFILE": "quick"}
