@@ -108,16 +108,32 @@ def both_modes(exchange: StoreExchange, overrides: dict[str, Any], rounds: int =
 def leftovers(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[int, int]:
     """Open and close Buffers; returns (threads, descriptors) that there are more afterwards."""
     both_modes(exchange, overrides, 1)
-    time.sleep(0.5)
-    before = _population()
+    before = settled()
     for number in range(3):
         again = StoreExchange(exchange._store, exchange.rank, exchange.size, f"again{number}")
         both_modes(again, overrides, 1)
-    # a joined thread leaves /proc a moment after it is gone for Python
-    deadline = time.monotonic() + 2.0
-    while (after := _population()) > before and time.monotonic() < deadline:
+    return left_over(before)
+
+
+def settled() -> tuple[int, int]:
+    """Threads and descriptors of this process, once their numbers stay: a joined thread leaves /proc a moment after it
+    is gone for Python."""
+    before, deadline = _population(), time.monotonic() + 3.0
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if before == (before := _population()):
+            break
+    return before
+
+
+def left_over(before: tuple[int, int], seconds: float = 3.0) -> tuple[int, int]:
+    """(threads, descriptors) that there are more than ``before``, after a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        threads, descriptors = (max(now - then, 0) for now, then in zip(_population(), before, strict=True))
+        if not threads | descriptors or time.monotonic() > deadline:
+            return threads, descriptors
         time.sleep(0.02)
-    return max(after[0] - before[0], 0), max(after[1] - before[1], 0)
 
 
 def _population() -> tuple[int, int]:

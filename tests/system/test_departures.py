@@ -69,19 +69,10 @@ def _timed(action: Callable[[], object]) -> tuple[str, float]:
     return "", time.monotonic() - started
 
 
-def _population(before: tuple[int, int]) -> tuple[int, int]:
-    """(threads, descriptors) that there are more than ``before``, after a moment."""
-    deadline = time.monotonic() + 3.0
-    while (after := bodies._population()) > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return max(after[0] - before[0], 0), max(after[1] - before[1], 0)
-
-
 def die_while(exchange: StoreExchange, overrides: dict[str, Any], stage: str) -> tuple[str, float, tuple[int, int]]:
     """Rank 1 is killed in ``stage``; returns what the others were told, after how long, and what they have left."""
     bodies.both_modes(StoreExchange(exchange._store, exchange.rank, exchange.size, "warm"), overrides, 1)
-    time.sleep(0.3)
-    before = bodies._population()
+    before = bodies.settled()
     if exchange.rank == LOST and stage == "connect":
         _die_in_connect()
     if stage == "connect":
@@ -99,7 +90,7 @@ def die_while(exchange: StoreExchange, overrides: dict[str, Any], stage: str) ->
         last = buffer.destroy if stage == "close" else lambda: bodies.round_trip(buffer, hidden=256)
         text, took = _timed(last)
         buffer.destroy()
-    left = _population(before)
+    left = bodies.left_over(before)
     # those that are left build a group of their own, in the same processes
     again = bodies.opened(_again(exchange, "left", LOST), overrides)
     assert bodies.round_trip(again) < 0.02

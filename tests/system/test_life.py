@@ -37,14 +37,6 @@ def _told(action: Callable[[], object]) -> str:
     return ""
 
 
-def _left_over(before: tuple[int, int], seconds: float = 3.0) -> tuple[int, int]:
-    """(threads, descriptors) that there are more than ``before``, after a moment."""
-    deadline = time.monotonic() + seconds
-    while (after := bodies._population()) > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return max(after[0] - before[0], 0), max(after[1] - before[1], 0)
-
-
 def _ctrl_c_after(seconds: float, again: float = 0.0) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -56,8 +48,7 @@ def _ctrl_c_after(seconds: float, again: float = 0.0) -> None:
 def _warm(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[int, int]:
     """Threads and descriptors once everything that stays has been created."""
     bodies.both_modes(StoreExchange(exchange._store, exchange.rank, exchange.size, "warm"), overrides, 1)
-    time.sleep(0.3)
-    return bodies._population()
+    return bodies.settled()
 
 
 def close_alone(exchange: StoreExchange, overrides: dict[str, Any], ctrl_c: bool) -> tuple[str, tuple[int, int]]:
@@ -74,7 +65,7 @@ def close_alone(exchange: StoreExchange, overrides: dict[str, Any], ctrl_c: bool
     else:
         time.sleep(1.5)
         buffer.destroy()
-    return text, _left_over(before)
+    return text, bodies.left_over(before)
 
 
 @pytest.mark.parametrize(("path", "ctrl_c"), diagonal(["direct", "shm", "tcp"], [False, True]))
@@ -97,7 +88,7 @@ def grow_alone(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list
         _told(lambda: bodies.normal_trip(buffer)),
     ]
     buffer.destroy()
-    return texts, _left_over(before)
+    return texts, bodies.left_over(before)
 
 
 @pytest.mark.parametrize("path", first_of("tcp", "direct"))
