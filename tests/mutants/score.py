@@ -44,7 +44,7 @@ class Record:
         return next((one for one in self.mutants if one["id"] == mutant.id), None)
 
     def keep(self, seed: int, mutant: Mutant, outcome: Outcome, commit: str) -> None:
-        """Write what became of ``mutant``, in place of what was known of it."""
+        """Write what became of ``mutant``, in place of what was known of it; what became of it first is kept."""
         entry = {
             "id": mutant.id,
             "seed": seed,
@@ -55,7 +55,7 @@ class Record:
         }
         known = self.of(mutant)
         if known is None:
-            self.mutants.append(entry)
+            self.mutants.append(entry | {"first": outcome.verdict})
         else:
             known.update(entry)
         self._write()
@@ -73,10 +73,11 @@ class Record:
 
 
 def sums(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """By area (and "all") how many mutants ended how."""
+    """By area (and "all") how many mutants ended how, and how many were killed when they were first tried ("first")."""
     found: dict[str, dict[str, int]] = {}
     entries = list(mutants)
     for area in [*sorted({one["area"] for one in entries}), "all"]:
         mine = [one["verdict"] for one in entries if area in (one["area"], "all")]
         found[area] = {verdict: mine.count(verdict) for verdict in (KILLED, TIMEOUT, SURVIVED, EQUIVALENT)}
+        found[area]["first"] = sum(one["first"] != SURVIVED for one in entries if area in (one["area"], "all"))
     return found

@@ -225,7 +225,7 @@ def test_the_score_is_kept_by_area(tmp_path: Path) -> None:
     again = Record(tmp_path / "mutants.json")
     assert [one["verdict"] for one in again.mutants] == [KILLED, TIMEOUT, "equivalent", KILLED]
     assert again.of(tried[3]) == json.loads((tmp_path / "mutants.json").read_text())["mutants"][3]
-    assert sums(again.mutants)["all"] == {KILLED: 2, TIMEOUT: 1, SURVIVED: 0, "equivalent": 1}
+    assert sums(again.mutants)["all"] == {KILLED: 2, TIMEOUT: 1, SURVIVED: 0, "equivalent": 1, "first": 2}
     assert sums(again.mutants)["proxy"][KILLED] == 1
 
 
