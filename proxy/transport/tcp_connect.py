@@ -249,12 +249,12 @@ class _Meeting:
         self.talks.pop(talk, None)
         self.selector.unregister(talk.socket)
         tune(talk.socket)
-        stale = self.done.pop(talk.result, None)
+        stale = self.done.pop(talk.result.key, None)
         if stale is not None:
             # The same peer, proven again: it did not see our welcome on the first one.
             stale.close()
-        self.done[talk.result] = talk.socket
-        self.refused.pop(talk.result[0], None)
+        self.done[talk.result.key] = talk.socket
+        self.refused.pop(talk.result.peer, None)
 
     def _refusal(self, talk: _Talk, refusal: Refused) -> None:
         words = f"{refusal.verdict.words} ({talk.where})"

@@ -17,11 +17,14 @@ from uccl_ep_serving.protocol.command import MAX_RANKS, MAX_WINDOW_BYTES, MAX_WR
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH, ll_stream
 
 frames = st.builds(
-    lambda imm, length, target, number: frame.Frame(imm, min(target, MAX_WINDOW_BYTES - length), length, number),
+    lambda imm, length, target, number, arrived: frame.Frame(
+        imm, min(target, MAX_WINDOW_BYTES - length), length, number, arrived
+    ),
     st.integers(0, (1 << 32) - 1),
     st.integers(0, MAX_WRITE_BYTES),
     st.integers(0, MAX_WINDOW_BYTES),
     st.integers(0, (1 << 63) - 1),
+    st.integers(0, (1 << 32) - 1),
 )
 HELLO = frame.Hello(
     source=5,
@@ -44,12 +47,12 @@ class TestDataFrame:
         assert frame.decode_frame(wire) == header
 
     def test_bytes_are_little_endian_at_the_published_offsets(self) -> None:
-        wire = frame.encode_frame(frame.Frame(imm=0x01020304, target=0x10, length=0x20, number=0x30))
-        assert wire[:8] == b"UEP\x01\x04\x03\x02\x01"
+        values = {"imm": 0x01020304, "target": 0x10, "length": 0x20, "number": 0x30, "arrived": 0x40}
+        wire = frame.encode_frame(frame.Frame(**values))
+        assert wire[:8] == b"UEP\x02\x04\x03\x02\x01"
         for name, offset, size, _ in frame.frame_fields():
-            if name in ("target", "length", "number"):
-                value = int.from_bytes(wire[offset : offset + size], "little")
-                assert value == {"target": 0x10, "length": 0x20, "number": 0x30}[name]
+            if name in values:
+                assert int.from_bytes(wire[offset : offset + size], "little") == values[name]
         covered = sorted((offset, offset + size) for _, offset, size, _ in frame.frame_fields())
         assert covered[0][0] == 0
         assert covered[-1][1] == frame.FRAME_BYTES
@@ -66,6 +69,7 @@ class TestDataFrame:
             ("target", MAX_WINDOW_BYTES + 1),
             ("number", -1),
             ("number", 1 << 63),
+            ("arrived", 1 << 32),
         ],
     )
     def test_the_encoder_refuses_what_does_not_fit(self, field: str, value: int) -> None:
@@ -80,11 +84,19 @@ class TestDataFrame:
             (struct.pack("<IIQQQ", frame.FRAME_MAGIC, 0, 0, MAX_WRITE_BYTES + 1, 0), "length"),
             (struct.pack("<IIQQQ", frame.FRAME_MAGIC, 0, 4096 - 15, 16, 0), "target"),
             (struct.pack("<IIQQQ", frame.FRAME_MAGIC, 0, (1 << 64) - 16, 16, 0), "target"),
+            (struct.pack("<IIQQQ", frame.ACK_MAGIC, 1, 0, 0, 0), "imm 1"),
+            (struct.pack("<IIQQQ", frame.ACK_MAGIC, 0, 16, 0, 0), "target 16"),
+            (struct.pack("<IIQQQ", frame.ACK_MAGIC, 0, 0, 2, 0), "length 2"),
         ],
     )
     def test_the_decoder_refuses(self, wire: bytes, words: str) -> None:
         with pytest.raises(ValueError, match=words):
             frame.decode_frame(wire, window_bytes=4096)
+
+    def test_a_frame_that_only_says_what_has_arrived(self) -> None:
+        said = frame.Frame(0, 0, 0, number=7, arrived=9, is_ack=True)
+        assert frame.decode_frame(frame.encode_frame(said)) == said
+        assert frame.encode_frame(said)[:4] == b"UEA\x02"
 
     def test_a_write_up_to_the_end_of_the_window_is_right(self) -> None:
         wire = frame.encode_frame(frame.Frame(0, 4096 - 16, 16, 0))
@@ -193,25 +205,40 @@ class TestHandshake:
         assert frame.decode_prefix(wire[:8])[1] == frame.KIND_CHALLENGE
         assert frame.decode_challenge(wire[8:]) == (nonce, proof)
 
+    def test_a_proof_and_a_welcome_carry_a_count(self) -> None:
+        for encode, kind in ((frame.encode_proof, frame.KIND_PROOF), (frame.encode_welcome, frame.KIND_WELCOME)):
+            wire = encode(7, bytes(range(32)))
+            assert frame.decode_prefix(wire[:8])[1] == kind
+            assert frame.decode_counted(wire[8:]) == (7, bytes(range(32)))
+            with pytest.raises(ValueError, match="bytes"):
+                frame.decode_counted(wire[8:-1])
+            for count in (-1, 1 << 63):
+                with pytest.raises(ValueError, match="count"):
+                    encode(count, bytes(32))
+        with pytest.raises(ValueError, match="count"):
+            frame.decode_counted(b"\xff" * frame.PROOF_BYTES)
+
     def test_a_verdict_is_its_prefix(self) -> None:
         for verdict in frame.Verdict:
             assert frame.decode_prefix(frame.encode_verdict(verdict))[1:] == (frame.KIND_VERDICT, verdict)
             assert verdict.words
 
     @pytest.mark.parametrize(
-        "prefix", [b"", b"UEPH\x01", b"SSH-2.0-", b"UEPH\x01\x09\x00\x00", b"UEPH\x01\x00\x00\x00"]
+        "prefix", [b"", b"UEPH\x01", b"SSH-2.0-", b"UEPH\x02\x06\x00\x00", b"UEPH\x02\x00\x00\x00"]
     )
     def test_a_strange_prefix(self, prefix: bytes) -> None:
         with pytest.raises(ValueError, match="handshake"):
             frame.decode_prefix(prefix)
 
     def test_a_proof_depends_on_everything(self) -> None:
-        """Secret, role, both nonces, both ranks: a change of any makes another proof."""
+        """Secret, role, both nonces, both ranks, the count: a change of any makes another proof."""
         nonce = bytes(32)
         proofs = [
             frame.proof_of(b"s" * 16, frame.ROLE_CONNECTOR, HELLO, nonce),
             frame.proof_of(b"t" * 16, frame.ROLE_CONNECTOR, HELLO, nonce),
             frame.proof_of(b"s" * 16, frame.ROLE_ACCEPTOR, HELLO, nonce),
+            frame.proof_of(b"s" * 16, frame.ROLE_WELCOME, HELLO, nonce),
+            frame.proof_of(b"s" * 16, frame.ROLE_CONNECTOR, HELLO, nonce, 1),
             frame.proof_of(b"s" * 16, frame.ROLE_CONNECTOR, HELLO, bytes([1]) + bytes(31)),
             frame.proof_of(b"s" * 16, frame.ROLE_CONNECTOR, replace(HELLO, nonce=bytes(32)), nonce),
             frame.proof_of(b"s" * 16, frame.ROLE_CONNECTOR, replace(HELLO, source=6), nonce),
@@ -221,12 +248,23 @@ class TestHandshake:
         ]
         assert len(set(proofs)) == len(proofs)
 
+    def test_keys_depend_on_everything_and_on_the_direction(self) -> None:
+        keys = [
+            *frame.keys_of(b"s" * 16, HELLO, bytes(32)),
+            *frame.keys_of(b"t" * 16, HELLO, bytes(32)),
+            *frame.keys_of(b"s" * 16, replace(HELLO, nonce=bytes(32)), bytes(32)),
+            *frame.keys_of(b"s" * 16, HELLO, bytes([1]) + bytes(31)),
+        ]
+        assert len(set(keys)) == 8
+        assert {len(key) for key in keys} == {frame.KEY_BYTES}
+
     def test_the_table_says_the_real_sizes(self) -> None:
         sizes = {kind: size for kind, size, _ in frame.handshake_fields()}
         assert sizes["HELLO"] == len(frame.encode_hello(HELLO))
         assert sizes["CHALLENGE"] == len(frame.encode_challenge(bytes(32), bytes(32)))
-        assert sizes["PROOF"] == len(frame.encode_proof(bytes(32)))
-        assert sizes["VERDICT"] == len(frame.encode_verdict(frame.Verdict.WELCOME))
+        assert sizes["PROOF"] == len(frame.encode_proof(0, bytes(32)))
+        assert sizes["WELCOME"] == len(frame.encode_welcome(0, bytes(32)))
+        assert sizes["VERDICT"] == len(frame.encode_verdict(frame.Verdict.LEFT))
 
 
 class TestMailbox:

@@ -49,8 +49,8 @@ def answer(peer: socket.socket, talk: Generator[bytes, bytes, object], challenge
     talk.send(None)  # type: ignore[arg-type]
     talk.send(challenge[: frame.PREFIX_BYTES])
     peer.sendall(talk.send(challenge[frame.PREFIX_BYTES :]))
-    verdict = peer.recv(frame.PREFIX_BYTES, socket.MSG_WAITALL)
-    assert frame.decode_prefix(verdict)[1:] == (frame.KIND_VERDICT, frame.Verdict.WELCOME)
+    welcome = peer.recv(frame.PREFIX_BYTES + frame.WELCOME_BYTES, socket.MSG_WAITALL)
+    assert frame.decode_prefix(welcome[: frame.PREFIX_BYTES])[1] == frame.KIND_WELCOME
 
 
 class TestSecret:
@@ -114,7 +114,7 @@ class TestSecret:
                 connection, _ = impostor.accept()
                 with connection:
                     connection.sendall(frame.encode_challenge(bytes(32), bytes(32)))
-                    connection.sendall(frame.encode_verdict(frame.Verdict.WELCOME))
+                    connection.sendall(frame.encode_welcome(0, bytes(32)))
                     while connection.recv(4096):
                         pass
 
@@ -135,7 +135,7 @@ class TestSecret:
 
 class TestStrangers:
     @pytest.mark.parametrize(
-        "first", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00", b"UEPH", os.urandom(4096), frame.encode_proof(bytes(32))]
+        "first", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00", b"UEPH", os.urandom(4096), frame.encode_proof(0, bytes(32))]
     )
     def test_a_stray_connection_disturbs_nobody(self, first: bytes) -> None:
         windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]

@@ -81,7 +81,7 @@ def tcp_group(ranks: int, window_bytes: int, host: str = "127.0.0.1", **options:
             endpoint.close()
 
 
-def drive(connection: socket.socket, talk: handshake.Handshake) -> tuple[int, int]:
+def drive(connection: socket.socket, talk: handshake.Handshake) -> handshake.Proven:
     """Run a handshake on a blocking socket."""
     request = next(talk)
     while True:

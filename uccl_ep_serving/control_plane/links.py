@@ -283,7 +283,7 @@ class _Meeting:
         if talk.result is None:
             self.selector.modify(talk.socket, talk.events, talk)
             return
-        peer = talk.result[0]
+        peer = talk.result.peer
         del self.talks[talk]
         self.selector.unregister(talk.socket)
         if peer in self.links:

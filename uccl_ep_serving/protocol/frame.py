@@ -1,20 +1,23 @@
 """What travels over a TCP connection: data frames, and the handshake before them. All little-endian, all fixed.
 
 A connection carries the writes of some streams of one peer, in one direction each way. Every write is one frame: a
-32-byte header and the payload, nothing between frames. The receiver takes nothing on trust: it copies the header,
-checks every field, and only then lets the payload into its window.
+32-byte header and the payload. Each header also says how many frames of the other direction have arrived whole, and
+where there is no write to say it with, a frame of its own does: a header without payload or number. With
+``UCCL_EP_TCP_AUTH`` a 16-byte MAC over header and payload stands between the two. The receiver takes nothing on trust:
+it copies the header, checks every field, and only then lets the payload into its window.
 
-The handshake runs once per connection, before any data frame. Each of its frames starts with an 8-byte prefix that
-names the kind, so a reader always knows how many bytes follow; nothing in it has a variable length.
+The handshake runs before any frame, once per connection and again when one that broke is made anew. Each of its frames
+starts with an 8-byte prefix that names the kind, so a reader always knows how many bytes follow; nothing in it has a
+variable length.
 
     connector -> acceptor  HELLO      who I am, whom I want, what I believe the group looks like, nonce
-    acceptor -> connector  CHALLENGE  nonce, proof over both nonces
-    connector -> acceptor  PROOF      proof over both nonces
-    acceptor -> connector  VERDICT    0 = welcome; data frames may follow in both directions
+    acceptor -> connector  CHALLENGE  nonce, proof
+    connector -> acceptor  PROOF      how many frames I have taken of this connection so far, proof
+    acceptor -> connector  WELCOME    how many I have taken, proof; frames may follow in both directions
 
-Either side may send VERDICT with a refusal instead of its next frame and close. A proof is
-HMAC-SHA256(secret, role label + HELLO + CHALLENGE nonce): it covers both nonces, both ranks and everything else that
-HELLO claims, and the role label keeps one side's proof from being played back as the other's.
+Either side may send VERDICT, a refusal, instead of its next frame and close. A proof is HMAC-SHA256(secret, role label
++ HELLO + CHALLENGE nonce + count): it covers both nonces, both ranks, the count and everything else that HELLO claims,
+and the role label keeps one frame's proof from being played back as another's. The keys of the MACs are made alike.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from enum import IntEnum
 from .command import MAX_RANKS, MAX_WINDOW_BYTES, MAX_WRITE_BYTES
 
 __all__ = [
+    "ACK_MAGIC",
     "CHALLENGE_BYTES",
     "FRAME_BYTES",
     "FRAME_LENGTH",
@@ -37,10 +41,12 @@ __all__ = [
     "HANDSHAKE_VERSION",
     "HELLO_BYTES",
     "JOB_BYTES",
+    "KEY_BYTES",
     "KIND_CHALLENGE",
     "KIND_HELLO",
     "KIND_PROOF",
     "KIND_VERDICT",
+    "KIND_WELCOME",
     "MAX_CONNECTIONS",
     "MAX_PROXIES",
     "NONCE_BYTES",
@@ -48,12 +54,16 @@ __all__ = [
     "PROOF_BYTES",
     "ROLE_ACCEPTOR",
     "ROLE_CONNECTOR",
+    "ROLE_WELCOME",
+    "TAG_BYTES",
+    "WELCOME_BYTES",
     "Frame",
     "Hello",
     "Verdict",
     "connection_of",
     "decode_address",
     "decode_challenge",
+    "decode_counted",
     "decode_frame",
     "decode_hello",
     "decode_prefix",
@@ -63,23 +73,31 @@ __all__ = [
     "encode_hello",
     "encode_proof",
     "encode_verdict",
+    "encode_welcome",
     "frame_fields",
     "handshake_fields",
     "job_digest",
+    "keys_of",
     "proof_of",
 ]
 
 # --- data frames ------------------------------------------------------------------------------------------------------
 
-#: First four bytes of a frame: "UEP" and the version of the frame format.
-FRAME_MAGIC = int.from_bytes(b"UEP\x01", "little")
+#: First four bytes of a frame: "UEP" and the version of the frame format; "UEA" when it only says what has arrived.
+FRAME_MAGIC = int.from_bytes(b"UEP\x02", "little")
+ACK_MAGIC = int.from_bytes(b"UEA\x02", "little")
 
-_FRAME = struct.Struct("<IIQQQ")
+_FRAME = struct.Struct("<IIQIIQ")
 FRAME_BYTES = _FRAME.size
-#: Byte offsets of the 64-bit fields; byte 0 holds the magic (low half) and the immediate (high half).
+#: Byte offsets of 64-bit words: byte 0 holds the magic (low half) and the immediate (high half), FRAME_LENGTH the
+#: length and how many frames have arrived (high half, modulo 2**32: far fewer are on their way).
 FRAME_TARGET, FRAME_LENGTH, FRAME_NUMBER = 8, 16, 24
+#: Of the MAC that may follow the header: AES-256-GMAC.
+TAG_BYTES = 16
+KEY_BYTES = 32
 
 assert FRAME_BYTES == 32
+assert MAX_WRITE_BYTES < 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +109,31 @@ class Frame:
         target: byte offset in the receiver's window.
         length: payload bytes that follow the header.
         number: frames sent before this one on the same connection, so that bytes lost or repeated are noticed.
+        arrived: frames of the other direction that arrived whole, modulo 2**32.
+        is_ack: it carries no write and does not count; the other fields but ``number`` are 0.
     """
 
     imm: int
     target: int
     length: int
     number: int
+    arrived: int = 0
+    is_ack: bool = False
 
 
 def frame_fields() -> tuple[tuple[str, int, int, str], ...]:
     """(name, byte offset, bytes, meaning) of the frame header, for the tables in docs/architecture/formats.md."""
     return (
-        ("magic", 0, 4, '"UEP" and the format version 1'),
+        (
+            "magic",
+            0,
+            4,
+            '"UEP" and the format version 2; "UEA" and the version: only `arrived` and `number` mean anything',
+        ),
         ("imm", 4, 4, "the immediate; its source must be the rank that the connection proved"),
         ("target", FRAME_TARGET, 8, "byte offset in the receiver's window"),
-        ("length", FRAME_LENGTH, 8, f"payload bytes that follow, at most {MAX_WRITE_BYTES}"),
+        ("length", FRAME_LENGTH, 4, f"payload bytes that follow, at most {MAX_WRITE_BYTES}"),
+        ("arrived", FRAME_LENGTH + 4, 4, "frames of the other direction that arrived whole, modulo 2**32"),
         ("number", FRAME_NUMBER, 8, "frames sent before on this connection"),
     )
 
@@ -122,20 +150,24 @@ def encode_frame(frame: Frame) -> bytes:
     _check("length", frame.length, 0, MAX_WRITE_BYTES)
     _check("target", frame.target, 0, MAX_WINDOW_BYTES - frame.length)
     _check("number", frame.number, 0, (1 << 63) - 1)
-    return _FRAME.pack(FRAME_MAGIC, frame.imm, frame.target, frame.length, frame.number)
+    _check("arrived", frame.arrived, 0, (1 << 32) - 1)
+    magic = ACK_MAGIC if frame.is_ack else FRAME_MAGIC
+    return _FRAME.pack(magic, frame.imm, frame.target, frame.length, frame.arrived, frame.number)
 
 
 def decode_frame(header: bytes, *, window_bytes: int = MAX_WINDOW_BYTES) -> Frame:
     """The header in 32 bytes, checked against a window of ``window_bytes``. Raises ValueError naming the field."""
     if len(header) != FRAME_BYTES:
         raise ValueError(f"a frame header has {FRAME_BYTES} bytes, not {len(header)}")
-    magic, imm, target, length, number = _FRAME.unpack(header)
-    if magic != FRAME_MAGIC:
+    magic, imm, target, length, arrived, number = _FRAME.unpack(header)
+    if magic not in (FRAME_MAGIC, ACK_MAGIC):
         raise ValueError(f"frame magic {magic:#010x} is not {FRAME_MAGIC:#010x}")
+    if magic == ACK_MAGIC and imm | target | length:
+        raise ValueError(f"a frame without a write has imm {imm}, target {target}, length {length}: none may be set")
     _check("length", length, 0, MAX_WRITE_BYTES)
     _check("target + length", target + length, 0, window_bytes)
     _check("number", number, 0, (1 << 63) - 1)
-    return Frame(imm, target, length, number)
+    return Frame(imm, target, length, number, arrived, magic == ACK_MAGIC)
 
 
 def connection_of(stream: int, connections: int) -> int:
@@ -173,7 +205,7 @@ def decode_address(address: bytes) -> tuple[str, int]:
 
 # --- handshake --------------------------------------------------------------------------------------------------------
 
-HANDSHAKE_VERSION = 1
+HANDSHAKE_VERSION = 2
 NONCE_BYTES = 32
 JOB_BYTES = 16
 _PROOF_SIZE = hashlib.sha256().digest_size
@@ -186,39 +218,44 @@ _HANDSHAKE_MAGIC = b"UEPH"
 _PREFIX = struct.Struct("<4sBBH")
 _HELLO = struct.Struct(f"<HHHHHHQ{JOB_BYTES}s{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<{NONCE_BYTES}s{_PROOF_SIZE}s")
+_COUNT = struct.Struct(f"<Q{_PROOF_SIZE}s")
 
 PREFIX_BYTES = _PREFIX.size
 #: Bytes that follow the prefix, by kind.
 HELLO_BYTES = _HELLO.size
 CHALLENGE_BYTES = _CHALLENGE.size
-PROOF_BYTES = _PROOF_SIZE
+PROOF_BYTES = WELCOME_BYTES = _COUNT.size
 
-KIND_HELLO, KIND_CHALLENGE, KIND_PROOF, KIND_VERDICT = 1, 2, 3, 4
+KIND_HELLO, KIND_CHALLENGE, KIND_PROOF, KIND_VERDICT, KIND_WELCOME = 1, 2, 3, 4, 5
 
 ROLE_CONNECTOR = b"uccl-ep connector\0"
 ROLE_ACCEPTOR = b"uccl-ep acceptor\0\0"
+ROLE_WELCOME = b"uccl-ep welcome\0\0\0"
+_KEYS_LABEL = b"uccl-ep keys\0"
 
 
 class Verdict(IntEnum):
     """The 16-bit code of a VERDICT frame."""
 
-    WELCOME = 0
     WRONG_SECRET = 1
     OTHER_JOB = 2
     OTHER_RANK = 3
     OTHER_SHAPE = 4
     OTHER_VERSION = 5
+    LEFT = 6
+    CROSSED = 7
 
     @property
     def words(self) -> str:
         """Why the handshake was refused."""
         return {
-            Verdict.WELCOME: "welcome",
             Verdict.WRONG_SECRET: "the two sides do not have the same job secret",
             Verdict.OTHER_JOB: "the two sides belong to different jobs",
             Verdict.OTHER_RANK: "the connector asked for another rank than the one that answered",
             Verdict.OTHER_SHAPE: "the two sides disagree on ranks, proxies, TCP connections or window bytes",
             Verdict.OTHER_VERSION: "the two sides speak different versions of the handshake",
+            Verdict.LEFT: "the other side has done with this rank",
+            Verdict.CROSSED: "the other side, the higher rank, is connecting again itself",
         }[self]
 
 
@@ -265,7 +302,7 @@ def decode_prefix(prefix: bytes) -> tuple[int, int, int]:
     magic, version, kind, code = _PREFIX.unpack(prefix)
     if magic != _HANDSHAKE_MAGIC:
         raise ValueError(f"handshake magic {magic!r} is not {_HANDSHAKE_MAGIC!r}")
-    _check("handshake kind", kind, KIND_HELLO, KIND_VERDICT)
+    _check("handshake kind", kind, KIND_HELLO, KIND_WELCOME)
     return version, kind, code
 
 
@@ -308,7 +345,7 @@ def decode_hello(body: bytes) -> Hello:
 def encode_challenge(nonce: bytes, proof: bytes) -> bytes:
     """Prefix and body. Raises ValueError when a part has the wrong length."""
     _check("bytes of nonce", len(nonce), NONCE_BYTES, NONCE_BYTES)
-    _check("bytes of proof", len(proof), PROOF_BYTES, PROOF_BYTES)
+    _check("bytes of proof", len(proof), _PROOF_SIZE, _PROOF_SIZE)
     return _prefix(KIND_CHALLENGE) + _CHALLENGE.pack(nonce, proof)
 
 
@@ -320,20 +357,45 @@ def decode_challenge(body: bytes) -> tuple[bytes, bytes]:
     return nonce, proof
 
 
-def encode_proof(proof: bytes) -> bytes:
-    """Prefix and body. Raises ValueError when the proof has the wrong length."""
-    _check("bytes of proof", len(proof), PROOF_BYTES, PROOF_BYTES)
-    return _prefix(KIND_PROOF) + proof
+def encode_proof(count: int, proof: bytes) -> bytes:
+    """PROOF, prefix and body. Raises ValueError when a part does not fit."""
+    return _prefix(KIND_PROOF) + _counted(count, proof)
+
+
+def encode_welcome(count: int, proof: bytes) -> bytes:
+    """WELCOME, prefix and body. Raises ValueError when a part does not fit."""
+    return _prefix(KIND_WELCOME) + _counted(count, proof)
+
+
+def _counted(count: int, proof: bytes) -> bytes:
+    _check("count", count, 0, (1 << 63) - 1)
+    _check("bytes of proof", len(proof), _PROOF_SIZE, _PROOF_SIZE)
+    return _COUNT.pack(count, proof)
+
+
+def decode_counted(body: bytes) -> tuple[int, bytes]:
+    """(count, proof) in the body of a PROOF or WELCOME. Raises ValueError when it is malformed."""
+    if len(body) != _COUNT.size:
+        raise ValueError(f"a count and its proof have {_COUNT.size} bytes, not {len(body)}")
+    count, proof = _COUNT.unpack(body)
+    _check("count", count, 0, (1 << 63) - 1)
+    return count, proof
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
-    """The whole frame: a prefix whose code is the verdict."""
+    """The whole frame: a prefix whose code is the verdict, never 0."""
     return _prefix(KIND_VERDICT, int(verdict))
 
 
-def proof_of(secret: bytes, role: bytes, hello: Hello, nonce: bytes) -> bytes:
-    """What a side that knows ``secret`` answers in ``role`` to this HELLO and the acceptor's ``nonce``."""
-    return hmac.new(secret, role + encode_hello(hello) + nonce, hashlib.sha256).digest()
+def proof_of(secret: bytes, role: bytes, hello: Hello, nonce: bytes, count: int = 0) -> bytes:
+    """What a side that knows ``secret`` says in ``role`` to this HELLO, the acceptor's ``nonce`` and with ``count``."""
+    return hmac.new(secret, role + encode_hello(hello) + nonce + count.to_bytes(8, "little"), hashlib.sha256).digest()
+
+
+def keys_of(secret: bytes, hello: Hello, nonce: bytes) -> tuple[bytes, bytes]:
+    """Keys of the MACs of this connection, KEY_BYTES each: from the connector, and from the acceptor."""
+    both = hmac.new(secret, _KEYS_LABEL + encode_hello(hello) + nonce, hashlib.sha512).digest()
+    return both[:KEY_BYTES], both[KEY_BYTES:]
 
 
 def handshake_fields() -> tuple[tuple[str, int, str], ...]:
@@ -345,6 +407,7 @@ def handshake_fields() -> tuple[tuple[str, int, str], ...]:
             "source, target, ranks, proxy, connections, connection, window bytes, job digest, nonce",
         ),
         ("CHALLENGE", PREFIX_BYTES + CHALLENGE_BYTES, "nonce, proof"),
-        ("PROOF", PREFIX_BYTES + PROOF_BYTES, "proof"),
-        ("VERDICT", PREFIX_BYTES, "nothing: the prefix holds its code, 0 = welcome"),
+        ("PROOF", PREFIX_BYTES + PROOF_BYTES, "frames taken so far, proof"),
+        ("VERDICT", PREFIX_BYTES, "nothing: the prefix holds its code, why the other side is refused"),
+        ("WELCOME", PREFIX_BYTES + WELCOME_BYTES, "frames taken so far, proof"),
     )

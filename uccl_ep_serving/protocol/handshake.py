@@ -16,8 +16,8 @@ import os
 import secrets
 import selectors
 import socket
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 
 from .frame import (
     CHALLENGE_BYTES,
@@ -27,28 +27,58 @@ from .frame import (
     KIND_HELLO,
     KIND_PROOF,
     KIND_VERDICT,
+    KIND_WELCOME,
     NONCE_BYTES,
     PREFIX_BYTES,
     PROOF_BYTES,
     ROLE_ACCEPTOR,
     ROLE_CONNECTOR,
+    ROLE_WELCOME,
+    WELCOME_BYTES,
     Hello,
     Verdict,
     decode_challenge,
+    decode_counted,
     decode_hello,
     decode_prefix,
     encode_challenge,
     encode_hello,
     encode_proof,
     encode_verdict,
+    encode_welcome,
     job_digest,
+    keys_of,
     proof_of,
 )
 
-__all__ = ["Handshake", "Identity", "Refused", "Talk", "accept", "connect", "tune"]
+__all__ = ["Handshake", "Identity", "Proven", "Refused", "Talk", "accept", "connect", "tune"]
 
-#: Yields bytes to send or a number of bytes to receive; returns (peer rank, connection index).
-Handshake = Generator[bytes | int, bytes, tuple[int, int]]
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What a handshake came to.
+
+    Attributes:
+        peer: rank at the other end.
+        connection: index of the connection.
+        count: frames that the peer has taken of this connection, before it broke; 0 for one that is made first.
+        send_key, receive_key: of the MACs in each direction, KEY_BYTES; not shown.
+    """
+
+    peer: int
+    connection: int
+    count: int
+    send_key: bytes = field(repr=False)
+    receive_key: bytes = field(repr=False)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(peer, connection)."""
+        return self.peer, self.connection
+
+
+#: Yields bytes to send or a number of bytes to receive.
+Handshake = Generator[bytes | int, bytes, Proven]
 
 
 #: A peer whose host is gone without a word (power, cable) ends an idle connection after 25 s: probes from 10 s on,
@@ -122,17 +152,19 @@ def _receive(wanted: int, nbytes: int, claimed: int) -> Generator[bytes | int, b
     if version != HANDSHAKE_VERSION:
         yield encode_verdict(Verdict.OTHER_VERSION)
         raise Refused(Verdict.OTHER_VERSION, claimed)
-    if kind == KIND_VERDICT and code != Verdict.WELCOME:
+    if kind == KIND_VERDICT:
         raise Refused(Verdict(code), claimed)
     if kind != wanted:
         raise ValueError(f"handshake frame of kind {kind} instead of {wanted}")
-    if nbytes == 0:
-        return b""
     return (yield nbytes)
 
 
-def connect(me: Identity, target: int, connection: int) -> Handshake:
-    """The connecting side. Raises ValueError or Refused."""
+def connect(me: Identity, target: int, connection: int, count: int = 0) -> Handshake:
+    """The connecting side. Raises ValueError or Refused.
+
+    Args:
+        count: frames that this rank has taken of the same connection before it broke.
+    """
     hello = me.hello(target, connection)
     yield encode_hello(hello)
     body = yield from _receive(KIND_CHALLENGE, CHALLENGE_BYTES, target)
@@ -140,13 +172,16 @@ def connect(me: Identity, target: int, connection: int) -> Handshake:
     if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_ACCEPTOR, hello, nonce)):
         yield encode_verdict(Verdict.WRONG_SECRET)
         raise Refused(Verdict.WRONG_SECRET, target)
-    yield encode_proof(proof_of(me.secret, ROLE_CONNECTOR, hello, nonce))
-    yield from _receive(KIND_VERDICT, 0, target)
-    return target, connection
+    yield encode_proof(count, proof_of(me.secret, ROLE_CONNECTOR, hello, nonce, count))
+    theirs, proof = decode_counted((yield from _receive(KIND_WELCOME, WELCOME_BYTES, target)))
+    if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_WELCOME, hello, nonce, theirs)):
+        raise Refused(Verdict.WRONG_SECRET, target)
+    mine, other = keys_of(me.secret, hello, nonce)
+    return Proven(target, connection, theirs, mine, other)
 
 
-def _objection(me: Identity, hello: Hello, expected: frozenset[int]) -> Verdict:
-    """Why ``hello`` cannot be right, or WELCOME."""
+def _objection(me: Identity, hello: Hello, expected: frozenset[int]) -> Verdict | None:
+    """Why ``hello`` cannot be right."""
     if hello.job != job_digest(me.job):
         return Verdict.OTHER_JOB
     shape = (me.ranks, me.proxy, me.connections, me.window_bytes)
@@ -154,25 +189,43 @@ def _objection(me: Identity, hello: Hello, expected: frozenset[int]) -> Verdict:
         return Verdict.OTHER_SHAPE
     if hello.target != me.rank or hello.source not in expected:
         return Verdict.OTHER_RANK
-    return Verdict.WELCOME
+    return None
 
 
-def accept(me: Identity, expected: frozenset[int]) -> Handshake:
-    """The accepting side; ``expected`` are the ranks that may connect. Raises ValueError or Refused."""
+def _from_nothing(peer: int, connection: int) -> int:
+    """What has been taken of a connection that is made for the first time."""
+    return 0
+
+
+def accept(
+    me: Identity, expected: frozenset[int], count: Callable[[int, int], int | Verdict] = _from_nothing
+) -> Handshake:
+    """The accepting side. Raises ValueError or Refused.
+
+    Args:
+        expected: ranks that may connect.
+        count: called with (peer, connection) once that peer is proven: frames that this rank has taken of the same
+            connection, and takes from nowhere else from then on; or why the peer is refused.
+    """
     body = yield from _receive(KIND_HELLO, HELLO_BYTES, -1)
     hello = decode_hello(body)
     verdict = _objection(me, hello, expected)
-    if verdict is not Verdict.WELCOME:
+    if verdict is not None:
         yield encode_verdict(verdict)
         raise Refused(verdict, hello.source)
     nonce = secrets.token_bytes(NONCE_BYTES)
     yield encode_challenge(nonce, proof_of(me.secret, ROLE_ACCEPTOR, hello, nonce))
-    proof = yield from _receive(KIND_PROOF, PROOF_BYTES, hello.source)
-    if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_CONNECTOR, hello, nonce)):
+    theirs, proof = decode_counted((yield from _receive(KIND_PROOF, PROOF_BYTES, hello.source)))
+    if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_CONNECTOR, hello, nonce, theirs)):
         yield encode_verdict(Verdict.WRONG_SECRET)
         raise Refused(Verdict.WRONG_SECRET, hello.source)
-    yield encode_verdict(Verdict.WELCOME)
-    return hello.source, hello.connection
+    taken = count(hello.source, hello.connection)
+    if isinstance(taken, Verdict):
+        yield encode_verdict(taken)
+        raise Refused(taken, hello.source)
+    yield encode_welcome(taken, proof_of(me.secret, ROLE_WELCOME, hello, nonce, taken))
+    other, mine = keys_of(me.secret, hello, nonce)
+    return Proven(hello.source, hello.connection, theirs, mine, other)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -183,7 +236,7 @@ class Talk:
         expires: ``time.monotonic()`` instant at which its owner gives it up.
         connected: the TCP connection stands.
         greeted: something valid was received and answered; a real peer gets there at once.
-        result: (peer, connection index), once proven.
+        result: once proven.
     """
 
     socket: socket.socket
@@ -195,7 +248,7 @@ class Talk:
     received: bytes = b""
     started: bool = False
     greeted: bool = False
-    result: tuple[int, int] | None = None
+    result: Proven | None = None
 
     def step(self) -> bool:
         """Go as far as the socket allows; True when ``result`` is set.
