@@ -80,7 +80,7 @@ class TestSecret:
         with socket.create_connection(frame.decode_address(endpoint.address()), timeout=5) as connection:
             connection.sendall(frame.encode_hello(identity(1).hello(0, 0)))
             assert len(connection.recv(frame.PREFIX_BYTES + frame.CHALLENGE_BYTES, socket.MSG_WAITALL)) > 0
-            connection.sendall(frame.encode_proof(bytes(32)))
+            connection.sendall(frame.encode_proof(0, bytes(32)))
             prefix = connection.recv(frame.PREFIX_BYTES, socket.MSG_WAITALL)
             assert frame.decode_prefix(prefix)[1:] == (frame.KIND_VERDICT, frame.Verdict.WRONG_SECRET)
         thread.join()
@@ -95,7 +95,7 @@ class TestSecret:
                 connection.sendall(frame.encode_hello(identity(1).hello(0, 0)))
                 wire = connection.recv(frame.PREFIX_BYTES + frame.CHALLENGE_BYTES, socket.MSG_WAITALL)
                 _, proof = frame.decode_challenge(wire[frame.PREFIX_BYTES :])
-                connection.sendall(frame.encode_proof(proof))
+                connection.sendall(frame.encode_proof(0, proof))
                 prefix = connection.recv(frame.PREFIX_BYTES, socket.MSG_WAITALL)
                 assert frame.decode_prefix(prefix)[2] == frame.Verdict.WRONG_SECRET
             thread.join()
@@ -160,7 +160,7 @@ class TestStrangers:
                 stack.callback(endpoint.close)
             stray = socket.create_connection(frame.decode_address(endpoints[0].address()), timeout=5)
             stack.callback(stray.close)
-            stray.sendall(frame.encode_hello(identity(1).hello(0, 0)) + frame.encode_proof(bytes(32)))
+            stray.sendall(frame.encode_hello(identity(1).hello(0, 0)) + frame.encode_proof(0, bytes(32)))
             assert connect_all(endpoints) == [None, None]
 
     def test_silent_strangers_never_push_out_a_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
