@@ -157,6 +157,7 @@ _WHAT = {
     base.FAULT_BAD_FRAME: "a frame that the format forbids",
     base.FAULT_TOO_LONG: "a frame longer than any write",
     base.FAULT_NUMBER: "a frame out of sequence",
+    base.FAULT_COUNT: "that more frames have arrived than were sent",
     base.FAULT_OUTSIDE_WINDOW: "an offset outside the window",
     base.FAULT_WRONG_SOURCE: "a source rank that its connection does not prove",
     FAULT_DOWN: "the connection closed or failed",
@@ -179,6 +180,7 @@ _WHAT = {
 _EXPECTED = {
     base.FAULT_BAD_FRAME: "{detail:#x} was expected",
     base.FAULT_NUMBER: "{detail:#x} was expected",
+    base.FAULT_COUNT: "at most {detail:#x} were expected",
     base.FAULT_TOO_LONG: "at most {detail:#x} bytes were expected",
     base.FAULT_OUTSIDE_WINDOW: "an offset of at most {detail:#x} was expected",
     base.FAULT_WRONG_SOURCE: "source rank {detail} was expected",

@@ -47,6 +47,7 @@ VALID: dict[str, dict[str, object]] = {
     "link_bandwidth": {"0.5": 0.5, "100000": 1e5},
     "nic_bandwidth": {"50": 50.0, "1e5": 1e5},
     "tcp_connections": {"1": 1, "16": 16},
+    "tcp_auth": {"1": True},
     "socket_ifname": {"^docker0": "^docker0"},
     "secret_file": {"/run/secret": "/run/secret"},
     "port_range": {"1-65535": (1, 65535), " 7000 - 7000 ": (7000, 7000)},

@@ -217,6 +217,7 @@ class Settings:
     link_bandwidth: float = 0.0
     nic_bandwidth: float = 0.0
     tcp_connections: int = 2
+    tcp_auth: bool = False
     socket_ifname: str = ""
     port_range: tuple[int, int] | None = None
     secret_file: str = ""
@@ -424,6 +425,13 @@ SETTINGS: tuple[Variable, ...] = (
         group="nic",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
+    Variable(
+        "tcp_auth",
+        _flag,
+        True,
+        "1: each frame over tcp carries a MAC (AES-256-GMAC, by OpenSSL's libcrypto) and counts only when it is right, "
+        "for networks on which others can alter traffic. Nothing is encrypted",
+    ),
     Variable(
         "socket_ifname",
         str,

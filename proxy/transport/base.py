@@ -59,6 +59,7 @@ FAULT_OUTSIDE_WINDOW = 2
 FAULT_WRONG_SOURCE = 3
 FAULT_TOO_LONG = 4
 FAULT_NUMBER = 5
+FAULT_COUNT = 6
 #: A FAULT_* fills the low bits of the status of a FAULT event.
 FAULT_BITS = 4
 

@@ -1,122 +1,36 @@
-"""Memory of the compiled TCP data path, and what it does on one connection: a receive, a gathered write.
+"""What the compiled TCP data path does on one connection: a receive, a gathered write, a break, and going on after it.
 
-Memory: one int64 context per endpoint, records per connection and per peer. The endpoint writes it before the proxy
-thread starts, then that thread alone; nothing here is shared with another process. Words are indices into int64 arrays.
-
-Received headers are copied before they are checked, and payload bytes go only where a checked header says. No function
-here blocks, allocates or raises.
+Received headers are copied before they are checked, and payload bytes go only where a checked header says. A frame is
+complete when the peer says that it has it whole; until then its source is not touched, so that what the peer lacks can
+be sent again on a new connection. No function here blocks, allocates or raises.
 """
 
 from __future__ import annotations
 
 import errno
-import os
+import select
 import socket
 
-from ...native.atomics import copy, peek, peek32, poke
+from ...native.atomics import copy, peek, peek32, poke, poke32, store64
 from ...native.calls import monotonic_ns
 from ...native.jit import compiled, external
 from ...protocol.command import MAX_WRITE_BYTES
-from ...protocol.frame import FRAME_BYTES, FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET
+from ...protocol.frame import ACK_MAGIC, FRAME_LENGTH, FRAME_MAGIC, FRAME_NUMBER, FRAME_TARGET
 from ...protocol.imm import IMM
+from . import tcp_words as tcp
 from .base import (
     ARRIVED,
     FAULT,
     FAULT_BAD_FRAME,
     FAULT_BITS,
+    FAULT_COUNT,
     FAULT_NUMBER,
     FAULT_OUTSIDE_WINDOW,
     FAULT_TOO_LONG,
     FAULT_WRONG_SOURCE,
     SENT,
-    put_event,
 )
-
-# --- context ----------------------------------------------------------------------------------------------------------
-WINDOW = 0  # address of this rank's window
-WINDOW_BYTES = 1  # its length
-RANKS = 2
-CONNECTIONS = 3  # connections per peer
-LINKS = 4  # address of the connection records, [rank][connection]
-PEERS = 5  # address of the peer records
-EPOLL = 6  # epoll descriptor, edge-triggered over all connections
-EVENTS_HEAD = 7  # events queued for the next poll
-EVENTS_TAIL = 8  # events delivered
-EVENTS = 9  # address of EVENT_SLOTS events
-READY = 10  # address of the ring of connections with work to do, one slot per connection
-READY_HEAD = 11
-READY_TAIL = 12
-STAGING = 13  # address of STAGING_BYTES for received bytes
-VECTORS = 14  # address of the scatter-gather list
-MESSAGE = 15  # address of the msghdr that points at it
-WAITING = 16  # address of room for WAITING_SLOTS epoll events
-ENDING = 17  # peers that lost a connection and are not reported yet
-BY_FD = 18  # address of a table from descriptor to connection: what epoll returns is a descriptor
-CONTEXT_WORDS = 24
-
-# --- a connection -----------------------------------------------------------------------------------------------------
-FD = 0  # descriptor, -1 = not connected
-PEER = 1
-FLAGS = 2  # READABLE | WRITABLE | FINISHING | QUEUED | RECEIVE_OVER | SEND_OVER
-POSTED = 3  # frames accepted
-SENT_FRAMES = 4  # frames handed to the kernel completely
-SENT_BYTES = 5  # bytes of the next frame that the kernel has taken
-QUEUE = 6  # address of QUEUE_SLOTS frames, 64 bytes each
-IN_HEADER = 7  # bytes of the current header that have arrived, FRAME_BYTES = it is complete and checked
-IN_LEFT = 8  # payload bytes of the current frame still to come
-IN_PLACE = 9  # address where the next of them goes
-IN_NUMBER = 10  # number of the next frame
-IN_IMM = 11
-HEADER = 12  # 4 words: the header as received, copied here so that each field is read once
-LINK_WORDS = 16
-
-READABLE, WRITABLE = 1, 2  # since the last EAGAIN; edge-triggered epoll tells only about changes
-FINISHING = 4  # the peer has closed: read on until the end even after a short read
-QUEUED = 8  # is in the READY ring
-RECEIVE_OVER, SEND_OVER = 16, 32  # no more in this direction
-
-# --- a frame in a connection's queue: its header, then ----------------------------------------------------------------
-FRAME_LOCAL = FRAME_BYTES  # address of the payload
-FRAME_NBYTES = FRAME_BYTES + 8
-FRAME_WR_ID = FRAME_BYTES + 16
-FRAME_SLOT_BYTES = 64
-
-# --- a peer -----------------------------------------------------------------------------------------------------------
-STATE = 0
-LOST_ERRNO = 1  # why the first connection ended
-LOST_TIME = 2  # CLOCK_MONOTONIC ns at which DOWN is reported even if other connections still seem alive
-LOST_BYTES = 3  # bytes at least that are missing of the frame in which it ended, 0 = it ended between frames
-PEER_WORDS = 4
-
-ABSENT = 0
-UP = 1
-ENDING_PEER = 2  # a connection ended, the others are still read
-CLOSED = 3  # DOWN was queued after everything that came before it
-DROPPED = 4  # told to forget it: queued events are discarded too
-
-# --- sizes ------------------------------------------------------------------------------------------------------------
-#: Frames a connection queues before BUSY.
-QUEUE_SLOTS = 256
-#: Bytes of one receive that are not the rest of a payload. Large enough to make the system call cheap, small enough to
-#: stay in a core's second-level cache until they are copied to the window.
-STAGING_BYTES = 128 << 10
-#: Frames gathered into one sendmsg (two entries each; the kernel allows 1024 entries).
-GATHER_FRAMES = 64
-#: Most events that one time slice of a connection can make: zero-length frames in a full staging buffer, the frame
-#: whose payload came before it, the sends, and a DOWN or FAULT.
-SLICE_EVENTS = STAGING_BYTES // FRAME_BYTES + GATHER_FRAMES + 4
-EVENT_SLOTS = 2 * SLICE_EVENTS
-WAITING_SLOTS = 64
-EPOLL_EVENT_BYTES = 12 if os.uname().machine == "x86_64" else 16
-EPOLL_DATA = EPOLL_EVENT_BYTES - 8
-#: A dead process closes all its connections at once; a peer that lost one is reported when the rest has ended, or after
-#: this.
-LOST_GRACE_NS = 100_000_000
-
-IOVEC_WORDS = 2
-MSGHDR_WORDS = 7
-#: Word of msghdr.msg_iovlen (LP64: name, namelen, iov, iovlen, control, controllen, flags).
-MESSAGE_COUNT = 3
+from .tcp_auth import MAX_SEALED_BYTES, is_header_genuine, is_payload_genuine, seal
 
 _EAGAIN = errno.EAGAIN
 _EINTR = errno.EINTR
@@ -124,242 +38,384 @@ _ENOBUFS = errno.ENOBUFS
 _ENOMEM = errno.ENOMEM
 #: What DOWN says when the peer just closed: there is no errno, and this is how the closed socket would answer.
 _ECONNRESET = errno.ECONNRESET
+#: A frame whose MAC, or whose header before that, is not what the peer can have sent.
+_EBADMSG = errno.EBADMSG
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT)
 _SHUT_RDWR = int(socket.SHUT_RDWR)
+_EDGES = int(select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
+_CTL_ADD = 1  # EPOLL_CTL_ADD of sys/epoll.h
 _SOURCE_SHIFT = IMM["source"].shift
 _LOW32 = 0xFFFFFFFF
 
 _sendmsg = external("sendmsg", "int64(int32, int64, int32)")
 _recvmsg = external("recvmsg", "int64(int32, int64, int32)")
+_write = external("write", "int64(int32, int64, int64)")
 _shutdown = external("shutdown", "int32(int32, int32)")
+_epoll_ctl = external("epoll_ctl", "int32(int32, int32, int32, int64)")
 _errno_location = external("__errno_location", "int64()")
 
 
-@compiled
-def peer_record(context: int, rank: int) -> int:
-    """Address of the record of peer ``rank``."""
-    return peek(context + 8 * PEERS) + rank * 8 * PEER_WORDS
+# --- its life ---------------------------------------------------------------------------------------------------------
 
 
 @compiled
-def queue_event(context: int, kind: int, value: int, peer: int, status: int) -> None:
-    """Queue an event; a time slice begins only when there is room for all it can make."""
-    head = peek(context + 8 * EVENTS_HEAD)
-    put_event(peek(context + 8 * EVENTS), head % EVENT_SLOTS, kind, value, peer, status)
-    poke(context + 8 * EVENTS_HEAD, head + 1)
+def take_over(context: int, index: int, fd: int, count: int) -> int:
+    """Go on with the proven, non-blocking socket ``fd``, of whose other end the peer has ``count`` frames whole.
+
+    0, or a negative errno: the connection is not usable, and BROKEN still.
+    """
+    link = tcp.link_record(context, index)
+    acked, sent = peek(link + 8 * tcp.ACKED), peek(link + 8 * tcp.SENT_FRAMES)
+    if count < acked or count > sent:
+        _fault(context, link, FAULT_COUNT, count, sent)
+        return 0
+    entry = peek(context + 8 * tcp.VECTORS)
+    poke32(entry, _EDGES)
+    poke32(entry + tcp.EPOLL_DATA, index)
+    poke32(entry + tcp.EPOLL_DATA + 4, 0)
+    if _epoll_ctl(peek(context + 8 * tcp.EPOLL), _CTL_ADD, fd, entry) != 0:
+        return -peek32(_errno_location())
+    _complete(context, link, count)
+    # rule: what the peer has not is sent again, from its count
+    poke(link + 8 * tcp.SENT_FRAMES, count)
+    poke(link + 8 * tcp.SENT_BYTES, 0)
+    poke(link + 8 * tcp.SEALED, count)
+    poke(link + 8 * tcp.ACK_LEFT, 0)
+    poke(link + 8 * tcp.IN_HEADER, 0)
+    poke(link + 8 * tcp.IN_LEFT, 0)
+    poke(link + 8 * tcp.TOLD, peek(link + 8 * tcp.IN_NUMBER))
+    poke(link + 8 * tcp.UNTOLD_BYTES, 0)
+    poke(link + 8 * tcp.SEND_COUNTER, 0)
+    poke(link + 8 * tcp.RECEIVE_COUNTER, 0)
+    poke(link + 8 * tcp.FD, fd)
+    # Not known to be readable, but an edge may have passed before: the first time slice finds out.
+    poke(link + 8 * tcp.FLAGS, peek(link + 8 * tcp.FLAGS) & tcp.QUEUED | tcp.READABLE | tcp.WRITABLE)
+    store64(link + 8 * tcp.STATE, tcp.UP)
+    tcp.enqueue(context, index)
+    return 0
 
 
 @compiled
-def set_flags(link: int, flags: int) -> None:
-    """Set ``flags`` of the connection record at ``link``."""
-    poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) | flags)
+def lost(context: int, link: int) -> None:
+    """A connection is not mended: DOWN of its peer follows when the others have ended, or after the grace."""
+    rank = peek(link + 8 * tcp.PEER)
+    peer = tcp.peer_record(context, rank)
+    if peek(link + 8 * tcp.MISSING) > 0:
+        poke(peer + 8 * tcp.LOST_BYTES, peek(link + 8 * tcp.MISSING))
+    if peek(peer + 8 * tcp.STANDING) == tcp.PRESENT:
+        poke(peer + 8 * tcp.STANDING, tcp.ENDING_PEER)
+        poke(peer + 8 * tcp.LOST_ERRNO, peek(link + 8 * tcp.REASON))
+        poke(peer + 8 * tcp.LOST_AT, peek(link + 8 * tcp.BROKE_AT))
+        poke(peer + 8 * tcp.LOST_UNTIL, monotonic_ns() + tcp.LOST_GRACE_NS)
+        poke(context + 8 * tcp.ENDING, peek(context + 8 * tcp.ENDING) + 1)
 
 
 @compiled
-def clear_flags(link: int, flags: int) -> None:
-    """Clear ``flags`` of the connection record at ``link``."""
-    poke(link + 8 * FLAGS, peek(link + 8 * FLAGS) & ~flags)
+def break_off(context: int, link: int, code: int) -> None:
+    """The connection failed with errno ``code``: the mending thread has it from here on.
 
-
-@compiled
-def has_work(link: int) -> bool:
-    """Whether a time slice of the connection could move something."""
-    flags = peek(link + 8 * FLAGS)
-    if flags & READABLE != 0 and flags & RECEIVE_OVER == 0:
-        return True
-    unsent = peek(link + 8 * POSTED) > peek(link + 8 * SENT_FRAMES)
-    return unsent and flags & WRITABLE != 0 and flags & SEND_OVER == 0
-
-
-@compiled
-def lost(context: int, rank: int, code: int) -> None:
-    """A connection of ``rank`` ended in one direction: DOWN follows when the others have ended, or after the grace."""
-    peer = peer_record(context, rank)
-    if peek(peer + 8 * STATE) == UP:
-        poke(peer + 8 * STATE, ENDING_PEER)
-        poke(peer + 8 * LOST_ERRNO, code)
-        poke(peer + 8 * LOST_TIME, monotonic_ns() + LOST_GRACE_NS)
-        poke(context + 8 * ENDING, peek(context + 8 * ENDING) + 1)
+    The peer sends a frame again that is not whole: to the same place, the same bytes.
+    """
+    if peek(link + 8 * tcp.STATE) != tcp.UP:
+        return
+    have = peek(link + 8 * tcp.IN_HEADER)
+    header_bytes = peek(context + 8 * tcp.HEADER_BYTES)
+    missing = 0
+    if have > 0:
+        missing = peek(link + 8 * tcp.IN_LEFT) if have == header_bytes else header_bytes - have
+    poke(link + 8 * tcp.MISSING, missing)
+    poke(link + 8 * tcp.REASON, code)
+    poke(link + 8 * tcp.BROKE_AT, monotonic_ns())
+    bell = peek(context + 8 * tcp.BELL)
+    if bell < 0:
+        # nobody mends
+        store64(link + 8 * tcp.STATE, tcp.OVER)
+        lost(context, link)
+        return
+    store64(link + 8 * tcp.STATE, tcp.BROKEN)
+    # not WAITING: that may be gone through at present
+    entry = peek(context + 8 * tcp.VECTORS)
+    poke(entry, 1)
+    _write(bell, entry, 8)
 
 
 @compiled
 def _fault(context: int, link: int, fault: int, arrived: int, expected: int) -> bool:
     """Close a connection on which the peer broke the format. Always False."""
-    _shutdown(peek(link + 8 * FD), _SHUT_RDWR)
-    set_flags(link, RECEIVE_OVER | SEND_OVER)
-    queue_event(context, FAULT, arrived, peek(link + 8 * PEER), fault | expected << FAULT_BITS)
+    if peek(link + 8 * tcp.STATE) == tcp.UP:
+        _shutdown(peek(link + 8 * tcp.FD), _SHUT_RDWR)
+    store64(link + 8 * tcp.STATE, tcp.OVER)
+    tcp.queue_event(context, FAULT, arrived, peek(link + 8 * tcp.PEER), fault | expected << FAULT_BITS)
     return False
+
+
+# --- receiving --------------------------------------------------------------------------------------------------------
 
 
 @compiled
 def _check_header(context: int, link: int) -> bool:
-    """Check the header in the record and set where its payload goes; False after a fault."""
-    header = link + 8 * HEADER
+    """Check all fields of the header in the record; False after a fault."""
+    header = link + 8 * tcp.HEADER
     first = peek(header)
-    target, length = peek(header + FRAME_TARGET), peek(header + FRAME_LENGTH)
-    number = peek(link + 8 * IN_NUMBER)
-    limit = peek(context + 8 * WINDOW_BYTES) - length
+    target, length = peek(header + FRAME_TARGET), peek(header + FRAME_LENGTH) & _LOW32
+    number = peek(link + 8 * tcp.IN_NUMBER)
+    limit = peek(context + 8 * tcp.WINDOW_BYTES) - length
     imm = (first >> 32) & _LOW32
-    peer = peek(link + 8 * PEER)
-    if first & _LOW32 != FRAME_MAGIC:
+    peer = peek(link + 8 * tcp.PEER)
+    if first & _LOW32 != FRAME_MAGIC and (first != ACK_MAGIC or target | length != 0):
         return _fault(context, link, FAULT_BAD_FRAME, first & _LOW32, FRAME_MAGIC)
     if peek(header + FRAME_NUMBER) != number:
         return _fault(context, link, FAULT_NUMBER, peek(header + FRAME_NUMBER), number)
-    if length < 0 or length > MAX_WRITE_BYTES:
+    if length > MAX_WRITE_BYTES:
         return _fault(context, link, FAULT_TOO_LONG, length, MAX_WRITE_BYTES)
     if target < 0 or target > limit:
         return _fault(context, link, FAULT_OUTSIDE_WINDOW, target, limit)
-    if imm >> _SOURCE_SHIFT != peer:
+    if first != ACK_MAGIC and imm >> _SOURCE_SHIFT != peer:
         return _fault(context, link, FAULT_WRONG_SOURCE, imm, peer)
-    poke(link + 8 * IN_NUMBER, number + 1)
-    poke(link + 8 * IN_IMM, imm)
-    poke(link + 8 * IN_LEFT, length)
-    poke(link + 8 * IN_PLACE, peek(context + 8 * WINDOW) + target)
     return True
 
 
 @compiled
-def _arrived(context: int, link: int) -> None:
-    """The current frame is complete."""
-    nbytes = peek(link + 8 * HEADER + FRAME_LENGTH)
-    queue_event(context, ARRIVED, peek(link + 8 * IN_IMM), peek(link + 8 * PEER), nbytes)
-    poke(link + 8 * IN_HEADER, 0)
+def _begin_payload(context: int, link: int) -> bool:
+    """A header is complete: say where its payload goes; False when the connection is over."""
+    header = link + 8 * tcp.HEADER
+    length = peek(header + FRAME_LENGTH) & _LOW32
+    held = peek(link + 8 * tcp.HELD)
+    # rule: nothing of a header is believed before its MAC is checked
+    if held != 0 and not is_header_genuine(context, link, header):
+        break_off(context, link, _EBADMSG)
+        return False
+    if not _check_header(context, link):
+        return False
+    if held != 0 and length > MAX_SEALED_BYTES:
+        return _fault(context, link, FAULT_TOO_LONG, length, MAX_SEALED_BYTES)
+    target = peek(context + 8 * tcp.WINDOW) + peek(header + FRAME_TARGET)
+    poke(link + 8 * tcp.IN_PLACE, held if held != 0 else target)
+    poke(link + 8 * tcp.IN_LEFT, length)
+    return True
+
+
+@compiled
+def _complete(context: int, link: int, count: int) -> None:
+    """The peer has ``count`` frames whole: what was sent with the new ones is complete."""
+    queue, rank = peek(link + 8 * tcp.QUEUE), peek(link + 8 * tcp.PEER)
+    for number in range(peek(link + 8 * tcp.ACKED), count):
+        frame = queue + (number % tcp.QUEUE_SLOTS) * tcp.FRAME_SLOT_BYTES
+        tcp.queue_event(context, SENT, peek(frame + tcp.FRAME_WR_ID), rank, 0)
+    poke(link + 8 * tcp.ACKED, count)
+
+
+@compiled
+def _note_count(context: int, link: int, told: int) -> bool:
+    """The peer says, modulo 2**32, how many frames it has whole; False after a fault."""
+    acked, sent = peek(link + 8 * tcp.ACKED), peek(link + 8 * tcp.SENT_FRAMES)
+    count = acked + (told - acked & _LOW32)
+    # rule: a peer has no more frames than were sent
+    if count > sent:
+        return _fault(context, link, FAULT_COUNT, told, sent & _LOW32)
+    _complete(context, link, count)
+    return True
+
+
+@compiled
+def _arrived(context: int, link: int) -> bool:
+    """The current frame is whole; False when the connection is over."""
+    header = link + 8 * tcp.HEADER
+    held = peek(link + 8 * tcp.HELD)
+    length = peek(header + FRAME_LENGTH) & _LOW32
+    if held != 0:
+        # rule: no byte of a payload reaches the window before its MAC is checked
+        if not is_payload_genuine(context, link, header, held, length):
+            break_off(context, link, _EBADMSG)
+            return False
+        copy(peek(context + 8 * tcp.WINDOW) + peek(header + FRAME_TARGET), held, length)
+    if not _note_count(context, link, (peek(header + FRAME_LENGTH) >> 32) & _LOW32):
+        return False
+    poke(link + 8 * tcp.IN_HEADER, 0)
+    first = peek(header)
+    if first == ACK_MAGIC:
+        return True
+    tcp.queue_event(context, ARRIVED, (first >> 32) & _LOW32, peek(link + 8 * tcp.PEER), length)
+    number, untold = peek(link + 8 * tcp.IN_NUMBER) + 1, peek(link + 8 * tcp.UNTOLD_BYTES) + length
+    poke(link + 8 * tcp.IN_NUMBER, number)
+    poke(link + 8 * tcp.UNTOLD_BYTES, untold)
+    if number - peek(link + 8 * tcp.TOLD) >= tcp.ACK_FRAMES or untold >= tcp.ACK_BYTES:
+        tcp.set_flags(link, tcp.ACK_DUE)
+    elif peek(context + 8 * tcp.OWING) == 0:
+        poke(context + 8 * tcp.OWING, monotonic_ns())
+    return True
 
 
 @compiled
 def _parse(context: int, link: int, source: int, nbytes: int) -> None:
-    """Take ``nbytes`` staged bytes: headers to the record, payload to the window."""
+    """Take ``nbytes`` staged bytes: headers to the record, payload to its place."""
+    header_bytes = peek(context + 8 * tcp.HEADER_BYTES)
     while nbytes > 0:
-        have = peek(link + 8 * IN_HEADER)
-        if have < FRAME_BYTES:
-            part = min(FRAME_BYTES - have, nbytes)
-            copy(link + 8 * HEADER + have, source, part)
-            poke(link + 8 * IN_HEADER, have + part)
+        have = peek(link + 8 * tcp.IN_HEADER)
+        if have < header_bytes:
+            part = min(header_bytes - have, nbytes)
+            copy(link + 8 * tcp.HEADER + have, source, part)
+            poke(link + 8 * tcp.IN_HEADER, have + part)
             source += part
             nbytes -= part
-            if have + part < FRAME_BYTES:
+            if have + part < header_bytes:
                 return
-            if not _check_header(context, link):
+            if not _begin_payload(context, link):
                 return
-        left = peek(link + 8 * IN_LEFT)
+        left = peek(link + 8 * tcp.IN_LEFT)
         part = min(left, nbytes)
         if part > 0:
-            place = peek(link + 8 * IN_PLACE)
+            place = peek(link + 8 * tcp.IN_PLACE)
             copy(place, source, part)
-            poke(link + 8 * IN_PLACE, place + part)
+            poke(link + 8 * tcp.IN_PLACE, place + part)
             source += part
             nbytes -= part
             left -= part
-            poke(link + 8 * IN_LEFT, left)
-        if left == 0:
-            _arrived(context, link)
-
-
-@compiled
-def _cut(context: int, link: int, code: int) -> None:
-    """Nothing more comes from the peer: note whether that was in the middle of a frame."""
-    set_flags(link, RECEIVE_OVER)
-    have = peek(link + 8 * IN_HEADER)
-    missing = 0
-    if have > 0:
-        missing = peek(link + 8 * IN_LEFT) if have == FRAME_BYTES else FRAME_BYTES - have
-    rank = peek(link + 8 * PEER)
-    if missing > 0:
-        poke(peer_record(context, rank) + 8 * LOST_BYTES, missing)
-    lost(context, rank, code)
+            poke(link + 8 * tcp.IN_LEFT, left)
+        if left == 0 and not _arrived(context, link):
+            return
 
 
 @compiled
 def receive(context: int, link: int) -> None:
-    """One receive: the rest of the current payload goes straight to the window, what follows to the staging buffer."""
-    vectors, message = peek(context + 8 * VECTORS), peek(context + 8 * MESSAGE)
-    staging = peek(context + 8 * STAGING)
+    """One receive: the rest of the current payload goes straight to its place, what follows to the staging buffer."""
+    vectors, message = peek(context + 8 * tcp.VECTORS), peek(context + 8 * tcp.MESSAGE)
+    staging = peek(context + 8 * tcp.STAGING)
     direct = 0
     count = 0
-    if peek(link + 8 * IN_HEADER) == FRAME_BYTES:
-        direct = peek(link + 8 * IN_LEFT)
-        poke(vectors, peek(link + 8 * IN_PLACE))
+    if peek(link + 8 * tcp.IN_HEADER) == peek(context + 8 * tcp.HEADER_BYTES):
+        direct = peek(link + 8 * tcp.IN_LEFT)
+        poke(vectors, peek(link + 8 * tcp.IN_PLACE))
         poke(vectors + 8, direct)
         count = 1
     poke(vectors + 16 * count, staging)
-    poke(vectors + 16 * count + 8, STAGING_BYTES)
-    poke(message + 8 * MESSAGE_COUNT, count + 1)
-    got = _recvmsg(peek(link + 8 * FD), message, _RECEIVE_FLAGS)
+    poke(vectors + 16 * count + 8, tcp.STAGING_BYTES)
+    poke(message + 8 * tcp.MESSAGE_COUNT, count + 1)
+    got = _recvmsg(peek(link + 8 * tcp.FD), message, _RECEIVE_FLAGS)
     if got < 0:
         code = peek32(_errno_location())
         if code == _EAGAIN:
-            clear_flags(link, READABLE)
+            tcp.clear_flags(link, tcp.READABLE)
+            if peek(link + 8 * tcp.FLAGS) & tcp.SEND_OVER != 0:
+                break_off(context, link, peek(link + 8 * tcp.REASON))
         elif code != _EINTR and code != _ENOMEM and code != _ENOBUFS:
-            _cut(context, link, code)
+            break_off(context, link, code)
         return
     if got == 0:
-        _cut(context, link, _ECONNRESET)
+        break_off(context, link, _ECONNRESET)
         return
-    if got < direct + STAGING_BYTES and peek(link + 8 * FLAGS) & FINISHING == 0:
+    if got < direct + tcp.STAGING_BYTES and peek(link + 8 * tcp.FLAGS) & tcp.FINISHING == 0:
         # A short read means empty, and later bytes make a new edge.
-        clear_flags(link, READABLE)
+        tcp.clear_flags(link, tcp.READABLE)
     if direct > 0:
         part = min(got, direct)
-        poke(link + 8 * IN_PLACE, peek(link + 8 * IN_PLACE) + part)
-        poke(link + 8 * IN_LEFT, direct - part)
-        if part == direct:
-            _arrived(context, link)
+        poke(link + 8 * tcp.IN_PLACE, peek(link + 8 * tcp.IN_PLACE) + part)
+        poke(link + 8 * tcp.IN_LEFT, direct - part)
+        if part == direct and not _arrived(context, link):
+            return
         got -= part
     if got > 0:
         _parse(context, link, staging, got)
 
 
+# --- sending ----------------------------------------------------------------------------------------------------------
+
+
 @compiled
-def send(context: int, link: int) -> None:
-    """One gathered write of up to GATHER_FRAMES frames; SENT for those that the kernel took whole."""
-    vectors, message = peek(context + 8 * VECTORS), peek(context + 8 * MESSAGE)
-    queue = peek(link + 8 * QUEUE)
-    sent, posted = peek(link + 8 * SENT_FRAMES), peek(link + 8 * POSTED)
-    skip = peek(link + 8 * SENT_BYTES)
-    last = min(posted, sent + GATHER_FRAMES)
+def _seal(context: int, link: int, frame: int, local: int, nbytes: int) -> None:
+    """Make the header at ``frame`` final: it says what has arrived, and MACs cover it and the payload."""
+    # rule: only whole frames are counted
+    number = peek(link + 8 * tcp.IN_NUMBER)
+    poke(frame + FRAME_LENGTH, nbytes | (number & _LOW32) << 32)
+    poke(link + 8 * tcp.TOLD, number)
+    poke(link + 8 * tcp.UNTOLD_BYTES, 0)
+    tcp.clear_flags(link, tcp.ACK_DUE)
+    if peek(link + 8 * tcp.HELD) != 0:
+        seal(context, link, frame, local, nbytes)
+
+
+@compiled
+def _seal_count(context: int, link: int) -> None:
+    """Make the frame that only says what has arrived."""
+    frame = peek(link + 8 * tcp.QUEUE) + tcp.QUEUE_SLOTS * tcp.FRAME_SLOT_BYTES
+    poke(frame, ACK_MAGIC)
+    poke(frame + FRAME_TARGET, 0)
+    poke(frame + FRAME_NUMBER, peek(link + 8 * tcp.SENT_FRAMES))
+    _seal(context, link, frame, 0, 0)
+    poke(link + 8 * tcp.ACK_LEFT, peek(context + 8 * tcp.HEADER_BYTES))
+
+
+@compiled
+def _gather(context: int, link: int, first: int, last: int) -> int:
+    """Enter what is unsent of frames ``first`` to ``last`` - 1, after what is unsent of a count; returns its bytes."""
+    vectors = peek(context + 8 * tcp.VECTORS)
+    queue = peek(link + 8 * tcp.QUEUE)
+    header_bytes = peek(context + 8 * tcp.HEADER_BYTES)
+    skip = peek(link + 8 * tcp.SENT_BYTES)
+    asked = peek(link + 8 * tcp.ACK_LEFT)
     count = 0
-    asked = 0
-    for number in range(sent, last):
-        frame = queue + (number % QUEUE_SLOTS) * FRAME_SLOT_BYTES
-        if skip < FRAME_BYTES:
+    if asked > 0:
+        poke(vectors, queue + tcp.QUEUE_SLOTS * tcp.FRAME_SLOT_BYTES + header_bytes - asked)
+        poke(vectors + 8, asked)
+        count = 1
+    for number in range(first, last):
+        frame = queue + (number % tcp.QUEUE_SLOTS) * tcp.FRAME_SLOT_BYTES
+        local, nbytes = peek(frame + tcp.FRAME_LOCAL), peek(frame + tcp.FRAME_NBYTES)
+        if number == peek(link + 8 * tcp.SEALED):
+            _seal(context, link, frame, local, nbytes)
+            poke(link + 8 * tcp.SEALED, number + 1)
+        if skip < header_bytes:
             poke(vectors + 16 * count, frame + skip)
-            poke(vectors + 16 * count + 8, FRAME_BYTES - skip)
-            asked += FRAME_BYTES - skip
+            poke(vectors + 16 * count + 8, header_bytes - skip)
+            asked += header_bytes - skip
             count += 1
             skip = 0
         else:
-            skip -= FRAME_BYTES
-        left = peek(frame + FRAME_NBYTES) - skip
+            skip -= header_bytes
+        left = nbytes - skip
         if left > 0:
-            poke(vectors + 16 * count, peek(frame + FRAME_LOCAL) + skip)
+            poke(vectors + 16 * count, local + skip)
             poke(vectors + 16 * count + 8, left)
             asked += left
             count += 1
         skip = 0
-    poke(message + 8 * MESSAGE_COUNT, count)
-    taken = _sendmsg(peek(link + 8 * FD), message, _SEND_FLAGS)
+    poke(peek(context + 8 * tcp.MESSAGE) + 8 * tcp.MESSAGE_COUNT, count)
+    return asked
+
+
+@compiled
+def send(context: int, link: int) -> None:
+    """One gathered write of up to GATHER_FRAMES frames, or of what has arrived where nothing else says it."""
+    sent, posted = peek(link + 8 * tcp.SENT_FRAMES), peek(link + 8 * tcp.POSTED)
+    if sent == posted and peek(link + 8 * tcp.ACK_LEFT) == 0:
+        _seal_count(context, link)
+    last = min(posted, sent + tcp.GATHER_FRAMES)
+    asked = _gather(context, link, sent, last)
+    taken = _sendmsg(peek(link + 8 * tcp.FD), peek(context + 8 * tcp.MESSAGE), _SEND_FLAGS)
     if taken < 0:
         code = peek32(_errno_location())
         if code == _EAGAIN:
-            clear_flags(link, WRITABLE)
+            tcp.clear_flags(link, tcp.WRITABLE)
         elif code != _EINTR and code != _ENOMEM and code != _ENOBUFS:
             # What the peer sent before it broke is still to be read: only sending is over.
-            set_flags(link, SEND_OVER | READABLE | FINISHING)
-            lost(context, peek(link + 8 * PEER), code)
+            poke(link + 8 * tcp.REASON, code)
+            tcp.set_flags(link, tcp.SEND_OVER | tcp.READABLE | tcp.FINISHING)
         return
     if taken < asked:
         # The socket buffer is full; room in it makes a new edge.
-        clear_flags(link, WRITABLE)
-    taken += peek(link + 8 * SENT_BYTES)
-    rank = peek(link + 8 * PEER)
+        tcp.clear_flags(link, tcp.WRITABLE)
+    part = min(taken, peek(link + 8 * tcp.ACK_LEFT))
+    poke(link + 8 * tcp.ACK_LEFT, peek(link + 8 * tcp.ACK_LEFT) - part)
+    taken += peek(link + 8 * tcp.SENT_BYTES) - part
+    queue = peek(link + 8 * tcp.QUEUE)
+    header_bytes = peek(context + 8 * tcp.HEADER_BYTES)
     while sent < last:
-        frame = queue + (sent % QUEUE_SLOTS) * FRAME_SLOT_BYTES
-        whole = FRAME_BYTES + peek(frame + FRAME_NBYTES)
+        whole = header_bytes + peek(queue + (sent % tcp.QUEUE_SLOTS) * tcp.FRAME_SLOT_BYTES + tcp.FRAME_NBYTES)
         if taken < whole:
             break
         taken -= whole
         sent += 1
-        queue_event(context, SENT, peek(frame + FRAME_WR_ID), rank, 0)
-    poke(link + 8 * SENT_FRAMES, sent)
-    poke(link + 8 * SENT_BYTES, taken)
+    # rule: a frame over tcp is complete when the peer has it whole
+    poke(link + 8 * tcp.SENT_FRAMES, sent)
+    poke(link + 8 * tcp.SENT_BYTES, taken)

@@ -11,6 +11,7 @@ import select
 import subprocess
 import time
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.support.tcp_peers import WINDOW, connect_all, make
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.protocol.mailbox import mailbox_bytes
+from uccl_ep_serving.proxy.transport import tcp
 from uccl_ep_serving.proxy.transport.shm import ShmEndpoint, encode_address
 
 
@@ -86,12 +88,20 @@ class TestTcp:
         assert caught.value.errno == errno.EMFILE
         assert open_descriptors() == before - 1  # the listener is closed
 
-    @pytest.mark.parametrize(("epoll", "step"), [(no_epoll, "ulimit -n"), (lambda: FullEpoll(), "max_user_watches")])
-    def test_the_connections_that_were_made(self, monkeypatch: pytest.MonkeyPatch, epoll: object, step: str) -> None:
+    @pytest.mark.parametrize(
+        ("module", "name", "refusal", "step"),
+        [
+            (select, "epoll", no_epoll, "ulimit -n"),  # selectors keep the real one
+            (tcp, "take_over", lambda *arguments: -errno.ENOSPC, "max_user_watches"),
+        ],
+    )
+    def test_the_connections_that_were_made(
+        self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, refusal: object, step: str
+    ) -> None:
         """Each of them is proven; it is this host that cannot watch them, not a connection that failed."""
         before = open_descriptors()
         endpoints = [make(rank, 2, np.zeros(WINDOW, np.uint8)) for rank in range(2)]
-        monkeypatch.setattr(select, "epoll", epoll)  # selectors keep the real one
+        monkeypatch.setattr(module, name, refusal)
         raised = connect_all(endpoints)
         for rank, error in enumerate(raised):
             assert isinstance(error, TransportError)
@@ -99,15 +109,15 @@ class TestTcp:
         assert open_descriptors() == before
 
     def test_a_watch_that_is_refused_while_connecting(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from uccl_ep_serving.proxy.transport import tcp_connect
+        from uccl_ep_serving.proxy.transport import tcp_talks
 
-        class Full(tcp_connect.selectors.EpollSelector):
+        class Full(tcp_talks.selectors.EpollSelector):
             def register(self, *arguments: object) -> None:  # type: ignore[override]
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         before = open_descriptors()
         endpoint = make(1, 2, np.zeros(WINDOW, np.uint8))
-        monkeypatch.setattr(tcp_connect.selectors, "DefaultSelector", Full)
+        monkeypatch.setattr(tcp_talks.selectors, "DefaultSelector", Full)
         with pytest.raises(TransportError, match=r"rank 1: cannot watch a connection .*max_user_watches"):
             endpoint.connect([frame.encode_address("127.0.0.1", 1), None], time.monotonic() + 10)
         assert open_descriptors() == before

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tests.support.contract import OpenGroup, Port, Traffic, TransportContract
-from tests.support.tcp_peers import CONNECTIONS, WINDOW, played, raw, tcp_group
+from tests.support.tcp_peers import CONNECTIONS, WINDOW, played, raw, raw_count, tcp_group
 from uccl_ep_serving.protocol import frame
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES
 from uccl_ep_serving.protocol.imm import Immediate, encode
 from uccl_ep_serving.proxy.transport import base
-from uccl_ep_serving.proxy.transport.tcp_link import QUEUE_SLOTS
+from uccl_ep_serving.proxy.transport.tcp_words import QUEUE_SLOTS
 
 
 class TestTcpContract(TransportContract):
@@ -203,6 +203,7 @@ class TestSlowPeers:
             while sent < posted or len(data) < posted * (32 + 32768):
                 with contextlib.suppress(TimeoutError):
                     data += peer.sockets[0].recv(1 << 20)
+                    peer.sockets[0].sendall(raw_count(len(data) // (32 + 32768)))
                 peer.port.flush()
                 sent += sum(event.kind == base.SENT and event.peer == 1 for event in peer.port.poll())
                 assert time.monotonic() < deadline

@@ -13,6 +13,7 @@ from tests.rules.mutation import Mutant, Rules, find, markers, mutated
 from tests.rules.nic_mutants import NIC_MUTANTS
 from tests.rules.node_mutants import NODE_MUTANTS
 from tests.rules.proxy_mutants import RULES
+from tests.rules.tcp_mutants import TCP_MUTANTS
 
 TABLES: dict[str, Rules[Any]] = {
     "kernels": MUTANTS,
@@ -20,6 +21,7 @@ TABLES: dict[str, Rules[Any]] = {
     "nodes": NODE_MUTANTS,
     "nics": NIC_MUTANTS,
     "proxy": RULES,
+    "tcp": TCP_MUTANTS,
 }
 
 

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,9 +49,12 @@ def make(
     )
 
 
-def connect_all(endpoints: Sequence[TcpEndpoint], seconds: float = 10.0) -> list[BaseException | None]:
-    """All endpoints connect to each other, each in a thread; by rank, what it raised."""
-    addresses = [endpoint.address() for endpoint in endpoints]
+def connect_all(
+    endpoints: Sequence[TcpEndpoint], seconds: float = 10.0, addresses: Sequence[bytes] = ()
+) -> list[BaseException | None]:
+    """All endpoints connect to each other, at their own addresses or at these, each in a thread; by rank, what it
+    raised."""
+    addresses = addresses or [endpoint.address() for endpoint in endpoints]
     raised: list[BaseException | None] = [None] * len(endpoints)
     deadline = time.monotonic() + seconds
 
@@ -69,11 +73,14 @@ def connect_all(endpoints: Sequence[TcpEndpoint], seconds: float = 10.0) -> list
 
 
 @contextlib.contextmanager
-def tcp_group(ranks: int, window_bytes: int, host: str = "127.0.0.1", **options: int) -> Iterator[Group]:
+def tcp_group(ranks: int, window_bytes: int, host: str = "127.0.0.1", **options: Any) -> Iterator[Group]:
+    """``through``: what becomes of the endpoints' addresses before their peers learn them."""
+    through = options.pop("through", lambda addresses: addresses)
     windows = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
     endpoints = [make(rank, ranks, window, host=host, **options) for rank, window in enumerate(windows)]
     try:
-        assert connect_all(endpoints) == [None] * ranks
+        addresses = through([endpoint.address() for endpoint in endpoints])
+        assert connect_all(endpoints, addresses=addresses) == [None] * ranks
         yield Group(endpoints, windows, lambda rank: endpoints[rank].close())
     finally:
         for endpoint in endpoints:
@@ -139,6 +146,7 @@ class Played:
             thread.join()
         listener.close()
         endpoints = [self.real.get(rank, self.real[0]) for rank in range(ranks)]
+        self.where = (host, port)
         self.group = Group(endpoints, self.windows, lambda rank: None)
         self.port = Port(self.group, 0)
 
@@ -176,3 +184,8 @@ def raw(
 ) -> bytes:
     """A frame header with any values, right or wrong."""
     return struct.pack("<IIQQQ", magic, imm, target, length, number)
+
+
+def raw_count(arrived: int, number: int = 0) -> bytes:
+    """A frame that only says how many frames have arrived."""
+    return frame.encode_frame(frame.Frame(0, 0, 0, number, arrived, is_ack=True))

@@ -20,6 +20,8 @@ __all__ = [
     "call3",
     "call3_int",
     "call4",
+    "call4_int",
+    "call5_int",
     "call8",
     "monotonic_ns",
     "nanosleep_ns",
@@ -68,6 +70,18 @@ def call4(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     register means nothing.
     """
     return _call(builder, function, (a, b, c, d))
+
+
+@intrinsic("int64(int64, int64, int64, int64, int64)")
+def call4_int(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """``int function(int64 x 4)``: likewise, and it may take 32-bit arguments."""
+    return _call(builder, function, (a, b, c, d), 32)
+
+
+@intrinsic("int64(int64, int64, int64, int64, int64, int64)")
+def call5_int(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+    """``int function(int64 x 5)``: likewise."""
+    return _call(builder, function, (a, b, c, d, e), 32)
 
 
 @intrinsic("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")

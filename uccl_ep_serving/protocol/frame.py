@@ -3,8 +3,8 @@
 A connection carries the writes of some streams of one peer, in one direction each way. Every write is one frame: a
 32-byte header and the payload. Each header also says how many frames of the other direction have arrived whole, and
 where there is no write to say it with, a frame of its own does: a header without payload or number. With
-``UCCL_EP_TCP_AUTH`` a 16-byte MAC over header and payload stands between the two. The receiver takes nothing on trust:
-it copies the header, checks every field, and only then lets the payload into its window.
+``UCCL_EP_TCP_AUTH`` two MACs stand between the two: of the payload, then of the header and that one. The receiver takes
+nothing on trust: it copies the header, checks every field, and only then lets the payload into its window.
 
 The handshake runs before any frame, once per connection and again when one that broke is made anew. Each of its frames
 starts with an 8-byte prefix that names the kind, so a reader always knows how many bytes follow; nothing in it has a
@@ -55,6 +55,7 @@ __all__ = [
     "ROLE_ACCEPTOR",
     "ROLE_CONNECTOR",
     "ROLE_WELCOME",
+    "SEAL_BYTES",
     "TAG_BYTES",
     "WELCOME_BYTES",
     "Frame",
@@ -92,8 +93,10 @@ FRAME_BYTES = _FRAME.size
 #: Byte offsets of 64-bit words: byte 0 holds the magic (low half) and the immediate (high half), FRAME_LENGTH the
 #: length and how many frames have arrived (high half, modulo 2**32: far fewer are on their way).
 FRAME_TARGET, FRAME_LENGTH, FRAME_NUMBER = 8, 16, 24
-#: Of the MAC that may follow the header: AES-256-GMAC.
+#: Of a MAC, AES-256-GMAC, and of the two that may follow a header: of the payload (0 where there is none), and of the
+#: header and that one. A header that was altered is noticed at once, not when the payload that it promises is there.
 TAG_BYTES = 16
+SEAL_BYTES = 2 * TAG_BYTES
 KEY_BYTES = 32
 
 assert FRAME_BYTES == 32

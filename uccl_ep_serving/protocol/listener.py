@@ -31,7 +31,7 @@ def ports_needed(ranks: int, proxies: int) -> str:
     """How many ports a range must hold, and the next step, in words."""
     each = 1 + proxies
     return (
-        f"While a Buffer opens, each rank listens on 1 port, and over tcp on 1 more for each of its {proxies} proxies: "
+        f"While its Buffer is open a rank listens on 1 port, and over tcp on 1 more for each of its {proxies} proxies: "
         f"{ranks} x {each} = {ranks * each} ports where all {ranks} ranks are on one host, and as many for each other "
         "engine there. Next step: a wider UCCL_EP_PORT_RANGE"
     )
@@ -53,8 +53,8 @@ def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
     first, last = ports
     for scan in range(_SCANS):
         if scan:
-            # A port behind this scan may have become free: ranks listen only until they have connected. Ranks that scan
-            # together should not meet again, and engines give them all one seed: hence the system's random numbers.
+            # A port behind this scan may have become free: ranks leave windows before they build others. Ranks that
+            # scan together should not meet again, and engines give all one seed: hence the system's random numbers.
             time.sleep(random.SystemRandom().uniform(0, _MOST_PAUSE_SECONDS))
         for port in range(first, last + 1):
             try:

@@ -1,0 +1,346 @@
+"""A tcp connection that breaks while both processes live is connected again: nothing lost, nothing twice, no error."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.contract import Group, Port, Traffic
+from tests.support.tcp_peers import CONNECTIONS, WINDOW, Played, drive, identity, played, raw, raw_count, tcp_group
+from tests.support.tcp_relay import Relay, garbler, relays
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.protocol import frame, handshake
+from uccl_ep_serving.protocol.frame import Verdict
+from uccl_ep_serving.protocol.imm import Immediate, encode
+from uccl_ep_serving.proxy.transport import base, tcp_mend
+from uccl_ep_serving.proxy.transport import tcp_words as tcp
+from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
+
+PLAIN, SEALED = Settings(tcp_connections=CONNECTIONS), Settings(tcp_connections=CONNECTIONS, tcp_auth=True)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection may break as often as it likes."""
+    monkeypatch.setattr(tcp_mend, "AGAIN_SECONDS", 0.0)
+
+
+@contextlib.contextmanager
+def wired(
+    ranks: int = 2,
+    window: int = WINDOW,
+    settings: Settings = PLAIN,
+    alter: Callable[[bytes], bytes] = lambda data: data,
+) -> Iterator[tuple[Group, list[Relay]]]:
+    """A group whose ranks reach each other through relays, by the rank that listens."""
+    with contextlib.ExitStack() as stack:
+        made: list[Relay] = []
+
+        def through(addresses: list[bytes]) -> list[bytes]:
+            made.extend(stack.enter_context(relays(addresses, alter)))
+            return [relay.address for relay in made]
+
+        yield stack.enter_context(tcp_group(ranks, window, settings=settings, through=through)), made
+
+
+def plan(group: Group, count: int, largest: int, seed: int = 0) -> Traffic:
+    """Writes of random sizes, between all pairs of ranks in turn."""
+    dice, traffic = random.Random(seed), Traffic(group)
+    pairs = [(a, b) for a in range(len(traffic.ports)) for b in range(len(traffic.ports)) if a != b]
+    offset = 0
+    for number in range(count):
+        nbytes = dice.choice([0, 16, 4096, dice.randrange(largest)])
+        traffic.add(*pairs[number % len(pairs)], offset, offset, nbytes)
+        offset += nbytes
+    return traffic
+
+
+def in_order(traffic: Traffic) -> bool:
+    """Each pair's writes have arrived once, in the order in which they were posted."""
+    by_pair: dict[tuple[int, int], list[int]] = {}
+    for _, number in traffic.order:
+        write = traffic.writes[number]
+        by_pair.setdefault((write.sender, write.peer), []).append(number)
+    return all(numbers == sorted(numbers) for numbers in by_pair.values()) and all(
+        write.arrivals == write.sent == 1 for write in traffic.writes
+    )
+
+
+def word(port: Group, rank: int, link: int, name: int) -> int:
+    endpoint = port.endpoints[rank]
+    assert isinstance(endpoint, TcpEndpoint)
+    return int(endpoint._state.links[link, name])
+
+
+@pytest.mark.usefixtures("often")
+class TestNothingIsLost:
+    @pytest.mark.parametrize("how", ["reset", "close", "near", "far"])
+    def test_an_idle_wire(self, how: str) -> None:
+        """Between two writes: also where only one side hears of it, whichever sends next."""
+        for sender in (0, 1):
+            with wired() as (group, (relay, _)):
+                traffic = Traffic(group)
+                traffic.add(sender, 1 - sender, 0, 0, 4096)
+                traffic.run()
+                assert relay.cut(how) == CONNECTIONS
+                traffic.add(sender, 1 - sender, 4096, 4096, 4096)
+                Traffic.run(again(traffic, 1))
+                traffic.settle()
+                assert in_order(traffic)
+
+    @pytest.mark.parametrize("settings", [PLAIN, SEALED], ids=["plain", "sealed"])
+    @pytest.mark.parametrize("how", ["reset", "close", "near", "far"])
+    def test_a_busy_wire(self, how: str, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+        """In the middle of whatever is under way, in both directions, again and again."""
+        with wired(3, 40 << 20, settings) as (group, wires):
+            traffic, stop = plan(group, 800, 64 << 10), threading.Event()
+
+            def cutter() -> None:
+                dice = random.Random(1)
+                while not stop.wait(0.01):
+                    dice.choice(wires).cut(how)
+
+            thread = threading.Thread(target=cutter)
+            thread.start()
+            try:
+                traffic.run()
+            finally:
+                stop.set()
+                thread.join()
+            traffic.settle()
+            assert in_order(traffic)
+            assert sum(record.args[-1] for record in caplog.records if "sent again" in record.msg) > 3
+
+    def test_a_garbled_wire_that_is_sealed(self) -> None:
+        """No changed bit counts, and none costs a rank."""
+        with wired(2, 16 << 20, SEALED) as (group, wires):
+            for wire in wires:
+                wire.alter = garbler(2, 12)
+            traffic = plan(group, 400, 48 << 10)
+            traffic.run()
+            traffic.settle()
+            assert in_order(traffic)
+            assert sum(wire.connections for wire in wires) > CONNECTIONS
+
+    def test_a_connection_that_was_mended_long_ago_is_mended_again(self) -> None:
+        with wired() as (group, (relay, _)):
+            for number in range(3):
+                traffic = Traffic(group)
+                traffic.add(0, 1, 0, 0, 64 * number)
+                traffic.run()
+                relay.cut()
+
+
+def again(traffic: Traffic, done: int) -> Traffic:
+    """``traffic`` without the first ``done`` writes, which are over, as far as posting goes."""
+    rest = Traffic(traffic.group, traffic.ports)
+    rest.writes = traffic.writes
+    rest.order = traffic.order
+    posted = rest.try_post
+    rest.try_post = lambda number: number < done or posted(number)  # type: ignore[method-assign]
+    return rest
+
+
+def test_a_write_is_complete_when_the_peer_has_it_whole() -> None:
+    """Not when the kernel has it: until then its source must not change."""
+    with played() as peer:
+        assert peer.port.post(1, 0, 0, 4096, encode(Immediate(0, 8, 0, True)), 7) == base.ACCEPTED
+        peer.port.flush()
+        whole = peer.sockets[0].recv(32 + 4096, socket.MSG_WAITALL)
+        assert len(whole) == 32 + 4096
+        time.sleep(0.01)
+        assert peer.port.poll() == []
+        peer.sockets[0].sendall(raw_count(1))
+        assert [(event.kind, event.value) for event in peer.events(1)] == [(base.SENT, 7)]
+
+
+def test_what_has_arrived_is_said_with_the_next_write_or_after_a_moment() -> None:
+    with played() as peer:
+        for number in range(3):
+            peer.sockets[0].sendall(raw(number=number) + bytes(16))
+        peer.events(3)
+        assert peer.port.post(1, 0, 0, 0, encode(Immediate(0, 8, 0, True)), 7) == base.ACCEPTED
+        peer.port.flush()
+        while (said := next_frame(peer)).is_ack:
+            pass  # a slow host was late with the write
+        assert said.arrived == 3
+        assert_silent(peer)
+        peer.sockets[0].sendall(raw(number=3) + bytes(16))
+        peer.events(1)
+        assert next_frame(peer) == frame.Frame(0, 0, 0, number=1, arrived=4, is_ack=True)
+        assert_silent(peer)
+
+
+def test_what_has_arrived_is_said_at_once_when_much_is_owed() -> None:
+    """A peer that only sends has room for so many frames until it learns."""
+    with played() as peer:
+        peer.sockets[0].sendall(b"".join(raw(number=number, length=0) for number in range(tcp.ACK_FRAMES)))
+        peer.events(tcp.ACK_FRAMES)
+        peer.sockets[0].settimeout(1.0)
+        assert frame.decode_frame(peer.sockets[0].recv(32, socket.MSG_WAITALL)).arrived == tcp.ACK_FRAMES
+
+
+def next_frame(peer: Played) -> frame.Frame:
+    """What rank 0 says next."""
+    peer.sockets[0].settimeout(0.001)
+    deadline = time.monotonic() + 5
+    while True:
+        peer.port.poll()
+        with contextlib.suppress(TimeoutError):
+            return frame.decode_frame(peer.sockets[0].recv(32, socket.MSG_WAITALL))
+        assert time.monotonic() < deadline
+
+
+def assert_silent(peer: Played) -> None:
+    """Rank 0 says nothing for a while: what was told once is not told again."""
+    peer.sockets[0].settimeout(0.001)
+    until = time.monotonic() + 0.02
+    while time.monotonic() < until:
+        assert peer.port.poll() == []
+        with pytest.raises(TimeoutError):
+            peer.sockets[0].recv(64)
+
+
+def test_only_whole_frames_are_counted() -> None:
+    """The rest of a frame may never come: the peer sends it again."""
+    with played() as peer:
+        peer.sockets[0].sendall(raw() + bytes(15))
+        time.sleep(0.01)
+        assert peer.port.poll() == []
+        assert peer.port.post(1, 0, 0, 0, encode(Immediate(0, 8, 0, True)), 7) == base.ACCEPTED
+        peer.port.flush()
+        assert next_frame(peer).arrived == 0
+        peer.sockets[0].sendall(bytes(1))
+        assert [event.kind for event in peer.events(1)] == [base.ARRIVED]
+        assert next_frame(peer).arrived == 1
+
+
+@pytest.mark.parametrize("claimed", [2, 0xFFFFFFFF])
+def test_more_than_was_sent_has_not_arrived(claimed: int) -> None:
+    with played() as peer:
+        assert peer.port.post(1, 0, 0, 0, encode(Immediate(0, 8, 0, True)), 7) == base.ACCEPTED
+        peer.port.flush()
+        peer.sockets[0].sendall(raw_count(claimed))
+        (event,) = peer.events(1)
+        assert (event.kind, event.value, event.status) == (base.FAULT, claimed, base.FAULT_COUNT | 1 << base.FAULT_BITS)
+
+
+class TestItCosts:
+    def test_a_second_break_soon_after_the_first(self) -> None:
+        """The link is bad: both sides hear of it, and the ranks agree on what it costs."""
+        with wired() as (group, (relay, _)):
+            traffic = Traffic(group)
+            traffic.add(0, 1, 0, 0, 64)
+            traffic.run()
+            for _ in range(2):
+                relay.cut()
+                down = poll_for(traffic, base.DOWN, 2, 0.3)
+            assert {event.peer for event in down} == {0, 1}
+
+    def test_a_process_that_has_ended(self) -> None:
+        with played() as peer:
+            for connection in peer.sockets:
+                connection.close()
+            begun = time.monotonic()
+            (event,) = peer.events(1)
+            assert (event.kind, event.peer) == (base.DOWN, 1)
+            assert time.monotonic() - begun < 0.2
+
+    def test_a_peer_that_has_done_with_this_rank_says_so(self) -> None:
+        with wired() as (group, _):
+            ports = [Port(group, rank) for rank in range(2)]
+            ports[0].drop(1)
+            deadline = time.monotonic() + 0.5
+            while not (events := ports[1].poll()):
+                assert time.monotonic() < deadline
+            assert [(event.kind, event.peer) for event in events] == [(base.DOWN, 0)]
+            assert ports[0].poll() == []
+
+    def test_nobody_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No answer at all: the rest of the bound, and then DOWN."""
+        monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 0.3)
+        with wired() as (group, wires):
+            traffic = Traffic(group)
+            for wire in wires:
+                wire.accepting = False
+            begun = time.monotonic()
+            wires[0].cut()
+            down = poll_for(traffic, base.DOWN, 2, 2.0)
+            assert 0.2 < time.monotonic() - begun < 1.0
+            assert {event.peer for event in down} == {0, 1}
+
+
+def poll_for(traffic: Traffic, kind: int, count: int, seconds: float) -> list[base.Event]:  # type: ignore[name-defined]
+    """Events of ``kind`` of all ranks, until there are ``count`` or the time is over."""
+    found = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        for port in traffic.ports:
+            found += [event for event in port.poll() if event.kind == kind]
+        time.sleep(0.001)
+    return found
+
+
+class TestWhoConnects:
+    """Rank 0 is real, and reached as its peers reach it."""
+
+    def dial(self, where: tuple[str, int], count: int = 0, secret: bytes | None = None) -> handshake.Proven:
+        with socket.create_connection(where, timeout=2) as connection:
+            me = identity(1) if secret is None else identity(1, secret=secret)
+            return drive(connection, handshake.connect(me, 0, 0, count))
+
+    def test_the_peers_count_is_told(self) -> None:
+        with played() as peer, polled(peer.port):
+            for number in range(3):
+                peer.sockets[0].sendall(raw(number=number) + bytes(16))
+            peer.sockets[0].sendall(raw(number=3))  # without its payload
+            time.sleep(0.05)
+            assert self.dial(peer.where).count == 3
+
+    def test_a_stranger_does_not_disturb_a_connection(self) -> None:
+        with played() as peer, polled(peer.port):
+            with pytest.raises(handshake.Refused) as caught:
+                self.dial(peer.where, secret=bytes(32))
+            assert caught.value.verdict is Verdict.WRONG_SECRET
+            assert word(peer.group, 0, CONNECTIONS, tcp.STATE) == tcp.UP
+
+    def test_a_count_that_cannot_be_is_a_fault(self) -> None:
+        with played() as peer:
+            with polled(peer.port) as events:
+                self.dial(peer.where, count=1)
+                time.sleep(0.05)
+            assert (base.FAULT, base.FAULT_COUNT) in {(event.kind, event.status) for event in events}
+
+    def test_the_higher_rank_is_let_in_while_this_one_connects(self) -> None:
+        """And the lower one is refused: each pair agrees on one connection."""
+        for ranks, played_rank in ((2, 1),):
+            with played(ranks) as peer, polled(peer.port):
+                assert played_rank > 0
+                peer.sockets[0].close()
+                assert self.dial(peer.where).peer == 0
+
+
+@contextlib.contextmanager
+def polled(port: Port) -> Iterator[list]:
+    """``port`` is polled in the background, as its proxy would."""
+    events: list = []
+    stop = threading.Event()
+
+    def poll() -> None:
+        while not stop.is_set():
+            events.extend(port.poll())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield events
+    finally:
+        stop.set()
+        thread.join()
