@@ -15,6 +15,7 @@ import re
 import resource
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from uccl_ep_serving.native import cache
 from uccl_ep_serving.native.failure import STICKY_ERROR
 from uccl_ep_serving.protocol.frame import FRAME_MAGIC
 
-__all__ = ["Strangers", "cut", "garble", "limit", "spoil_cache"]
+__all__ = ["Strangers", "cut", "cut_again", "garble", "limit", "spoil_cache"]
 
 _CREDENTIALS = struct.Struct("3i")
 #: A control listener in /proc/net/unix: connections that it has accepted have its name, too, and other flags.
@@ -79,6 +80,15 @@ def cut(pid: int, data: bool, form: str, share: float) -> None:
     """Shut down a connection to process ``pid``: ``both`` ways, or what this end may ``write``."""
     with _chosen(pid, data, share) as one:
         one.shutdown(socket.SHUT_RDWR if form == "both" else socket.SHUT_WR)
+
+
+def cut_again(pid: int, form: str, pause: float) -> None:
+    """Shut down all data connections to process ``pid``, and those that take their place after ``pause`` seconds."""
+    for seconds in (0.0, pause):
+        time.sleep(seconds)
+        for one in _connections(pid, data=True):
+            with one, contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR if form == "both" else socket.SHUT_WR)
 
 
 def garble(pid: int, data: bool, form: str, share: float, seed: int) -> None:

@@ -30,12 +30,12 @@ _RANKS = re.compile(r"rank \d+|ranks \[[\d, ]+\]")
 def allowed(trial: Trial) -> list[frozenset[int]]:
     """The sets of lost ranks that all survivors may agree on."""
     none, hit = frozenset[int](), frozenset(trial.victims)
-    if trial.kind.startswith("cut"):
+    if trial.kind in ("cut control", "cut data twice"):
         # one end of a link of which both are healthy: they have as many live links, so it is the higher rank
         return [none, frozenset([max(trial.victims[0], trial.peer)])]
     if trial.kind in ("wake", "garble control", "garble data", "kill in constructor", "limit"):
         return [none, hit]
-    return [none] if trial.kind in ("pause", "cache") else [hit]
+    return [none] if trial.kind in ("pause", "cache", "cut data", "garble sealed") else [hit]
 
 
 def verdict(trial: Trial, outcome: Outcome) -> list[str]:

@@ -180,10 +180,12 @@ class _Helper(threading.Thread):
             self.leaves = True
             return
         try:
-            if what == "cut":
+            if trial.kind == "cut data twice":
+                attacks.cut_again(pid, trial.form, trial.pause)
+            elif what == "cut":
                 attacks.cut(pid, where == "data", trial.form, trial.share)
             else:
-                attacks.garble(pid, where == "data", trial.form, trial.share, trial.seed)
+                attacks.garble(pid, where != "control", trial.form, trial.share, trial.seed)
         except (OSError, LookupError) as error:
             print(f"chaos: rank {self._rank} cannot {trial.kind}: {error}", flush=True)
             return

@@ -26,20 +26,24 @@ KINDS = {
     "pause": ("SIGSTOP, and SIGCONT long before the deadline", 3),
     "cut control": ("a control connection between two healthy ranks is shut down", 3),
     "cut data": ("a data connection between two healthy ranks is shut down", 3),
+    "cut data twice": ("the same data connection is shut down, and again once it is mended", 3),
     "garble control": ("bytes of nobody in a control connection", 3),
     "garble data": ("bytes of nobody in a data connection", 3),
+    "garble sealed": ("bytes of nobody in a data connection whose frames carry MACs", 3),
     "flood": ("strangers at every listener, from the first one on; then SIGKILL of a rank", 3),
     "leave": ("a rank's host raises: it destroys its Buffer, or does not even do that", 3),
     "cache": ("a cache that is damaged, full, or that others can write, when the ranks start", 3),
     "limit": ("a rank that starts with few descriptors, or little memory", 3),
 }
 #: Data connections are there over tcp alone.
-_TCP_ONLY = frozenset(("cut data", "garble data"))
+_TCP_ONLY = frozenset(("cut data", "cut data twice", "garble data", "garble sealed"))
 _FORMS = {
     "cut control": ("both", "write"),
     "cut data": ("both", "write"),
+    "cut data twice": ("both", "write"),
     "garble control": ("noise", "header", "few", "zeros"),
     "garble data": ("noise", "header", "few", "zeros"),
+    "garble sealed": ("noise", "header", "few", "zeros"),
     "leave": ("destroy", "exit"),
     "cache": ("empty", "cut", "noise", "shared", "full"),
     "limit": ("descriptors", "memory"),
@@ -85,7 +89,7 @@ class Trial:
     def settings(self) -> dict[str, Any]:
         """What differs from the tests' usual settings."""
         small = {"heap_bytes": 2 << 20, "round_bytes": 1 << 20, "timeout": TIMEOUT, "connect_timeout": 5.0}
-        return {**SETTINGS[self.path], **small}
+        return {**SETTINGS[self.path], **small, "tcp_auth": self.kind == "garble sealed"}
 
 
 def draw(seed: int) -> Trial:
@@ -101,6 +105,7 @@ def draw(seed: int) -> Trial:
         "wake": (0.5 * TIMEOUT, 1.5 * TIMEOUT),
         "pause": (0.02, 0.3 * TIMEOUT),
         "kill in rebuild": (0.0, 0.05),
+        "cut data twice": (0.1, 0.3),
         "flood": (0.1, 0.6),
     }
     return Trial(
