@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -111,8 +112,7 @@ def drawn(seed: int, sources: Mapping[str, str]) -> Iterator[Mutant]:
     for several in sorted(lines.values(), key=place):
         in_order = sorted(several, key=lambda mutant: _digest(seed, mutant.id))
         compiled = (mutant for mutant in in_order if _compiles(applied(sources[mutant.file], mutant)))
-        if mutant := next(compiled, None):
-            yield mutant
+        yield from itertools.islice(compiled, 1)
 
 
 def _digest(*parts: object) -> str:
