@@ -39,8 +39,8 @@ while arrived < 100 or posted < 100:
     arrived += sum(event.kind == 2 for event in port.poll())
     assert time.monotonic() < deadline
 assert np.array_equal(window[1 << 19 :], window[: 1 << 19])
+parent = os.getpid()
 if "fork" in sys.argv and os.fork() == 0:
-    parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.05)
     time.sleep(3)
