@@ -44,6 +44,7 @@ from ...errors import BootstrapError, TransportError
 from ...native.atomics import poke
 from ...native.groups import Group, load
 from ...native.jit import Compiled, compiled
+from ...protocol.talks import NO_DESCRIPTORS
 
 ACCEPTED = 0
 BUSY = 1
@@ -247,10 +248,6 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Release everything. Call only after the proxy thread has stopped. Never raises, may be called twice."""
-
-
-#: The process, or the whole system, has as many files open as it may.
-NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
 
 
 def refused(what: str, error: OSError, device: str, less: str = "") -> TransportError:

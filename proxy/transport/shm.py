@@ -23,8 +23,9 @@ import numpy as np
 from ...errors import BootstrapError, ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.mailbox import ring_offset
+from ...protocol.talks import NO_DESCRIPTORS
 from . import shm_data as data
-from .base import NO_DESCRIPTORS, Capabilities, DataPath, refused
+from .base import Capabilities, DataPath, refused
 from .shm_data import FUNCTIONS
 
 _ADDRESS = struct.Struct("<4sIHHQQQ")

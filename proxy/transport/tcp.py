@@ -27,6 +27,7 @@ from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.frame import FRAME_BYTES, SEAL_BYTES, decode_address, encode_address
 from ...protocol.handshake import Identity, Proven
 from ...protocol.listener import PortsTaken, listen, ports_needed
+from ...protocol.talks import Key
 from . import tcp_auth
 from . import tcp_words as tcp
 from .base import Capabilities, DataPath, refused
@@ -34,7 +35,6 @@ from .tcp_connect import Met, meet
 from .tcp_data import FUNCTIONS
 from .tcp_link import take_over
 from .tcp_mend import Mender
-from .tcp_talks import Key
 
 #: HMAC-SHA256 keys shorter than this could be guessed from one recorded handshake.
 MIN_SECRET_BYTES = 16

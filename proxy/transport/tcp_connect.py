@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping
 from ...errors import BootstrapError
 from ...protocol.frame import Verdict
 from ...protocol.handshake import Handshake, Identity, Proven, Refused, accept, connect
-from .tcp_talks import CONNECT_SECONDS, Key, OneTalk, Talks
+from ...protocol.talks import Key, OneTalk
+from .tcp_talks import TcpTalks
 
+#: After this long without an answer to a SYN, start anew: the kernel's own retries become rare.
+CONNECT_SECONDS = 5.0
 #: Pause before connecting again, doubled up to the last value.
 RETRY_SECONDS = (0.02, 1.0)
 #: Times are looked at this often: a deadline is kept this well.
@@ -42,7 +45,7 @@ _RETRY_ERRNO = frozenset(
 Met = dict[Key, tuple[socket.socket, Proven]]
 
 
-class _Meeting(Talks):
+class _Meeting(TcpTalks):
     def __init__(
         self,
         me: Identity,
@@ -170,7 +173,7 @@ class _Meeting(Talks):
         peer = talk.wanted[0]
         self.last_words[peer] = words
         if code and code not in _RETRY_ERRNO:
-            raise self.transport_error(OSError(code, words), f"connection to rank {peer} at {talk.where}")
+            raise self.unable(OSError(code, words), f"connection to rank {peer} at {talk.where}")
         pause = self.pauses.get(talk.wanted, RETRY_SECONDS[0])
         self.pauses[talk.wanted] = min(2 * pause, RETRY_SECONDS[1])
         heapq.heappush(self.retries, (time.monotonic() + pause, talk.wanted))

@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.tcp_peers import CONNECTIONS, SECRET, WINDOW, connect_all, drive, identity, make, tcp_group
 from uccl_ep_serving.errors import BootstrapError, ConfigError, TransportError
-from uccl_ep_serving.protocol import frame, handshake
-from uccl_ep_serving.proxy.transport import tcp_connect, tcp_talks
+from uccl_ep_serving.protocol import frame, handshake, talks
+from uccl_ep_serving.proxy.transport import tcp_connect
 from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
 
 
@@ -165,7 +165,7 @@ class TestStrangers:
 
     def test_silent_strangers_never_push_out_a_peer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A real rank 1 that is slow in its handshake keeps its place while strangers come and go."""
-        monkeypatch.setattr(tcp_talks, "MAX_STRANGERS", 4)
+        monkeypatch.setattr(talks, "MAX_STRANGERS", 4)
         with waiting_rank() as (address, raised), contextlib.ExitStack() as stack:
             peer = stack.enter_context(socket.create_connection(address, timeout=5))
             talk = handshake.connect(identity(1, connections=1), 0, 0)
@@ -178,7 +178,7 @@ class TestStrangers:
         assert raised == []
 
     def test_a_silent_stranger_is_dropped_long_before_the_deadline(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp_talks, "ACCEPT_SECONDS", 0.05)
+        monkeypatch.setattr(talks, "ACCEPT_SECONDS", 0.05)
         with waiting_rank() as (address, raised), contextlib.ExitStack() as stack:
             stray = stack.enter_context(socket.create_connection(address, timeout=5))
             assert stray.recv(1) == b""  # the rank itself waits for ten seconds
@@ -228,14 +228,14 @@ class TestStrangers:
             for _ in range(4):
                 address = frame.decode_address(endpoint.address())
                 stack.enter_context(socket.create_connection(address, timeout=5))
-            monkeypatch.setattr(tcp_talks.socket, "socket", Scarce)
+            monkeypatch.setattr(talks.socket, "socket", Scarce)
             nobody = frame.encode_address("127.0.0.1", 1)
             with pytest.raises(BootstrapError, match=r"rank 0: .*Connection refused"):
                 endpoint.connect([nobody, None, nobody], time.monotonic() + 1)
             assert asked > 3
 
     def test_more_strangers_than_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp_talks, "MAX_STRANGERS", 3)
+        monkeypatch.setattr(talks, "MAX_STRANGERS", 3)
         windows = [np.zeros(WINDOW, np.uint8) for _ in range(2)]
         endpoints = [make(rank, 2, window) for rank, window in enumerate(windows)]
         with contextlib.ExitStack() as stack:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from .links import MAGIC, Link
 
 __all__ = [
+    "COUNT",
     "DOING",
     "GATHER",
     "GOODBYE",
@@ -23,6 +24,7 @@ __all__ = [
     "Ended",
     "Frame",
     "close_all",
+    "count_frame",
     "read_frames",
     "send_frame",
     "send_now",
@@ -31,9 +33,9 @@ __all__ = [
 #: magic, kind, number of descriptors that come with it, sequence of the gather or the question, payload bytes
 _HEADER = struct.Struct("<IHHQI")
 #: Kinds: a part of a step; the sender leaves in good order; what the sender says of who goes on (``reports.Note``); the
-#: sender waits for you in the operation that the payload names.
-GATHER, GOODBYE, NOTE, DOING = 1, 2, 3, 4
-_KINDS = frozenset((GATHER, GOODBYE, NOTE, DOING))
+#: sender waits for you in the operation that the payload names; how many frames of yours have arrived (over TCP).
+GATHER, GOODBYE, NOTE, DOING, COUNT = 1, 2, 3, 4, 5
+_KINDS = frozenset((GATHER, GOODBYE, NOTE, DOING, COUNT))
 MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
 #: A peer that runs takes a small frame within this time.
@@ -102,12 +104,25 @@ def read_frames(link: Link) -> Iterator[Frame]:
             payload = bytes(link.buffer[_HEADER.size : _HEADER.size + length])
             del link.buffer[: _HEADER.size + length]
             taken, link.descriptors = link.descriptors[:due], link.descriptors[due:]
+            if link.outbox is not None:
+                if kind == COUNT:
+                    link.outbox.forget(sequence)
+                    continue
+                link.outbox.taken += 1
             yield Frame(kind, sequence, payload, taken)
+
+
+def count_frame(taken: int) -> bytes:
+    """The frame that says how many frames have arrived."""
+    return _HEADER.pack(MAGIC, COUNT, 0, taken, 0)
 
 
 def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", descriptors: Sequence[int] = ()) -> None:
     """Write one frame. A peer that is gone is no error here: whoever waits for its answer names it."""
     frame = _HEADER.pack(MAGIC, kind, len(descriptors), sequence, len(body)) + body
+    if link.outbox is not None:
+        link.outbox.post(frame)
+        return
     with link.sending:
         try:
             sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
@@ -121,7 +136,12 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
 
 
 def send_now(link: Link, kind: int, body: bytes) -> bool:
-    """Write one frame without waiting for the peer; False when the connection takes none, or is over."""
+    """Write one frame without waiting for the peer; False when the connection takes none, or is over.
+
+    One that is about to be mended takes it.
+    """
+    if link.outbox is not None:
+        return link.outbox.post(_HEADER.pack(MAGIC, kind, 0, 0, len(body)) + body)
     if not link.sending.acquire(timeout=_MOST_WAIT_SECONDS):
         return False
     try:

@@ -24,8 +24,9 @@ from ..protocol.handshake import Identity, Refused, Talk, accept, connect
 from ..protocol.listener import BACKLOG, PortsTaken, listen, ports_needed
 from .addresses import choose_address
 from .bootstrap import Card, Introduction
+from .outbox import Outbox
 
-__all__ = ["MAGIC", "NO_ROOM", "Link", "Listeners", "meet", "waking_selector"]
+__all__ = ["MAGIC", "NO_ROOM", "Link", "Listeners", "identity_of", "meet", "waking_selector"]
 
 _log = logging.getLogger("uccl_ep_serving.control_plane.mesh")
 
@@ -53,6 +54,7 @@ class Link:
         local: a Unix socket, over which descriptors travel.
         sending: held while a frame is written.
         said_goodbye: the peer leaves in good order.
+        outbox: of a connection over TCP; over a Unix socket frames are written by whoever sends them.
     """
 
     peer: int
@@ -62,6 +64,7 @@ class Link:
     buffer: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
     said_goodbye: bool = False
+    outbox: Outbox | None = None
 
 
 def waking_selector(rank: int) -> tuple[selectors.BaseSelector, socket.socket, socket.socket]:
@@ -82,6 +85,13 @@ def waking_selector(rank: int) -> tuple[selectors.BaseSelector, socket.socket, s
 
 def _no_descriptor(what: str, error: OSError) -> BootstrapError:
     return BootstrapError(f"{what}: {error}. Next step: raise the limit on open files (ulimit -n)")
+
+
+def identity_of(rank: int, ranks: int, introduction: Introduction) -> Identity:
+    """What a rank says and proves on its control connections."""
+    return Identity(
+        rank=rank, ranks=ranks, proxy=0, connections=1, window_bytes=1, job=_JOB, secret=introduction.secret
+    )
 
 
 class Listeners:
@@ -168,9 +178,7 @@ class _Meeting:
         self.rank = rank
         self.ranks = ranks
         self.cards = introduction.cards
-        self.identity = Identity(
-            rank=rank, ranks=ranks, proxy=0, connections=1, window_bytes=1, job=_JOB, secret=introduction.secret
-        )
+        self.identity = identity_of(rank, ranks, introduction)
         self.timeout = timeout
         self.address = f"{listeners.address}:{listeners.port} ({listeners.chosen})"
         self.deadline = time.monotonic() + timeout

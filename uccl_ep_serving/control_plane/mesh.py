@@ -2,13 +2,15 @@
 
 Ranks on one host (same kernel, same network namespace) talk over abstract Unix sockets, which leave no file behind and
 carry the descriptors of shared segments; others over TCP. Both ends prove the job's secret. A connection that closes
-without a goodbye is the end of a process or of a connection: :mod:`.endings` tells which. What the frames say goes to
-who is concerned: parts of steps to :class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
+without a goodbye is the end of a process or of a connection: :mod:`.endings` tells which, and over TCP :mod:`.mending`,
+which connects again where both processes live. What the frames say goes to who is concerned: parts of steps to
+:class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -18,17 +20,21 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from ..config import Settings
 from ..errors import TransportError, in_words
 from ..native.background import start_thread
 from ..protocol.handshake import tune
+from ..protocol.talks import OneTalk
 from .bootstrap import Card, Introduction
 from .endings import DOWN, GONE, Endings, answer
 from .failures import Liveness
-from .frames import DOING, GATHER, GOODBYE, NOTE, Ended, close_all, read_frames, send_frame, send_now
-from .links import NO_ROOM, Link, Listeners, meet, waking_selector
+from .frames import DOING, GATHER, GOODBYE, NOTE, Ended, close_all, count_frame, read_frames, send_frame, send_now
+from .links import NO_ROOM, Link, Listeners, identity_of, meet, waking_selector
+from .mending import Mending
+from .outbox import Outbox
 from .reports import Report
 from .steps import CLOSE, Steps
 
@@ -38,6 +44,8 @@ _log = logging.getLogger("uccl_ep_serving.control_plane.mesh")
 
 #: The thread that reads looks this often while something is being decided, and else, to notice that it did not run.
 _TICK_SECONDS, _IDLE_SECONDS = 0.01, 0.5
+#: Who closes waits so long for peers that take nothing.
+_FLUSH_SECONDS = 1.0
 
 
 def _seen(how: str, peer: int, cause: str) -> Callable[[Report], Report]:
@@ -101,6 +109,9 @@ class ControlMesh:
         self._links: dict[int, Link] = {}
         self._cards: Sequence[Card] = ()
         self._endings = Endings()
+        self._mending: Mending | None = None
+        #: Connections whose socket took no more. Writer: whoever sends; the reader takes them out.
+        self._full: deque[Link] = deque()
         self._closing = self._short = False
         #: When this process last ran again after it had not for half a deadline, a ``time.monotonic()`` instant.
         self._stood_still = -math.inf
@@ -121,6 +132,10 @@ class ControlMesh:
         self._cards = introduction.cards
         self._links = meet(self.rank, self.ranks, self._listeners, introduction, self._settings.connect_timeout)
         self.steps.links = self._links
+        identity = identity_of(self.rank, self.ranks, introduction)
+        listener, is_left = self._listeners.tcp, self._has_done_with
+        self._mending = Mending(identity, listener, self._selector, self._cards, self._links, is_left)
+        self._mending.restored = self._watch_link
         self._start_reader()
 
     def _say_address(self, introduction: Introduction) -> None:
@@ -141,13 +156,16 @@ class ControlMesh:
 
     def _start_reader(self) -> None:
         for link in self._links.values():
-            seconds = int(self._settings.connect_timeout) + 1
-            link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
-            if not link.local:
+            if link.local:
+                seconds = int(self._settings.connect_timeout) + 1
+                link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+            else:
                 tune(link.socket)
+                link.outbox = Outbox(link.socket, count_frame)
+                link.outbox.blocked = functools.partial(self._await_room, link)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        # a listener that is open says that this process lives
+        # a listener that is open says that this process lives, and lets in who connects again
         for listener in (self._listeners.unix, self._listeners.tcp):
             self._selector.register(listener, selectors.EVENT_READ, listener)
         self._reader = start_thread(f"uccl-ep control {self.rank}", self._read)
@@ -177,7 +195,8 @@ class ControlMesh:
                 acted = limit
                 limit[1]()
             begun = time.monotonic()
-            patience = _TICK_SECONDS if self.liveness.deciding or self._endings else _IDLE_SECONDS
+            is_busy = self.liveness.deciding or self._endings or self._mending
+            patience = _TICK_SECONDS if is_busy else _IDLE_SECONDS
             if limit is not None and limit is not acted:
                 patience = min(patience, max(limit[0] - begun, 0.0))
             try:
@@ -189,15 +208,56 @@ class ControlMesh:
             if (still := now - begun - patience) > self._settings.timeout / 2:
                 self._stood_still = now
                 _log.warning("rank %d did not run for %.1f s", self.rank, still)
-            for key, _ in ready:
-                if isinstance(key.data, Link):
-                    self._read_some(key.data)
-                elif key.data is None:
-                    with contextlib.suppress(OSError):
-                        self._wake.recv(64)
-                else:
-                    answer(key.data)
+            for key, events in ready:
+                self._serve(key, events)
+            while self._full:
+                self._watch_link(self._full.popleft())
             self._go_on()
+
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
+        """Something is ready."""
+        mending = self._mending
+        assert mending is not None
+        if isinstance(key.data, Link):
+            if key.fileobj is not key.data.socket:
+                return  # it was mended since
+            if events & selectors.EVENT_READ:
+                self._read_some(key.data)
+            if events & selectors.EVENT_WRITE:
+                self._watch_link(key.data)
+        elif isinstance(key.data, OneTalk):
+            if key.data in mending.talks:
+                mending.step(key.data)
+        elif key.data is None:
+            with contextlib.suppress(OSError):
+                self._wake.recv(64)
+        elif key.data is self._listeners.tcp:
+            mending.let_in()
+        else:
+            answer(key.data)
+
+    def _await_room(self, link: Link) -> None:
+        """Have the reader send the rest, when there is room: from whichever thread found none."""
+        self._full.append(link)
+        if threading.current_thread() is not self._reader:
+            self._wake_reader()
+
+    def _watch_link(self, link: Link) -> None:
+        """Send what waits, and watch the connection for what it needs next."""
+        outbox = link.outbox
+        if outbox is None:
+            return
+        # one that broke again at once is watched, too: its end is still to be read
+        outbox.pump()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outbox.wants_room else 0)
+        with contextlib.suppress(ValueError, OSError):
+            try:
+                self._selector.modify(link.socket, events, link)
+            except KeyError:
+                self._selector.register(link.socket, events, link)
+
+    def _has_done_with(self, peer: int) -> bool:
+        return self._closing or self._links[peer].said_goodbye or peer in self.liveness.absent
 
     def _read_some(self, link: Link) -> None:
         try:
@@ -209,10 +269,19 @@ class ControlMesh:
                 self._selector.unregister(link.socket)
             close_all(link.descriptors)  # of a frame that did not arrive whole
             self._lose(link, error)
+        else:
+            if link.outbox is not None and not link.said_goodbye:
+                # tells what has arrived
+                link.outbox.pump()
 
     def _go_on(self) -> None:
         """What follows from what was read, and from the time that has passed, for who goes on."""
-        for peer, how, reason in self._endings.judged() if self._endings else ():
+        assert self._mending is not None
+        judged = [
+            *(self._endings.judged() if self._endings else ()),
+            *(self._mending.advance() if self._mending else ()),
+        ]
+        for peer, how, reason in judged:
             _log.error("rank %d lost rank %d: its control connection ended (%s: %s)", self.rank, peer, reason, how)
             self.liveness.observe(_seen(how, peer, f"its control connection ended ({reason})"))
         if not self.liveness.has_to_say:
@@ -269,6 +338,9 @@ class ControlMesh:
             self.liveness.observe(lambda report: report.grown(accused={link.peer}, causes={link.peer: cause}))
             return
         whole = isinstance(error, Ended) and not link.buffer
+        if link.outbox is not None and self._mending is not None:
+            self._mending.add(link, whole, reason)
+            return
         self._endings.add(self._cards[link.peer], link.local, whole, reason)
 
     def _run_short(self, peer: int, error: Exception) -> None:
@@ -323,6 +395,7 @@ class ControlMesh:
 
     def close(self) -> None:
         """Stop reading and close all connections; a gather in another thread ends. May be called twice."""
+        self._flush()
         self._closing = True
         self.steps.end()
         self.liveness.end()
@@ -330,6 +403,13 @@ class ControlMesh:
             self._wake_reader()
             self._reader.join(5.0)
         self.abandon()
+
+    def _flush(self) -> None:
+        """Wait a moment until what was said last is on its way."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        outboxes = [link.outbox for link in self._links.values() if link.outbox is not None]
+        while not all(outbox.idle for outbox in outboxes) and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: what a forked child must do."""
@@ -339,6 +419,8 @@ class ControlMesh:
             one.close()
         self._listeners.close()
         self._endings.close()
+        if self._mending is not None:
+            self._mending.close()
         for link in self._links.values():
             close_all(link.descriptors)
         self.steps.close()

@@ -1,0 +1,315 @@
+"""A control connection over TCP that breaks while both processes live is made again: no frame lost, none twice."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.control_threads import ThreadExchange, in_threads, introduced
+from tests.support.tcp_relay import Relay
+from uccl_ep_serving.control_plane import mending
+from uccl_ep_serving.control_plane.bootstrap import Introduction
+from uccl_ep_serving.control_plane.frames import count_frame
+from uccl_ep_serving.control_plane.links import identity_of
+from uccl_ep_serving.control_plane.mesh import ControlMesh
+from uccl_ep_serving.control_plane.outbox import Outbox
+from uccl_ep_serving.errors import PeerError, PeerLost, UcclEpError
+from uccl_ep_serving.protocol.frame import Verdict, decode_address
+from uccl_ep_serving.protocol.handshake import Refused, connect
+
+#: Longest of what a test waits for; only one that fails waits as long.
+_LONG = 10.0
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection may break as often as it likes, and while it is made again."""
+    monkeypatch.setattr(mending, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(mending, "RECONNECT_SECONDS", 5.0)
+
+
+class Wires:
+    """Relays before the listeners of all ranks."""
+
+    def __init__(self) -> None:
+        self.relays: dict[int, Relay] = {}
+        self.introduction: Introduction | None = None
+
+    def join(self, exchange: ThreadExchange) -> ControlMesh:
+        """A connected mesh whose rank is reached through its relay."""
+        mesh, known = introduced(exchange)
+        self.relays[exchange.rank] = Relay((mesh.address, mesh.port))
+        exchange.all_gather(b"")
+        cards = []
+        for card in known.cards:
+            address, port = decode_address(self.relays[card.rank].address)
+            cards.append(msgspec.structs.replace(card, host=str(card.rank), address=address, port=port))
+        self.introduction = Introduction(tuple(cards), known.secret)
+        mesh.connect(self.introduction)
+        return mesh
+
+    def close(self) -> None:
+        for relay in self.relays.values():
+            relay.close()
+
+
+def leave(mesh: ControlMesh) -> None:
+    mesh.steps.gather("end", timeout=_LONG)
+    mesh.goodbye()
+    mesh.close()
+
+
+def ranks(size: int, body: Callable[[ThreadExchange, Wires], Any]) -> list[Any]:
+    """Results of ``body`` by rank; each was closed."""
+    wires = Wires()
+    try:
+        return in_threads(size, lambda exchange: body(exchange, wires))
+    finally:
+        wires.close()
+
+
+def rounds(mesh: ControlMesh, count: int, nbytes: int = 10) -> list[list[bytes]]:
+    """Gathers in which each rank says its number and the round's."""
+
+    def said(rank: int, number: int) -> bytes:
+        return b"%d.%d" % (rank, number) + bytes(nbytes)
+
+    found = []
+    for number in range(count):
+        gathered = [data for data, _ in mesh.steps.gather(f"{number}", said(mesh.rank, number), timeout=_LONG)]
+        assert gathered == [said(rank, number) for rank in range(mesh.ranks)]
+        found.append(gathered)
+    return found
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("how", ["reset", "close", "near", "far"])
+def test_between_two_steps(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where one end alone hears of it, whichever it is."""
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        for _ in range(2):
+            rounds(mesh, 3)
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                # a connection that is made again may go the other way
+                assert sum(relay.cut(how) for relay in wires.relays.values()) >= 3
+            exchange.all_gather(b"")
+        rounds(mesh, 3)
+        stopped = mesh.liveness.stopped
+        leave(mesh)
+        return stopped or "fine"
+
+    assert ranks(3, body) == ["fine"] * 3
+    assert "was connected again" in caplog.text
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize(("nbytes", "count"), [(10, 600), (300_000, 60)])
+def test_in_the_middle_of_steps(nbytes: int, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Small frames, and those that fill the sockets' buffers, cut anywhere, again and again."""
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        stop = threading.Event()
+
+        def cutter() -> None:
+            dice = random.Random(1)
+            while not stop.wait(0.03):
+                wires.relays[dice.randrange(3)].cut(dice.choice(["reset", "close", "near", "far"]))
+
+        if exchange.rank == 0:
+            thread = threading.Thread(target=cutter)
+            thread.start()
+        try:
+            rounds(mesh, count, nbytes)
+        finally:
+            if exchange.rank == 0:
+                stop.set()
+                thread.join()
+        leave(mesh)
+        return "fine"
+
+    assert ranks(3, body) == ["fine"] * 3
+    again = [record.args[-1] for record in caplog.records if "sent again" in record.msg]
+    assert sum(again) > 0
+
+
+def test_a_second_break_soon_after_the_first_costs_the_higher_rank() -> None:
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        rounds(mesh, 1)
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            wires.relays[0].cut(count=1)
+            deadline = time.monotonic() + _LONG
+            while not mesh._mending._mended and time.monotonic() < deadline:  # type: ignore[union-attr]
+                time.sleep(0.005)
+            time.sleep(0.05)
+            # those who connected again are the newest
+            wires.relays[0].cut(count=1)
+        try:
+            rounds(mesh, 3)
+        except UcclEpError as error:
+            return error
+        finally:
+            exchange.all_gather(b"")
+            mesh.close()
+        return None
+
+    results = ranks(3, body)
+    lost = [rank for rank, error in enumerate(results) if not isinstance(error, PeerError)]
+    assert lost in ([1], [2])
+    for rank, error in enumerate(results):
+        if rank not in lost:
+            assert error.peers == tuple(lost)
+
+
+def test_a_process_that_ended_is_named_at_once() -> None:
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        rounds(mesh, 1)
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            wires.relays[1].close()
+            mesh.close()  # without a goodbye, and nobody listens any more
+            return None
+        begun = time.monotonic()
+        try:
+            with pytest.raises(PeerLost) as caught:
+                mesh.steps.gather("next", timeout=_LONG)
+            return caught.value.peers, time.monotonic() - begun < 0.8
+        finally:
+            mesh.close()
+
+    assert ranks(3, body) == [((1,), True), None, ((1,), True)]
+
+
+def test_a_peer_that_cannot_be_reached_is_down_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mending, "RECONNECT_SECONDS", 0.3)
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        rounds(mesh, 1)
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            for relay in wires.relays.values():
+                relay.accepting = False
+            wires.relays[1].cut()
+        try:
+            # rank 0 reaches both others, and learns it from them
+            with pytest.raises(UcclEpError) as caught:
+                rounds(mesh, 100)
+            return getattr(caught.value, "peers", "stopped")
+        finally:
+            exchange.all_gather(b"")
+            mesh.close()
+
+    assert ranks(3, body) == [(2,), (2,), "stopped"]
+
+
+def test_a_stranger_gets_at_no_connection() -> None:
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        rounds(mesh, 1)
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            assert wires.introduction is not None
+            false = Introduction(wires.introduction.cards, bytes(32))
+            with contextlib.ExitStack() as stack:
+                for _ in range(100):
+                    stack.enter_context(socket.create_connection(decode_address(wires.relays[0].address)))
+                with socket.create_connection(decode_address(wires.relays[0].address)) as connection:
+                    from tests.support.tcp_peers import drive
+
+                    with pytest.raises(Refused) as caught:
+                        drive(connection, connect(identity_of(1, 2, false), 0, 0))
+                rounds(mesh, 3)
+            leave(mesh)
+            return caught.value.verdict
+        rounds(mesh, 3)
+        leave(mesh)
+        return "fine"
+
+    assert ranks(2, body) == ["fine", Verdict.WRONG_SECRET]
+
+
+def pair() -> tuple[Outbox, socket.socket, socket.socket]:
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    far.setblocking(False)
+    return Outbox(near, count_frame), near, far
+
+
+class TestOutbox:
+    def test_a_frame_is_kept_until_the_peer_has_it(self) -> None:
+        outbox, near, far = pair()
+        for text in (b"one", b"two", b"three"):
+            assert outbox.post(text)
+        assert far.recv(100) == b"onetwothree"
+        outbox.forget(1)
+        other, there = socket.socketpair()
+        outbox.break_off()
+        assert outbox.post(b"four")
+        assert outbox.resume(other, 2) == 1
+        assert there.recv(100) == b"threefour"
+        for one in (near, far, other, there):
+            one.close()
+
+    @pytest.mark.parametrize("count", [-1, 0, 4])
+    def test_a_peer_has_no_more_than_was_sent_and_no_less_than_it_had(self, count: int) -> None:
+        outbox, near, far = pair()
+        for text in (b"one", b"two", b"three"):
+            outbox.post(text)
+        outbox.forget(1)
+        with pytest.raises(ValueError, match=f"has {count} control frames"):
+            outbox.forget(count)
+        near.close()
+        far.close()
+
+    def test_nobody_waits_for_a_peer_that_does_not_read(self) -> None:
+        outbox, near, far = pair()
+        told: list[bool] = []
+        outbox.blocked = lambda: told.append(True)
+        frames = [bytes([number]) * 5000 for number in range(20)]
+        for frame in frames:
+            assert outbox.post(frame)
+        assert told
+        assert outbox.wants_room
+        assert not outbox.idle
+        received = b""
+        while len(received) < 100_000:
+            with contextlib.suppress(BlockingIOError):
+                received += far.recv(1 << 20)
+            outbox.pump()
+        assert received == b"".join(frames)
+        assert outbox.idle
+        near.close()
+        far.close()
+
+    def test_a_peer_that_takes_nothing_fills_no_memory(self) -> None:
+        outbox, near, far = pair()
+        frame = bytes(1 << 20)
+        taken = sum(outbox.post(frame) for _ in range(80))
+        assert taken == 64
+        near.close()
+        far.close()
+
+    def test_what_has_arrived_is_told_between_frames(self) -> None:
+        outbox, near, far = pair()
+        outbox.post(b"x")
+        outbox.taken = 3
+        outbox.pump()
+        outbox.pump()
+        assert far.recv(100) == b"x" + count_frame(3)
+        near.close()
+        far.close()
