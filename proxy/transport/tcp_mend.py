@@ -26,9 +26,10 @@ from ...errors import TransportError
 from ...native.background import start_thread
 from ...protocol.frame import Verdict
 from ...protocol.handshake import Handshake, Identity, Proven, Refused, accept, connect
+from ...protocol.talks import Key, OneTalk
 from . import tcp_words as tcp
 from .tcp_data import order, pending, state_of
-from .tcp_talks import Key, OneTalk, Talks
+from .tcp_talks import TcpTalks
 
 __all__ = ["AGAIN_SECONDS", "RECONNECT_SECONDS", "Mender"]
 
@@ -55,7 +56,7 @@ class _Break:
     pause: float = _PAUSE_SECONDS[0]
 
 
-class Mender(Talks):
+class Mender(TcpTalks):
     """Mends the connections of one endpoint.
 
     Args:
@@ -98,14 +99,14 @@ class Mender(Talks):
             try:
                 self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             except OSError as error:
-                raise self.transport_error(error, "no way to learn that a connection breaks") from None
+                raise self.unable(error, "no way to learn that a connection breaks") from None
             undo.callback(os.close, self._bell)
             listener.setblocking(False)
             self.observe(listener, selectors.EVENT_READ, None)
             try:
                 self.selector.register(self._bell, selectors.EVENT_READ, None)
             except OSError as error:
-                raise self.transport_error(error, "no way to learn that a connection breaks") from None
+                raise self.unable(error, "no way to learn that a connection breaks") from None
             context[tcp.BELL] = self._bell
             self._thread = start_thread(f"uccl-ep tcp {me.rank}.{me.proxy}", self._run)
             undo.pop_all()
@@ -119,13 +120,14 @@ class Mender(Talks):
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the descriptors and nothing else: what a forked child must do."""
+        """Close the descriptors and nothing else: what a forked child must do. May be called twice."""
         self._context[tcp.BELL] = -1
         for talk in list(self.talks):
             talk.socket.close()
         self.selector.close()
-        with contextlib.suppress(OSError):
-            os.close(self._bell)
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -137,8 +139,9 @@ class Mender(Talks):
         finally:
             # from here on the loop itself gives up what breaks
             self._context[tcp.BELL] = -1
-            for key in [key for key in self._descriptors if state_of(self._address(key)) == tcp.BROKEN]:
-                self._order(key, tcp.GIVE_UP)
+            for key in self._descriptors:
+                if not self._stopping and state_of(self._address(key)) == tcp.BROKEN:
+                    self._order(key, tcp.GIVE_UP)
 
     def _serve(self) -> None:
         before = time.monotonic()
@@ -180,12 +183,15 @@ class Mender(Talks):
         return int(self._links[self._index(key), word])
 
     def _order(self, key: Key, what: int) -> bool:
-        """Have the proxy thread do something with a connection; False when it does not in time."""
+        """Have the proxy thread do something with a connection; False when it does not in time.
+
+        While the endpoint is closed it has stopped already.
+        """
         link = self._address(key)
         order(int(self._context.ctypes.data), link, what)
         deadline = time.monotonic() + _OBEY_SECONDS
         while pending(link) != tcp.NO_ORDER:
-            if time.monotonic() > deadline:
+            if self._stopping or time.monotonic() > deadline:
                 return False
             time.sleep(0.0001)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -27,8 +28,9 @@ PLAIN, SEALED = Settings(tcp_connections=CONNECTIONS), Settings(tcp_connections=
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection may break as often as it likes."""
+    """A connection may break as often as it likes, and while it is made again."""
     monkeypatch.setattr(tcp_mend, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 5.0)
 
 
 @contextlib.contextmanager
@@ -344,3 +346,42 @@ def polled(port: Port) -> Iterator[list]:
     finally:
         stop.set()
         thread.join()
+
+
+def test_each_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be somebody else's at once."""
+    closed: list[int] = []
+    close = os.close
+
+    def noted(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+
+    with tcp_group(2, WINDOW) as group:
+        monkeypatch.setattr(os, "close", noted)
+        for endpoint in group.endpoints:
+            endpoint.close()
+            endpoint.close()
+    assert closed
+    assert len(closed) == len(set(closed))
+
+
+def test_closing_waits_for_nothing_that_broke() -> None:
+    """The proxy has stopped: it obeys no more."""
+    with wired() as (group, wires):
+        port = Port(group, 0)
+        for wire in wires:
+            wire.accepting = False
+        wires[0].cut()
+        endpoint = group.endpoints[0]
+        assert isinstance(endpoint, TcpEndpoint)
+        deadline = time.monotonic() + 2.0
+        while {word(group, 0, CONNECTIONS + number, tcp.STATE) for number in range(CONNECTIONS)} != {tcp.BROKEN}:
+            port.poll()
+            assert time.monotonic() < deadline
+        for wire in wires:
+            wire.close()  # nobody listens any more: each connection is given up, and nobody hears it
+        time.sleep(0.05)
+        begun = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - begun < 0.3
