@@ -35,7 +35,7 @@ def allowed(trial: Trial) -> list[frozenset[int]]:
         return [none, frozenset([max(trial.victims[0], trial.peer)])]
     if trial.kind in ("wake", "garble control", "garble data", "kill in constructor", "limit"):
         return [none, hit]
-    return [none] if trial.kind in ("pause", "cache", "cut data", "garble sealed") else [hit]
+    return [none] if trial.kind in ("pause", "cache", "cut wire", "cut data", "garble sealed") else [hit]
 
 
 def verdict(trial: Trial, outcome: Outcome) -> list[str]:

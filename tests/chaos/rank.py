@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from tests.chaos import attacks
@@ -21,7 +24,8 @@ from tests.support import bodies
 from tests.support.remains import left
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.control_plane import mesh
+from uccl_ep_serving.control_plane.bootstrap import Introduction, StoreExchange
 from uccl_ep_serving.errors import BootstrapError, ConfigError, Evicted, UcclEpError
 
 __all__ = ["live"]
@@ -79,11 +83,21 @@ def _start(trial: Trial, rank: int, directory: Path) -> None:
         place = directory / ("shared" if trial.form == "shared" else f"rank{rank}")
         place.mkdir(exist_ok=True)
         attacks.spoil_cache(trial.form, place, trial.seed)
+    if trial.kind == "cut wire":
+        mesh.meet = functools.partial(_apart, mesh.meet)  # type: ignore[assignment]
     if trial.kind == "flood" and rank in trial.victims:
         # so long the others listen, and strangers fill their queues
         time.sleep(trial.pause)
     if trial.kind == "limit" and rank in trial.victims:
         attacks.limit(trial.form, trial.share)
+
+
+def _apart(
+    meet: Callable[..., object], rank: int, ranks: int, listeners: object, known: Introduction, seconds: float
+) -> object:
+    """``links.meet`` as if each rank were on a host of its own: control connections are TCP, which can be cut."""
+    cards = tuple(msgspec.structs.replace(card, host=str(card.rank)) for card in known.cards)
+    return meet(rank, ranks, listeners, Introduction(cards, known.secret), seconds)
 
 
 def _work(trial: Trial, buffer: Buffer, board: Board, record: Record, helper: _Helper) -> None:
@@ -183,7 +197,7 @@ class _Helper(threading.Thread):
             if trial.kind == "cut data twice":
                 attacks.cut_again(pid, trial.form, trial.pause)
             elif what == "cut":
-                attacks.cut(pid, where == "data", trial.form, trial.share)
+                attacks.cut(pid, where != "control", trial.form, trial.share)
             else:
                 attacks.garble(pid, where != "control", trial.form, trial.share, trial.seed)
         except (OSError, LookupError) as error:

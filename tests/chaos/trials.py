@@ -25,6 +25,7 @@ KINDS = {
     "wake": ("SIGSTOP, and SIGCONT after 0.5 to 1.5 times the deadline", 3),
     "pause": ("SIGSTOP, and SIGCONT long before the deadline", 3),
     "cut control": ("a control connection between two healthy ranks is shut down", 3),
+    "cut wire": ("a connection between two healthy ranks on hosts of their own is shut down, control or data", 3),
     "cut data": ("a data connection between two healthy ranks is shut down", 3),
     "cut data twice": ("the same data connection is shut down, and again once it is mended", 3),
     "garble control": ("bytes of nobody in a control connection", 3),
@@ -36,9 +37,10 @@ KINDS = {
     "limit": ("a rank that starts with few descriptors, or little memory", 3),
 }
 #: Data connections are there over tcp alone.
-_TCP_ONLY = frozenset(("cut data", "cut data twice", "garble data", "garble sealed"))
+_TCP_ONLY = frozenset(("cut wire", "cut data", "cut data twice", "garble data", "garble sealed"))
 _FORMS = {
     "cut control": ("both", "write"),
+    "cut wire": ("both", "write"),
     "cut data": ("both", "write"),
     "cut data twice": ("both", "write"),
     "garble control": ("noise", "header", "few", "zeros"),
