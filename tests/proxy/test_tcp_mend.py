@@ -10,10 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 from tests.support.contract import Group, Port, Traffic
-from tests.support.tcp_peers import CONNECTIONS, WINDOW, Played, drive, identity, played, raw, raw_count, tcp_group
+from tests.support.tcp_peers import (
+    CONNECTIONS,
+    WINDOW,
+    Played,
+    drive,
+    identity,
+    make,
+    played,
+    raw,
+    raw_count,
+    tcp_group,
+)
 from tests.support.tcp_relay import Relay, garbler, relays
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.protocol import frame, handshake
@@ -236,14 +248,21 @@ def test_more_than_was_sent_has_not_arrived(claimed: int) -> None:
 class TestItCosts:
     def test_a_second_break_soon_after_the_first(self) -> None:
         """The link is bad: both sides hear of it, and the ranks agree on what it costs."""
-        with wired() as (group, (relay, _)):
+        with wired() as (group, wires):
             traffic = Traffic(group)
             traffic.add(0, 1, 0, 0, 64)
             traffic.run()
-            for _ in range(2):
-                relay.cut()
-                down = poll_for(traffic, base.DOWN, 2, 0.3)
-            assert {event.peer for event in down} == {0, 1}
+            before = sum(wire.connections for wire in wires)
+            wires[0].cut()
+            deadline = time.monotonic() + 2.0
+            while sum(wire.connections for wire in wires) < before + CONNECTIONS:
+                assert poll_for(traffic, base.DOWN, 1, 0.01) == []
+                assert time.monotonic() < deadline
+            assert poll_for(traffic, base.DOWN, 1, 0.2) == []
+            for wire in wires:
+                # whoever connected again
+                wire.cut()
+            assert {event.peer for event in poll_for(traffic, base.DOWN, 2, 2.0)} == {0, 1}
 
     def test_a_process_that_has_ended(self) -> None:
         with played() as peer:
@@ -319,13 +338,29 @@ class TestWhoConnects:
                 time.sleep(0.05)
             assert (base.FAULT, base.FAULT_COUNT) in {(event.kind, event.status) for event in events}
 
-    def test_the_higher_rank_is_let_in_while_this_one_connects(self) -> None:
-        """And the lower one is refused: each pair agrees on one connection."""
-        for ranks, played_rank in ((2, 1),):
-            with played(ranks) as peer, polled(peer.port):
-                assert played_rank > 0
-                peer.sockets[0].close()
-                assert self.dial(peer.where).peer == 0
+    def test_the_lower_rank_is_refused_while_this_one_connects(self) -> None:
+        """Each pair agrees on one connection: that of the higher rank. Rank 1 is real here."""
+        window = np.zeros(WINDOW, np.uint8)
+        with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(make(1, 2, window)) as endpoint:
+            addresses = [frame.encode_address(*listener.getsockname()), None]
+            thread = threading.Thread(target=endpoint.connect, args=(addresses, time.monotonic() + 10))
+            thread.start()
+            sockets = []
+            for _ in range(CONNECTIONS):
+                connection, _ = listener.accept()
+                sockets.append((drive(connection, handshake.accept(identity(0), frozenset([1]))), connection))
+            thread.join()
+            with polled(Port(Group([endpoint] * 2, [window] * 2, lambda rank: None), 1)):
+                (first,) = (connection for proven, connection in sockets if proven.connection == 0)
+                first.close()
+                silent, _ = listener.accept()
+                lower = socket.create_connection(frame.decode_address(endpoint.address()), timeout=2)
+                with lower, pytest.raises(handshake.Refused) as caught:
+                    drive(lower, handshake.connect(identity(0), 1, 0))
+                assert caught.value.verdict is Verdict.CROSSED
+                drive(silent, handshake.accept(identity(0), frozenset([1])))
+            for connection in (silent, *(connection for _, connection in sockets)):
+                connection.close()
 
 
 @contextlib.contextmanager

@@ -86,8 +86,8 @@ class Mending(Talks):
     def __bool__(self) -> bool:
         return bool(self._breaks or self.talks or self._judged)
 
-    def add(self, link: Link, whole: bool, reason: str) -> None:
-        """The connection has ended.
+    def add(self, link: Link, whole: bool, reason: str) -> bool:
+        """The connection has ended; False when it is not made again, and only its end is to be judged.
 
         Args:
             whole: in order, after a whole frame.
@@ -96,12 +96,15 @@ class Mending(Talks):
         assert link.outbox is not None
         now, peer = time.monotonic(), link.peer
         if peer in self._breaks or peer in self._over:
-            return
+            return True
         link.outbox.break_off()
+        if now - self._mended.get(peer, -math.inf) < AGAIN_SECONDS:
+            self._over.add(peer)
+            link.outbox.over = True
+            return False
         self._let_go(link)
         self._breaks[peer] = _Break(link, whole, reason, now, now)
-        if now - self._mended.get(peer, -math.inf) < AGAIN_SECONDS:
-            self._lose(peer, DOWN, f"{reason}, {now - self._mended[peer]:.1f} s after it was connected again")
+        return True
 
     def advance(self) -> list[tuple[int, str, str]]:
         """Connect where it is time to; (peer, DEAD | GONE | DOWN, reason) of those that are known to be lost by now."""

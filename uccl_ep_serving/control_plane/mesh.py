@@ -338,8 +338,7 @@ class ControlMesh:
             self.liveness.observe(lambda report: report.grown(accused={link.peer}, causes={link.peer: cause}))
             return
         whole = isinstance(error, Ended) and not link.buffer
-        if link.outbox is not None and self._mending is not None:
-            self._mending.add(link, whole, reason)
+        if link.outbox is not None and self._mending is not None and self._mending.add(link, whole, reason):
             return
         self._endings.add(self._cards[link.peer], link.local, whole, reason)
 
