@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,8 +19,9 @@ from tests.support.control_threads import ThreadExchange, in_threads, introduced
 from tests.support.tcp_relay import Relay
 from uccl_ep_serving.control_plane import mending
 from uccl_ep_serving.control_plane.bootstrap import Introduction
+from uccl_ep_serving.control_plane.endings import DEAD, DOWN, GONE, Endings
 from uccl_ep_serving.control_plane.frames import count_frame
-from uccl_ep_serving.control_plane.links import identity_of
+from uccl_ep_serving.control_plane.links import Link, identity_of
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.control_plane.outbox import Outbox
 from uccl_ep_serving.errors import PeerError, PeerLost, UcclEpError
@@ -144,7 +147,32 @@ def test_in_the_middle_of_steps(nbytes: int, count: int, caplog: pytest.LogCaptu
     assert sum(again) > 0
 
 
-def test_a_second_break_soon_after_the_first_costs_the_higher_rank() -> None:
+def test_a_second_break_within_the_bound_is_the_same_one() -> None:
+    """What was made again may have been an attempt that the peer had given up: that costs nobody."""
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        rounds(mesh, 1)
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            assert mesh._mending is not None
+            for _ in range(2):
+                before = dict(mesh._mending._mended)
+                wires.relays[0].cut()
+                deadline = time.monotonic() + _LONG
+                while mesh._mending._mended == before and time.monotonic() < deadline:
+                    time.sleep(0.001)
+        exchange.all_gather(b"")
+        rounds(mesh, 3)
+        leave(mesh)
+        return "fine"
+
+    assert ranks(2, body) == ["fine"] * 2
+
+
+def test_a_second_break_soon_after_the_first_costs_the_higher_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mending, "RECONNECT_SECONDS", 0.5)
+
     def body(exchange: ThreadExchange, wires: Wires) -> Any:
         mesh = wires.join(exchange)
         rounds(mesh, 1)
@@ -154,7 +182,7 @@ def test_a_second_break_soon_after_the_first_costs_the_higher_rank() -> None:
             deadline = time.monotonic() + _LONG
             while not mesh._mending._mended and time.monotonic() < deadline:  # type: ignore[union-attr]
                 time.sleep(0.005)
-            time.sleep(0.05)
+            time.sleep(mending.RECONNECT_SECONDS)
             # those who connected again are the newest
             wires.relays[0].cut(count=1)
         try:
@@ -252,6 +280,83 @@ def test_a_stranger_gets_at_no_connection() -> None:
     assert ranks(2, body) == ["fine", Verdict.WRONG_SECRET]
 
 
+def test_time_in_which_this_rank_stood_still_is_none_in_which_a_peer_could_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped = 0.0
+    clock = time.monotonic
+    monkeypatch.setattr(mending, "time", SimpleNamespace(monotonic=lambda: clock() + skipped, sleep=time.sleep))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        selectors.DefaultSelector() as selector,
+    ):
+        near, far = tcp_pair()
+        link = Link(1, near, False, outbox=Outbox(near, count_frame))
+        cards: Any = [None, SimpleNamespace(address="127.0.0.1", port=silent.getsockname()[1])]
+        me = identity_of(0, 2, Introduction((), bytes(32)))
+        mended = mending.Mending(me, listener, selector, cards, {1: link}, lambda peer: False)
+        assert mended.add(link, False, "reset")
+        assert mended.advance() == []
+        skipped = 5.0
+        assert mended.advance() == []
+        lost = []
+        for _ in range(30):
+            skipped += 0.04
+            lost += mended.advance()
+        assert [found[:2] for found in lost] == [(1, DOWN)], "1.2 s in which it ran, and nobody answered"
+        mended.close()
+        far.close()
+
+
+@pytest.mark.parametrize("lived_on", [False, True])
+@pytest.mark.parametrize("again", [False, True], ids=["judged", "made again"])
+def test_who_lived_on_after_its_connection_may_have_said_more(lived_on: bool, again: bool) -> None:
+    """Only of a process that ended with its connection it is known that all was heard."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_server(("127.0.0.1", 0)) as theirs,
+        selectors.DefaultSelector() as selector,
+    ):
+        near, far = tcp_pair()
+        card: Any = SimpleNamespace(rank=1, address="127.0.0.1", port=theirs.getsockname()[1])
+        if not lived_on:
+            theirs.close()
+        lost: list[tuple[int, str, str]] = []
+        if again:
+            link = Link(1, near, False, outbox=Outbox(near, count_frame))
+            me = identity_of(0, 2, Introduction((), bytes(32)))
+            mended = mending.Mending(me, listener, selector, [card, card], {1: link}, lambda peer: False)
+            mended.add(link, True, "closed")
+            look = mended.advance
+        else:
+            endings = Endings()
+            endings.add(card, False, True, "closed")
+            look = endings.judged
+        begun = time.monotonic()
+        while not lost and time.monotonic() < begun + _LONG:
+            lost += look()
+            for key, _ in selector.select(0.001):
+                mended.step(key.data)
+            if time.monotonic() > begun + 0.05:
+                theirs.close()
+        assert [found[:2] for found in lost] == [(1, GONE if lived_on else DEAD)]
+        (mended if again else endings).close()
+        near.close()
+        far.close()
+
+
+def read_to_its_end(connection: socket.socket) -> None:
+    while connection.recv(1 << 20):
+        pass
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
 def pair() -> tuple[Outbox, socket.socket, socket.socket]:
     near, far = socket.socketpair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -311,6 +416,37 @@ class TestOutbox:
         taken = sum(outbox.post(frame) for _ in range(80))
         assert taken == 64
         near.close()
+        far.close()
+
+    @pytest.mark.parametrize("taken", [False, True])
+    def test_it_ends_in_order_only_when_all_was_handed_over(self, taken: bool) -> None:
+        """Also where this process is killed: a peer that sees that takes it for a proof that it has heard all."""
+        near, far = tcp_pair()
+        outbox = Outbox(near, count_frame)
+        posted = 0
+        while not outbox.wants_room:
+            outbox.post(bytes(10_000))
+            posted += 10_000
+        received = 0
+        while taken and received < posted:
+            received += len(far.recv(1 << 20))
+            outbox.pump()
+        near.close()
+        if taken:
+            assert far.recv(1) == b""
+        else:
+            with pytest.raises(ConnectionResetError):
+                read_to_its_end(far)
+        far.close()
+
+    def test_one_that_broke_ends_by_a_reset(self) -> None:
+        near, far = tcp_pair()
+        outbox = Outbox(near, count_frame)
+        outbox.break_off()
+        outbox.post(b"unheard")
+        near.close()
+        with pytest.raises(ConnectionResetError):
+            far.recv(1)
         far.close()
 
     def test_what_has_arrived_is_told_between_frames(self) -> None:

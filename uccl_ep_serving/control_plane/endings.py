@@ -105,6 +105,8 @@ def _probe(ending: _Ending) -> bool:
             return False
         code = ending.probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     _drop(ending)
+    # one that listens still has lived on, and may have said more than was heard
+    ending.whole = ending.whole and code == errno.ECONNREFUSED
     return code == errno.ECONNREFUSED
 
 

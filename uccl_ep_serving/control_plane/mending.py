@@ -30,14 +30,19 @@ _log = logging.getLogger("uccl_ep_serving.control_plane.mesh")
 
 #: A connection that is not made again after this long is lost.
 RECONNECT_SECONDS = 1.0
-#: One that breaks again so soon after it was made again is lost at once: the link is bad.
+#: One that breaks again so soon after it was made again is lost at once: the link is bad. Within RECONNECT_SECONDS of
+#: the first break it is still the same one: what was made again may have been an attempt that the peer had given up.
 AGAIN_SECONDS = 60.0
 #: Pauses between two attempts, doubled up to the last.
 _PAUSE_SECONDS = (0.01, 0.2)
+#: Longest step of the clock that counts: time in which this rank did not run is no time in which a peer could answer.
+_MOST_STEP_SECONDS = 0.05
 
 
 @dataclass
 class _Break:
+    """``whole``: where the peer's process ended, all that it had said was heard."""
+
     link: Link
     whole: bool
     reason: str
@@ -77,6 +82,9 @@ class Mending(Talks):
         self._is_left = is_left
         self._peers = frozenset(links)
         self._breaks: dict[int, _Break] = {}
+        #: How each broke last, also when it has been made again.
+        self._last: dict[int, _Break] = {}
+        self._looked = time.monotonic()
         #: When each was made again last, a ``time.monotonic()`` instant.
         self._mended: dict[int, float] = {}
         self._judged: list[tuple[int, str, str]] = []
@@ -98,19 +106,22 @@ class Mending(Talks):
         if peer in self._breaks or peer in self._over:
             return True
         link.outbox.break_off()
-        if now - self._mended.get(peer, -math.inf) < AGAIN_SECONDS:
+        since = self._since(peer, now)
+        if since == now and now - self._mended.get(peer, -math.inf) < AGAIN_SECONDS:
             self._over.add(peer)
             link.outbox.over = True
             return False
-        self._let_go(link)
-        self._breaks[peer] = _Break(link, whole, reason, now, now)
+        self._begin(_Break(link, whole and since == now, reason, since, now), now)
         return True
 
     def advance(self) -> list[tuple[int, str, str]]:
         """Connect where it is time to; (peer, DEAD | GONE | DOWN, reason) of those that are known to be lost by now."""
         now = time.monotonic()
+        still = max(now - self._looked - _MOST_STEP_SECONDS, 0.0)
+        self._looked = now
         self.drop_late(now)
         for peer, broken in list(self._breaks.items()):
+            broken.since = min(broken.since + still, now)
             if now - broken.since > RECONNECT_SECONDS:
                 self._lose(peer, DOWN, f"{broken.reason}, and not connected again in {RECONNECT_SECONDS:g} s")
             elif now >= broken.due:
@@ -127,8 +138,17 @@ class Mending(Talks):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _let_go(self, link: Link) -> None:
+    def _since(self, peer: int, now: float) -> float:
+        """Since when the connection is broken that is found broken now."""
+        last = self._last.get(peer)
+        return last.since if last is not None and now - last.since < RECONNECT_SECONDS else now
+
+    def _begin(self, broken: _Break, now: float) -> None:
         """Nothing more comes from the old socket; what is not whole of it is sent again."""
+        link = broken.link
+        if not self._breaks:
+            self._looked = now
+        self._breaks[link.peer] = self._last[link.peer] = broken
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(link.socket)
         link.socket.close()
@@ -148,6 +168,7 @@ class Mending(Talks):
 
     def _later(self, peer: int, pause: float = 0.0) -> None:
         if broken := self._breaks.get(peer):
+            broken.whole = False  # its process may have lived on, and kept what it had to say
             broken.due = time.monotonic() + max(pause, broken.pause)
             broken.pause = min(2 * broken.pause, _PAUSE_SECONDS[1])
 
@@ -185,9 +206,9 @@ class Mending(Talks):
             return Verdict.CROSSED
         if peer not in self._breaks:
             link.outbox.break_off()
-            self._let_go(link)
             now = time.monotonic()
-            self._breaks[peer] = _Break(link, False, "the peer noticed it", now, now + _PAUSE_SECONDS[1])
+            since, due = self._since(peer, now), now + _PAUSE_SECONDS[1]
+            self._begin(_Break(link, False, "the peer noticed it", since, due), now)
         return link.outbox.taken
 
     def proven(self, talk: OneTalk, proven: Proven) -> None:

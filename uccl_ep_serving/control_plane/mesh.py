@@ -330,8 +330,12 @@ class ControlMesh:
         reason = str(error) if expected else f"{type(error).__name__}: {error}"
         if not expected:
             _log.error("rank %d could not read what rank %d sent", self.rank, link.peer, exc_info=error)
-        with contextlib.suppress(OSError):
-            link.socket.shutdown(socket.SHUT_RDWR)
+        if link.outbox is not None:
+            link.outbox.break_off()
+            link.socket.close()
+        else:
+            with contextlib.suppress(OSError):
+                link.socket.shutdown(socket.SHUT_RDWR)
         if isinstance(error, ValueError):
             _log.error("rank %d lost rank %d: %s", self.rank, link.peer, reason)
             cause = f"got what the formats forbid: {reason}"

@@ -2,12 +2,16 @@
 
 Frames are counted at both ends. The peer says how many it has (a frame of its own, which is not counted); a connection
 that is made again goes on behind those. Any thread may post; the thread that reads the connections does the rest.
+
+A connection that ends in order tells the peer that it has heard all that this process said (``endings.DEAD``). So while
+something is kept that the system has not taken, its end is a reset, also where this process is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +20,10 @@ __all__ = ["Outbox"]
 
 #: Bytes kept for a peer that takes nothing. Frames have 1 MiB at most, and few are under way.
 _MOST_BYTES = 64 << 20
+
+
+#: struct linger: what the end of a socket is, a reset or in order.
+_RESET, _IN_ORDER = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 
 
 class Outbox:
@@ -46,6 +54,7 @@ class Outbox:
         #: What is left of the frame that is being sent.
         self._current = memoryview(b"")
         self._told = 0
+        self._ends_by_reset = False
 
     def post(self, frame: bytes) -> bool:
         """Keep ``frame``, and send what can be sent; False when the peer has taken nothing for too long."""
@@ -82,6 +91,7 @@ class Outbox:
     def break_off(self) -> None:
         """The connection failed."""
         with self._lock:
+            self._end_by_reset(True)
             self.broken = True
             self._current = memoryview(b"")
 
@@ -93,9 +103,15 @@ class Outbox:
             again, self._sent = self._sent, 0
             self._told = self.taken
             self._connection = connection
-            self.broken = False
+            self.broken = self._ends_by_reset = False
             self._pump()
         return again
+
+    def _end_by_reset(self, yes: bool) -> None:
+        if yes != self._ends_by_reset:
+            self._ends_by_reset = yes
+            with contextlib.suppress(OSError):
+                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET if yes else _IN_ORDER)
 
     def _forget(self, count: int) -> None:
         if not self._first <= count <= self._first + self._sent:
@@ -118,11 +134,13 @@ class Outbox:
                     self._current = memoryview(self._frames[self._sent])
                     self._sent += 1
                 else:
+                    self._end_by_reset(False)
                     return
             try:
                 sent = self._connection.send(self._current, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 self._current = self._current[sent:]
             except BlockingIOError:
+                self._end_by_reset(True)
                 self.blocked()
                 return
             except OSError:
