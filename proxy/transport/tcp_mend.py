@@ -38,11 +38,15 @@ _log = logging.getLogger("uccl_ep_serving")
 #: A connection that is not mended after this long is lost.
 RECONNECT_SECONDS = 1.0
 #: One that breaks again so soon after it was mended is lost at once: the link is bad, and the ranks agree on its price.
+#: Within RECONNECT_SECONDS of the first break it is still the same one: what was connected again may have been an
+#: attempt that the peer had given up.
 AGAIN_SECONDS = 60.0
 #: Pauses between two attempts, doubled up to the last.
 _PAUSE_SECONDS = (0.01, 0.2)
 #: The proxy thread obeys in its next iteration. One that does not is itself in trouble, which others notice.
 _OBEY_SECONDS = 0.5
+#: Pauses in which it is waited for, before that time is over and after.
+_OBEY_PAUSES = (0.0001, 0.02)
 _TICK_SECONDS = 0.05
 #: Time in which this process did not run is no time in which a peer could have answered.
 _STOOD_STILL_SECONDS = 0.5
@@ -52,7 +56,7 @@ _STOOD_STILL_SECONDS = 0.5
 class _Break:
     since: float
     why: int
-    due: float = 0.0
+    due: float
     pause: float = _PAUSE_SECONDS[0]
 
 
@@ -91,6 +95,8 @@ class Mender(TcpTalks):
         self._set_keys = set_keys
         self._peers = frozenset(where)
         self._breaks: dict[Key, _Break] = {}
+        #: When each broke, a ``time.monotonic()`` instant, but for what is still the same break.
+        self._broke: dict[Key, float] = {}
         #: When each was connected again last, a ``time.monotonic()`` instant.
         self._mended: dict[Key, float] = {}
         self._stopping = False
@@ -185,15 +191,17 @@ class Mender(TcpTalks):
     def _order(self, key: Key, what: int) -> bool:
         """Have the proxy thread do something with a connection; False when it does not in time.
 
-        While the endpoint is closed it has stopped already.
+        An order stays until it is obeyed. So for a TAKE there is no such time: the descriptor in it must stay open, or
+        its number is another one's by then. While the endpoint is closed the proxy has stopped already.
         """
         link = self._address(key)
         order(int(self._context.ctypes.data), link, what)
         deadline = time.monotonic() + _OBEY_SECONDS
         while pending(link) != tcp.NO_ORDER:
-            if self._stopping or time.monotonic() > deadline:
+            late = time.monotonic() > deadline
+            if self._stopping or (late and what != tcp.TAKE):
                 return False
-            time.sleep(0.0001)
+            time.sleep(_OBEY_PAUSES[late])
         return True
 
     # -- breaks ---------------------------------------------------------------------------------------------------
@@ -205,9 +213,16 @@ class Mender(TcpTalks):
             self._leave(key)
         # in the order in which they broke: a rank that dies makes others give up and close as well
         for key in sorted(broken - self._breaks.keys(), key=lambda key: self._word(key, tcp.BROKE_AT)):
-            self._breaks[key] = _Break(now, self._word(key, tcp.REASON))
-            if now - self._mended.get(key, -math.inf) < AGAIN_SECONDS:
+            if self._begin(key, now, now) and now - self._mended.get(key, -math.inf) < AGAIN_SECONDS:
                 self._give_up(key, f"it was connected again {now - self._mended[key]:.1f} s ago")
+
+    def _begin(self, key: Key, now: float, due: float) -> bool:
+        """Begin with one that broke; whether that is a new break."""
+        self._breaks[key] = _Break(now, self._word(key, tcp.REASON), due)
+        is_new = now - self._broke.get(key, -math.inf) > RECONNECT_SECONDS
+        if is_new:
+            self._broke[key] = now
+        return is_new
 
     def _look_at_the_time(self, now: float) -> None:
         self.drop_late(now)
@@ -259,6 +274,9 @@ class Mender(TcpTalks):
             raise ValueError("the proxy of that connection does not answer")
         if state_of(self._address(key)) != tcp.BROKEN:
             return Verdict.LEFT
+        if key not in self._breaks:
+            now = time.monotonic()
+            self._begin(key, now, now + _PAUSE_SECONDS[1])
         # nothing is taken of the old connection from here on
         return self._word(key, tcp.IN_NUMBER)
 

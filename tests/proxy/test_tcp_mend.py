@@ -245,9 +245,45 @@ def test_more_than_was_sent_has_not_arrived(claimed: int) -> None:
         assert (event.kind, event.value, event.status) == (base.FAULT, claimed, base.FAULT_COUNT | 1 << base.FAULT_BITS)
 
 
+def test_a_second_break_within_the_bound_is_the_same_one() -> None:
+    """What was connected again may have been an attempt that the peer had given up: that costs nobody."""
+    with wired() as (group, wires):
+        traffic = Traffic(group)
+        for _ in range(2):
+            before = sum(wire.connections for wire in wires)
+            wires[0].cut()
+            wires[1].cut()
+            deadline = time.monotonic() + 2.0
+            while sum(wire.connections for wire in wires) < before + CONNECTIONS:
+                assert poll_for(traffic, base.DOWN, 1, 0.001) == []
+                assert time.monotonic() < deadline
+        traffic.add(0, 1, 0, 0, 64)
+        traffic.add(1, 0, 64, 64, 64)
+        traffic.run()
+
+
+def test_an_order_to_go_on_keeps_its_descriptor_until_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late: once it is closed its number may be another file's."""
+    monkeypatch.setattr(tcp_mend, "_OBEY_SECONDS", 0.05)
+    with played() as peer, socket.create_connection(peer.where, timeout=2) as connection:
+        asks = threading.Thread(target=drive, args=(connection, handshake.connect(identity(1), 0, 0)))
+        asks.start()
+        deadline = time.monotonic() + 5
+        while word(peer.group, 0, CONNECTIONS, tcp.STATE) == tcp.UP:
+            peer.port.poll()
+            assert time.monotonic() < deadline
+        asks.join()
+        while word(peer.group, 0, CONNECTIONS, tcp.ORDER) != tcp.TAKE:
+            assert time.monotonic() < deadline
+        time.sleep(0.3)  # the proxy stands still
+        with socket.socket(fileno=os.dup(word(peer.group, 0, CONNECTIONS, tcp.NEW_FD))) as taken:
+            assert taken.getpeername() == connection.getsockname()
+
+
 class TestItCosts:
-    def test_a_second_break_soon_after_the_first(self) -> None:
+    def test_a_second_break_soon_after_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The link is bad: both sides hear of it, and the ranks agree on what it costs."""
+        monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 0.5)
         with wired() as (group, wires):
             traffic = Traffic(group)
             traffic.add(0, 1, 0, 0, 64)
@@ -258,7 +294,7 @@ class TestItCosts:
             while sum(wire.connections for wire in wires) < before + CONNECTIONS:
                 assert poll_for(traffic, base.DOWN, 1, 0.01) == []
                 assert time.monotonic() < deadline
-            assert poll_for(traffic, base.DOWN, 1, 0.2) == []
+            assert poll_for(traffic, base.DOWN, 1, tcp_mend.RECONNECT_SECONDS) == []
             for wire in wires:
                 # whoever connected again
                 wire.cut()

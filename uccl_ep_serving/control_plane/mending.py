@@ -82,8 +82,8 @@ class Mending(Talks):
         self._is_left = is_left
         self._peers = frozenset(links)
         self._breaks: dict[int, _Break] = {}
-        #: How each broke last, also when it has been made again.
-        self._last: dict[int, _Break] = {}
+        #: When each broke, a ``time.monotonic()`` instant, but for what is still the same break.
+        self._broke: dict[int, float] = {}
         self._looked = time.monotonic()
         #: When each was made again last, a ``time.monotonic()`` instant.
         self._mended: dict[int, float] = {}
@@ -106,12 +106,12 @@ class Mending(Talks):
         if peer in self._breaks or peer in self._over:
             return True
         link.outbox.break_off()
-        since = self._since(peer, now)
-        if since == now and now - self._mended.get(peer, -math.inf) < AGAIN_SECONDS:
+        is_new = self._is_new(peer, now)
+        if is_new and now - self._mended.get(peer, -math.inf) < AGAIN_SECONDS:
             self._over.add(peer)
             link.outbox.over = True
             return False
-        self._begin(_Break(link, whole and since == now, reason, since, now), now)
+        self._begin(_Break(link, whole and is_new, reason, now, now))
         return True
 
     def advance(self) -> list[tuple[int, str, str]]:
@@ -138,17 +138,17 @@ class Mending(Talks):
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _since(self, peer: int, now: float) -> float:
-        """Since when the connection is broken that is found broken now."""
-        last = self._last.get(peer)
-        return last.since if last is not None and now - last.since < RECONNECT_SECONDS else now
+    def _is_new(self, peer: int, now: float) -> bool:
+        return now - self._broke.get(peer, -math.inf) > RECONNECT_SECONDS
 
-    def _begin(self, broken: _Break, now: float) -> None:
+    def _begin(self, broken: _Break) -> None:
         """Nothing more comes from the old socket; what is not whole of it is sent again."""
-        link = broken.link
+        link, now = broken.link, broken.since
+        if self._is_new(link.peer, now):
+            self._broke[link.peer] = now
         if not self._breaks:
             self._looked = now
-        self._breaks[link.peer] = self._last[link.peer] = broken
+        self._breaks[link.peer] = broken
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(link.socket)
         link.socket.close()
@@ -207,8 +207,7 @@ class Mending(Talks):
         if peer not in self._breaks:
             link.outbox.break_off()
             now = time.monotonic()
-            since, due = self._since(peer, now), now + _PAUSE_SECONDS[1]
-            self._begin(_Break(link, False, "the peer noticed it", since, due), now)
+            self._begin(_Break(link, False, "the peer noticed it", now, now + _PAUSE_SECONDS[1]))
         return link.outbox.taken
 
     def proven(self, talk: OneTalk, proven: Proven) -> None:
