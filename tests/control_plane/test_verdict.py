@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uccl_ep_serving.control_plane.membership import ANSWER_SECONDS
 from uccl_ep_serving.control_plane.reports import Report, Wait
 from uccl_ep_serving.control_plane.verdict import find_lost, may_go_on
 
@@ -84,6 +87,38 @@ def test_who_is_lost(reports: dict[int, Report], lost: dict[int, str]) -> None:
 def test_who_has_seen_it(reports: dict[int, Report], by: int) -> None:
     lost = find_lost(frozenset(range(5)), reports)
     assert lost[3].by == by if by != 4 else lost[3].by in (2, 4)
+
+
+def _best_connected(pairs: set[tuple[int, int]], ranks: range) -> frozenset[int]:
+    """Tried one by one, the largest first, of equal ones that with the lowest ranks."""
+    return next(
+        frozenset(some)
+        for size in range(len(ranks), 0, -1)
+        for some in itertools.combinations(ranks, size)
+        if not any(one in some and other in some for one, other in pairs)
+    )
+
+
+@given(st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)).filter(lambda pair: pair[0] < pair[1])))
+def test_the_best_connected_ranks_go_on(pairs: set[tuple[int, int]]) -> None:
+    members = range(8)
+    reports = {one: Report(1, down=frozenset(b for a, b in pairs if a == one)) for one in members}
+    lost = find_lost(frozenset(members), reports)
+    assert frozenset(members) - lost.keys() == _best_connected(pairs, members)
+
+
+@pytest.mark.parametrize("ranks", [64, 256])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 1.0])
+def test_many_connections_down_are_judged_before_others_take_this_rank_for_mute(ranks: int, share: float) -> None:
+    """A bad switch takes connections by chance where traffic is spread over several."""
+    dice, members = random.Random(ranks), range(ranks)
+    pairs = {(a, b) for b in members for a in range(b) if dice.random() < share}
+    reports = {one: Report(1, down=frozenset(b for a, b in pairs if a == one)) for one in members}
+    begun = time.thread_time()
+    left = frozenset(members) - find_lost(frozenset(members), reports).keys()
+    assert time.thread_time() - begun < ANSWER_SECONDS
+    assert left
+    assert not any(one in left and other in left for one, other in pairs)
 
 
 _RANKS = st.sets(st.integers(0, 5), max_size=3).map(frozenset)

@@ -13,16 +13,18 @@ A failure shows in several places at once, and not where it began. The rules, in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .reports import Report
 
 __all__ = ["Loss", "find_lost", "may_go_on"]
 
-#: Steps of the search for the best connected ranks. It is exact for any fault that is likely (parts of a network, one
-#: bad switch, a few cables); beyond that all ranks stop at the same place.
-_MOST_STEPS = 20_000
+#: Ranks looked at in the search for the best connected ones, some 20 ms: the thread that searches has to answer others.
+#: It is exact for any fault that is likely (parts of a network, one bad switch, a few cables); beyond that all ranks
+#: stop at the same place.
+_MOST_LOOKS = 10_000
 
 
 class Loss(NamedTuple):
@@ -86,41 +88,92 @@ def _add_unreachable(heard: Mapping[int, Report], members: frozenset[int], lost:
             if rank not in lost and peer not in lost:
                 down.setdefault(rank, set()).add(peer)
                 down.setdefault(peer, set()).add(rank)
-    left = _most_connected(down)
+    left = _most_connected(frozenset((rank, peer) for rank in down for peer in down[rank] if rank < peer))
     for rank in sorted(down.keys() - left):
         others = sorted(down[rank])
         by = next((other for other in others if other in left and other in heard), others[0])
         lost[rank] = Loss("unreachable", by)
 
 
-def _most_connected(down: Mapping[int, set[int]]) -> frozenset[int]:
-    """The largest part of the ranks of ``down`` in which no connection is down; of equal ones that with the lowest
+@functools.lru_cache(maxsize=8)
+def _most_connected(pairs: frozenset[tuple[int, int]]) -> frozenset[int]:
+    """The largest part of the ranks of ``pairs`` in which no connection is down; of equal ones that with the lowest
     ranks.
 
     Args:
-        down: by rank, the ranks to which its connection is down; symmetric.
+        pairs: ranks between which the connection is down.
     """
-    best: tuple[int, ...] = ()
-    steps = 0
+    ranks = sorted({rank for pair in pairs for rank in pair})
+    place = {rank: bit for bit, rank in enumerate(ranks)}
+    #: Of each rank those to which its connection is down. Sets of ranks are bits of an integer here.
+    down = [0] * len(ranks)
+    for one, other in pairs:
+        down[place[one]] |= 1 << place[other]
+        down[place[other]] |= 1 << place[one]
+    known: dict[int, int] = {}
+    looks = 0
 
-    def search(kept: tuple[int, ...], open_ranks: frozenset[int]) -> None:
-        # keep the lowest rank with the most connections down, and so none of those, or leave it out
-        nonlocal best, steps
-        steps += 1
-        if len(kept) + len(open_ranks) < len(best) or steps > _MOST_STEPS:
-            return
-        free = tuple(rank for rank in sorted(open_ranks) if not down[rank] & open_ranks)
-        if len(free) == len(open_ranks):
-            found = tuple(sorted(kept + free))
-            if (len(found), best) > (len(best), found):
-                best = found
-            return
-        rank = min(open_ranks, key=lambda rank: (-len(down[rank] & open_ranks), rank))
-        search(kept, open_ranks - {rank})
-        search((*kept, rank), open_ranks - {rank} - down[rank])
+    def best(left: int) -> int:
+        # connections that are down join it to parts, of which each is a question of its own
+        kept = 0
+        while left:
+            part = _joined(down, left)
+            left &= ~part
+            kept |= best_of_part(part)
+        return kept
 
-    search((), frozenset(down))
-    return frozenset(best)
+    def best_of_part(part: int) -> int:
+        nonlocal looks
+        if part & (part - 1) == 0:
+            return part
+        if part in known:
+            return known[part]
+        if looks > _MOST_LOOKS:
+            return _quickly(down, part)
+        looks += part.bit_count()
+        worst = _worst(down, part)
+        found = best(part & ~(1 << worst))
+        if looks <= _MOST_LOOKS:
+            other = 1 << worst | best(part & ~(1 << worst | down[worst]))
+            differ = found ^ other
+            if (other.bit_count(), other & differ & -differ) > (found.bit_count(), found & differ & -differ):
+                found = other
+        known[part] = found
+        return found
+
+    kept = best((1 << len(ranks)) - 1)
+    return frozenset(ranks[bit] for bit in _bits(kept))
+
+
+def _bits(ranks: int) -> Iterator[int]:
+    while ranks:
+        lowest = ranks & -ranks
+        yield lowest.bit_length() - 1
+        ranks ^= lowest
+
+
+def _joined(down: Sequence[int], left: int) -> int:
+    """Those of ``left`` that connections which are down join to the lowest of them."""
+    part, new = 0, left & -left
+    while new:
+        part |= new
+        near = 0
+        for bit in _bits(new):
+            near |= down[bit]
+        new = near & left & ~part
+    return part
+
+
+def _worst(down: Sequence[int], part: int) -> int:
+    """The rank of ``part`` with the fewest connections in it, of equal ones the highest."""
+    return max(_bits(part), key=lambda bit: ((down[bit] & part).bit_count(), bit))
+
+
+def _quickly(down: Sequence[int], part: int) -> int:
+    """A part of ``part`` in which no connection is down: without its worst connected ranks."""
+    while any(down[bit] & part for bit in _bits(part)):
+        part &= ~(1 << _worst(down, part))
+    return part
 
 
 def _add_silent(heard: Mapping[int, Report], members: frozenset[int], lost: dict[int, Loss]) -> None:
