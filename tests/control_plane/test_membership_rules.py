@@ -12,8 +12,10 @@ import pytest
 
 from tests.control_plane.membership_model import Crash, Stall, World
 from uccl_ep_serving.control_plane import membership
+from uccl_ep_serving.control_plane.frames import MOST_PAYLOAD
 from uccl_ep_serving.control_plane.membership import Membership
 from uccl_ep_serving.control_plane.reports import Note, Promise, Report, Wait
+from uccl_ep_serving.control_plane.verdict import find_lost
 
 _SOURCE = Path(membership.__file__).parent
 #: The module of the source, or a mutant of it, and the other one.
@@ -256,3 +258,17 @@ def test_who_speaks_of_an_older_group_is_told_of_this_one() -> None:
     assert machine.owes
     assert [(peer, note.number) for peer, note in machine.advance(1.1)] == [(1, 1)]
     assert not machine.owes
+
+
+@pytest.mark.parametrize(("ranks", "ended", "words"), [(64, 8, 4096), (320, 160, 60), (320, 16, 4096)])
+def test_what_many_ranks_have_seen_fits_a_frame(ranks: int, ended: int, words: int) -> None:
+    """Who sends a longer one breaks the formats, and is accused. Who is lost stands in it whole."""
+    lost, left = frozenset(range(ended)), frozenset(range(ended, ranks))
+    seen = Report().grown(dead=lost, failed="\u20ac" * words, causes=dict.fromkeys(lost, "\u20ac" * words))
+    note = Note(0, lost | left, dict.fromkeys(left, seen), dict.fromkeys(left, 1), left, (Promise(1, left, left),))
+    payload = note.encode()
+    assert len(payload) <= MOST_PAYLOAD
+    again = Note.decode(ended, payload, ranks)
+    assert find_lost(lost | left, again.reports) == find_lost(lost | left, note.reports)
+    assert (again.promises, again.proposal) == (note.promises, note.proposal)
+    assert all(again.reports[ended].causes.values())

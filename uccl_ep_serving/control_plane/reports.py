@@ -15,6 +15,8 @@ __all__ = ["Note", "Promise", "Report", "Wait"]
 
 #: Most bytes of words in a report: what a transport or a device said.
 _MOST_WORDS = 2048
+#: Most bytes of a note: a control frame has no more, and who sends a longer one breaks the formats.
+_MOST_BYTES = 1 << 20
 
 
 class Wait(NamedTuple):
@@ -150,8 +152,21 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     promises: tuple[Promise, ...] = ()
 
     def encode(self) -> bytes:
-        """Payload of a control frame."""
-        return msgspec.msgpack.encode(self)
+        """Payload of a control frame. Words, and nothing else, are shortened where those of many reports do not fit."""
+        whole = msgspec.msgpack.encode(self)
+        if len(whole) <= _MOST_BYTES:
+            return whole
+        texts = sum(1 + len(report.causes) for report in self.reports.values())
+        most = max(_MOST_BYTES // 8 // texts, 1)  # characters, of four bytes at most: half is left for all else
+        reports = {
+            rank: replace(
+                report,
+                failed=report.failed[:most],
+                causes={peer: words[:most] for peer, words in report.causes.items()},
+            )
+            for rank, report in self.reports.items()
+        }
+        return msgspec.msgpack.encode(replace(self, reports=reports))
 
     @classmethod
     def decode(cls, by: int, payload: bytes, ranks: int) -> Note:
