@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import os
@@ -261,15 +262,17 @@ class Mender(TcpTalks):
     # -- handshakes -----------------------------------------------------------------------------------------------
 
     def greeting(self) -> Handshake:
-        return accept(self.me, self._peers, self._count)
+        return accept(self.me, self._peers, functools.partial(self._count, time.monotonic()))
 
-    def _count(self, peer: int, connection: int) -> int | Verdict:
+    def _count(self, begun: float, peer: int, connection: int) -> int | Verdict:
         """A proven peer connects: it has noticed a break, which this rank may not have."""
         key = peer, connection
         if self._stopping or state_of(self._address(key)) in (tcp.NONE, tcp.OVER):
             return Verdict.LEFT
         if peer < self.me.rank and any(talk.wanted == key for talk in self.talks):
             return Verdict.CROSSED
+        if begun < self._mended.get(key, -math.inf):
+            return Verdict.CROSSED  # asked for before the present connection was made: its count is an old one
         if not self._order(key, tcp.LET_GO):
             raise ValueError("the proxy of that connection does not answer")
         if state_of(self._address(key)) != tcp.BROKEN:

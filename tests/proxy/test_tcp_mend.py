@@ -360,6 +360,23 @@ class TestWhoConnects:
             time.sleep(0.05)
             assert self.dial(peer.where).count == 3
 
+    def test_an_attempt_from_before_the_present_connection_counts_for_nothing(self) -> None:
+        """Its count is an old one: it would say that the peer has less than it has acknowledged since."""
+        with played() as peer, polled(peer.port), socket.create_connection(peer.where, timeout=2) as old:
+            attempt = handshake.connect(identity(1), 0, 0, 0)
+            old.sendall(attempt.send(None))  # type: ignore[arg-type]
+            challenge = old.recv(frame.PREFIX_BYTES + frame.CHALLENGE_BYTES, socket.MSG_WAITALL)
+            with socket.create_connection(peer.where, timeout=2) as new:
+                drive(new, handshake.connect(identity(1), 0, 0, 0))
+                deadline = time.monotonic() + 5
+                while word(peer.group, 0, CONNECTIONS, tcp.STATE) != tcp.UP or not mended(peer.group):
+                    assert time.monotonic() < deadline
+                attempt.send(b"")
+                attempt.send(challenge[: frame.PREFIX_BYTES])
+                old.sendall(attempt.send(challenge[frame.PREFIX_BYTES :]))  # type: ignore[arg-type]
+                assert old.recv(100) == frame.encode_verdict(Verdict.CROSSED)
+                assert word(peer.group, 0, CONNECTIONS, tcp.STATE) == tcp.UP
+
     def test_a_stranger_does_not_disturb_a_connection(self) -> None:
         with played() as peer, polled(peer.port):
             with pytest.raises(handshake.Refused) as caught:
@@ -397,6 +414,13 @@ class TestWhoConnects:
                 drive(silent, handshake.accept(identity(0), frozenset([1])))
             for connection in (silent, *(connection for _, connection in sockets)):
                 connection.close()
+
+
+def mended(group: Group) -> bool:
+    endpoint = group.endpoints[0]
+    assert isinstance(endpoint, TcpEndpoint)
+    assert endpoint._mender is not None
+    return bool(endpoint._mender._mended)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import selectors
@@ -195,15 +196,17 @@ class Mending(Talks):
             time.sleep(_PAUSE_SECONDS[0])
 
     def greeting(self) -> Handshake:
-        return accept(self.me, self._peers, self._count)
+        return accept(self.me, self._peers, functools.partial(self._count, time.monotonic()))
 
-    def _count(self, peer: int, connection: int) -> int | Verdict:
+    def _count(self, begun: float, peer: int, connection: int) -> int | Verdict:
         """A proven peer connects: it has noticed a break, which this rank may not have."""
         link = self._links[peer]
         if self._is_left(peer) or peer in self._over or link.outbox is None:
             return Verdict.LEFT
         if peer < self.me.rank and any(talk.wanted == (peer, 0) for talk in self.talks):
             return Verdict.CROSSED
+        if begun < self._mended.get(peer, -math.inf):
+            return Verdict.CROSSED  # asked for before the present connection was made: its count is an old one
         if peer not in self._breaks:
             link.outbox.break_off()
             now = time.monotonic()
