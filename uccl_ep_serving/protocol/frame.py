@@ -306,6 +306,10 @@ def decode_prefix(prefix: bytes) -> tuple[int, int, int]:
     if magic != _HANDSHAKE_MAGIC:
         raise ValueError(f"handshake magic {magic!r} is not {_HANDSHAKE_MAGIC!r}")
     _check("handshake kind", kind, KIND_HELLO, KIND_WELCOME)
+    # no proof covers it, and a frame of another version may use it
+    # rule: handshake: only a refusal has a code
+    if version == HANDSHAKE_VERSION and kind != KIND_VERDICT and code != 0:
+        raise ValueError(f"handshake frame of kind {kind} with code {code}: only a refusal has one")
     return version, kind, code
 
 
