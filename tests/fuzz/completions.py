@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -112,11 +113,24 @@ class _Endpoint:
 
 
 class Completions:
-    """See :class:`.subject.Subject`; ``step`` is the compiled loop, or a mutant of it, ``nic`` "efa" or "roce"."""
+    """See :class:`.subject.Subject`.
+
+    Args:
+        nic: "efa" or "roce".
+        step: the compiled loop; a mutant of it in a test.
+        data: the compiled data path, likewise; None for the endpoint's own.
+    """
 
     kinds = KINDS
 
-    def __init__(self, say: Callable[[int], None], nic: str = "efa", step: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        say: Callable[[int], None],
+        nic: str = "efa",
+        *,
+        step: Callable[[int], int] | None = None,
+        data: ModuleType | None = None,
+    ) -> None:
         self._say, self._step = say, step or loop.step
         self._endpoint = _Endpoint(nic == "efa")
         self._error = np.zeros(ERROR_WORDS, np.int64)
@@ -144,6 +158,8 @@ class Completions:
             route=[-1, 0, 0],
         )
         self._state = self._service.states[0]
+        if data is not None:
+            self._state._endpoints.view(np.int64)[proxy_words.EP_POLL // 8] = data.FUNCTIONS.addresses[2]
         kept = (memory.context, memory.rails, memory.peers, memory.links, self._state.header, self._state.peers)
         self._kept = [(array, array.copy()) for array in kept]
 

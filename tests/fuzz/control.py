@@ -44,7 +44,8 @@ def _note(rng: random.Random) -> bytes:
 
 
 class _Case:
-    def __init__(self, case: int, module: ModuleType) -> None:
+    def __init__(self, case: int, module: ModuleType, outbox: Callable[..., Outbox]) -> None:
+        self.outbox = outbox
         self.rng = rng = random.Random(case)
         self.module = module
         self.kind = rng.choice(KINDS) if rng.random() < 0.3 else rng.choice(KINDS[:-1])
@@ -83,7 +84,7 @@ class _Case:
         socket_like: Any = Wire(self.rng)
         link = Link(1, socket_like, not self.over_tcp)
         if self.over_tcp:
-            link.outbox = Outbox(socket_like, self.module.count_frame)
+            link.outbox = self.outbox(socket_like, self.module.count_frame)
             for _ in range(self.sent):
                 link.outbox.post(b"frame")
         found: Frames = []
@@ -168,19 +169,21 @@ def _wrong_note(payload: bytes) -> str:
 
 
 class ControlFrames:
-    """See :class:`.subject.Subject`; ``module`` is the one that reads them, or a mutant of it."""
+    """See :class:`.subject.Subject`; ``module`` reads them, ``outbox`` keeps what is sent, or mutants of them do."""
 
     kinds = KINDS
 
-    def __init__(self, say: Callable[[int], None], module: ModuleType = product) -> None:
-        self._say, self._module = say, module
+    def __init__(
+        self, say: Callable[[int], None], module: ModuleType = product, outbox: Callable[..., Outbox] = Outbox
+    ) -> None:
+        self._say, self._module, self._outbox = say, module, outbox
 
     def run(self, first: int, count: int) -> Block:
         """Cases ``first`` to ``first + count`` - 1. Raises Wrong."""
         rows = {kind: [0, 0, 0, 0] for kind in KINDS}
         for number in range(first, first + count):
             self._say(number)
-            case = _Case(number, self._module)
+            case = _Case(number, self._module, self._outbox)
             outcome, found = case.run()
             wanted, frames = case.must_be()
             words = "" if (outcome, found) == (wanted, frames) else f"it was {outcome} and must be {wanted}"
