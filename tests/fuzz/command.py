@@ -109,7 +109,9 @@ def _run(name: str, first: int, count: int, results: Results | None, until: floa
 @app.command()
 def fuzz(
     subject: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(SUBJECTS)}.")] = None,
-    cases: Annotated[int, typer.Option(min=1, help="Cases in all, shared out; of a run with --first, of each.")] = 10_000_000,
+    cases: Annotated[
+        int, typer.Option(min=1, help="Cases in all, shared out; of a run with --first, of each.")
+    ] = 10_000_000,
     first: Annotated[int, typer.Option(help="First case of each subject; -1 goes on after the last one kept.")] = -1,
     minutes: Annotated[float, typer.Option(min=0, help="Begin no block after so long.")] = 600.0,
     dry: Annotated[bool, typer.Option("--dry", help="Write nothing.")] = False,

@@ -27,6 +27,7 @@ from uccl_ep_serving.proxy import loop
 from uccl_ep_serving.proxy import words as proxy_words
 from uccl_ep_serving.proxy.sequence import MESSAGES, PREFIX
 from uccl_ep_serving.proxy.service import ProxyService
+from uccl_ep_serving.proxy.transport.base import FAULT_BAD_FRAME, FAULT_WRONG_SOURCE
 from uccl_ep_serving.proxy.transport.nic import efa_words, roce_words, words
 from uccl_ep_serving.proxy.transport.verbs.abi import WC
 from uccl_ep_serving.proxy.transport.verbs.codes import WC_RECV_RDMA_WITH_IMM, WC_WITH_IMM, WR_FLUSH_ERR
@@ -253,24 +254,25 @@ class Completions:
     def _judge(self, entries: Any, prefixes: dict[tuple[int, int], int]) -> tuple[bool, str]:
         """Whether something is refused, and what is wrong."""
         model = {flow: _Stream(prefix) for flow, prefix in prefixes.items()}
-        lost: set[int] = set()
+        lost: dict[int, int] = {}
         strangers = 0
         for entry in entries:
-            source, stream, what = self._source(entry, lost)
+            source, stream, what = self._source(entry)
             strangers += what == "stranger"
-            if what == "lost":
-                lost.add(source)
+            if what in (FAULT_BAD_FRAME, FAULT_WRONG_SOURCE):
+                lost.setdefault(source, int(what))
             elif what == "arrived" and source not in lost:
                 imm = _swapped(int(entry["imm_data"]))
                 one = model.setdefault((source, stream), _Stream(0))
                 if not self._taken(one, source, stream, imm):
-                    lost.add(source)
+                    lost[source] = 0
         self._waiting = len(entries)
         for _ in range(2):
             self._step(self._state.address)
         return bool(lost or strangers), self._difference(model, lost, strangers)
 
-    def _source(self, entry: Any, lost: set[int]) -> tuple[int, int, str]:
+    def _source(self, entry: Any) -> tuple[int, int, str | int]:
+        """Rank, stream, and what the endpoint makes of it: a FAULT_* where it ends its peer itself."""
         imm = _swapped(int(entry["imm_data"]))
         source, stream = imm >> 20, imm >> 12 & 255
         if self._endpoint.is_efa:
@@ -281,8 +283,10 @@ class Completions:
                 return source, stream, "stranger"
             return source, stream, "nothing" if stream == TRANSPORT else "arrived"
         peer = next(rank for rank in (1, 2) if self._endpoint.wr_id(rank) == int(entry["wr_id"]))
-        if int(entry["opcode"]) != WC_RECV_RDMA_WITH_IMM or source != peer:
-            return peer, stream, "lost"
+        if int(entry["opcode"]) != WC_RECV_RDMA_WITH_IMM:
+            return peer, stream, FAULT_BAD_FRAME
+        if source != peer:
+            return peer, stream, FAULT_WRONG_SOURCE
         return peer, stream, "arrived"
 
     def _taken(self, one: _Stream, source: int, stream: int, imm: int) -> bool:
@@ -294,7 +298,7 @@ class Completions:
             return False
         return stream < CREDIT or one.prefix * CREDIT_WRITES <= _SENT[source]
 
-    def _difference(self, model: dict[tuple[int, int], _Stream], lost: set[int], strangers: int) -> str:
+    def _difference(self, model: dict[tuple[int, int], _Stream], lost: dict[int, int], strangers: int) -> str:
         state = self._state
         counts = np.zeros_like(state.arrived)
         for (source, stream), one in model.items():
@@ -309,8 +313,12 @@ class Completions:
         if not np.array_equal(counts, state.arrived):
             return f"arrived {state.arrived[counts != state.arrived]} must be {counts[counts != state.arrived]}"
         gone = {rank for rank in (1, 2) if state.peers[rank, proxy_words.PEER_STATE // 8] != proxy_words.UP}
-        if gone != lost:
+        if gone != lost.keys():
             return f"ranks {gone} are lost and {lost} must be"
+        for rank, fault in lost.items():
+            found_fault = int(state.peers[rank, proxy_words.PEER_FAULT // 8]) & 255
+            if fault not in (0, found_fault):
+                return f"rank {rank} is lost for fault {found_fault} and must be for {fault}"
         if bool(self._error[0]) != bool(lost):
             return f"the sticky error is {self._error.tolist()}"
         if self._endpoint.is_efa and self._endpoint.memory.context[efa_words.STRANGERS] != strangers:

@@ -208,7 +208,7 @@ class _Case:
         yield from _heads(data, 1, _HELLO.size)
         source, target, ranks, proxy, connections, connection, window, job, _ = _HELLO.unpack_from(data, 8)
         good = 1 <= ranks <= 4096 and source < ranks and target < ranks and proxy < 16
-        good = good and 1 <= connections <= 16 and connection < connections and 1 <= window
+        good = good and 1 <= connections <= 16 and connection < connections and window >= 1
         if not good or window > MAX_WINDOW_BYTES:
             yield ("malformed",)
         if job != _DIGEST:

@@ -1,4 +1,4 @@
-"""Runs a subject in a process of its own, and says how that ended: in order, with a wrong case, by a crash, not at all."""
+"""Runs a subject in a process of its own, and says how that ended: in order, with a wrong case, by a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames of ``tcp``, with and without MACs: the endpoint's real memory and code, and a peer that sends what it likes."""
+"""Frames of ``tcp``, with and without MACs: the endpoint's real memory and code, and a peer that sends anything."""
 
 from __future__ import annotations
 

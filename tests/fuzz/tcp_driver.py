@@ -1,4 +1,4 @@
-"""Sends cases to the real data path over a socket, in chunks, and compares all that it does with the model; compiled."""
+"""Sends cases to the real data path over a socket, in chunks, and compares all of it with the model; compiled."""
 
 from __future__ import annotations
 
@@ -101,7 +101,12 @@ def _poll_all(work: int) -> None:
 @compiled
 def _deliver(work: int) -> None:
     """Send the bytes in some chunks, of one byte or more, with polls between them."""
-    rng, wire, nbytes, pair = get(work, fuzz.RNG), get(work, fuzz.WIRE), get(work, fuzz.WIRE_BYTES), get(work, fuzz.PAIR)
+    rng, wire, nbytes, pair = (
+        get(work, fuzz.RNG),
+        get(work, fuzz.WIRE),
+        get(work, fuzz.WIRE_BYTES),
+        get(work, fuzz.PAIR),
+    )
     ours = peek32(pair)
     longest = nbytes
     if one_in(rng, 4):

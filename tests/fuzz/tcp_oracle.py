@@ -1,4 +1,4 @@
-"""What a stream of bytes means on a tcp connection, in Python, by the decoder of the formats: nothing here is compiled."""
+"""What a stream of bytes means on a tcp connection, in Python, by the decoder of the formats."""
 
 from __future__ import annotations
 
@@ -109,4 +109,3 @@ def check(
     if bytes(windows[1]) != bytes(window):
         return "the window does not hold what it must"
     return ""
-

@@ -50,7 +50,9 @@ FUZZ_MUTANTS = Rules[Check](
         "mailbox: an immediate is of the source of its ring": Check(NEVER, "mailboxes", 500),
         "handshake: only a refusal has a code": Check(NEVER, "handshakes", 4_000),
         "handshake: a frame begins with its magic": Check(NEVER, "handshakes", 1_000),
-        "handshake: what a hello claims is in range": Check(INSTEAD("Hello(*_HELLO.unpack(body))"), "handshakes", 1_000),
+        "handshake: what a hello claims is in range": Check(
+            INSTEAD("Hello(*_HELLO.unpack(body))"), "handshakes", 1_000
+        ),
         "handshake: a count is in range": Check(SKIP, "handshakes", 1_000),
         "handshake: the version is this one": Check(NEVER, "handshakes", 2_000),
         "handshake: a frame is the one that is due": Check(NEVER, "handshakes", 2_000),

@@ -29,7 +29,7 @@ from tests.rules.mutation import find, markers, mutated
 from tests.rules.proxy_mutants import Mutants
 
 #: A check that is gone may well make its parser wait for ever: that is noticed as well.
-_MOST_SECONDS = 60.0
+_MOST_SECONDS = 120.0
 _CHECKS: dict[str, Check] = {**FUZZ_MUTANTS, **ALSO}
 _IN_PYTHON = ("handshakes", "control")
 
@@ -75,7 +75,11 @@ def opened(subject: str, modules: list[ModuleType], place: np.ndarray) -> Subjec
         place[0] = case
 
     if subject in ("efa", "roce"):
-        return Completions(say, subject, data=modules[-1]) if modules else Completions(say, subject, step=proxy_mutants().step)
+        return (
+            Completions(say, subject, data=modules[-1])
+            if modules
+            else Completions(say, subject, step=proxy_mutants().step)
+        )
     if subject == "handshakes":
         return Handshakes(say, modules[-1])
     if subject == "control":

@@ -34,9 +34,7 @@ def test_every_marker_has_a_mutant_and_every_mutant_a_marker() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_mutated_file_parses(name: str) -> None:
     files = find(TABLES[name])
-    ways = {
-        rule: mutant.way if isinstance(mutant, Mutant | Check) else mutant for rule, mutant in TABLES[name].items()
-    }
+    ways = {rule: mutant.way if isinstance(mutant, Mutant | Check) else mutant for rule, mutant in TABLES[name].items()}
     sources = mutated(ways, files, 1 << 40)
     assert sources.keys() == set(files.values())
     for path, source in sources.items():
