@@ -37,7 +37,7 @@ def _row(name: str, one: Mapping[str, Any]) -> list[str]:
     # a handshake is one, whatever it consists of
     sent, judged = (sent, judged) if sent else (cases, cases)
     counts = [f"{value:,}" for value in (cases, refused, sent, judged, one["sampled"])]
-    return [WHAT[name], *counts, f"{seconds:,.0f}", f"{sent / seconds:,.0f}"]
+    return [WHAT[name], *counts, f"{seconds:,.0f}", f"{sent / seconds:,.0f}", one["commit"]]
 
 
 def _kinds(name: str, one: Mapping[str, Any]) -> str:

@@ -34,29 +34,30 @@ class Results:
     """What has been run at one commit, in a file that is whole at any time.
 
     Args:
-        file: of an earlier run; kept where it is of the commit of ``machine``, and that is known.
+        file: of an earlier run; subjects of another commit stay in it until they are run at this one.
         machine: what runs now.
 
     Attributes:
-        subjects: by name: cases, sampled, seconds, processor_seconds, rows by kind, held by process.
+        subjects: by name: commit, cases, sampled, seconds, processor_seconds, rows by kind, held by process.
     """
 
     def __init__(self, file: Path, machine: dict[str, Any]) -> None:
         self._file, self._machine = file, machine
-        known = json.loads(file.read_text()) if file.exists() else {"machine": {"commit": ""}}
-        commit = machine["commit"]
-        # "+" stands for sources that differ from the commit
-        same = known["machine"]["commit"] == commit and bool(commit) and not commit.endswith("+")
-        self.subjects: dict[str, dict[str, Any]] = known["subjects"] if same else {}
+        self.subjects: dict[str, dict[str, Any]] = json.loads(file.read_text())["subjects"] if file.exists() else {}
 
     def cases(self, name: str) -> int:
-        """How many of a subject have been run: those from 0 on."""
-        return int(self.subjects.get(name, {"cases": 0})["cases"])
+        """How many of a subject have been run at this commit: those from 0 on."""
+        one, commit = self.subjects.get(name), self._machine["commit"]
+        # "+" stands for sources that differ from the commit
+        known = one is not None and one["commit"] == commit and bool(commit) and not commit.endswith("+")
+        return int(one["cases"]) if known and one is not None else 0
 
     def begin(self, name: str) -> None:
         """A process begins: what it holds is a list of its own."""
-        empty = {"cases": 0, "sampled": 0, "seconds": 0.0, "processor_seconds": 0.0, "rows": {}, "held": []}
-        self.subjects.setdefault(name, empty)["held"].append([])
+        if not self.cases(name):
+            figures = {"cases": 0, "sampled": 0, "seconds": 0.0, "processor_seconds": 0.0, "rows": {}, "held": []}
+            self.subjects[name] = {"commit": self._machine["commit"], **figures}
+        self.subjects[name]["held"].append([])
 
     def keep(self, name: str, block: dict[str, Any]) -> None:
         """Add a block, and write the file."""

@@ -132,7 +132,7 @@ def _descriptors(case: _Case, module: ModuleType) -> str:
     with ours, theirs, contextlib.ExitStack() as held:
         one = os.eventfd(0)
         held.callback(os.close, one)
-        good = True
+        each, balance = True, 0
         for _ in range(1 + rng.randrange(4)):
             named, brought = (rng.randrange(4) for _ in range(2))
             if rng.random() < 0.7:
@@ -140,7 +140,7 @@ def _descriptors(case: _Case, module: ModuleType) -> str:
             frame = _HEADER.pack(_MAGIC, 1, named, 0, 3) + b"abc"
             sent = socket.send_fds(ours, [frame], [one] * brought) if brought else 0
             ours.sendall(frame[sent:])
-            good = good and named == brought
+            each, balance = each and named == brought, balance + brought - named
         ours.close()
         link = Link(1, theirs, True)
         outcome = "ended"
@@ -154,7 +154,8 @@ def _descriptors(case: _Case, module: ModuleType) -> str:
             outcome = "malformed"
         kept = len(link.descriptors)
         module.close_all(link.descriptors)
-    wanted = "ended" if good else "malformed"
+    # frames that are received together hold theirs together: only their sum can be told
+    wanted = "ended" if each else "malformed" if balance else outcome
     return "" if outcome == wanted and kept <= 5 * _MOST_DESCRIPTORS else f"it was {outcome} and must be {wanted}"
 
 

@@ -55,12 +55,11 @@ def test_a_write_outside_of_what_was_taken_is_found(frames: TcpFrames) -> None:
         window[:] = frames._shadow
 
 
-def test_another_record_that_changes_is_found(frames: TcpFrames) -> None:
-    case = next(case for case in range(100) if frames.run(case, 1) and frames._work[fuzz.PEER] == 1)
-    # the case begins with the records as new: this one is no longer as the comparison has them
+def test_a_word_that_must_not_change_is_found(frames: TcpFrames) -> None:
+    # the place in the ring of connections changes in each case
     frames._rooms_of_work[fuzz.LOOSE][:] = 0
     with pytest.raises(Wrong, match="a word of the context changed"):
-        frames.run(case, 20)
+        frames.run(0, 1)
 
 
 def test_the_oracle_is_asked_and_refuses(frames: TcpFrames, monkeypatch: pytest.MonkeyPatch) -> None:
