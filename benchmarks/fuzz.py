@@ -28,6 +28,7 @@ _HEADINGS = (
     "by the oracle in Python",
     "processor s",
     "sent a processor s",
+    "commit",
 )
 
 
