@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks import (
     chaos,
     ep_sizes,
+    fuzz,
     nic_posting,
     nic_writes,
     node_crossings,
@@ -112,6 +113,7 @@ PARTS = {
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
     "starts": _Part("Starts: the import, the commands, the first Buffer", starts.measure, starts.markdown),
     "chaos": _Part("Faults of a running group, and how the survivors go on", None, chaos.markdown),
+    "fuzz": _Part("Mutated frames and handshakes", None, fuzz.markdown),
     "verdicts": _Part("Verdicts of uccl-ep compare, three times in one sitting", None, verdicts.markdown),
     "serving-sglang": _Part("SGLang, serving over each all-to-all", None, serving.markdown),
     "serving-vllm": _Part("vLLM, serving over each all-to-all", None, serving.markdown),

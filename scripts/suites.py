@@ -95,6 +95,7 @@ SUITES = [
     _quick("tests/demo", "the demos' servers, refusals, remains"),
     _quick("tests/engines", "the plugin of SGLang in its processes"),
     _quick("vllm", "the plugin of vLLM in its processes", *VLLM, venv=".venv-vllm"),
+    _quick("tests/fuzz", "mutated frames and handshakes, some of each; the oracle refuses what is wrong"),
     _quick("tests/gpu", "the host side of a GPU, on stand-ins"),
     _quick("tests/kernels", "kernels of both modes, on CPU and in Triton's interpreter; the compile gate"),
     _quick("tests/modes", "what the host does around an operation"),

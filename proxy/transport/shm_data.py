@@ -101,6 +101,7 @@ def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes:
         if tail == TAIL_CLOSED:
             # the peer has dropped this rank: the next look says so
             return BUSY
+        # rule: mailbox: a tail lies between what was known and what was put in
         if tail > head or tail < peek(record + 8 * _OUT_TAIL):
             poke(record + 8 * _PROBLEM_VALUE, tail)
             poke(record + 8 * _PROBLEM, FAULT_NUMBER | head << FAULT_BITS)
@@ -206,10 +207,13 @@ def _receive(record: int, peer: int, events: int, count: int, limit: int) -> int
         imm = word & _IMM_MASK
         nbytes = (word >> _NBYTES_SHIFT) & _NBYTES_MASK
         status, value = 0, word
+        # rule: mailbox: a word holds nothing else
         if word >> (_LAP_SHIFT + 1) != 0:
             status = FAULT_BAD_FRAME
+        # rule: mailbox: bytes are bounded
         elif nbytes > MAX_WRITE_BYTES:
             status, value = FAULT_TOO_LONG | MAX_WRITE_BYTES << FAULT_BITS, nbytes
+        # rule: mailbox: an immediate is of the source of its ring
         elif imm >> _SOURCE_SHIFT != peer:
             status, value = FAULT_WRONG_SOURCE | peer << FAULT_BITS, imm
         if status != 0:

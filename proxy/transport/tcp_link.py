@@ -163,14 +163,19 @@ def _check_header(context: int, link: int) -> bool:
     limit = peek(context + 8 * tcp.WINDOW_BYTES) - length
     imm = (first >> 32) & _LOW32
     peer = peek(link + 8 * tcp.PEER)
+    # rule: frame: it is a write or a count
     if first & _LOW32 != FRAME_MAGIC and (first != ACK_MAGIC or target | length != 0):
         return _fault(context, link, FAULT_BAD_FRAME, first & _LOW32, FRAME_MAGIC)
+    # rule: frame: its number is the next one
     if peek(header + FRAME_NUMBER) != number:
         return _fault(context, link, FAULT_NUMBER, peek(header + FRAME_NUMBER), number)
+    # rule: frame: its length is bounded
     if length > MAX_WRITE_BYTES:
         return _fault(context, link, FAULT_TOO_LONG, length, MAX_WRITE_BYTES)
+    # rule: frame: it lies in the window
     if target < 0 or target > limit:
         return _fault(context, link, FAULT_OUTSIDE_WINDOW, target, limit)
+    # rule: frame: its source is the peer of the connection
     if first != ACK_MAGIC and imm >> _SOURCE_SHIFT != peer:
         return _fault(context, link, FAULT_WRONG_SOURCE, imm, peer)
     return True
@@ -188,6 +193,7 @@ def _begin_payload(context: int, link: int) -> bool:
         return False
     if not _check_header(context, link):
         return False
+    # rule: frame: with a MAC it fits where it is held back
     if held != 0 and length > MAX_SEALED_BYTES:
         return _fault(context, link, FAULT_TOO_LONG, length, MAX_SEALED_BYTES)
     target = peek(context + 8 * tcp.WINDOW) + peek(header + FRAME_TARGET)

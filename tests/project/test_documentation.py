@@ -150,7 +150,7 @@ def test_every_benchmark_that_is_named_has_a_result() -> None:
     assert not [name for name in named if not (ROOT / f"benchmarks/results/{name}.json").is_file()]
 
 
-@pytest.mark.parametrize("target", ["soak", "chaos"])
+@pytest.mark.parametrize("target", ["soak", "chaos", "fuzz"])
 def test_every_option_of_the_long_runs_exists(target: str) -> None:
     named = {
         option

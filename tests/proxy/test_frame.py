@@ -224,7 +224,8 @@ class TestHandshake:
             assert verdict.words
 
     @pytest.mark.parametrize(
-        "prefix", [b"", b"UEPH\x01", b"SSH-2.0-", b"UEPH\x02\x06\x00\x00", b"UEPH\x02\x00\x00\x00"]
+        "prefix",
+        [b"", b"UEPH\x01", b"SSH-2.0-", b"UEPH\x02\x06\x00\x00", b"UEPH\x02\x00\x00\x00", b"UEPH\x02\x01\x00\x01"],
     )
     def test_a_strange_prefix(self, prefix: bytes) -> None:
         with pytest.raises(ValueError, match="handshake"):

@@ -7,15 +7,12 @@ switch. Nothing of the family is cached or seen by anybody else.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
+from tests.rules.family import execute
 from tests.rules.mutation import ALWAYS, BEFORE, INSTEAD, NEVER, SKIP, Rules, Way, find, mutated
 from uccl_ep_serving.native.groups import Group
 
@@ -66,7 +63,8 @@ class Mutants:
 
     def __init__(self) -> None:
         self._switch = np.zeros(1, np.int64)
-        loop = self._execute()["loop"]
+        sources = mutated(RULES, find(RULES), self._switch.ctypes.data)
+        loop = execute([f"{_PACKAGE}.{short}" for short in _FAMILY], sources)[f"{_PACKAGE}.loop"]
         #: Takes the address of a proxy's state, as the production ``loop.step`` does.
         self.step: Callable[[int], int] = loop.step
         # a mutant must never be found by somebody else
@@ -80,25 +78,3 @@ class Mutants:
             yield
         finally:
             self._switch[0] = 0
-
-    def _execute(self) -> dict[str, ModuleType]:
-        names = [f"{_PACKAGE}.{short}" for short in _FAMILY]
-        kept = {name: importlib.import_module(name) for name in names}
-        package = sys.modules[_PACKAGE]
-        family: dict[str, ModuleType] = {}
-        mutants = {path.stem: source for path, source in mutated(RULES, find(RULES), self._switch.ctypes.data).items()}
-        assert mutants.keys() <= set(_FAMILY), f"rules outside the family: {mutants.keys() - set(_FAMILY)}"
-        try:
-            for short, name in zip(_FAMILY, names, strict=True):
-                path = Path(str(kept[name].__file__))
-                family[short] = fresh = ModuleType(name)
-                fresh.__package__ = _PACKAGE
-                sys.modules[name] = fresh
-                setattr(package, short, fresh)
-                source = mutants.get(short) or path.read_text()
-                exec(compile(source, f"<mutant of {path.name}>", "exec"), fresh.__dict__)
-        finally:
-            for short, name in zip(_FAMILY, names, strict=True):
-                sys.modules[name] = kept[name]
-                setattr(package, short, kept[name])
-        return family

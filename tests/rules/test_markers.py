@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rules.device_mutants import DEVICE_MUTANTS
+from tests.rules.fuzz_mutants import FUZZ_MUTANTS, Check
 from tests.rules.kernel_mutants import MUTANTS
 from tests.rules.mutation import Mutant, Rules, find, markers, mutated
 from tests.rules.nic_mutants import NIC_MUTANTS
@@ -22,6 +23,7 @@ TABLES: dict[str, Rules[Any]] = {
     "nics": NIC_MUTANTS,
     "proxy": RULES,
     "tcp": TCP_MUTANTS,
+    "fuzz": FUZZ_MUTANTS,
 }
 
 
@@ -32,7 +34,7 @@ def test_every_marker_has_a_mutant_and_every_mutant_a_marker() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_mutated_file_parses(name: str) -> None:
     files = find(TABLES[name])
-    ways = {rule: mutant.way if isinstance(mutant, Mutant) else mutant for rule, mutant in TABLES[name].items()}
+    ways = {rule: mutant.way if isinstance(mutant, Mutant | Check) else mutant for rule, mutant in TABLES[name].items()}
     sources = mutated(ways, files, 1 << 40)
     assert sources.keys() == set(files.values())
     for path, source in sources.items():

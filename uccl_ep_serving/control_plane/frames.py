@@ -97,10 +97,14 @@ def read_frames(link: Link) -> Iterator[Frame]:
         link.buffer += data
         while len(link.buffer) >= _HEADER.size:
             magic, kind, due, sequence, length = _HEADER.unpack_from(link.buffer)
+            # rule: control: a frame is one of ours
             if magic != MAGIC or length > MOST_PAYLOAD or kind not in _KINDS:
                 raise ValueError(f"rank {link.peer} sent a malformed control frame")
             if len(link.buffer) < _HEADER.size + length:
                 break
+            # rule: control: a frame has the descriptors that it names
+            if due > len(link.descriptors):
+                raise ValueError(f"rank {link.peer} sent a control frame without {due} descriptors that it names")
             payload = bytes(link.buffer[_HEADER.size : _HEADER.size + length])
             del link.buffer[: _HEADER.size + length]
             taken, link.descriptors = link.descriptors[:due], link.descriptors[due:]
@@ -110,6 +114,10 @@ def read_frames(link: Link) -> Iterator[Frame]:
                     continue
                 link.outbox.taken += 1
             yield Frame(kind, sequence, payload, taken)
+        # those of the next frame may be here before the rest of it
+        # rule: control: no descriptors are kept that no frame names
+        if len(link.descriptors) > (_MOST_DESCRIPTORS if link.buffer else 0):
+            raise ValueError(f"rank {link.peer} sent {len(link.descriptors)} descriptors that no control frame names")
 
 
 def count_frame(taken: int) -> bytes:

@@ -114,6 +114,7 @@ class Outbox:
                 self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET if yes else _IN_ORDER)
 
     def _forget(self, count: int) -> None:
+        # rule: control: a count lies between what was known and what was sent
         if not self._first <= count <= self._first + self._sent:
             raise ValueError(
                 f"the peer says that it has {count} control frames, of {self._first + self._sent} that were sent and "

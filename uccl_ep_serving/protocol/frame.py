@@ -303,9 +303,14 @@ def decode_prefix(prefix: bytes) -> tuple[int, int, int]:
     if len(prefix) != PREFIX_BYTES:
         raise ValueError(f"a handshake prefix has {PREFIX_BYTES} bytes, not {len(prefix)}")
     magic, version, kind, code = _PREFIX.unpack(prefix)
+    # rule: handshake: a frame begins with its magic
     if magic != _HANDSHAKE_MAGIC:
         raise ValueError(f"handshake magic {magic!r} is not {_HANDSHAKE_MAGIC!r}")
     _check("handshake kind", kind, KIND_HELLO, KIND_WELCOME)
+    # no proof covers it, and a frame of another version may use it
+    # rule: handshake: only a refusal has a code
+    if version == HANDSHAKE_VERSION and kind != KIND_VERDICT and code != 0:
+        raise ValueError(f"handshake frame of kind {kind} with code {code}: only a refusal has one")
     return version, kind, code
 
 
@@ -342,6 +347,7 @@ def decode_hello(body: bytes) -> Hello:
     """The body of a HELLO (without its prefix). Raises ValueError when it is malformed."""
     if len(body) != HELLO_BYTES:
         raise ValueError(f"a hello has {HELLO_BYTES} bytes, not {len(body)}")
+    # rule: handshake: what a hello claims is in range
     return _check_hello(Hello(*_HELLO.unpack(body)))
 
 
@@ -381,6 +387,7 @@ def decode_counted(body: bytes) -> tuple[int, bytes]:
     if len(body) != _COUNT.size:
         raise ValueError(f"a count and its proof have {_COUNT.size} bytes, not {len(body)}")
     count, proof = _COUNT.unpack(body)
+    # rule: handshake: a count is in range
     _check("count", count, 0, (1 << 63) - 1)
     return count, proof
 

@@ -149,11 +149,13 @@ def _receive(wanted: int, nbytes: int, claimed: int) -> Generator[bytes | int, b
         Refused: the other side refused, or speaks another version.
     """
     version, kind, code = decode_prefix((yield PREFIX_BYTES))
+    # rule: handshake: the version is this one
     if version != HANDSHAKE_VERSION:
         yield encode_verdict(Verdict.OTHER_VERSION)
         raise Refused(Verdict.OTHER_VERSION, claimed)
     if kind == KIND_VERDICT:
         raise Refused(Verdict(code), claimed)
+    # rule: handshake: a frame is the one that is due
     if kind != wanted:
         raise ValueError(f"handshake frame of kind {kind} instead of {wanted}")
     return (yield nbytes)
@@ -169,11 +171,13 @@ def connect(me: Identity, target: int, connection: int, count: int = 0) -> Hands
     yield encode_hello(hello)
     body = yield from _receive(KIND_CHALLENGE, CHALLENGE_BYTES, target)
     nonce, proof = decode_challenge(body)
+    # rule: handshake: the acceptor proves the secret
     if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_ACCEPTOR, hello, nonce)):
         yield encode_verdict(Verdict.WRONG_SECRET)
         raise Refused(Verdict.WRONG_SECRET, target)
     yield encode_proof(count, proof_of(me.secret, ROLE_CONNECTOR, hello, nonce, count))
     theirs, proof = decode_counted((yield from _receive(KIND_WELCOME, WELCOME_BYTES, target)))
+    # rule: handshake: the welcome is proven, with its count
     if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_WELCOME, hello, nonce, theirs)):
         raise Refused(Verdict.WRONG_SECRET, target)
     mine, other = keys_of(me.secret, hello, nonce)
@@ -182,11 +186,14 @@ def connect(me: Identity, target: int, connection: int, count: int = 0) -> Hands
 
 def _objection(me: Identity, hello: Hello, expected: frozenset[int]) -> Verdict | None:
     """Why ``hello`` cannot be right."""
+    # rule: handshake: the job is the same
     if hello.job != job_digest(me.job):
         return Verdict.OTHER_JOB
     shape = (me.ranks, me.proxy, me.connections, me.window_bytes)
+    # rule: handshake: the shape of the group is the same
     if (hello.ranks, hello.proxy, hello.connections, hello.window_bytes) != shape:
         return Verdict.OTHER_SHAPE
+    # rule: handshake: the two ranks are those that are meant
     if hello.target != me.rank or hello.source not in expected:
         return Verdict.OTHER_RANK
     return None
@@ -216,6 +223,7 @@ def accept(
     nonce = secrets.token_bytes(NONCE_BYTES)
     yield encode_challenge(nonce, proof_of(me.secret, ROLE_ACCEPTOR, hello, nonce))
     theirs, proof = decode_counted((yield from _receive(KIND_PROOF, PROOF_BYTES, hello.source)))
+    # rule: handshake: the connector proves the secret, and its count
     if not hmac.compare_digest(proof, proof_of(me.secret, ROLE_CONNECTOR, hello, nonce, theirs)):
         yield encode_verdict(Verdict.WRONG_SECRET)
         raise Refused(Verdict.WRONG_SECRET, hello.source)

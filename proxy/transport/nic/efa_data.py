@@ -246,6 +246,7 @@ def _arrived(context: int, index: int, completion: int, events: int, count: int)
     """A write of a peer has arrived, if it is a peer's. Returns the new count of events."""
     imm = words.swapped(peek32(completion + _WC_IMM))
     rank = imm >> _SOURCE_SHIFT
+    # rule: completion: its rank exists and it has an immediate
     if rank < peek(context + 8 * words.RANKS) and peek32(completion + _WC_FLAGS) & _WITH_IMM != 0:
         link = _link(context, rank, index)
         number = peek(link + 8 * srd.AH_NUMBER)

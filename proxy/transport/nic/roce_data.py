@@ -215,6 +215,7 @@ def _completion(context: int, entry: int, events: int, count: int) -> int:
         return count
     imm = words.swapped(peek32(entry + _IMM))
     status = 0
+    # rule: completion: it is of a write with an immediate
     if peek32(entry + _OPCODE) != _RECEIVED_IMM:
         status = FAULT_BAD_FRAME
     # rule: roce: the source in an immediate is the rank of its queue pair
