@@ -17,7 +17,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
-.PHONY: test-triton test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak chaos fuzz mutants docs release env env-sglang env-vllm clean
+.PHONY: test-triton test-driver test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak chaos fuzz mutants docs release env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -27,6 +27,7 @@ help:
 	@echo "make test-interpreter         the GPU's kernels in Triton's interpreter: every path, form and failure"
 	@echo "make test-long                runs of hundreds of steps, wheels, the training example"
 	@echo "make test-rdma                RDMA transports on soft-RoCE devices in a small virtual machine"
+	@echo "make test-driver              the host side of a GPU on a stub of the driver, with other Tritons and cuda-bindings"
 	@echo "make test-triton              the GPU's kernels compiled by the engines' versions of Triton; needs no GPU"
 	@echo "make test-engine / test-all   tests that start real servers / everything this machine can run"
 	@echo "make lint / format            ruff, mypy --strict, import contracts / apply ruff's fixes"
@@ -104,6 +105,10 @@ test-engine: env-sglang env-vllm
 # what Triton makes of the GPU's kernels, with each version that an engine pins; installs those on first use
 test-triton: env
 	@ARGS="$(PARALLEL) worksteal $(ARGS)" scripts/test-triton
+
+# what the driver is told by launches and by cuda-bindings, with each Triton and release; installs those on first use
+test-driver: env
+	@ARGS="$(ARGS)" scripts/test-driver
 
 # on a machine with a GPU: the tests alone; all that needs one is scripts/gpu-check
 test-gpu:

@@ -140,12 +140,17 @@ def test_torch_gives_back_what_it_keeps_before_an_allocation_fails(
         ("IpcOpenMemHandle", "CUDA_VISIBLE_DEVICES.*UCCL_EP_WINDOW=host on all ranks"),
         ("Malloc", "memory is taken.*memory fraction"),
         ("Memset", "has failed before"),
+        ("StreamGetCaptureInfo", "out of memory.*has failed before"),
     ],
 )
 def test_each_call_has_its_cause(cuda: list[tuple[Any, ...]], call: str, words: str) -> None:
     setattr(sys.modules["cuda.bindings.runtime"], f"cuda{call}", lambda *_: (1, None))
     memory = CudaMemory(GPU)
-    steps = {"HostRegister": lambda: memory.map_host(4096, 4096), "IpcOpenMemHandle": lambda: memory.open(b"x" * 64)}
+    steps = {
+        "HostRegister": lambda: memory.map_host(4096, 4096),
+        "IpcOpenMemHandle": lambda: memory.open(b"x" * 64),
+        "StreamGetCaptureInfo": lambda: memory.capture_of(0),
+    }
     with pytest.raises(TransportError, match=f"cuda{call} failed.*{words}"):
         steps.get(call, lambda: memory.allocate(16))()
 

@@ -184,11 +184,16 @@ class CudaMemory(_Driver):
             ) from error
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        results = self._results(name, *arguments)
+        return results[0] if results else None
+
+    def _results(self, name: str, *arguments: Any) -> list[Any]:
+        results: list[Any]
         code, *results = getattr(self._runtime, f"cuda{name}")(*arguments)
         if int(code) != 0:
             _, text = self._runtime.cudaGetErrorString(code)
             raise self._failed(f"cuda{name}", int(code), text.decode() if isinstance(text, bytes) else str(text))
-        return results[0] if results else None
+        return results
 
     def export(self, address: int) -> bytes:
         # By address, since later releases of cuda-bindings 13 have no attribute for the bytes. They go with the object,
@@ -204,11 +209,8 @@ class CudaMemory(_Driver):
 
     def capture_of(self, stream: int) -> int:
         """Allowed in a capture, by the manual of ``cudaStreamGetCaptureInfo``."""
-        code, *results = self._runtime.cudaStreamGetCaptureInfo(stream)
-        if int(code) != 0:
-            raise self._failed("cudaStreamGetCaptureInfo", int(code), "not capturing")
         # (status, number, ...), of which later versions have more
-        return int(results[1])
+        return int(self._results("StreamGetCaptureInfo", stream)[1])
 
     #: ``cudaDevAttr``: ComputeCapabilityMajor, PageableMemoryAccessUsesHostPageTables (only where CPU and GPU are
     #: coherent), GPUDirectRDMAFlushWritesOptions, GPUDirectRDMAWritesOrdering.

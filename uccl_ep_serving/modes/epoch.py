@@ -7,6 +7,7 @@ messages from 0 in it; what was sent before is void. Within one, low-latency ope
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -351,5 +352,10 @@ class Epoch:
     def interrupt(self, phase: str, error: BaseException) -> None:
         """``error`` has ended an operation: some peers may have its message and others not, so that it can be neither
         repeated nor skipped. Of what is captured, nothing has run."""
-        if self._gpu is None or not self._gpu.order.capturing:
+        captured = False
+        if self._gpu is not None:
+            # a device that has failed answers this with its failure, and then nothing of a capture is of use
+            with contextlib.suppress(RuntimeError):
+                captured = self._gpu.order.capturing
+        if not captured:
             self._interrupted = f"{phase} ({type(error).__name__}: {error}".rstrip(": ") + ")"

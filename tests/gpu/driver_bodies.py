@@ -1,0 +1,277 @@
+"""``python -m tests.gpu.driver_bodies BODY[:ARGUMENT,...] ...``: launches of the product in a process whose driver is
+the stub (:mod:`tests.support.cuda_driver`). Prints a JSON value for each body, a line each.
+
+What is replaced there: the driver; ``torch.cuda``, which a CPU build of torch lacks, by functions that ask the stub;
+and for whole Buffers the memory of the device, which is the host's (:class:`HostMemory`). Triton's launcher and its
+module of the driver, the cubins, and all of the product are the real ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import threading
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from tests.kernels.compiled_kernels import normal_launches, quickly_compiled
+from tests.support import bodies
+from tests.support.control_threads import ThreadExchange
+from tests.support.cuda_driver import torch_cuda
+from tests.support.cuda_driver.host_time import microseconds
+from tests.support.cuda_driver.loaded import Driver
+from uccl_ep_serving import buffer as facade
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.gpu import context
+from uccl_ep_serving.gpu.interpreted_memory import InterpretedMemory
+from uccl_ep_serving.gpu.memory import CudaMemory
+from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
+from uccl_ep_serving.protocol.layout import LowLatencyPlan
+
+#: That the compile gate compiles for as well, so that Triton's cache serves both.
+PLAN = LowLatencyPlan(8, 128, 7168, 256, 8, 2)
+#: Where arguments are made to differ: device memory above all that a number of tokens or bytes comes to.
+_ADDRESSES = 1 << 40
+GPU = torch.device("cuda", 0)
+_TOKENS, _HIDDEN, _EXPERTS, _TOPK = 8, 128, 4, 2
+
+_LOAD = "cuModuleLoadData"
+
+#: The process's driver.
+DRIVER = Driver()
+
+
+class HostMemory(InterpretedMemory):
+    """Memory of the host, where the device's would be; the driver is asked what it is asked on a GPU."""
+
+    def synchronize(self) -> None:
+        memory: Any = self
+        CudaMemory.synchronize(memory)
+
+    def capture_of(self, stream: int) -> int:
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        DRIVER.call(
+            "cuStreamGetCaptureInfo_v2",
+            ctypes.c_void_p(stream),
+            ctypes.byref(status),
+            ctypes.byref(number),
+            None,
+            None,
+            None,
+        )
+        return number.value
+
+
+def told_apart(launch: Launch) -> Launch:
+    """The same launch, each address another one, so that their order shows."""
+    given = enumerate(launch.arguments)
+    apart = tuple(value + 4096 * place if value >= _ADDRESSES else value for place, value in given)
+    return replace(launch, arguments=apart)
+
+
+def _unique(kind: str) -> list[Launch]:
+    """Those of a mode, each kernel and specialization once."""
+    of_a_mode = {
+        "low_latency": lambda: low_latency_launches(PLAN, tuple(CODINGS)),
+        "normal": lambda: filter(quickly_compiled, normal_launches()),
+    }
+    found = of_a_mode[kind]()
+    return list({(one.kernel.__name__, tuple(one.constants.items())): told_apart(one) for one in found}.values())
+
+
+def launches(kind: str) -> dict[str, Any]:
+    """Each launch of a mode, loaded and then run on two streams: what it means, and what the driver was told."""
+    streams = [torch.cuda.Stream(GPU) for _ in range(2)]
+    said = []
+    for one in _unique(kind):
+        DRIVER.forget()
+        one.compile()
+        loaded = DRIVER.counts
+        one.compile()
+        both = DRIVER.counts
+        DRIVER.forget()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                one.run()
+        parameters = [parameter for parameter in one.kernel.params if not parameter.is_constexpr]
+        said.append(
+            {
+                "kernel": one.kernel.__name__,
+                "grid": one.grid,
+                "warps": one.warps,
+                "arguments": one.arguments,
+                "specialized": [not parameter.do_not_specialize for parameter in parameters],
+                "shared": one.build().metadata.shared,
+                "loaded": loaded.get(_LOAD, 0),
+                "loaded_twice": both.get(_LOAD, 0),
+                "counts": DRIVER.counts,
+                "launched": [asdict(call) for call in DRIVER.launched],
+            }
+        )
+    return {"launches": said, "streams": [stream.cuda_stream for stream in streams]}
+
+
+def refused() -> dict[str, str]:
+    """What the stub says to what no driver does: launches beyond its limits or on a stream that is none, and a function
+    that it has not."""
+    launch, said = _unique("low_latency")[0], {}
+    launch.compile()
+    nowhere = torch.cuda.Stream(GPU)
+    nowhere.cuda_stream += 16
+    for name, one, stream in (
+        ("grid", replace(launch, grid=(1, 65536)), torch.cuda.current_stream()),
+        ("stream", launch, nowhere),
+    ):
+        with torch.cuda.stream(stream):
+            try:
+                one.run()
+            except RuntimeError as error:
+                said[name] = str(error)
+    function = ctypes.c_void_p()
+    DRIVER.call("cuGetProcAddress_v2", b"cuNotThere", ctypes.byref(function), 13000, ctypes.c_uint64(0), None)
+    DRIVER.forget()
+    code = ctypes.CFUNCTYPE(ctypes.c_int)(function.value or 0)()
+    said["function"] = f"{code}: {' '.join([DRIVER.calls[0].function, *DRIVER.calls[0].arguments])}"
+    return said
+
+
+def opened() -> Buffer:
+    """A Buffer of one rank for tensors on the device."""
+    context.memory_of = lambda device, interpreted: HostMemory()
+    buffer = Buffer(
+        ThreadExchange(0, threading.Barrier(1), [b""]), settings=bodies.settings(device="cpu", window="host")
+    )
+    buffer._backend = facade.gpu_backend(buffer.runtime, GPU)
+    return buffer
+
+
+class Layer:
+    """Dispatch and combine of one layer, operation by operation."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.x, self.ids, self.weights = bodies.tokens_of(0, _TOKENS, _HIDDEN, _EXPERTS, _TOPK)
+
+    def dispatch(self, **options: Any) -> Any:
+        return self.buffer.low_latency_dispatch(
+            self.x, self.ids, _TOKENS, _EXPERTS, use_fp8=False, topk_weights=self.weights, **options
+        )
+
+    def combine(self, rows: torch.Tensor, handle: Any, **options: Any) -> Any:
+        return self.buffer.low_latency_combine(rows, self.ids, self.weights, handle, **options)
+
+
+def _reserve(buffer: Buffer) -> None:
+    buffer.reserve_low_latency(
+        _TOKENS, _HIDDEN, _EXPERTS, _TOPK, dtype=torch.bfloat16, use_fp8=False, with_topk_weights=True
+    )
+
+
+def operations() -> dict[str, Any]:
+    """What the driver is asked by each operation of a layer: how often each function, and the launches with their
+    streams, by name."""
+    buffer = opened()
+    own, other = buffer.get_comm_stream(), torch.cuda.Stream(GPU)
+    names = {0: "current", own.cuda_stream: "own", other.cuda_stream: "other"}
+    layer, found = Layer(buffer), {}
+
+    def note(name: str) -> None:
+        launched = [f"{one.kernel.removeprefix('uccl_ep_')} on {names[one.stream]}" for one in DRIVER.launched]
+        found[name] = {"counts": DRIVER.counts, "launched": launched}
+        DRIVER.forget()
+
+    DRIVER.forget()
+    _reserve(buffer)
+    note("reserve")
+    for turn in ("first", "later"):
+        rows, _, handle, _, _ = layer.dispatch()
+        note(f"{turn} dispatch")
+        layer.combine(rows, handle)
+        note(f"{turn} combine")
+    rows, _, handle, _, hook = layer.dispatch(return_recv_hook=True)
+    note("dispatch, sent")
+    with torch.cuda.stream(other):
+        hook()
+    note("dispatch, received")
+    with torch.cuda.stream(other):
+        _, _, hook = layer.combine(rows, handle, return_recv_hook=True)
+        note("combine, sent")
+    hook()
+    note("combine, received")
+    rows, _, handle, event, _ = layer.dispatch(async_finish=True)
+    note("dispatch that nobody waits for")
+    event.current_stream_wait()
+    note("its event is waited for")
+    layer.combine(rows, handle)
+    _capture(layer, other)
+    note("a captured layer")
+    buffer.destroy()
+    return found
+
+
+def _capture(layer: Layer, stream: Any) -> None:
+    DRIVER.forget()
+    DRIVER.call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream.cuda_stream), 0)
+    with torch.cuda.stream(stream):
+        rows, _, handle, _, _ = layer.dispatch()
+        layer.combine(rows, handle)
+    graph = ctypes.c_void_p()
+    DRIVER.call("cuStreamEndCapture", ctypes.c_void_p(stream.cuda_stream), ctypes.byref(graph))
+
+
+def failures(function: str, code: str, operation: str) -> list[str]:
+    """What calls raise, one after the other, once ``function`` of the driver ends with ``code``: the operation, a
+    dispatch after that, a wait for the device, the Buffer's end. "" for nothing."""
+    buffer, said = opened(), []
+    layer = Layer(buffer)
+    if operation != "reserve":
+        rows, _, handle, _, _ = layer.dispatch()
+    calls = {
+        "reserve": lambda: _reserve(buffer),
+        "dispatch": layer.dispatch,
+        "combine": lambda: layer.combine(rows, handle),
+    }
+    DRIVER.fail(function, int(code))
+    gpu: Any = buffer._gpu
+    for call in (calls[operation], layer.dispatch, gpu.memory.synchronize, buffer.destroy):
+        try:
+            call()
+        # whatever it is, the test says which
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("")
+    # as a new process would find things: what was mapped when the context was lost stays so until the process ends
+    DRIVER.mend()
+    InterpretedMemory._mapped.clear()
+    return said
+
+
+def host_time(times: str) -> dict[str, float]:
+    """Microseconds of the host for each launch of low latency by kernel, and for whole operations."""
+    found = {}
+    for one in _unique("low_latency"):
+        one.compile()
+        found[one.kernel.__name__] = microseconds(DRIVER, one.run, int(times))
+    buffer = opened()
+    layer = Layer(buffer)
+    rows, _, handle, _, _ = layer.dispatch()
+    found["dispatch"] = microseconds(DRIVER, layer.dispatch, int(times))
+    found["combine"] = microseconds(DRIVER, lambda: layer.combine(rows, handle), int(times))
+    buffer.destroy()
+    return found
+
+
+def main(*wanted: str) -> None:
+    torch_cuda.install(DRIVER)
+    for one in wanted:
+        body, _, arguments = one.partition(":")
+        print(json.dumps(globals()[body](*filter(None, arguments.split(",")))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
