@@ -1,0 +1,257 @@
+"""Operations between the lanes of a warp, and barriers, that only some of their threads may reach: found in LLVM IR.
+
+Such an operation waits for ever, or takes what a lane never gave. No compiler says a word, and the optimizer may be what
+moved it there: it knows that it must not of intrinsics (``convergent``), not of inline assembly.
+
+For each value the analysis knows over which bits of the thread's index it may vary. No bit: it is the same in all
+threads of a program. None of the low bits, five on CUDA and six on ROCm: the same in all lanes of a warp. A branch
+parts threads where its condition varies, up to the block through which all ways lead. An operation between lanes must
+not stand in between where the lanes of a warp part, a barrier not where any threads do.
+
+What it takes for the same in all threads, beside constants and arguments: plain loads from an address that is the same,
+because kernel boundaries and barriers order them. An ordered load is another thing: each thread asks for itself, and the
+word changes meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+from tests.kernels.flow_graph import loops, postdominators, reached
+from tests.kernels.llvm_ir import Function, Instruction, read
+
+__all__ = ["divergences"]
+
+#: More than any program has.
+_THREADS = 1024
+_BARRIER = re.compile(r"llvm\.nvvm\.(?:barrier|bar\.sync)|llvm\.amdgcn\.s\.barrier")
+#: Convergent, and nothing that lanes wait for: these keep the compiler from moving instructions.
+_NO_OPERATION = re.compile(r"llvm\.amdgcn\.(?:sched|wave)\.")
+#: What they give is the same in all lanes of a warp.
+_REDUCES = re.compile(
+    r"llvm\.nvvm\.(?:redux\.sync|vote\.(?:any|all|uni|ballot)|activemask)|llvm\.amdgcn\.(?:readfirstlane|readlane|ballot)"
+)
+_HIDDEN = re.compile(
+    r"\b(?:shfl|redux|vote|match|elect|barrier|bar|mma|wgmma|ldmatrix|stmatrix)\.|\bbarrier\b|activemask"
+    r"|s_barrier|v_read(?:first)?lane|v_writelane|ds_b?permute|ds_swizzle|v_permlane|_dpp\b|\brow_|quad_perm"
+)
+#: Inline assembly that reads what each thread reads for itself: a word that others write meanwhile, a clock, its place.
+_OWN = re.compile(
+    r"\b(?:ld\.(?:volatile|acquire|relaxed|mmio)|atom|multimem)\b|%(?:tid|laneid|lanemask|warpid|clock|globaltimer)"
+    r"|\b(?:global|flat|buffer)_(?:load|atomic)|s_memrealtime|s_memtime"
+)
+_SAME_EVERYWHERE = re.compile(r"sreg\.n?(?:ctaid|tid)\.[xyz]$|workgroup\.id|dispatch\.ptr|implicitarg|kernarg")
+_INDEX = re.compile(r"sreg\.tid\.x|workitem\.id\.x")
+_READS = re.compile(r"\.sreg\.|workitem|mbcnt|memtime|memrealtime|s\.getreg|clock")
+
+
+def divergences(text: str) -> list[str]:
+    """What is wrong in the IR ``text`` of a kernel: where, on which line of source, and which branch parts the threads."""
+    return _Analysis(read(text)).faults()
+
+
+class _Analysis:
+    """Of one kernel: over which bits of the thread's index each value varies, as a mask."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self._all = (function.threads or _THREADS) - 1
+        self._lanes = function.lanes - 1
+        self._ahead = function.ahead
+        self._code = [one for block in function.blocks for one in block]
+        self._defined = {one.name: one for one in self._code if one.name}
+        merged: dict[int, frozenset[int]] = {}
+        for head, blocks in loops(self._ahead):
+            merged[head] = merged.get(head, frozenset()) | blocks
+        self._loops = list(merged.values())
+        self._around = [
+            frozenset(number for number, blocks in enumerate(self._loops) if place in blocks)
+            for place in range(len(self._ahead))
+        ]
+        self._varies: dict[str, int] = {}
+        #: of a value, the one from which it first had its bits
+        self._from: dict[str, str] = {}
+        #: of a value that is part of the thread's index: by how many bits that was shifted right
+        self._index: dict[str, int] = {}
+        #: of a block: the branches that part threads before it, and those behind which they meet in it
+        self._under: list[set[int]] = [set() for _ in self._ahead]
+        self._meet: list[set[int]] = [set() for _ in self._ahead]
+        #: of a loop: the bits over which the number of its turns varies
+        self._turns = [0] * len(self._loops)
+        while self._values() | self._branches():
+            pass
+
+    @cached_property
+    def _passed(self) -> list[frozenset[int]]:
+        return postdominators(self._ahead)
+
+    def faults(self) -> list[str]:
+        found = []
+        for one in self._code:
+            hidden = _HIDDEN.search(one.assembly)
+            if hidden and not one.convergent:
+                found.append(f"{self._say(one)} hides {hidden.group()} in inline assembly, which the compiler may move")
+            if hidden or (one.convergent and not _NO_OPERATION.search(one.callee)):
+                waiting = self._all if _BARRIER.search(one.callee or one.assembly) or hidden else self._lanes
+                parting = [place for place in self._under[one.block] if self._condition(place) & waiting]
+                if parting:
+                    found.append(self._fault(one, parting))
+        return found
+
+    def _fault(self, one: Instruction, parting: list[int]) -> str:
+        """The nearest branch before the operation is named, else the first after it."""
+        place = max(parting, key=lambda block: (block < one.block, block if block < one.block else -block))
+        branch = self._function.blocks[place][-1]
+        origin = branch.operands[0]
+        while origin in self._from:
+            origin = self._from[origin]
+        cause = self._defined[origin]
+        return (
+            f"{self._say(one)} is not reached by all threads that it waits for: they part at {self._say(branch)}, "
+            f"because of {self._say(cause)}"
+        )
+
+    def _say(self, one: Instruction) -> str:
+        what = one.callee or " ".join(one.assembly.split())[:80] or one.text
+        return f"{what!r} (line {one.line} of the IR of {self._function.name}, {self._function.source(one)})"
+
+    def _condition(self, place: int) -> int:
+        """Bits over which the branch at the end of a block varies."""
+        operands = self._function.blocks[place][-1].operands
+        return self._seen(operands[0], place) if operands and len(self._ahead[place]) > 1 else 0
+
+    def _seen(self, name: str, place: int) -> int:
+        """Bits over which a value varies in a block: when threads leave a loop in different turns, also over those."""
+        bits = self._varies.get(name, 0)
+        if name in self._defined:
+            for left in self._around[self._defined[name].block] - self._around[place]:
+                bits |= self._turns[left]
+        return bits
+
+    def _branches(self) -> bool:
+        """Note what the branches that part threads do; True when one is new, or parts more."""
+        changed = False
+        for place, following in enumerate(self._ahead):
+            bits = self._condition(place)
+            if not bits:
+                continue
+            if not any(place in branches for branches in self._meet):
+                beyond = self._passed[place] - {place}
+                between = reached(self._ahead, following, beyond)
+                for one in between:
+                    self._under[one].add(place)
+                # where ways from the branch may meet, the next block that all pass included
+                for one in between | {one for block in [*between, place] for one in self._ahead[block]}:
+                    self._meet[one].add(place)
+        for number, blocks in enumerate(self._loops):
+            bits = self._turns[number]
+            for place in blocks:
+                if not blocks.issuperset(self._ahead[place]):
+                    bits |= self._condition(place)
+                    for branch in self._under[place] & blocks:
+                        bits |= self._condition(branch)
+            changed |= bits != self._turns[number]
+            self._turns[number] = bits
+        return changed
+
+    def _values(self) -> bool:
+        """Carry the bits from operands to results until nothing changes; True when something did."""
+        changed, again = False, True
+        while again:
+            again = False
+            for one in self._code:
+                if one.name:
+                    bits = self._varies.get(one.name, 0) | self._result(one)
+                    if bits != self._varies.get(one.name, 0):
+                        self._note(one)
+                        self._varies[one.name] = bits
+                        changed = again = True
+        return changed
+
+    def _note(self, one: Instruction) -> None:
+        """Remember from which value the result first has bits."""
+        if one.name in self._varies:
+            return
+        causes = [name for name in one.operands if self._varies.get(name, 0)]
+        if one.opcode == "phi":
+            branches = [self._function.blocks[place][-1].operands[0] for place in self._meet[one.block]]
+            causes += [name for name in branches if self._varies.get(name, 0)]
+        if causes and causes[0] != one.name:
+            self._from[one.name] = causes[0]
+
+    def _result(self, one: Instruction) -> int:
+        bits = 0
+        for name in one.operands:
+            bits |= self._seen(name, one.block)
+        if one.opcode == "phi":
+            return bits | self._joined(one)
+        if one.opcode == "call":
+            return self._called(one, bits)
+        if re.match(r"load (?:volatile|atomic)|atomicrmw|cmpxchg|alloca", one.text.partition(" = ")[2]):
+            return self._all
+        return self._indexed(one, bits)
+
+    def _joined(self, one: Instruction) -> int:
+        """Of a phi, what it has from the branches behind which threads meet in its block."""
+        if len(set(re.findall(r"\[ ([^,]+),", one.text))) == 1:
+            return 0
+        bits = 0
+        for place in self._meet[one.block]:
+            bits |= self._condition(place)
+        return bits
+
+    def _called(self, one: Instruction, bits: int) -> int:
+        if one.assembly:
+            if _OWN.search(one.assembly):
+                bits = self._all
+            # on ROCm a scalar register, one for a warp
+            return bits & ~self._lanes if re.match(r"=&?s", one.constraints) else bits
+        if _SAME_EVERYWHERE.search(one.callee) and not _INDEX.search(one.callee):
+            return 0
+        if _READS.search(one.callee):
+            if _INDEX.search(one.callee):
+                self._index[one.name] = 0
+            return self._all
+        if _REDUCES.search(one.callee):
+            return bits & ~self._lanes
+        if "shfl.sync" in one.callee:
+            return self._shuffled(one, bits)
+        if one.convergent and not _BARRIER.search(one.callee):
+            return bits | self._lanes
+        return bits
+
+    def _shuffled(self, one: Instruction, bits: int) -> int:
+        """``shfl.sync(lanes, value, place, segments)``."""
+        arguments = [part.split()[-1] for part in one.text.partition("(")[2].partition(")")[0].split(",")]
+        if one.callee.endswith(("p", "f32p", "i32p")):
+            return bits | self._lanes
+        if "idx" in one.callee and arguments[3] == "31" and not self._seen(arguments[2], one.block) & self._lanes:
+            return bits & ~self._lanes
+        if "bfly" in one.callee or not bits & self._lanes:
+            return bits
+        return bits | self._lanes
+
+    def _indexed(self, one: Instruction, bits: int) -> int:
+        """Of arithmetic. Parts of the thread's index are followed bit by bit: its warp is the same in all lanes."""
+        if not one.operands or one.operands[0] not in self._index or len(one.operands) > 1:
+            return bits
+        shift = self._index[one.operands[0]]
+        number = re.search(r" (-?\d+)(?:, !|$)", one.text.partition(" = ")[2])
+        constant = int(number.group(1)) if number else 0
+        if one.opcode in {"zext", "sext", "trunc", "freeze", "or", "xor"}:
+            self._index[one.name] = shift
+        elif one.opcode == "and":
+            bits &= constant << shift if shift >= 0 else constant >> -shift
+            self._index[one.name] = shift
+        elif one.opcode == "lshr":
+            self._index[one.name] = shift + constant
+            bits &= -1 << max(shift + constant, 0)
+        elif one.opcode == "shl":
+            self._index[one.name] = shift - constant
+        elif one.opcode == "icmp" and (compared := re.search(r"icmp (?:samesign )?[su](\w\w) ", one.text)):
+            # below a multiple of 32, all lanes of a warp are or none is
+            border = constant + (compared.group(1) in {"gt", "le"})
+            if border > 0 and shift >= 0:
+                bits &= -1 << shift + (border & -border).bit_length() - 1
+        return bits
