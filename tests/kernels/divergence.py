@@ -43,6 +43,12 @@ _OWN = re.compile(
 )
 _SAME_EVERYWHERE = re.compile(r"sreg\.n?(?:ctaid|tid)\.[xyz]$|workgroup\.id|dispatch\.ptr|implicitarg|kernarg")
 _INDEX = re.compile(r"sreg\.tid\.x|workitem\.id\.x")
+#: Operations whose operands may change places.
+_EVEN = re.compile(r"(?:tail )?(?:call .*@llvm\.[su]?(?:min|max)\w*\.|(?:add|mul|and|or|xor|fadd|fmul) )")
+#: Values in halves, and whole again.
+_CONVERSIONS = {"zext", "trunc", "shl", "lshr", "or", "bitcast", "insertelement", "extractelement", "freeze"}
+#: How ``update.dpp`` changes a lane's number, by its control word: quad_perm, row_ror:8, row_mirror, row_half_mirror.
+_DPP = {"177": 1, "78": 2, "27": 3, "296": 8, "320": 15, "321": 7}
 _READS = re.compile(r"\.sreg\.|workitem|mbcnt|memtime|memrealtime|s\.getreg|clock")
 
 
@@ -74,11 +80,15 @@ class _Analysis:
         self._from: dict[str, str] = {}
         #: of a value that is part of the thread's index: by how many bits that was shifted right
         self._index: dict[str, int] = {}
+        for one in self._code:
+            self._find_index(one)
         #: of a block: the branches that part threads before it, and those behind which they meet in it
         self._under: list[set[int]] = [set() for _ in self._ahead]
         self._meet: list[set[int]] = [set() for _ in self._ahead]
         #: of a loop: the bits over which the number of its turns varies
         self._turns = [0] * len(self._loops)
+        #: of a value made of another and of what other lanes have of it: that one, and how the lanes' numbers differ
+        self._folds = {one.name: fold for one in self._code if (fold := self._fold(one))}
         while self._values() | self._branches():
             pass
 
@@ -184,6 +194,11 @@ class _Analysis:
         bits = 0
         for name in one.operands:
             bits |= self._seen(name, one.block)
+        if one.name in self._folds:
+            folded, change = self._folds[one.name]
+            change &= self._seen(folded, one.block)
+            # two lanes that exchange their values and combine them have the same then
+            return bits & ~change if change & change - 1 == 0 else bits
         if one.opcode == "phi":
             return bits | self._joined(one)
         if one.opcode == "call":
@@ -194,7 +209,7 @@ class _Analysis:
 
     def _joined(self, one: Instruction) -> int:
         """Of a phi, what it has from the branches behind which threads meet in its block."""
-        if len(set(re.findall(r"\[ ([^,]+),", one.text))) == 1:
+        if len(set(_incoming(one))) == 1 or one.name in self._index:
             return 0
         bits = 0
         for place in self._meet[one.block]:
@@ -210,48 +225,101 @@ class _Analysis:
         if _SAME_EVERYWHERE.search(one.callee) and not _INDEX.search(one.callee):
             return 0
         if _READS.search(one.callee):
-            if _INDEX.search(one.callee):
-                self._index[one.name] = 0
             return self._all
         if _REDUCES.search(one.callee):
             return bits & ~self._lanes
         if "shfl.sync" in one.callee:
             return self._shuffled(one, bits)
-        if one.convergent and not _BARRIER.search(one.callee):
+        if one.convergent and not _BARRIER.search(one.callee) and not self._exchanged(one):
             return bits | self._lanes
         return bits
 
     def _shuffled(self, one: Instruction, bits: int) -> int:
         """``shfl.sync(lanes, value, place, segments)``."""
-        arguments = [part.split()[-1] for part in one.text.partition("(")[2].partition(")")[0].split(",")]
-        if one.callee.endswith(("p", "f32p", "i32p")):
+        _, _, place, segments = _arguments(one)
+        # some forms also say which lanes had nobody to take from
+        if not one.callee.endswith(("i32", "f32")):
             return bits | self._lanes
-        if "idx" in one.callee and arguments[3] == "31" and not self._seen(arguments[2], one.block) & self._lanes:
+        if "idx" in one.callee and segments == "31" and not self._seen(place, one.block) & self._lanes:
             return bits & ~self._lanes
-        if "bfly" in one.callee or not bits & self._lanes:
-            return bits
-        return bits | self._lanes
+        return bits | self._lanes if bits & self._lanes and not self._exchanged(one) else bits
+
+    def _exchanged(self, one: Instruction) -> int:
+        """Where lanes exchange values in pairs: how the numbers of a pair differ. 0 for other operations."""
+        if "shfl.sync.bfly" in one.callee and one.callee.endswith(("i32", "f32")):
+            _, _, change, segments = _arguments(one)
+            return int(change) if change.isdigit() and segments == "31" else 0
+        if "amdgcn.update.dpp" in one.callee:
+            _, _, control, rows, banks, _ = _arguments(one)
+            return _DPP.get(control, 0) if (rows, banks) == ("15", "15") else 0
+        if "amdgcn.ds.bpermute" in one.callee:
+            # the address is four times the lane
+            place = self._defined.get(_arguments(one)[0])
+            change = re.search(r"xor i32 %\S+, (\d+)$", place.text) if place else None
+            return int(change.group(1)) >> 2 if change and self._index.get(place.operands[0]) == -2 else 0
+        return 0
+
+    def _fold(self, one: Instruction) -> tuple[str, int] | None:
+        if len(one.operands) != 2 or not _EVEN.match(one.text.partition(" = ")[2]):
+            return None
+        for own, other in (one.operands, one.operands[::-1]):
+            taken = [self._defined.get(name) for name in self._whole(other)]
+            changes = {self._exchanged(each) if each else 0 for each in taken}
+            if len(changes) == 1 and 0 not in changes:
+                sources = {name for each in taken if each for name in self._whole(_arguments(each)[1])}
+                if sources == self._whole(own):
+                    return own, changes.pop()
+        return None
+
+    def _whole(self, name: str) -> set[str]:
+        """The values of which ``name`` is another form, or a half, or halves."""
+        one = self._defined.get(name)
+        if one is None or one.opcode not in _CONVERSIONS or not one.operands:
+            return {name}
+        return {whole for part in one.operands for whole in self._whole(part)}
+
+    def _find_index(self, one: Instruction) -> None:
+        if one.opcode == "phi":
+            # also where the index was asked for on both ways
+            same = [_INDEX.search(self._defined[name].callee) for name in _incoming(one) if name in self._defined]
+            if same and all(same) and len(same) == len(_incoming(one)):
+                self._index[one.name] = 0
+        elif _INDEX.search(one.callee):
+            self._index[one.name] = 0
+        elif len(one.operands) == 1 and one.operands[0] in self._index:
+            shift = self._index[one.operands[0]]
+            if one.opcode in {"zext", "sext", "trunc", "freeze", "or", "xor", "and"}:
+                self._index[one.name] = shift
+            elif one.opcode in {"lshr", "shl"}:
+                self._index[one.name] = shift + (_constant(one) if one.opcode == "lshr" else -_constant(one))
 
     def _indexed(self, one: Instruction, bits: int) -> int:
         """Of arithmetic. Parts of the thread's index are followed bit by bit: its warp is the same in all lanes."""
-        if not one.operands or one.operands[0] not in self._index or len(one.operands) > 1:
+        if len(one.operands) != 1 or one.operands[0] not in self._index:
             return bits
-        shift = self._index[one.operands[0]]
-        number = re.search(r" (-?\d+)(?:, !|$)", one.text.partition(" = ")[2])
-        constant = int(number.group(1)) if number else 0
-        if one.opcode in {"zext", "sext", "trunc", "freeze", "or", "xor"}:
-            self._index[one.name] = shift
-        elif one.opcode == "and":
-            bits &= constant << shift if shift >= 0 else constant >> -shift
-            self._index[one.name] = shift
-        elif one.opcode == "lshr":
-            self._index[one.name] = shift + constant
-            bits &= -1 << max(shift + constant, 0)
-        elif one.opcode == "shl":
-            self._index[one.name] = shift - constant
-        elif one.opcode == "icmp" and (compared := re.search(r"icmp (?:samesign )?[su](\w\w) ", one.text)):
+        shift, constant = self._index[one.operands[0]], _constant(one)
+        if one.opcode == "and":
+            return bits & (constant << shift if shift >= 0 else constant >> -shift)
+        if one.opcode == "lshr":
+            return bits & -1 << max(shift + constant, 0)
+        if shift >= 0 and (compared := re.search(r"icmp (?:samesign )?[su](\w\w) ", one.text)):
             # below a multiple of 32, all lanes of a warp are or none is
             border = constant + (compared.group(1) in {"gt", "le"})
-            if border > 0 and shift >= 0:
-                bits &= -1 << shift + (border & -border).bit_length() - 1
+            return bits & -1 << shift + (border & -border).bit_length() - 1 if border > 0 else bits
         return bits
+
+
+def _arguments(call: Instruction) -> list[str]:
+    """Names or numbers."""
+    return [part.split()[-1] for part in call.text.partition("(")[2].rpartition(")")[0].split(",")]
+
+
+def _incoming(phi: Instruction) -> list[str]:
+    """Values, names or constants, by the ways that lead to a block."""
+    return re.findall(r"\[ ([^,]+),", phi.text)
+
+
+def _constant(one: Instruction) -> int:
+    """The number that is the second operand, or 0."""
+    number = re.search(r", (-?\d+)$", one.text)
+    return int(number.group(1)) if number else 0
