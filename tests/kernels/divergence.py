@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from itertools import permutations
 
 from tests.kernels.flow_graph import loops, postdominators, reached
 from tests.kernels.llvm_ir import Function, Instruction, read
@@ -87,7 +88,8 @@ class _Analysis:
         self._meet: list[set[int]] = [set() for _ in self._ahead]
         #: of a loop: the bits over which the number of its turns varies
         self._turns = [0] * len(self._loops)
-        #: of a value made of another and of what other lanes have of it: that one, and how the lanes' numbers differ
+        #: of a value made of another and of what other lanes have of it: that one, how the lanes' numbers differ, and
+        #: what else it is made of
         self._folds = {one.name: fold for one in self._code if (fold := self._fold(one))}
         while self._values() | self._branches():
             pass
@@ -195,10 +197,15 @@ class _Analysis:
         for name in one.operands:
             bits |= self._seen(name, one.block)
         if one.name in self._folds:
-            folded, change = self._folds[one.name]
-            change &= self._seen(folded, one.block)
+            folded, change, others = self._folds[one.name]
+            bits = self._seen(folded, one.block)
+            change &= bits
             # two lanes that exchange their values and combine them have the same then
-            return bits & ~change if change & change - 1 == 0 else bits
+            if change & change - 1 == 0:
+                bits &= ~change
+            for name in others:
+                bits |= self._seen(name, one.block)
+            return bits
         if one.opcode == "phi":
             return bits | self._joined(one)
         if one.opcode == "call":
@@ -228,11 +235,11 @@ class _Analysis:
             return self._all
         if _REDUCES.search(one.callee):
             return bits & ~self._lanes
+        if self._exchanged(one):
+            return self._seen(_arguments(one)[1], one.block)
         if "shfl.sync" in one.callee:
             return self._shuffled(one, bits)
-        if one.convergent and not _BARRIER.search(one.callee) and not self._exchanged(one):
-            return bits | self._lanes
-        return bits
+        return bits | self._lanes if one.convergent else bits
 
     def _shuffled(self, one: Instruction, bits: int) -> int:
         """``shfl.sync(lanes, value, place, segments)``."""
@@ -242,7 +249,7 @@ class _Analysis:
             return bits | self._lanes
         if "idx" in one.callee and segments == "31" and not self._seen(place, one.block) & self._lanes:
             return bits & ~self._lanes
-        return bits | self._lanes if bits & self._lanes and not self._exchanged(one) else bits
+        return bits | self._lanes if bits & self._lanes else bits
 
     def _exchanged(self, one: Instruction) -> int:
         """Where lanes exchange values in pairs: how the numbers of a pair differ. 0 for other operations."""
@@ -259,16 +266,24 @@ class _Analysis:
             return int(change.group(1)) >> 2 if change and self._index.get(place.operands[0]) == -2 else 0
         return 0
 
-    def _fold(self, one: Instruction) -> tuple[str, int] | None:
-        if len(one.operands) != 2 or not _EVEN.match(one.text.partition(" = ")[2]):
+    def _fold(self, one: Instruction) -> tuple[str, int, list[str]] | None:
+        operation = _EVEN.match(one.text.partition(" = ")[2])
+        if len(one.operands) != 2 or not operation:
             return None
-        for own, other in (one.operands, one.operands[::-1]):
+        # the compiler may have brought a third value in between
+        parts = list(one.operands)
+        for name in one.operands:
+            inner = self._defined.get(name)
+            if inner and len(inner.operands) == 2 and inner.text.partition(" = ")[2].startswith(operation.group()):
+                parts += inner.operands
+                parts.remove(name)
+        for own, other in permutations(parts, 2):
             taken = [self._defined.get(name) for name in self._whole(other)]
             changes = {self._exchanged(each) if each else 0 for each in taken}
             if len(changes) == 1 and 0 not in changes:
                 sources = {name for each in taken if each for name in self._whole(_arguments(each)[1])}
                 if sources == self._whole(own):
-                    return own, changes.pop()
+                    return own, changes.pop(), [name for name in parts if name not in (own, other)]
         return None
 
     def _whole(self, name: str) -> set[str]:
