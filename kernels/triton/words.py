@@ -114,12 +114,11 @@ def any_of(chosen: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """A count at one ``address`` that only grows, int64, acquire at system scope, the same in every lane. For kernels of
-    one warp.
+    """A count at one ``address``, int64, acquire at system scope, the same in every lane. For kernels of one warp.
 
-    Every lane acquires for itself, and the least of what they read is returned. One writer stores the count, each time
-    with release. So whatever lies before the store of the least lies also before that which a lane has read, and what
-    the lane loads or stores afterwards comes after both: no barrier is needed, however late it acquired.
+    The count only grows. Every lane acquires for itself, and the least of what they read is returned. One writer stores
+    the count, each time with release: whatever it did before it stored the least it has also done before it stored what
+    a lane has read, and that lane's later loads and stores come after its own acquire. So no barrier is needed.
     """
     if BACKEND == INTERPRETER:
         return tl.load(int64s(address))

@@ -1,16 +1,19 @@
 """Operations between the lanes of a warp, and barriers, that only some of their threads may reach: found in LLVM IR.
 
-Such an operation waits for ever, or takes what a lane never gave. No compiler says a word, and the optimizer may be what
-moved it there: it knows that it must not of intrinsics (``convergent``), not of inline assembly.
+Such an operation waits for ever, or takes what a lane never gave. No compiler says a word, and the optimizer may be
+what moved it there: of intrinsics it knows that it must not (``convergent``), of inline assembly it does not.
 
 For each value the analysis knows over which bits of the thread's index it may vary. No bit: it is the same in all
 threads of a program. None of the low bits, five on CUDA and six on ROCm: the same in all lanes of a warp. A branch
 parts threads where its condition varies, up to the block through which all ways lead. An operation between lanes must
 not stand in between where the lanes of a warp part, a barrier not where any threads do.
 
-What it takes for the same in all threads, beside constants and arguments: plain loads from an address that is the same,
-because kernel boundaries and barriers order them. An ordered load is another thing: each thread asks for itself, and the
-word changes meanwhile.
+What it takes for the same in all threads, beside constants and arguments: plain loads from an address that is the
+same, because kernel boundaries and barriers order them. An ordered load is another thing: each thread asks for itself,
+and the word changes meanwhile.
+
+Behind the block through which all ways lead it takes the lanes to be together again. That they are on CUDA as soon as
+one waits for another, which is all that counts here.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ _READS = re.compile(r"\.sreg\.|workitem|mbcnt|memtime|memrealtime|s\.getreg|cloc
 
 
 def divergences(text: str) -> list[str]:
-    """What is wrong in the IR ``text`` of a kernel: where, on which line of source, and which branch parts the threads."""
+    """What is wrong in the IR ``text`` of a kernel: which operation, on which line of the source, and the branch at
+    which threads part."""
     return _Analysis(read(text)).faults()
 
 
@@ -62,7 +66,7 @@ class _Analysis:
     """Of one kernel: over which bits of the thread's index each value varies, as a mask."""
 
     def __init__(self, function: Function) -> None:
-        self._function = function
+        self._function, self._name = function, function.name
         self._all = (function.threads or _THREADS) - 1
         self._lanes = function.lanes - 1
         self._ahead = function.ahead
@@ -103,7 +107,7 @@ class _Analysis:
         for one in self._code:
             hidden = _HIDDEN.search(one.assembly)
             if hidden and not one.convergent:
-                found.append(f"{self._say(one)} hides {hidden.group()} in inline assembly, which the compiler may move")
+                found.append(f"{self._name}: {self._say(one)} hides {hidden.group()}: the compiler may move it")
             if hidden or (one.convergent and not _NO_OPERATION.search(one.callee)):
                 waiting = self._all if _BARRIER.search(one.callee or one.assembly) or hidden else self._lanes
                 parting = [place for place in self._under[one.block] if self._condition(place) & waiting]
@@ -120,13 +124,13 @@ class _Analysis:
             origin = self._from[origin]
         cause = self._defined[origin]
         return (
-            f"{self._say(one)} is not reached by all threads that it waits for: they part at {self._say(branch)}, "
-            f"because of {self._say(cause)}"
+            f"{self._name}: {self._say(one)} is not reached by all threads that it waits for: "
+            f"they part at {self._say(branch)}, because of {self._say(cause)}"
         )
 
     def _say(self, one: Instruction) -> str:
         what = one.callee or " ".join(one.assembly.split())[:80] or one.text
-        return f"{what!r} (line {one.line} of the IR of {self._function.name}, {self._function.source(one)})"
+        return f"{what!r} (line {one.line} of the IR, {self._function.source(one)})"
 
     def _condition(self, place: int) -> int:
         """Bits over which the branch at the end of a block varies."""
@@ -271,13 +275,12 @@ class _Analysis:
         if len(one.operands) != 2 or not operation:
             return None
         # the compiler may have brought a third value in between
-        parts = list(one.operands)
-        for name in one.operands:
+        ways = [list(one.operands)]
+        for name, rest in permutations(one.operands):
             inner = self._defined.get(name)
             if inner and len(inner.operands) == 2 and inner.text.partition(" = ")[2].startswith(operation.group()):
-                parts += inner.operands
-                parts.remove(name)
-        for own, other in permutations(parts, 2):
+                ways.append([rest, *inner.operands])
+        for parts, own, other in ((parts, *pair) for parts in ways for pair in permutations(parts, 2)):
             taken = [self._defined.get(name) for name in self._whole(other)]
             changes = {self._exchanged(each) if each else 0 for each in taken}
             if len(changes) == 1 and 0 not in changes:

@@ -130,9 +130,7 @@ def read(text: str) -> Function:
     for block in blocks:
         if not block or block[-1].opcode not in {"br", "switch", "ret", "unreachable"}:
             last = block[-1].text if block else "nothing"
-            raise ValueError(
-                f"a basic block of the IR ends with {last}: teach tests/kernels/llvm_ir.py where that goes"
-            )
+            raise ValueError(f"a basic block of the IR ends with {last}: tests/kernels/llvm_ir.py does not know it")
     return Function(
         head.group(1),
         int(size.group(1) or size.group(2)) if size else 0,
