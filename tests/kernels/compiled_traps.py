@@ -81,10 +81,8 @@ def _loops(text: str, label: str, branch: str, end: str) -> list[_Wait]:
         if not re.search(end, last) and place + 1 < len(blocks):
             following.append(place + 1)
         ahead.append(following)
-    return [
-        _Wait(tuple("\n".join(blocks[place]) for place in sorted(inside)), inside)
-        for _, inside in flow_graph.loops(ahead)
-    ]
+    found = [inside for _, inside in flow_graph.loops(ahead)]
+    return [_Wait(tuple("\n".join(blocks[place]) for place in sorted(inside)), inside) for inside in found]
 
 
 def _poll_faults(loops: list[_Wait], load: str, clock: str) -> list[str]:

@@ -280,7 +280,7 @@ class _Analysis:
             inner = self._defined.get(name)
             if inner and len(inner.operands) == 2 and inner.text.partition(" = ")[2].startswith(operation.group()):
                 ways.append([rest, *inner.operands])
-        for parts, own, other in ((parts, *pair) for parts in ways for pair in permutations(parts, 2)):
+        for parts, (own, other) in ((way, pair) for way in ways for pair in permutations(way, 2)):
             taken = [self._defined.get(name) for name in self._whole(other)]
             changes = {self._exchanged(each) if each else 0 for each in taken}
             if len(changes) == 1 and 0 not in changes:
