@@ -281,13 +281,19 @@ class _Analysis:
             if inner and len(inner.operands) == 2 and inner.text.partition(" = ")[2].startswith(operation.group()):
                 ways.append([rest, *inner.operands])
         for parts, (own, other) in ((way, pair) for way in ways for pair in permutations(way, 2)):
-            taken = [self._defined.get(name) for name in self._whole(other)]
-            changes = {self._exchanged(each) if each else 0 for each in taken}
-            if len(changes) == 1 and 0 not in changes:
-                sources = {name for each in taken if each for name in self._whole(_arguments(each)[1])}
-                if sources == self._whole(own):
-                    return own, changes.pop(), [name for name in parts if name not in (own, other)]
+            taken = [self._taken(name) for name in self._whole(other)]
+            changes = {change for change, _ in taken}
+            sources = {name for _, source in taken for name in self._whole(source)}
+            if len(changes) == 1 and 0 not in changes and sources == self._whole(own):
+                return own, changes.pop(), [name for name in parts if name not in (own, other)]
         return None
+
+    def _taken(self, name: str) -> tuple[int, str]:
+        """How far away a value comes from, over several exchanges, and which one it is there."""
+        away = 0
+        while (one := self._defined.get(name)) and (change := self._exchanged(one)):
+            away, name = away ^ change, _arguments(one)[1]
+        return away, name
 
     def _whole(self, name: str) -> set[str]:
         """The values of which ``name`` is another form, or a half, or halves."""
