@@ -220,12 +220,25 @@ class _Analysis:
 
     def _joined(self, one: Instruction) -> int:
         """Of a phi, what it has from the branches behind which threads meet in its block."""
-        if len(set(_incoming(one))) == 1 or one.name in self._index:
+        if len({self._form(name) for name in _incoming(one)}) == 1:
             return 0
         bits = 0
         for place in self._meet[one.block]:
             bits |= self._condition(place)
         return bits
+
+    def _form(self, name: str) -> str:
+        """How a value comes about, as far as it is the same wherever that is asked for: the compiler does that twice,
+        also on one of two ways only."""
+        one = self._defined.get(name)
+        if one is None:
+            return name
+        form = one.text.partition(" = ")[2]
+        if not (
+            _INDEX.search(one.callee) or re.match(r"(?:load (?!volatile|atomic)|extractelement|[sz]ext|trunc) ?", form)
+        ):
+            return name
+        return re.sub(r"%[\w.$-]+", lambda operand: self._form(operand.group()), form.removeprefix("tail "))
 
     def _called(self, one: Instruction, bits: int) -> int:
         if one.assembly:
@@ -305,8 +318,7 @@ class _Analysis:
     def _find_index(self, one: Instruction) -> None:
         if one.opcode == "phi":
             # also where the index was asked for on both ways
-            same = [_INDEX.search(self._defined[name].callee) for name in _incoming(one) if name in self._defined]
-            if same and all(same) and len(same) == len(_incoming(one)):
+            if all(self._index.get(name) == 0 and self._defined[name].callee for name in _incoming(one)):
                 self._index[one.name] = 0
         elif _INDEX.search(one.callee):
             self._index[one.name] = 0
