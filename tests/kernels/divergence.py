@@ -43,9 +43,9 @@ _HIDDEN = re.compile(
 #: Inline assembly that reads what each thread reads for itself: a word that others write meanwhile, a clock, its place.
 _OWN = re.compile(
     r"\b(?:ld\.(?:volatile|acquire|relaxed|mmio)|atom|multimem)\b|%(?:tid|laneid|lanemask|warpid|clock|globaltimer)"
-    r"|\b(?:global|flat|buffer)_(?:load|atomic)|s_memrealtime|s_memtime"
+    r"|\b(?:global|flat|buffer)_(?:load|atomic)|s_memrealtime|s_memtime|v_mbcnt"
 )
-_SAME_EVERYWHERE = re.compile(r"sreg\.n?(?:ctaid|tid)\.[xyz]$|workgroup\.id|dispatch\.ptr|implicitarg|kernarg")
+_SAME_EVERYWHERE = re.compile(r"sreg\.(?:n?ctaid|ntid)\.[xyz]$|workgroup\.id|dispatch\.ptr|implicitarg|kernarg")
 _INDEX = re.compile(r"sreg\.tid\.x|workitem\.id\.x")
 #: Operations whose operands may change places.
 _EVEN = re.compile(r"(?:tail )?(?:call .*@llvm\.[su]?(?:min|max)\w*\.|(?:add|mul|and|or|xor|fadd|fmul) )")
@@ -87,6 +87,8 @@ class _Analysis:
         self._index: dict[str, int] = {}
         for one in self._code:
             self._find_index(one)
+        #: blocks at whose ends threads part
+        self._parting: set[int] = set()
         #: of a block: the branches that part threads before it, and those behind which they meet in it
         self._under: list[set[int]] = [set() for _ in self._ahead]
         self._meet: list[set[int]] = [set() for _ in self._ahead]
@@ -152,7 +154,9 @@ class _Analysis:
             bits = self._condition(place)
             if not bits:
                 continue
-            if not any(place in branches for branches in self._meet):
+            if place not in self._parting:
+                changed = True
+                self._parting.add(place)
                 beyond = self._passed[place] - {place}
                 between = reached(self._ahead, following, beyond)
                 for one in between:
@@ -246,7 +250,7 @@ class _Analysis:
                 bits = self._all
             # on ROCm a scalar register, one for a warp
             return bits & ~self._lanes if re.match(r"=&?s", one.constraints) else bits
-        if _SAME_EVERYWHERE.search(one.callee) and not _INDEX.search(one.callee):
+        if _SAME_EVERYWHERE.search(one.callee):
             return 0
         if _READS.search(one.callee):
             return self._all
