@@ -150,7 +150,7 @@ def report_address(context: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def sticky_code(context: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """Code of the sticky error, which proxies and host set. For kernels of one warp."""
+    """Code of the sticky error, which proxies and host set: 0 until all lanes see it. For kernels of one warp."""
     return acquire(peek(context + _ERROR), BACKEND)
 
 

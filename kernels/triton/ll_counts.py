@@ -63,7 +63,7 @@ from .wait import (
     refuse,
     wait_messages,
 )
-from .words import acquire_each, any_of, int64s, peek, poke, settle, uniform
+from .words import acquire_each, any_of, int64s, peek, poke, settle
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _NOTICE, _NOTICE_SLOTS = tl.constexpr(NOTICE_STREAM), tl.constexpr(NOTICE_SLOTS)
@@ -127,7 +127,7 @@ def take_acks(
     claim = acquire_each(where + tl.where(chosen, _CONSUMED_DISPATCH, 0), BACKEND)
     claim_combine = acquire_each(where + tl.where(chosen, _CONSUMED_COMBINE, 0), BACKEND)
     bad = chosen & ((claim < 0) | (claim > sent) | (claim_combine < 0) | (claim_combine > returned))
-    broken = any_of(bad, BACKEND)
+    broken = any_of(bad)
     if broken != 0:
         wrong = (claim < 0) | (claim > sent)
         fail_at(
@@ -269,12 +269,12 @@ def _wait_acks(
         placed += 1
     ending, checked = tl.full((), 0, tl.int32), start
     acked = _recv_acks(context, state, peers, live, PHASE)
-    present = uniform(tl.min((acked >= needed).to(tl.int32), axis=0), BACKEND)
+    present = tl.min((acked >= needed).to(tl.int32), axis=0)
     while (present == 0) & (ending == GO_ON):
         broken = _read_acks(context, state, peers, live, placed, BACKEND)
         settle(BACKEND)
         now = _recv_acks(context, state, peers, live, PHASE)
-        present = uniform(tl.min((now >= needed).to(tl.int32), axis=0), BACKEND)
+        present = tl.min((now >= needed).to(tl.int32), axis=0)
         if broken != 0:
             ending = tl.full((), _REFUSED, tl.int32)
         elif present == 0:
@@ -341,11 +341,11 @@ def _send_notices(
     needed = tl.where(proxied, sent - _NOTICE_SLOTS + 1, -(1 << 60))
     ending, checked = tl.full((), 0, tl.int32), start
     done = acquire_each(address, BACKEND)
-    present = uniform(tl.min((done >= needed).to(tl.int32), axis=0), BACKEND)
+    present = tl.min((done >= needed).to(tl.int32), axis=0)
     while (present == 0) & (ending == GO_ON):
         ending, checked = end_spin(context, start, checked, BACKEND)
         now = acquire_each(address, BACKEND)
-        present = uniform(tl.min((now >= needed).to(tl.int32), axis=0), BACKEND)
+        present = tl.min((now >= needed).to(tl.int32), axis=0)
     if present == 0:
         last = acquire_each(address, BACKEND)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
@@ -381,7 +381,7 @@ def ack_dispatches(
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
         sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), mask=live, other=1 << 60)
-        if any_of(sent_ack < needed, BACKEND) != 0:
+        if any_of(sent_ack < needed) != 0:
             _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)
 
 
@@ -410,6 +410,6 @@ def ack_combines(
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers) & (peers != me)
         sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), mask=live, other=1 << 60)
-        if any_of(sent_ack < needed, BACKEND) != 0:
+        if any_of(sent_ack < needed) != 0:
             read = peek(state + S_DISPATCH_READ)
             _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)

@@ -168,7 +168,7 @@ def _check_peers(
     near = live & (far == 0)
     linked = near | rail
     settle(BACKEND)
-    owed = any_of(give_grants(context, state, peers, linked, start, LANES, BACKEND), BACKEND)
+    owed = any_of(give_grants(context, state, peers, linked, start, LANES, BACKEND))
     settle(BACKEND)
     found, ready = tl.full((), FAILED, tl.int32), tl.full((), 0, tl.int32)
     hopeful = tl.full((), 0, tl.int32)
@@ -208,11 +208,11 @@ def _check_peers(
             passes = far & (get_each(context, state, N_SCAN_END, peers, far) > scanned)
         late = linked & is_late(context, state, peers, linked)
         if COMBINE:
-            hopeful = any_of((rail & (late | stuck)) | wanting, BACKEND)
-            missing = owed | any_of(near & (late | stuck), BACKEND)
+            hopeful = any_of((rail & (late | stuck)) | wanting)
+            missing = owed | any_of(near & (late | stuck))
         else:
-            missing = owed | any_of(late | stuck | wanting, BACKEND)
-        ready = any_of(moves | unpacks | passes, BACKEND)
+            missing = owed | any_of(late | stuck | wanting)
+        ready = any_of(moves | unpacks | passes)
         found = tl.where(missing != 0, MISSING, THERE)
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
             found = tl.full((), FAILED, tl.int32)
@@ -251,9 +251,9 @@ def _blame_node(
         others = far & (via != me) & (passed < total) & ended
         # a forwarder whose progress board speaks of this operation has nothing more either
         named = tl.where(get_each(context, state, N_VIEW_SLOT_ROWS, peers, far) > 0, peers, via)
-    if any_of(who >= 0, BACKEND) == 0:
+    if any_of(who >= 0) == 0:
         who, got, need = tl.where(others, named, -1), passed, total
-    if any_of(who >= 0, BACKEND) != 0:
+    if any_of(who >= 0) != 0:
         blame_of(context, state, code, peers, who >= 0, who, stream, got, need, BACKEND)
 
 
@@ -295,7 +295,7 @@ def run_node_step(
     going = tl.full((), 0, tl.int32)
     if released(context, state, BACKEND) == 0:
         bad = peek(state + W_BAD_PEER)
-        if uniform(bad.to(tl.int32), BACKEND) != 0:
+        if bad != 0:
             fail(context, state, FAILURE_PROTOCOL, bad - 1, peek(state + W_STREAM), 0, 0, BACKEND)
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
@@ -349,7 +349,7 @@ def run_node_step(
                         set_each(context, state, N_CONSUMED, peers, linked, arrived)
                 own = (peers == me) & (get_each(context, state, N_PACK_ROWS, peers, peers == me) > 0)
                 settle(BACKEND)
-                going |= any_of((live & (_is_over(context, state, peers, live, COMBINE) == 0)) | own, BACKEND)
+                going |= any_of((live & (_is_over(context, state, peers, live, COMBINE) == 0)) | own)
         settle(BACKEND)
     return going
 
@@ -377,7 +377,7 @@ def _give_up(
         # rule: who keeps a grant waiting is searched for among all ranks
         late = late | is_owed(context, state, peers, linked, BACKEND)
         # the last check fails when no other has: what was missing has come meanwhile
-        if (any_of(late, BACKEND) != 0) | (first == 0):
+        if (any_of(late) != 0) | (first == 0):
             blame_peer(context, state, peers, linked, code, BACKEND)
 
 

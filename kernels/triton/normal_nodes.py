@@ -186,7 +186,7 @@ def refuse_of(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Fail when a rank, ``blamed`` for a ``bad`` peer, claimed what it must not: 1 then, else 0."""
-    broken = any_of(bad, BACKEND)
+    broken = any_of(bad)
     if broken != 0:
         blame_of(context, state, FAILURE_PROTOCOL, peers, bad, blamed, stream, got, expected, BACKEND)
     return broken

@@ -143,7 +143,7 @@ def show(context: tl.tensor, state: tl.tensor, peers: tl.tensor, rail: tl.tensor
     arrived, shown = get_each(context, state, N_ARRIVED, peers, rail), get_each(context, state, N_SHOWN, peers, rail)
     batch = arrived >= get_each(context, state, N_EXPECTED, peers, rail)
     chosen = rail & ((shown == 0) | (batch & (shown != arrived + 1)))
-    if any_of(chosen, BACKEND) != 0:
+    if any_of(chosen) != 0:
         board = board_of(context, state, own_rank(context) + tl.zeros_like(peers), peers // peek(state + W_NODE_RANKS))
         # nobody follows these under an older stamp
         first = chosen & (shown == 0)
@@ -240,7 +240,7 @@ def view(
     settle(BACKEND)
     fresh = current & (get_each(context, state, N_VIEW_SLOT_ROWS, peers, current) == 0)
     broken = tl.full((), 0, tl.int32)
-    if any_of(fresh, BACKEND) != 0:
+    if any_of(fresh) != 0:
         rows = tl.load(int64s(board + _ROWS), mask=fresh, other=0)
         slot_rows = tl.load(int64s(board + _SLOT_ROWS), mask=fresh, other=0)
         stride = tl.load(int64s(board + _STRIDE), mask=fresh, other=0)
@@ -579,7 +579,7 @@ def choose_sums(
     """Decide what to sum for the ``rail`` peers: a batch of which all parts are laid out."""
     rows = batch_of(context, state, peers, rail, BACKEND)
     wanted = rows > 0
-    if any_of(wanted, BACKEND) != 0:
+    if any_of(wanted) != 0:
         late, _, _ = lacking(context, state, counts, peers, wanted, rows, BACKEND)
         settle(BACKEND)
         # rule: a forwarder sums a token only when all of its rows are laid out

@@ -93,7 +93,7 @@ _MANY = tl.constexpr(1 << 60)
 @triton.jit
 def released(context: tl.tensor, state: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """1 when a proxy or the host has set the sticky error: the verdict is then set, and nothing may be published."""
-    over = uniform((sticky_code(context, BACKEND) != 0).to(tl.int32), BACKEND)
+    over = (sticky_code(context, BACKEND) != 0).to(tl.int32)
     if over != 0:
         fail(context, state, 0, -1, -1, 0, 0, BACKEND)
     return over
@@ -184,7 +184,7 @@ def wait_counts(
             count = completed_each(context, state, peers, live, stream, BACKEND)
         # rule: normal mode: an operation opens only when every peer's notify has arrived
         here = count >= needed
-        present = uniform(tl.min(here.to(tl.int32), axis=0), BACKEND)
+        present = tl.min(here.to(tl.int32), axis=0)
         if present == 0:
             ending, checked = end_spin(context, start, checked, BACKEND)
     # the lanes acquired for themselves: now for each other
@@ -197,7 +197,7 @@ def wait_counts(
         # whoever has come since the last check is not to blame, unless everybody has
         missing = live & (late < needed)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        if any_of(missing, BACKEND) == 0:
+        if any_of(missing) == 0:
             missing = live
         fail_at(context, state, code, peers, missing, stream, late, needed, BACKEND)
     return ending == GO_ON
@@ -292,7 +292,7 @@ def give_grants(
     given = get_each(context, state, N_GRANTS_SENT, peers, live)
     # the peer has read the grant of four before, since rows of later ones have arrived; its write may still be repeated
     chosen = due & (completed_each(context, state, peers, due, _GRANT, BACKEND) >= given - _SLOTS + 1)
-    if any_of(chosen, BACKEND) != 0:
+    if any_of(chosen) != 0:
         zero = tl.zeros_like(peers)
         slot = given % _SLOTS
         source = peek(state + W_GRANT_SEND) + (peers * _SLOTS + slot) * _HEADER
@@ -344,7 +344,7 @@ def take_grants(
     taken = get_each(context, state, N_GRANTS_TAKEN, peers, wanted)
     here = wanted & (arrived_each(context, state, peers, wanted, _GRANT, BACKEND) > taken)
     broken = tl.full((), 0, tl.int32)
-    if any_of(here, BACKEND) != 0:
+    if any_of(here) != 0:
         # It names the landing slot of the grant before the last one, whose rows the receiver has read: a NIC must not
         # repeat their writes any more.
         sent = get_each(context, state, N_SENT_CHUNKS, peers, here)
@@ -433,7 +433,7 @@ def publish_batch(
         slot = staging + (peers * depth + (before + index) % depth) * chunk_bytes
         for channel in range(channels):
             chosen = there & ((number + index) % channels == channel)
-            if any_of(chosen, BACKEND) != 0:
+            if any_of(chosen) != 0:
                 if wait_room(context, state, stream + channel, 2 * LANES, start, BACKEND):
                     settle(BACKEND)
                     # rows, then their meta
@@ -481,7 +481,7 @@ def choose_rows(context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl
     stream, depth = peek(state + W_STREAM), peek(state + W_DEPTH)
     left = get_each(context, state, N_GRANT_LEFT, peers, live)
     wanted = live & (left > 0) & (get_each(context, state, N_PACK_ROWS, peers, live) == 0)
-    if any_of(wanted, BACKEND) != 0:
+    if any_of(wanted) != 0:
         mapped = wanted & (peer_window(context, tl.where(wanted, peers, 0)) != 0)
         proxied = wanted & (mapped == 0)
         chunk = get_each(context, state, N_GRANT_CHUNK, peers, wanted)
@@ -520,7 +520,7 @@ def _check_peers(
 ) -> tl.tensor:
     """Do for the ``live`` peers what can be done now: MISSING, THERE or FAILED."""
     settle(BACKEND)
-    owed = any_of(give_grants(context, state, peers, live, start, LANES, BACKEND), BACKEND)
+    owed = any_of(give_grants(context, state, peers, live, start, LANES, BACKEND))
     settle(BACKEND)
     found = tl.full((), FAILED, tl.int32)
     if take_grants(context, state, peers, live, BACKEND) == 0:
@@ -530,7 +530,7 @@ def _check_peers(
         settle(BACKEND)
         late = live & is_late(context, state, peers, live)
         stuck = live & is_stuck(context, state, peers, live)
-        missing = owed | any_of(late | stuck, BACKEND)
+        missing = owed | any_of(late | stuck)
         found = tl.where(missing != 0, MISSING, THERE)
         if uniform(has_failed(context).to(tl.int32), BACKEND) != 0:
             found = tl.full((), FAILED, tl.int32)
@@ -571,22 +571,22 @@ def blame_peer(
     # the completion of a grant, unless something else is missing; in one place, as in take_grants
     owed = is_owed(context, state, peers, live, BACKEND)
     # rule: who keeps a grant waiting is named
-    bad = tl.where(any_of(owed, BACKEND) != 0, owed, live)
+    bad = tl.where(any_of(owed) != 0, owed, live)
     on = tl.zeros_like(peers) + _GRANT
     want = get_each(context, state, N_GRANTS_SENT, peers, live)
     # of a mapped peer nothing completes, nor is anything missing
     got = tl.minimum(completed_each(context, state, peers, live, _GRANT, BACKEND), want)
-    if any_of(stuck, BACKEND) != 0:
+    if any_of(stuck) != 0:
         chunks = get_each(context, state, N_CHUNKS_SENT + phase, peers, stuck)
         channel = tl.maximum(first_unfinished(context, state, peers, stuck, stream, chunks, BACKEND), 0)
         bad, on = stuck, stream + channel
         got = completed_each(context, state, peers, stuck, stream + channel, BACKEND)
         want = share_of(chunks, channel, channels)
-    if any_of(ungranted, BACKEND) != 0:
+    if any_of(ungranted) != 0:
         bad, on = ungranted, tl.zeros_like(peers) + _GRANT
         got = arrived_each(context, state, peers, ungranted, _GRANT, BACKEND)
         want = get_each(context, state, N_GRANTS_TAKEN, peers, ungranted) + 1
-    if any_of(late, BACKEND) != 0:
+    if any_of(late) != 0:
         come = chunks_arrived(context, state, peers, late, stream, BACKEND)
         bad, on = late, stream + tl.where(late, come % channels, 0)
         got = tl.where(late, come // channels, 0)
@@ -603,7 +603,7 @@ def run_step(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND:
     going = tl.full((), 0, tl.int32)
     if released(context, state, BACKEND) == 0:
         bad = peek(state + W_BAD_PEER)
-        if uniform(bad.to(tl.int32), BACKEND) != 0:
+        if bad != 0:
             fail(context, state, FAILURE_PROTOCOL, bad - 1, peek(state + W_STREAM), 0, 0, BACKEND)
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
@@ -638,7 +638,7 @@ def run_step(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND:
                 late = is_late(context, state, peers, live) | is_stuck(context, state, peers, live)
                 late = late | is_owed(context, state, peers, live, BACKEND)
                 # the last check fails when no other has: what was missing has come meanwhile
-                if (any_of(live & late, BACKEND) != 0) | (first == 0):
+                if (any_of(live & late) != 0) | (first == 0):
                     blame_peer(context, state, peers, live, code, BACKEND)
         if found == THERE:
             poke(state + W_STEP, before + 1)
@@ -656,7 +656,7 @@ def run_step(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr, BACKEND:
                     context, state, N_SENT, peers, live
                 )
                 own = (peers == me) & (get_each(context, state, N_PACK_ROWS, peers, peers == me) > 0)
-                going |= any_of((live & ((left > 0) | (consumed < total))) | own, BACKEND)
+                going |= any_of((live & ((left > 0) | (consumed < total))) | own)
         settle(BACKEND)
     return going
 

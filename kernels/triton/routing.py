@@ -43,7 +43,7 @@ from .context import has_failed, is_live, own_rank, peer_window, rank_count, win
 from .kernel import kernel
 from .ll_counts import ack_dispatches, wait_spaces
 from .wait import report_id
-from .words import arrives_last, clock_ns, int32s, int64s, peek, poke, uint8s, uniform
+from .words import arrives_last, clock_ns, int32s, int64s, peek, poke, uint8s
 
 HEADER = tl.constexpr(HEADER_BYTES)
 #: Messages packed one after the other start on cache lines.
@@ -376,5 +376,5 @@ def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.in
     """Tell the host when :func:`mark_tokens` has found an id out of range, which it has counted nowhere; grid (1,)."""
     experts = experts.to(tl.int64)
     position = tl.load(int64s(bad))
-    if uniform((position < (1 << 62)).to(tl.int32), BACKEND) != 0:
+    if position < (1 << 62):
         report_id(context, state, position, experts, BACKEND)

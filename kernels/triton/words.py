@@ -88,54 +88,42 @@ def clock_ns(BACKEND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def uniform(value: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """The int32 ``value`` of the first lane, in every lane. For kernels of one warp."""
-    if BACKEND == CUDA:
-        return tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [value], tl.int32, is_pure=False, pack=1
-        )
-    elif BACKEND == HIP:
-        return tl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [value], tl.int32, is_pure=False, pack=1)
-    else:
+    """The largest of what the lanes have for the int32 scalar ``value``, in every lane. For kernels of one warp.
+
+    A reduction and not a shuffle in inline assembly: the compiler knows that lanes exchange values in it, and moves it
+    under no branch on which they part.
+    """
+    if BACKEND == INTERPRETER:
         return value
+    else:
+        return tl.max(_in_each_lane(value, tl.int32, BACKEND), axis=0)
 
 
 @triton.jit
-def any_of(chosen: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """1 when one of the lanes is chosen, the same in every lane. For kernels of one warp."""
-    return uniform(tl.max(chosen.to(tl.int32), axis=0), BACKEND)
+def _in_each_lane(value: tl.tensor, TYPE: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+    """The scalar ``value`` as a tensor of one element a lane of a warp: what each lane has for it."""
+    LANES: tl.constexpr = 64 if BACKEND == HIP else 32
+    return tl.zeros([LANES], TYPE) + value
+
+
+@triton.jit
+def any_of(chosen: tl.tensor) -> tl.tensor:
+    """1 when one of the lanes is chosen, the same in every lane."""
+    return tl.max(chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
 def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """int64 at one ``address``, acquire at system scope, the same in every lane. For kernels of one warp."""
-    if BACKEND == CUDA:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 lane, low, high;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 first, lane, 0;
-            mov.b64 $0, 0;
-            @first ld.acquire.sys.global.b64 $0, [$1];
-            bar.warp.sync 0xffffffff;
-            mov.b64 {low, high}, $0;
-            shfl.sync.idx.b32 low, low, 0, 31, 0xffffffff;
-            shfl.sync.idx.b32 high, high, 0, 31, 0xffffffff;
-            mov.b64 $0, {low, high};
-            }""",
-            "=&l,l,~{memory}",
-            [address],
-            tl.int64,
-            is_pure=False,
-            pack=1,
-        )
-    elif BACKEND == HIP:
-        value = acquire_each(address, BACKEND)
-        low = uniform(value.to(tl.int32), BACKEND)
-        high = uniform((value >> 32).to(tl.int32), BACKEND)
-        return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    else:
+    """A count at one ``address``, int64, acquire at system scope, the same in every lane. For kernels of one warp.
+
+    The count only grows. Every lane acquires for itself, and the least of what they read is returned. One writer stores
+    the count, each time with release: whatever it did before it stored the least it has also done before it stored what
+    a lane has read, and that lane's later loads and stores come after its own acquire. So no barrier is needed.
+    """
+    if BACKEND == INTERPRETER:
         return tl.load(int64s(address))
+    else:
+        return tl.min(acquire_each(_in_each_lane(address, tl.int64, BACKEND), BACKEND), axis=0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The traps of Triton, as they show in PTX, AMDGCN and Triton's own text, and what a GPU's file says of its kernel.
+"""The traps of Triton, as they show in PTX and AMDGCN, and what a GPU's file says of its kernel.
 
 All of them pass a compiler without a word. Each was met in one of Triton's versions 3.6 to 3.9.
 """
@@ -9,6 +9,8 @@ import re
 import struct
 from typing import NamedTuple
 
+from tests.kernels import flow_graph
+
 __all__ = [
     "COPYING",
     "IN_FLIGHT",
@@ -17,7 +19,6 @@ __all__ = [
     "cuda_faults",
     "hip_faults",
     "loads_at_once",
-    "volatile_branches",
 ]
 
 PUBLISHING = {"pack_dispatch", "pack_combine"}
@@ -56,7 +57,7 @@ class _Wait(NamedTuple):
 
 
 def _loops(text: str, label: str, branch: str, end: str) -> list[_Wait]:
-    """Natural loops. What stands between a loop's head and the branch back to it need not belong to it.
+    """Natural loops of PTX or AMDGCN.
 
     Args:
         label, branch: of a basic block, and to one; the name is their group.
@@ -80,40 +81,8 @@ def _loops(text: str, label: str, branch: str, end: str) -> list[_Wait]:
         if not re.search(end, last) and place + 1 < len(blocks):
             following.append(place + 1)
         ahead.append(following)
-    back: list[list[int]] = [[] for _ in blocks]
-    for place, following in enumerate(ahead):
-        for one in following:
-            back[one].append(place)
-    loops = []
-    for latch, head in _returns(ahead):
-        inside, todo = {head}, [latch]
-        while todo:
-            place = todo.pop()
-            if place not in inside:
-                inside.add(place)
-                todo += back[place]
-        loops.append(_Wait(tuple("\n".join(blocks[place]) for place in sorted(inside)), frozenset(inside)))
-    return loops
-
-
-def _returns(ahead: list[list[int]]) -> list[tuple[int, int]]:
-    """Edges of a graph, walked from 0, that go back to where the walk has come from."""
-    found = []
-    on_the_way, seen = {0}, {0}
-    walk = [(0, iter(ahead[0]))]
-    while walk:
-        place, following = walk[-1]
-        one = next(following, None)
-        if one is None:
-            walk.pop()
-            on_the_way.discard(place)
-        elif one in on_the_way:
-            found.append((place, one))
-        elif one not in seen:
-            seen.add(one)
-            on_the_way.add(one)
-            walk.append((one, iter(ahead[one])))
-    return found
+    found = [inside for _, inside in flow_graph.loops(ahead)]
+    return [_Wait(tuple("\n".join(blocks[place]) for place in sorted(inside)), inside) for inside in found]
 
 
 def _poll_faults(loops: list[_Wait], load: str, clock: str) -> list[str]:
@@ -132,22 +101,6 @@ def _poll_faults(loops: list[_Wait], load: str, clock: str) -> list[str]:
     if any(re.search(rf"{clock}[\s\S]*?{load}", block) for one in polls for block in one.blocks):
         faults.append("every spin of a wait reads the sticky error, not only when the clock says so")
     return faults
-
-
-def volatile_branches(ttir: str) -> list[str]:
-    """Branches that depend on a volatile load: every thread loads for itself, so that threads may part there."""
-    tainted: set[str] = set()
-    found = []
-    for line in ttir.splitlines():
-        results, equals, operation = line.partition(" = ")
-        if not equals:
-            results, operation = "", line
-        uses = {name.partition("#")[0] for name in re.findall(r"%\w+(?:#\d+)?", operation)}
-        if "isVolatile = true" in operation or uses & tainted:
-            tainted |= {name.partition(":")[0] for name in re.findall(r"%\w+(?::\d+)?", results)}
-            if re.match(r"\s*(?:scf\.(?:if|condition)|cf\.cond_br)", operation) and uses & tainted:
-                found.append(line.strip())
-    return found
 
 
 def cuda_faults(name: str, ptx: str) -> list[str]:

@@ -228,14 +228,3 @@ def test_loads_that_wait_for_each_other_are_counted_apart() -> None:
         text = 2 * (load + f"{over} .LBB0_1\n") + "s_waitcnt vmcnt(1)\n" + load
         assert compiled_traps.loads_at_once(text) == 2
     assert compiled_traps.loads_at_once(2 * (load + "s_branch .LBB0_1\n")) == 1
-
-
-def test_a_branch_on_a_volatile_load_is_found() -> None:
-    text = """
-    %code = tt.load %address {isVolatile = true} : !tt.ptr<i64>
-    %live = arith.cmpi eq, %code, %zero : i64
-    tt.store %slots, %words, %live : tensor<32x!tt.ptr<i64>>
-    """
-    assert compiled_traps.volatile_branches(text) == []
-    branch = "%sum = scf.if %live -> (i64) {"
-    assert compiled_traps.volatile_branches(text + branch) == [branch]

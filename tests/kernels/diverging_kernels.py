@@ -1,0 +1,116 @@
+"""Kernels in which the lanes of a warp part before they exchange something, and the same ones in which they do not.
+
+``python diverging_kernels.py TARGET ...`` compiles them and prints one JSON object for each, with what the gate finds.
+It is a process of its own because Triton must not be the interpreter here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import triton
+import triton.language as tl
+
+from tests.kernels.divergence import divergences
+from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
+from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.words import CUDA, HIP, acquire_each, int32s, uniform
+
+
+@triton.jit
+def own_word(address: tl.tensor, AGREED: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+    """A word that others write: every lane has read it for itself, unless they have ``AGREED``."""
+    word = acquire_each(address, BACKEND).to(tl.int32)
+    if AGREED:
+        word = uniform(word, BACKEND)
+    return word
+
+
+@triton.jit
+def largest(address: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Of a number that each lane has: the lanes exchange them."""
+    return tl.max(tl.load(int32s(address + 4 * tl.arange(0, LANES))), axis=0)
+
+
+@triton.jit
+def under_a_branch(
+    address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    if own_word(address, AGREED, BACKEND) != 0:
+        tl.store(int32s(out), largest(out, LANES))
+
+
+@triton.jit
+def barrier_under_a_branch(
+    address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    if own_word(address, AGREED, BACKEND) != 0:
+        tl.debug_barrier()
+        tl.store(int32s(out), 1)
+
+
+@triton.jit
+def in_a_loop(
+    address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    """Lanes take as many turns as each has read."""
+    turn = tl.full((), 0, tl.int32)
+    turns = own_word(address, AGREED, BACKEND)
+    while turn < turns:
+        turn += largest(out, LANES)
+    tl.store(int32s(out), turn)
+
+
+@triton.jit
+def after_a_return(
+    address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    if own_word(address, AGREED, BACKEND) != 0:
+        return
+    tl.store(int32s(out), largest(out, LANES))
+
+
+@triton.jit
+def of_a_poll(
+    address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    """A loop that each lane leaves when it has seen the word, with a reduction in every turn."""
+    word, found = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    while word == 0:
+        word = own_word(address, AGREED, BACKEND)
+        found += largest(out, LANES)
+    tl.store(int32s(out), found)
+
+
+@triton.jit
+def hidden(address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """What the first lane has, by a shuffle of which the compiler does not know."""
+    word = own_word(address, False, BACKEND)
+    if AGREED:
+        word = uniform(word, BACKEND)
+    elif BACKEND == CUDA:
+        word = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [word], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        word = tl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [word], tl.int32, is_pure=False, pack=1)
+    if word != 0:
+        tl.store(int32s(out), word)
+
+
+def main(target: str) -> None:
+    gpu = GPUS[target]
+    backend = CUDA if gpu.backend == "cuda" else HIP
+    for kernel in (under_a_branch, barrier_under_a_branch, in_a_loop, after_a_return, of_a_poll, hidden):
+        for agreed in (True, False):
+            constants = {"LANES": gpu.warp_size, "AGREED": agreed, "BACKEND": int(backend.value)}
+            with compiling_for(gpu):
+                built = Launch(kernel, (1,), (1 << 40, 1 << 40), constants).build()
+            said = {"target": target, "kernel": kernel.__name__, "agreed": agreed}
+            print(json.dumps({**said, "faults": divergences(built.asm["llir"])}), flush=True)
+
+
+if __name__ == "__main__":
+    for one in sys.argv[1:]:
+        main(one)
