@@ -25,7 +25,7 @@ from uccl_ep_serving.control_plane.links import Link, identity_of
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.control_plane.outbox import Outbox
 from uccl_ep_serving.errors import PeerError, PeerLost, UcclEpError
-from uccl_ep_serving.protocol.frame import Verdict, decode_address
+from uccl_ep_serving.protocol.frame import CHALLENGE_BYTES, PREFIX_BYTES, Verdict, decode_address, encode_verdict
 from uccl_ep_serving.protocol.handshake import Refused, connect
 
 #: Longest of what a test waits for; only one that fails waits as long.
@@ -252,6 +252,38 @@ def test_a_peer_that_cannot_be_reached_is_down_when_the_time_is_over(monkeypatch
             mesh.close()
 
     assert ranks(3, body) == [(2,), (2,), "stopped"]
+
+
+@pytest.mark.usefixtures("often")
+def test_an_attempt_from_before_the_present_connection_counts_for_nothing() -> None:
+    """Its count is an old one: it would say that the peer has less than it has acknowledged since."""
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        assert wires.introduction is not None
+        attempt = connect(identity_of(1, 2, wires.introduction), 0, 0)
+        with contextlib.ExitStack() as stack:
+            if exchange.rank == 1:
+                old = stack.enter_context(socket.create_connection(decode_address(wires.relays[0].address)))
+                old.settimeout(_LONG)
+                old.sendall(attempt.send(None))  # type: ignore[arg-type]
+                challenge = old.recv(PREFIX_BYTES + CHALLENGE_BYTES, socket.MSG_WAITALL)
+            rounds(mesh, 3)
+            exchange.all_gather(b"")
+            if exchange.rank == 1:
+                mesh._links[0].socket.shutdown(socket.SHUT_RDWR)
+            rounds(mesh, 3)
+            verdict = b""
+            if exchange.rank == 1:
+                attempt.send(b"")
+                attempt.send(challenge[:PREFIX_BYTES])
+                old.sendall(attempt.send(challenge[PREFIX_BYTES:]))  # type: ignore[arg-type]
+                verdict = old.recv(100)
+            rounds(mesh, 3)
+            leave(mesh)
+            return verdict
+
+    assert ranks(2, body) == [b"", encode_verdict(Verdict.CROSSED)]
 
 
 def test_a_stranger_gets_at_no_connection() -> None:
