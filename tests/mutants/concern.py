@@ -15,6 +15,8 @@ __all__ = ["Imports", "module_of"]
 
 #: Folders of the product whose tests stand in a room of another name.
 _ROOMS = {"proxy/transport/nic": "rdma", "proxy/transport/verbs": "rdma"}
+#: Files of the root whose tests have a room.
+_FILES = {"buffer.py": "system"}
 #: Tests that judge the source itself, or run mutants of their own.
 _NOT = ("tests/project/", "tests/mutants/", "tests/benchmarks/", "tests/rules/test_markers", "tests/rules/test_rule_t")
 
@@ -94,7 +96,10 @@ class Imports:
         return [test for _, test in sorted(ranked)]
 
     def _room(self, file: str) -> str:
-        parent = PurePosixPath(file.removeprefix(f"{self._package}/")).parent
+        within = file.removeprefix(f"{self._package}/")
+        parent = PurePosixPath(within).parent
+        if within in _FILES:
+            return f"tests/{_FILES[within]}"
         for folder, room in _ROOMS.items():
             if str(parent) == folder:
                 return f"tests/{room}"
