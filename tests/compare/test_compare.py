@@ -30,7 +30,7 @@ from uccl_ep_serving.compare.advice import verdicts_to_keep
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.page import sentence
 from uccl_ep_serving.compare.plan import Plan, given, order_of_round
-from uccl_ep_serving.compare.plot import _quotients
+from uccl_ep_serving.compare.plot import Bars, _bars, _quotients
 from uccl_ep_serving.compare.report import page_of, write_reports
 from uccl_ep_serving.compare.results import assemble
 from uccl_ep_serving.compare.run import measure_start
@@ -467,6 +467,15 @@ class TestReports:
         assert left < min(1 / (1.1 * ratio), 1 / 1.1)
         assert max(1 / (0.8 * ratio), 1.1) < right < max(2 * ratio, 2 / ratio) ** 1.2
         assert 1 in axes.get_xticks()
+
+    def test_bars_end_at_medians_and_show_their_spread(self) -> None:
+        axes = Figure().subplots()
+        _bars(axes, Bars("us", {"uccl_ep": (20.0, 18.0, 25.0), "gloo": (150.0, 140.0, 190.0)}))
+        assert [bar.get_width() for bar in axes.patches] == [20.0, 150.0]
+        (lines,) = axes.collections
+        assert [[float(x) for x, _ in ends] for ends in lines.get_segments()] == [[18.0, 25.0], [140.0, 190.0]]
+        assert [text.get_text() for text in axes.texts] == ["20.0", "150"]
+        assert axes.get_xlim()[1] > 190
 
     def test_a_terminal_is_told_the_same(self, tmp_path: Path) -> None:
         result = result_of(plan(), tmp_path, {"gloo": 1.25}, wrong={"mpi": "before timing: row 1"})

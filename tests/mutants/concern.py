@@ -75,7 +75,8 @@ class Imports:
 
     def tests_of(self, file: str) -> list[str]:
         """Files of tests that concern ``file``, the nearest first: by imports on the way, one less for tests in its
-        room, one less for those that have the name of its folder in theirs, two less for those that have its own."""
+        room, one less for those that have the name of its folder in theirs, one less for each word of its own name
+        that stands in theirs, at most two."""
         away = {module_of(file, self._package): 0}
         frontier = list(away)
         while frontier:
@@ -91,7 +92,8 @@ class Imports:
             path = PurePosixPath(test)
             distance = away.get(name, apart if str(path.parent) == room else None)
             if path.name.startswith("test_") and not test.startswith(_NOT) and distance is not None:
-                near = (str(path.parent) == room) + (f"_{folder}_" in path.stem) + 2 * (stem in path.stem)
+                shared = 2 if stem in path.stem else len(set(stem.split("_")) & set(path.stem.split("_")))
+                near = (str(path.parent) == room) + (f"_{folder}_" in path.stem) + min(shared, 2)
                 ranked.append((distance - near, test))
         return [test for _, test in sorted(ranked)]
 
