@@ -12,6 +12,7 @@ from typing import NamedTuple
 __all__ = [
     "COPYING",
     "IN_FLIGHT",
+    "PUBLISHING",
     "WAITING",
     "cubin_resources",
     "cuda_faults",
