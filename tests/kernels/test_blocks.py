@@ -61,7 +61,7 @@ def test_the_arrays_of_a_route_lie_apart_and_inside_it(sizes: tuple[int, ...]) -
     ends = [tables, *(end for _, end in spans)]
     starts = [*(start for start, _ in spans), 8 * len(block.new_route())]
     assert all(end <= start for end, start in zip(ends, starts, strict=True))
-    assert all(start % 16 == 0 for start, _ in spans)
+    assert all(start % 8 == 0 for start, _ in spans)
 
 
 def test_a_device_block_holds_no_address_of_the_host() -> None:
