@@ -13,7 +13,7 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
 from uccl_ep_serving.protocol.message import DTYPE_BF16, GRANT_SLOTS, HEADER_BYTES, NormalGrant, NormalNotify
-from uccl_ep_serving.protocol.streams import NORMAL_NOTIFY
+from uccl_ep_serving.protocol.streams import NORMAL_DISPATCH, NORMAL_GRANT, NORMAL_NOTIFY
 
 
 def _modules() -> tuple[Any, Any]:
@@ -244,6 +244,23 @@ def laggard(exchange: StoreExchange) -> tuple[tuple[int, int], tuple[int, int]]:
         stand.set(0, ARRIVED=8)
         stand.run(kernels.blame, 0, ctx.FAILURE_PEER_TIMEOUT, COMBINE=False)
         return stand.failure, stand.missed
+
+
+def missing(exchange: StoreExchange) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Rank 1 waits for rows of rank 3, of which two chunks have come; and for a grant of rank 2, after one that it has
+    used: (code, peer), (arrived, expected) of each."""
+    node_stand, kernels = _modules()
+    found = []
+    for late in (True, False):
+        with node_stand.standing(1, node_ranks=1) as stand:
+            stand.set(2, SEND_ROWS=5, SENT=4, GRANTS_TAKEN=1)
+            stand.arrive(2, NORMAL_GRANT, 1)
+            if late:
+                stand.set(3, RECV_ROWS=20, EXPECTED=12, ARRIVED=8)
+                stand.arrive(3, NORMAL_DISPATCH, 2)
+            stand.run(kernels.blame_any, ctx.FAILURE_PEER_TIMEOUT)
+            found.append((stand.failure, stand.missed))
+    return found
 
 
 # -- a combine ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from uccl_ep_serving.kernels.triton.normal_relay import (
     show,
     view,
 )
-from uccl_ep_serving.kernels.triton.normal_step import choose_rows, give_grants
+from uccl_ep_serving.kernels.triton.normal_step import blame_peer, choose_rows, give_grants
 from uccl_ep_serving.kernels.triton.words import clock_ns, int64s, poke, settle
 
 
@@ -126,6 +126,13 @@ def blame(
     """A rank whose time is over names a rank of its node, where one is to blame."""
     peers, live, _, _ = lanes_of(context, state, LANES)
     _blame_node(context, state, counts, peers, live, code, COMBINE, BACKEND)
+
+
+@triton.jit
+def blame_any(context: tl.int64, state: tl.int64, code: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """A rank whose time is over names a peer, and what of it is missing."""
+    peers, live, _, _ = lanes_of(context, state, LANES)
+    blame_peer(context, state, peers, live, code, BACKEND)
 
 
 @triton.jit

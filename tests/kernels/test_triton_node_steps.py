@@ -95,6 +95,12 @@ def test_who_keeps_a_grant_waiting_is_named(interpreted: Run, nodes: bool, lanes
     assert interpreted(bodies.owed, nodes, lanes) == (ctx.FAILURE_PEER_TIMEOUT, 3)
 
 
+def test_what_of_a_peer_is_missing_is_told_in_messages(interpreted: Run) -> None:
+    """Rows before a grant: who sends none may wait for them itself."""
+    named = ctx.FAILURE_PEER_TIMEOUT
+    assert interpreted(bodies.missing) == [((named, 3), (2, 3)), ((named, 2), (1, 2))]
+
+
 def test_who_has_not_taken_what_was_shown_is_named_with_its_rows(interpreted: Run) -> None:
     """Rank 0 cannot send more before: it is not to blame."""
     assert interpreted(bodies.laggard) == ((ctx.FAILURE_PEER_TIMEOUT, 3), (4, 8))
