@@ -454,6 +454,8 @@ def opened(exchange: StoreExchange) -> None:
             words = stand.window(2)[at : at + HEADER_BYTES].view(np.int64)
             words[NormalNotify.TAG], words[NormalNotify.NUMBER] = NormalNotify.TAG_VALUE, node_stand.OPERATION
             words[NormalNotify.ROWS], words[NormalNotify.RAIL_ROWS] = rows, rail_rows
+            # all of them for the one expert here, most of them over the rail of another rank
+            stand.window(2)[at + HEADER_BYTES : at + HEADER_BYTES + 4].view(np.int32)[0] = rows
             stand.arrive(peer, NORMAL_NOTIFY, 1)
         given = torch.tensor([3, 0, 2, 1])
         passing = torch.tensor([[2, 3, 2, 1], [-1] * 4])
@@ -473,6 +475,7 @@ def opened(exchange: StoreExchange) -> None:
         assert number.tolist() == [node_stand.OPERATION]
         assert rows_out.tolist() == [4, 0, 2, 5]
         assert passing.tolist() == [[2, 3, 2, 1], [7, 6, 2, 5]]
+        assert int(info[-1]) == 7 + 6 + 5
 
 
 def finished(exchange: StoreExchange) -> None:
