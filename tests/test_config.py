@@ -83,6 +83,21 @@ def test_every_variable_takes_what_is_right(variable: Variable) -> None:
             assert getattr(Settings.from_environment({variable.fallback: text}), variable.field) == value
 
 
+def test_defaults_fit_together() -> None:
+    """What is divided leaves no rest, and nobody waits longer to connect than for a message."""
+    settings = Settings()
+    for whole, part in (
+        (settings.bytes_in_flight, settings.peer_bytes_in_flight),
+        (settings.peer_bytes_in_flight, settings.quantum),
+        (settings.round_bytes, settings.chunk_bytes * settings.chunk_depth),
+        (settings.heap_bytes, settings.round_bytes),
+    ):
+        assert whole >= part
+        assert whole % part == 0
+    assert settings.writes_in_flight <= settings.ring_slots
+    assert settings.connect_timeout <= settings.timeout
+
+
 def test_sizes_take_suffixes_and_overrides_win() -> None:
     settings = Settings.from_environment({"UCCL_EP_HEAP_BYTES": "3M", "UCCL_EP_TIMEOUT": "2.5"}, timeout=1.0)
     assert settings.heap_bytes == 3 << 20

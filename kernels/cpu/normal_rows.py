@@ -95,8 +95,7 @@ def pack_meta(context: int, operation: int, state: int, peer: int, first: int, r
                 expert, weight = begin - 1, 0
             poke32(meta + 4 * slot, expert - begin)
             poke32(meta + 4 * (topk + slot), weight)
-        if scale_bytes != 0:
-            copy(meta + 8 * topk, scales + token * scale_bytes, scale_bytes)
+        copy(meta + 8 * topk, scales + token * scale_bytes, scale_bytes)
         zero(meta + used, stride - used)
         if first_rank >= 0:
             _mark(operation, token, first_rank, meta + used)
@@ -119,8 +118,7 @@ def unpack_meta(operation: int, meta: int, row: int) -> bool:
             return False
         poke(ids + 8 * slot, expert)
         poke32(weights + 4 * slot, peek32(meta + 4 * (topk + slot)))
-    if scale_bytes != 0:
-        copy(get(operation, block.OUT_SCALES) + scale_bytes * row, meta + 8 * topk, scale_bytes)
+    copy(get(operation, block.OUT_SCALES) + scale_bytes * row, meta + 8 * topk, scale_bytes)
     return True
 
 
@@ -145,8 +143,7 @@ def unpack_passed_meta(operation: int, meta: int, row: int, index: int) -> bool:
             expert, weight = -1, 0
         poke(ids + 8 * slot, expert)
         poke32(weights + 4 * slot, weight)
-    if scale_bytes != 0:
-        copy(get(operation, block.OUT_SCALES) + scale_bytes * row, meta + 8 * topk, scale_bytes)
+    copy(get(operation, block.OUT_SCALES) + scale_bytes * row, meta + 8 * topk, scale_bytes)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -17,6 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
@@ -24,13 +26,13 @@ from typer.testing import CliRunner
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.problem import WrongData
-from uccl_ep_serving.cli.compare import app, run_standalone
+from uccl_ep_serving.cli.compare import _next_start, app, run_standalone
 from uccl_ep_serving.compare import run as compare_run
 from uccl_ep_serving.compare.advice import verdicts_to_keep
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.page import sentence
 from uccl_ep_serving.compare.plan import Plan, given, order_of_round
-from uccl_ep_serving.compare.plot import _quotients
+from uccl_ep_serving.compare.plot import Bars, _bars, _quotients
 from uccl_ep_serving.compare.report import page_of, write_reports
 from uccl_ep_serving.compare.results import assemble
 from uccl_ep_serving.compare.run import measure_start
@@ -468,6 +470,15 @@ class TestReports:
         assert max(1 / (0.8 * ratio), 1.1) < right < max(2 * ratio, 2 / ratio) ** 1.2
         assert 1 in axes.get_xticks()
 
+    def test_bars_end_at_medians_and_show_their_spread(self) -> None:
+        axes = Figure().subplots()
+        _bars(axes, Bars("us", {"uccl_ep": (20.0, 18.0, 25.0), "gloo": (150.0, 140.0, 190.0)}))
+        assert [bar.get_width() for bar in axes.patches] == [20.0, 150.0]
+        (lines,) = axes.collections
+        assert [[float(x) for x, _ in ends] for ends in lines.get_segments()] == [[18.0, 25.0], [140.0, 190.0]]
+        assert [text.get_text() for text in axes.texts] == ["20.0", "150"]
+        assert axes.get_xlim()[1] > 190
+
     def test_a_terminal_is_told_the_same(self, tmp_path: Path) -> None:
         result = result_of(plan(), tmp_path, {"gloo": 1.25}, wrong={"mpi": "before timing: row 1"})
         console = Console(width=170, record=True, file=io.StringIO())
@@ -496,6 +507,18 @@ class TestCommand:
         done = CliRunner().invoke(app, options.split())
         assert done.exit_code == 2
         assert words in done.output
+
+    def test_rank_0_keeps_the_directory_to_itself_and_all_hear_what_it_may_not_be(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(dist, "broadcast_object_list", lambda told: None)
+        with contextlib.ExitStack() as held:
+            assert _next_start(plan(), tmp_path, held) == 1
+            with pytest.raises(ConfigError), open_directory(tmp_path, plan(), describe()):
+                pass
+        with pytest.raises(ConfigError, match="holds another comparison"):
+            _next_start(plan("uccl_ep", "mpi"), tmp_path, contextlib.ExitStack())
 
     def test_an_interrupted_comparison_is_finished_by_ranks(self, tmp_path: Path) -> None:
         one = plan("uccl_ep", "uccl_ep:tcp", "gloo")

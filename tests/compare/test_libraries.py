@@ -27,7 +27,12 @@ from pathlib import Path
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[2])
 from tests.support import fake_backends
+from uccl_ep_serving.bench import subjects
 from uccl_ep_serving.bench.card import Card
+
+finished = []
+subjects.finish = finished.append  # before any adapter takes it from there
+
 from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, WrongData
 from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.compare.backends import open_backend
@@ -43,8 +48,11 @@ def spoilt(value):
 
 
 def run(subject, variant):
-    for phase in subject.phases.values():
+    for name, phase in subject.phases.items():
+        finished.clear()
         phase(variant)
+        # a clock that stops before the device is done measures a launch
+        assert finished, f"{subject.name}: {name} does not wait for its device"
 
 
 for mode, dtype, names in (

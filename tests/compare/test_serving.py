@@ -205,8 +205,11 @@ class TestOneStart:
         self, fake: Callable[..., None], tmp_path: Path
     ) -> None:
         one = plan("uccl_ep", "deepep", "none", profiled_steps=0, rounds=1)
-        kept = start(one, tmp_path)
+        heard: list[str] = []
+        kept = measure_start(one, 1, tmp_path, {}, 20.0, heard.append)
         assert set(kept["samples"]) == {"uccl_ep", "none"}
+        # at once: the others take minutes
+        assert f"deepep: {kept['skipped']['deepep']}" in heard
         assert "No module named 'deep_ep'" in kept["skipped"]["deepep"]
         assert "logs/start-1-deepep.log" in kept["skipped"]["deepep"]
         assert kept["servers"]["none"]["profile"] == "not asked for"

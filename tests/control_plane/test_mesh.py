@@ -42,6 +42,27 @@ def test_gather_returns_everybodys_payload_in_rank_order(tcp: bool) -> None:
         assert local == (frozenset() if tcp else frozenset(range(4)) - {rank})
 
 
+def test_who_is_in_the_next_step_already_is_known_by_its_name() -> None:
+    """A rank looks between operations whether a peer asks for something, and joins it then."""
+
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange)
+        mesh.steps.gather("all here")
+        seen = [mesh.steps.requested("rebuild")]
+        exchange.all_gather(b"")
+        if exchange.rank == 0:
+            _wait_until(lambda: bool(mesh.steps.requested("rebuild")))
+            seen += [mesh.steps.requested("rebuild"), mesh.steps.requested("build")]
+        mesh.steps.gather("rebuild", b"to 4 MiB" if exchange.rank == 1 else b"")
+        seen.append(mesh.steps.requested("rebuild"))
+        mesh.goodbye()
+        mesh.close()
+        return seen
+
+    asked, _ = in_threads(2, body)
+    assert asked == [{}, {1: b"to 4 MiB"}, {}, {}]
+
+
 def test_connections_to_other_hosts_are_probed_while_idle() -> None:
     """A host that loses its power says nothing: without probes of ours Linux would wait for two hours."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
-from uccl_ep_serving.control_plane.frames import GATHER, NOTE, send_frame
+from uccl_ep_serving.control_plane.frames import GATHER, NOTE, read_frames, send_frame
+from uccl_ep_serving.control_plane.links import Link
 from uccl_ep_serving.errors import PeerTimeout
 
 
@@ -117,3 +119,20 @@ def test_a_step_that_fails_gives_back_the_descriptors_it_got() -> None:
     before = open_descriptors()
     assert in_threads(3, body) == [None, None, None]
     assert open_descriptors() - before == set()
+
+
+def test_what_came_of_descriptors_that_did_not_all_fit_is_closed() -> None:
+    """Linux hands over as many as there is room for, and drops the rest: a frame without all of them is of no use."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX)
+    reading, writing = os.pipe()
+    with mine, theirs:
+        link = Link(1, mine, local=True)
+        # more than a frame may carry
+        socket.send_fds(theirs, [b"x"], [reading] * 200)
+        os.close(reading)
+        with pytest.raises(OSError, match="ulimit -n") as caught:
+            list(read_frames(link))
+        assert caught.value.errno == errno.EMFILE
+        with pytest.raises(BrokenPipeError):
+            os.write(writing, b"x")
+        os.close(writing)

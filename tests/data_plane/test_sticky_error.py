@@ -51,6 +51,8 @@ def test_a_silent_rank_has_one_next_step() -> None:
     silent = Report(1, gave_up=True, waits=Wait(1, "dispatch"))
     told = _agreed(Note(0, frozenset(range(3)), {2: silent, 1: Report(1)}))
     assert isinstance(told, PeerTimeout)
+    # who waits in a step, or for no counted message, waits on no channel
+    assert (told.channel, told.arrived, told.expected) == (-1, -1, -1)
     for error in (_sticky(ctx.FAILURE_PEER_TIMEOUT), _sticky(ctx.FAILURE_LAYOUT), told, _missing_in_a_step()):
         assert str(error).endswith(f". {after_silence(1)}")
 

@@ -14,6 +14,7 @@ from tests.kernels import flow_graph
 __all__ = [
     "COPYING",
     "IN_FLIGHT",
+    "PUBLISHING",
     "WAITING",
     "cubin_resources",
     "cuda_faults",

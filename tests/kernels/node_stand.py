@@ -135,6 +135,12 @@ class Stand:
         words = (ctypes.c_int64 * ctx.ERROR_WORDS).from_address(self._context[ctx.REPORT])
         return words[ctx.ERROR_CODE], words[ctx.ERROR_PEER]
 
+    @property
+    def missed(self) -> tuple[int, int]:
+        """(arrived, expected) of the failure."""
+        words = (ctypes.c_int64 * ctx.ERROR_WORDS).from_address(self._context[ctx.REPORT])
+        return words[ctx.ERROR_ARRIVED], words[ctx.ERROR_EXPECTED]
+
 
 @contextlib.contextmanager
 def standing(

@@ -13,7 +13,7 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
 from uccl_ep_serving.protocol.message import DTYPE_BF16, GRANT_SLOTS, HEADER_BYTES, NormalGrant, NormalNotify
-from uccl_ep_serving.protocol.streams import NORMAL_NOTIFY
+from uccl_ep_serving.protocol.streams import NORMAL_DISPATCH, NORMAL_GRANT, NORMAL_NOTIFY
 
 
 def _modules() -> tuple[Any, Any]:
@@ -232,7 +232,70 @@ def owed(exchange: StoreExchange, nodes: bool, lanes: int) -> tuple[int, int]:
         return stand.failure
 
 
+def laggard(exchange: StoreExchange) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rank 2 has all that it granted rank 0, of which rank 3 has taken four rows: (code, peer), (arrived, expected)."""
+    node_stand, kernels = _modules()
+    with node_stand.standing(2) as stand:
+        # rank 0 may send more, and does: nobody keeps it
+        stand.set(0, RECV_ROWS=20, SLOT_ROWS=4, GRANTED=2, ARRIVED=7, CONSUMED=4, SCAN_END=20)
+        stand.line(2, 0, 2)[relay.TAKEN], stand.line(2, 0, 3)[relay.TAKEN] = node_stand.stamp(8), node_stand.stamp(4)
+        stand.run(kernels.blame, 0, ctx.FAILURE_PEER_TIMEOUT, COMBINE=False)
+        assert stand.failure[0] == 0
+        stand.set(0, ARRIVED=8)
+        stand.run(kernels.blame, 0, ctx.FAILURE_PEER_TIMEOUT, COMBINE=False)
+        return stand.failure, stand.missed
+
+
+def missing(exchange: StoreExchange) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Rank 1 waits for rows of rank 3, of which two chunks have come; and for a grant of rank 2, after one that it has
+    used: (code, peer), (arrived, expected) of each."""
+    node_stand, kernels = _modules()
+    found = []
+    for late in (True, False):
+        with node_stand.standing(1, node_ranks=1) as stand:
+            stand.set(2, SEND_ROWS=5, SENT=4, GRANTS_TAKEN=1)
+            stand.arrive(2, NORMAL_GRANT, 1)
+            if late:
+                stand.set(3, RECV_ROWS=20, EXPECTED=12, ARRIVED=8)
+                stand.arrive(3, NORMAL_DISPATCH, 2)
+            stand.run(kernels.blame_any, ctx.FAILURE_PEER_TIMEOUT)
+            found.append((stand.failure, stand.missed))
+    return found
+
+
 # -- a combine ----------------------------------------------------------------------------------------------------
+
+
+def unread(exchange: StoreExchange) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of five rows that rank 3 lays out for rank 0, rank 2 has read two: (code, peer), (arrived, expected). Of all
+    five nothing is missing."""
+    node_stand, kernels = _modules()
+    counts = torch.zeros((6, 2), dtype=torch.int32)
+    found = []
+    for passed in (5, 2):
+        with node_stand.standing(3, combine=True) as stand:
+            stand.set(0, PASS_SEND=5, PASSED=passed)
+            stand.run(kernels.blame, counts.data_ptr(), ctx.FAILURE_PEER_TIMEOUT, COMBINE=True)
+            found.append((stand.failure, stand.missed))
+    assert found[0][0][0] == 0
+    return found[1]
+
+
+def in_heap(exchange: StoreExchange) -> list[int]:
+    """Two rows of rank 3 have come to rank 2: whether there is something to move, from rounds and from the heap."""
+    node_stand, kernels = _modules()
+    from uccl_ep_serving.kernels.blocks.normal_device import IN_HEAP
+
+    counts, found = torch.zeros((6, 2), dtype=torch.int32), np.zeros(1, dtype=np.int64)
+    ready = []
+    with node_stand.standing(2, combine=True) as stand:
+        stand.set(3, RECV_ROWS=2, SLOT_ROWS=4, GRANTED=1, ARRIVED=2, EXPECTED=2)
+        for heap in (0, 1):
+            stand.words[IN_HEAP] = heap
+            stand.run(kernels.check_all, counts.data_ptr(), found.ctypes.data, COMBINE=True)
+            assert stand.failure[0] == 0
+            ready.append(int(found[0]))
+    return ready
 
 
 def room(exchange: StoreExchange) -> None:
@@ -391,6 +454,8 @@ def opened(exchange: StoreExchange) -> None:
             words = stand.window(2)[at : at + HEADER_BYTES].view(np.int64)
             words[NormalNotify.TAG], words[NormalNotify.NUMBER] = NormalNotify.TAG_VALUE, node_stand.OPERATION
             words[NormalNotify.ROWS], words[NormalNotify.RAIL_ROWS] = rows, rail_rows
+            # all of them for the one expert here, most of them over the rail of another rank
+            stand.window(2)[at + HEADER_BYTES : at + HEADER_BYTES + 4].view(np.int32)[0] = rows
             stand.arrive(peer, NORMAL_NOTIFY, 1)
         given = torch.tensor([3, 0, 2, 1])
         passing = torch.tensor([[2, 3, 2, 1], [-1] * 4])
@@ -410,6 +475,7 @@ def opened(exchange: StoreExchange) -> None:
         assert number.tolist() == [node_stand.OPERATION]
         assert rows_out.tolist() == [4, 0, 2, 5]
         assert passing.tolist() == [[2, 3, 2, 1], [7, 6, 2, 5]]
+        assert int(info[-1]) == 7 + 6 + 5
 
 
 def finished(exchange: StoreExchange) -> None:

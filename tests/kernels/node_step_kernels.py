@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from uccl_ep_serving.kernels.triton.context import is_live, own_rank
-from uccl_ep_serving.kernels.triton.normal_node_step import _is_over
+from uccl_ep_serving.kernels.triton.normal_node_step import _blame_node, _check_peers, _is_over
 from uccl_ep_serving.kernels.triton.normal_nodes import is_far, is_rail
 from uccl_ep_serving.kernels.triton.normal_open import _take_rows, begin_nodes, place_nodes
 from uccl_ep_serving.kernels.triton.normal_relay import (
@@ -18,8 +18,8 @@ from uccl_ep_serving.kernels.triton.normal_relay import (
     show,
     view,
 )
-from uccl_ep_serving.kernels.triton.normal_step import choose_rows, give_grants
-from uccl_ep_serving.kernels.triton.words import clock_ns, int64s, settle
+from uccl_ep_serving.kernels.triton.normal_step import blame_peer, choose_rows, give_grants
+from uccl_ep_serving.kernels.triton.words import clock_ns, int64s, poke, settle
 
 
 @triton.jit
@@ -95,6 +95,44 @@ def over(context: tl.int64, state: tl.int64, found: tl.int64, COMBINE: tl.conste
     """int64[LANES] ``found``: 1 for peers with which nothing is left to be moved."""
     peers, live, _, _ = lanes_of(context, state, LANES)
     tl.store(int64s(found + 8 * peers), _is_over(context, state, peers, live, COMBINE).to(tl.int64))
+
+
+@triton.jit
+def check_all(
+    context: tl.int64,
+    state: tl.int64,
+    counts: tl.int64,
+    found: tl.int64,
+    COMBINE: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """What a step can do now; int64 ``found``: 1 when rows can be moved."""
+    peers, live, _, _ = lanes_of(context, state, LANES)
+    _, _, ready = _check_peers(context, state, counts, peers, live, clock_ns(BACKEND), COMBINE, LANES, BACKEND)
+    poke(found, ready)
+
+
+@triton.jit
+def blame(
+    context: tl.int64,
+    state: tl.int64,
+    counts: tl.int64,
+    code: tl.int64,
+    COMBINE: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """A rank whose time is over names a rank of its node, where one is to blame."""
+    peers, live, _, _ = lanes_of(context, state, LANES)
+    _blame_node(context, state, counts, peers, live, code, COMBINE, BACKEND)
+
+
+@triton.jit
+def blame_any(context: tl.int64, state: tl.int64, code: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """A rank whose time is over names a peer, and what of it is missing."""
+    peers, live, _, _ = lanes_of(context, state, LANES)
+    blame_peer(context, state, peers, live, code, BACKEND)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,32 @@ def test_every_word_is_described_where_it_is_declared(path: Path) -> None:
     ]
     assert bare == []
     assert declared or path.stem == "__init__"
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 64, 16, 3, 2), (4, 3, 64, 20, 1, 2), (3, 1, 64, 33, 7, 2)])
+def test_the_arrays_of_a_route_lie_apart_and_inside_it(sizes: tuple[int, ...]) -> None:
+    """Each has room for what is said beside its word; kernels write all of it."""
+    device = torch.device("cpu")
+    plan = LowLatencyPlan(*sizes)
+    block = low_latency_device.DevicePlan(plan, device)
+    words = torch.frombuffer(
+        (ctypes.c_int64 * low_latency_device.ROUTE_WORDS).from_address(block.address), dtype=torch.int64
+    )
+    ranks, tokens, slots = plan.ranks, plan.tokens, plan.topk
+    needed = {
+        low_latency_device.ROUTE_SENDS: 8 * tokens * slots,
+        low_latency_device.ROUTE_RETURNS: 8 * tokens * slots,
+        low_latency_device.ROUTE_PLACES: 4 * ranks * tokens * slots,
+        low_latency_device.ROUTE_WEIGHTS: 4 * ranks * tokens * slots,
+        low_latency_device.ROUTE_BEFORE: 4 * ranks * tokens,
+        low_latency_device.ROUTE_COUNTS: 4 * ranks * plan.local_experts,
+    }
+    tables = 8 * (low_latency_device.ROUTE_WORDS + len(low_latency_device.ROUTE_TABLES) * ranks)
+    spans = sorted((int(words[word]), int(words[word]) + nbytes) for word, nbytes in needed.items())
+    ends = [tables, *(end for _, end in spans)]
+    starts = [*(start for start, _ in spans), 8 * len(block.new_route())]
+    assert all(end <= start for end, start in zip(ends, starts, strict=True))
+    assert all(start % 8 == 0 for start, _ in spans)
 
 
 def test_a_device_block_holds_no_address_of_the_host() -> None:

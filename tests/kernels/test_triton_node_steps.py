@@ -95,6 +95,25 @@ def test_who_keeps_a_grant_waiting_is_named(interpreted: Run, nodes: bool, lanes
     assert interpreted(bodies.owed, nodes, lanes) == (ctx.FAILURE_PEER_TIMEOUT, 3)
 
 
+def test_what_of_a_peer_is_missing_is_told_in_messages(interpreted: Run) -> None:
+    """Rows before a grant: who sends none may wait for them itself."""
+    named = ctx.FAILURE_PEER_TIMEOUT
+    assert interpreted(bodies.missing) == [((named, 3), (2, 3)), ((named, 2), (1, 2))]
+
+
+def test_who_has_not_taken_what_was_shown_is_named_with_its_rows(interpreted: Run) -> None:
+    """Rank 0 cannot send more before: it is not to blame."""
+    assert interpreted(bodies.laggard) == ((ctx.FAILURE_PEER_TIMEOUT, 3), (4, 8))
+
+
+def test_a_forwarder_that_does_not_read_is_named_with_its_rows(interpreted: Run) -> None:
+    assert interpreted(bodies.unread) == ((ctx.FAILURE_PEER_TIMEOUT, 2), (2, 5))
+
+
+def test_rows_of_a_combine_in_the_heap_are_not_unpacked_in_between(interpreted: Run) -> None:
+    assert interpreted(bodies.in_heap) == [1, 0]
+
+
 def test_rows_are_laid_out_only_where_the_forwarder_has_read(interpreted: Run) -> None:
     interpreted(bodies.room)
 

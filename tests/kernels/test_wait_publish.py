@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from uccl_ep_serving.kernels.cpu.context import (
     peer_window,
     rank_count,
 )
+from uccl_ep_serving.kernels.cpu.ll_message import wait_message
 from uccl_ep_serving.kernels.cpu.publish import put_write, reserve, store_flag
 from uccl_ep_serving.kernels.cpu.wait import wait_arrived, wait_completed
 from uccl_ep_serving.protocol.command import MAX_WRITE_BYTES, Command, decode
@@ -298,3 +301,38 @@ def test_an_error_that_stays_claimed_has_a_cause_and_a_next_step(bench: Bench, m
 
 def test_mapped_peers_writes_are_complete(bench: Bench) -> None:
     assert wait_completed(bench.space.context, bench.space.progress, 1, STREAM, 1 << 40, 0) == STATUS_OK
+
+
+def _sleeps(thread: int) -> int:
+    """How often a thread of this process has gone to sleep by itself."""
+    status = Path(f"/proc/self/task/{thread}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda context, progress, end: wait_arrived(context, progress, 2, LL_DISPATCH, 1, end),
+        lambda context, progress, end: wait_completed(context, progress, 2, LL_DISPATCH, 1, end),
+        lambda context, progress, end: wait_message(context, progress, 2, LL_DISPATCH, 0, 0, end),
+    ],
+    ids=["arrived", "completed", "message"],
+)
+def test_who_waits_for_long_leaves_the_core_to_others(bench: Bench, wait: Callable[[int, int, int], int]) -> None:
+    """To the proxies, which bring what it waits for: it sleeps in between."""
+    addresses = bench.space.context, bench.space.progress
+    assert wait(*addresses, 0) == STATUS_PENDING  # it is compiled now
+    ended: list[int] = []
+    thread = threading.Thread(target=lambda: ended.append(wait(*addresses, soon(100_000))))
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        # naps come after some thousand spins, which take a while on a machine that is busy
+        deadline = time.monotonic() + 60
+        while _sleeps(thread.native_id) < 100:
+            assert time.monotonic() < deadline, "it spins on"
+            time.sleep(0.01)
+    finally:
+        bench.arrived[LL_DISPATCH] = bench.completed[LL_DISPATCH] = 1
+        thread.join(30)
+    assert ended == [STATUS_OK]

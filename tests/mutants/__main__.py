@@ -9,7 +9,9 @@
 A seed fixes the order of the mutants. What stands in benchmarks/results/mutants.json is not tried again, so that a run
 that was stopped goes on; the table of CONTRIBUTING.md is made of it. Each mutant stands in a copy of the tree, never in
 the checkout. The tests that concern its file (see :mod:`.concern`) run until one fails or their seconds are over, and
-one that fails runs again without the mutant. What is not committed is copied as it is, and its records have a "+".
+one that fails runs again without the mutant. What survives of the code for devices meets the slow tests of Triton's
+interpreter and compiler as well, and is counted apart. What is not committed is copied as it is, and its records have
+a "+".
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.mutants.compiled import Cache
 from tests.mutants.concern import Imports
 from tests.mutants.draw import Mutant, drawn
-from tests.mutants.score import Record, area_of
+from tests.mutants.score import QUICK, SLOW, Record, area_of, is_for_devices
 from tests.mutants.trial import SURVIVED, Limits, Tree
 from tests.support.source_tree import ROOT, copy_source, python_sources
 from uccl_ep_serving.bench.machine import describe
@@ -39,7 +42,7 @@ RESULTS = ROOT / "benchmarks/results/mutants.json"
 SEED = 21
 #: Files of tests of one mutant.
 MOST_FILES = 10
-OPTIONS = ("-m", "not slow", "-p", "no:cacheprovider", "--tb=short", "--timeout=60")
+OPTIONS = ("-p", "no:cacheprovider", "--tb=short", "--timeout=60")
 
 
 def interpreter(test: str) -> str:
@@ -54,6 +57,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=10, help="mutants to try")
     parser.add_argument("--minutes", type=float, default=30.0, help="no other is begun after these")
     parser.add_argument("--seconds", type=float, default=Limits().tests, help="of the tests of one mutant")
+    parser.add_argument("--slow-seconds", type=float, default=300.0, help="of the slow ones; 0: they are not run")
     parser.add_argument("--area", action="append", help="as in the table, may be repeated; all without it")
     parser.add_argument("--file", action="append", help="of the product, may be repeated; all without it")
     parser.add_argument("--again", action="store_true", help="the survivors of the seed instead of new ones")
@@ -101,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         tree = Tree(place / "tree", names, interpreter, OPTIONS, environment, before)
         where = {**environment, "PYTHONPATH": str(place / "tree/.names")}
         cache = Cache(place / "cache", interpreter(""), where, imports, places("x")[0].parent)
-        limits = Limits(tests=options.seconds)
+        limits, slow = Limits(tests=options.seconds), Limits(tests=options.slow_seconds, one=options.slow_seconds)
         commit = describe()["commit"]
         for number, mutant in enumerate(_chosen(options, product, record), 1):
             if number > options.count or time.monotonic() > deadline:
@@ -110,7 +114,11 @@ def main(arguments: Sequence[str]) -> int:
             concerned = [test for test in concerned if os.path.exists(interpreter(test))]
             print(f"{number}: {mutant.id} {mutant.file}:{mutant.line}, {mutant.kind}", flush=True)
             print(f"    - {mutant.before}\n    + {mutant.after}", flush=True)
-            outcome = tree.try_mutant(mutant, concerned, limits, lambda file=mutant.file: cache.take_over(file))
+            take_over = partial(cache.take_over, mutant.file)
+            outcome = tree.try_mutant(mutant, concerned, limits, take_over, QUICK)
+            if outcome.verdict == SURVIVED and is_for_devices(mutant.file) and options.slow_seconds > 0:
+                slowly = tree.try_mutant(mutant, concerned, slow, take_over, SLOW)
+                outcome = slowly if slowly.verdict != SURVIVED else outcome
             cache.drop_others()
             survivors += outcome.verdict == SURVIVED
             by = f" by {outcome.by}" if outcome.by else f": {', '.join(concerned) or 'no test concerns it'}"

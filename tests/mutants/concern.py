@@ -15,6 +15,8 @@ __all__ = ["Imports", "module_of"]
 
 #: Folders of the product whose tests stand in a room of another name.
 _ROOMS = {"proxy/transport/nic": "rdma", "proxy/transport/verbs": "rdma"}
+#: Files of the root whose tests have a room.
+_FILES = {"buffer.py": "system"}
 #: Tests that judge the source itself, or run mutants of their own.
 _NOT = ("tests/project/", "tests/mutants/", "tests/benchmarks/", "tests/rules/test_markers", "tests/rules/test_rule_t")
 
@@ -73,7 +75,8 @@ class Imports:
 
     def tests_of(self, file: str) -> list[str]:
         """Files of tests that concern ``file``, the nearest first: by imports on the way, one less for tests in its
-        room, one less for those that have the name of its folder in theirs, two less for those that have its own."""
+        room, one less for those that have the name of its folder in theirs, one less for each word of its own name
+        that stands in theirs, at most two."""
         away = {module_of(file, self._package): 0}
         frontier = list(away)
         while frontier:
@@ -89,12 +92,16 @@ class Imports:
             path = PurePosixPath(test)
             distance = away.get(name, apart if str(path.parent) == room else None)
             if path.name.startswith("test_") and not test.startswith(_NOT) and distance is not None:
-                near = (str(path.parent) == room) + (f"_{folder}_" in path.stem) + 2 * (stem in path.stem)
+                shared = 2 if stem in path.stem else len(set(stem.split("_")) & set(path.stem.split("_")))
+                near = (str(path.parent) == room) + (f"_{folder}_" in path.stem) + min(shared, 2)
                 ranked.append((distance - near, test))
         return [test for _, test in sorted(ranked)]
 
     def _room(self, file: str) -> str:
-        parent = PurePosixPath(file.removeprefix(f"{self._package}/")).parent
+        within = file.removeprefix(f"{self._package}/")
+        parent = PurePosixPath(within).parent
+        if within in _FILES:
+            return f"tests/{_FILES[within]}"
         for folder, room in _ROOMS.items():
             if str(parent) == folder:
                 return f"tests/{room}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from tests.mutants.draw import Mutant
 from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT, Outcome
 
-__all__ = ["EQUIVALENT", "Record", "area_of", "sums"]
+__all__ = ["EQUIVALENT", "QUICK", "SLOW", "Record", "area_of", "is_for_devices", "sums"]
 
 EQUIVALENT = "equivalent"
+#: Markers of the tests that every mutant meets, and of those that one of code for devices meets when it survives them.
+QUICK, SLOW = "not slow", "interpreter or triton"
 _TOOLS = ("bench", "check", "cli", "compare", "demo", "preflight", "traffic")
 
 
@@ -26,6 +29,11 @@ def area_of(file: str) -> str:
     if parts[1] == "engines":
         return "engines"
     return "tools" if parts[1] in _TOOLS else "uccl_ep_serving"
+
+
+def is_for_devices(file: str) -> bool:
+    """True for what runs on a GPU, or prepares that, of which Triton's interpreter tests the most in slow suites."""
+    return re.search(r"triton/|gpu|device|/check/", file) is not None
 
 
 class Record:
@@ -44,7 +52,8 @@ class Record:
         return next((one for one in self.mutants if one["id"] == mutant.id), None)
 
     def keep(self, seed: int, mutant: Mutant, outcome: Outcome, commit: str) -> None:
-        """Write what became of ``mutant``, in place of what was known of it; what became of it first is kept."""
+        """Write what became of ``mutant``, in place of what was known of it; what became of it first is kept, of which
+        slow tests have no part."""
         entry = {
             "id": mutant.id,
             "seed": seed,
@@ -55,7 +64,7 @@ class Record:
         }
         known = self.of(mutant)
         if known is None:
-            self.mutants.append(entry | {"first": outcome.verdict})
+            self.mutants.append(entry | {"first": SURVIVED if outcome.suite == SLOW else outcome.verdict})
         else:
             known.update(entry)
         self._write()
@@ -73,11 +82,14 @@ class Record:
 
 
 def sums(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """By area (and "all") how many mutants ended how, and how many were killed when they were first tried ("first")."""
+    """By area (and "all") how many mutants ended how, how many the quick tests killed when they were first tried
+    ("first"), and how many only slow tests tell ("slow")."""
     found: dict[str, dict[str, int]] = {}
     entries = list(mutants)
     for area in [*sorted({one["area"] for one in entries}), "all"]:
-        mine = [one["verdict"] for one in entries if area in (one["area"], "all")]
-        found[area] = {verdict: mine.count(verdict) for verdict in (KILLED, TIMEOUT, SURVIVED, EQUIVALENT)}
-        found[area]["first"] = sum(one["first"] != SURVIVED for one in entries if area in (one["area"], "all"))
+        mine = [one for one in entries if area in (one["area"], "all")]
+        verdicts = [one["verdict"] for one in mine]
+        found[area] = {verdict: verdicts.count(verdict) for verdict in (KILLED, TIMEOUT, SURVIVED, EQUIVALENT)}
+        found[area]["first"] = sum(one["first"] != SURVIVED for one in mine)
+        found[area]["slow"] = sum(one.get("suite") == SLOW and one["verdict"] in (KILLED, TIMEOUT) for one in mine)
     return found

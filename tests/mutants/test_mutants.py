@@ -12,7 +12,7 @@ import pytest
 from tests.mutants import __main__ as command
 from tests.mutants.concern import Imports
 from tests.mutants.draw import Mutant, applied, drawn, mutants
-from tests.mutants.score import Record, area_of, sums
+from tests.mutants.score import QUICK, SLOW, Record, area_of, is_for_devices, sums
 from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT, Limits, Outcome, Tree
 
 CALC = '''"""Says 1 > 0 and not more."""
@@ -120,6 +120,8 @@ def test_the_tests_that_concern_a_file() -> None:
         "proxy/loop.py": "from .words import A",
         "proxy/words.py": "A = 1",
         "uccl_ep_serving/config.py": "",
+        "uccl_ep_serving/buffer.py": "",
+        "tests/system/test_life.py": "",
         "uccl_ep_serving/cli/plan.py": "from ..config import x",
         "tests/support/world.py": "from uccl_ep_serving.proxy import loop",
         "tests/proxy/test_words.py": "from tests.support import world",
@@ -138,6 +140,7 @@ def test_the_tests_that_concern_a_file() -> None:
         "tests/cli/test_plan.py",
         "tests/cli/test_warm.py",
     ]
+    assert imports.tests_of("uccl_ep_serving/buffer.py") == ["tests/system/test_life.py"]
     assert imports.reached(["uccl_ep_serving.proxy.loop"]) == {
         "uccl_ep_serving.proxy.loop",
         "uccl_ep_serving.proxy.words",
@@ -225,8 +228,30 @@ def test_the_score_is_kept_by_area(tmp_path: Path) -> None:
     again = Record(tmp_path / "mutants.json")
     assert [one["verdict"] for one in again.mutants] == [KILLED, TIMEOUT, "equivalent", KILLED]
     assert again.of(tried[3]) == json.loads((tmp_path / "mutants.json").read_text())["mutants"][3]
-    assert sums(again.mutants)["all"] == {KILLED: 2, TIMEOUT: 1, SURVIVED: 0, "equivalent": 1, "first": 2}
+    found = {KILLED: 2, TIMEOUT: 1, SURVIVED: 0, "equivalent": 1, "first": 2, "slow": 0}
+    assert sums(again.mutants)["all"] == found
     assert sums(again.mutants)["proxy"][KILLED] == 1
+
+
+def test_what_only_slow_tests_tell_is_counted_apart(tree: Tree, tmp_path: Path) -> None:
+    (tree.root / "test_calc.py").write_text(
+        "import calc\nimport pytest\n\n@pytest.mark.slow\ndef test_pow():\n    assert calc.count(3) != 1\n"
+    )
+    line = [text.strip() for text in CALC.split("\n")].index("return pow(done, 1)") + 1
+    mutant = Mutant("kernels/triton/calc.py", line, 0, "", "return pow(done, 1)", "return pow(1, done)")
+    inside = mutant._replace(file="calc.py")
+    quick = tree.try_mutant(inside, ["test_calc.py"], LIMITS, lambda: None, QUICK)
+    slow = tree.try_mutant(inside, ["test_calc.py"], LIMITS, lambda: None, "slow")
+    assert [(one.verdict, one.tests) for one in (quick, slow)] == [(SURVIVED, 0), (KILLED, 0)]
+    record = Record(tmp_path / "mutants.json")
+    record.keep(7, mutant, slow._replace(suite=SLOW), "abc")
+    assert sums(record.mutants)["all"] == {KILLED: 1, TIMEOUT: 0, SURVIVED: 0, "equivalent": 0, "first": 0, "slow": 1}
+
+
+def test_what_slow_tests_are_for() -> None:
+    devices = ("kernels/triton/wait.py", "kernels/blocks/normal_device.py", "uccl_ep_serving/modes/normal_gpu_route.py")
+    assert all(map(is_for_devices, (*devices, "uccl_ep_serving/gpu/window.py", "uccl_ep_serving/check/operations.py")))
+    assert not any(map(is_for_devices, ("kernels/cpu/wait.py", "uccl_ep_serving/modes/normal_cpu.py", "proxy/loop.py")))
 
 
 def test_what_is_recorded_is_not_tried_again(tmp_path: Path) -> None:

@@ -43,13 +43,14 @@ class Limits(NamedTuple):
 class Outcome(NamedTuple):
     """What became of a mutant: one of KILLED, TIMEOUT, SURVIVED.
 
-    ``by`` is the test that killed it, ``tests`` how many passed before.
+    ``by`` is the test that killed it, ``tests`` how many passed before, ``suite`` the markers of the tests that ran.
     """
 
     verdict: str
     by: str
     tests: int
     seconds: float
+    suite: str = ""
 
 
 class _Run(NamedTuple):
@@ -82,6 +83,7 @@ class Tree:
     before: Sequence[str] = ()
     _passed: set[str] = field(default_factory=set)
     _serial: int = 0
+    _suite: str = ""
 
     def __post_init__(self) -> None:
         # only these names, not the whole root: a directory in it may have the name of somebody's package
@@ -108,13 +110,22 @@ class Tree:
         finally:
             self.write(mutant.file, source)
 
-    def try_mutant(self, mutant: Mutant, tests: Sequence[str], limits: Limits, prepare: Callable[[], None]) -> Outcome:
+    def try_mutant(
+        self,
+        mutant: Mutant,
+        tests: Sequence[str],
+        limits: Limits,
+        prepare: Callable[[], None],
+        suite: str = "not slow",
+    ) -> Outcome:
         """Run ``tests``, files in this order, with ``mutant`` until one fails.
 
         Args:
             prepare: called once the mutant is in the tree.
+            suite: markers of the tests that run, as pytest's ``-m`` takes them.
         """
         begun = time.monotonic()
+        self._suite = suite
         left_out: list[str] = []
         for _ in range(_FLAKY):
             with self.with_mutant(mutant):
@@ -122,9 +133,9 @@ class Tree:
                 run = self._run(tests, limits, left_out)
             if not run.failed or self._passes_without(run.failed, limits):
                 verdict = SURVIVED if not run.failed else TIMEOUT if run.hung else KILLED
-                return Outcome(verdict, run.failed, len(run.passed), round(time.monotonic() - begun, 1))
+                return Outcome(verdict, run.failed, len(run.passed), round(time.monotonic() - begun, 1), suite)
             left_out.append(run.failed)
-        return Outcome(SURVIVED, "", len(run.passed), round(time.monotonic() - begun, 1))
+        return Outcome(SURVIVED, "", len(run.passed), round(time.monotonic() - begun, 1), suite)
 
     def _passes_without(self, test: str, limits: Limits) -> bool:
         if test not in self._passed and test != STARTING:
@@ -144,7 +155,7 @@ class Tree:
             journal = self.root / ".journal"
             journal.unlink(missing_ok=True)
             command = [*self.before, python, "-P", "-m", "pytest", "-x", "-q", "-p", "mutants_journal"]
-            command += [*self.options, *(f"--deselect={test}" for test in left_out), *files]
+            command += [*self.options, "-m", self._suite, *(f"--deselect={test}" for test in left_out), *files]
             environment = {
                 **os.environ,
                 **self.environment,

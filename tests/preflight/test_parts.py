@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from uccl_ep_serving.check.faults import Fault, Wrong
@@ -19,7 +20,7 @@ from uccl_ep_serving.preflight.meeting import meet
 from uccl_ep_serving.preflight.names import Names, gather_names, unreachable
 from uccl_ep_serving.preflight.rank import Outcome
 from uccl_ep_serving.preflight.reach import Listener, try_peers
-from uccl_ep_serving.preflight.wire import rounds
+from uccl_ep_serving.preflight.wire import WINDOW_BYTES, Wire, WrongBytes, rounds
 
 FACTS = Facts(0, "host-a", {"uccl_ep_serving": "1"}, {}, "10.0.0.1", "eth0", 1500, links=("itself", "NVLink"))
 
@@ -87,6 +88,38 @@ def _free() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_the_first_byte_that_is_not_what_was_sent_is_told() -> None:
+    """Of messages of 16 bytes, by the place where a reader begins to look."""
+    windows = torch.zeros(2, WINDOW_BYTES, dtype=torch.uint8)
+
+    class Space:
+        """Of one of two ranks whose messages arrive at once, those of rank 1 with two wrong bytes."""
+
+        ranks, context, progress = 2, 0, 0
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+            self.heap = self
+
+        def take(self, nbytes: int) -> int:
+            return 0
+
+        def wait(self, words: str, attempt: object, moved: object) -> None:
+            landing = windows[0, WINDOW_BYTES // 5 : WINDOW_BYTES // 5 + 16]
+            landing.copy_(windows[1, :16])
+            landing[[3, 9]] += 1
+
+    def measured(rank: int) -> None:
+        space: Any = Space(rank)
+        Wire(space, windows[rank]).measure(1 - rank)
+
+    # rank 1 puts down what it sends, and finds nothing of rank 0's
+    with pytest.raises(WrongBytes, match="16 bytes that rank 0 wrote"):
+        measured(1)
+    with pytest.raises(WrongBytes, match=r"2 of 16 bytes that rank 1 wrote .* the first at byte 3: expected"):
+        measured(0)
 
 
 class TestReach:

@@ -87,6 +87,31 @@ def test_a_sleep_ends_at_its_instant() -> None:
     assert time.monotonic_ns() - until < 5_000_000_000
 
 
+def test_an_idle_proxy_wakes_the_owner_of_commands_that_it_sees_in_its_slot() -> None:
+    """The owner may sleep until its own slot, which comes later by one for each proxy in between."""
+    world = _world()
+    states = world.services[0].states
+    wakeup = states[0].word(words.WAKEUP)
+    loop = LoopThread(states[0].address)  # its owner's loop does not run: nobody takes the command up
+    try:
+        deadline = time.monotonic() + 10
+        while states[0].counters[words.C_SLEEPS // 8] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert read(wakeup) == 0
+        (stream,) = (
+            stream
+            for stream in range(LL_DISPATCH, LL_DISPATCH + PROXIES)
+            if world.services[0].ring(stream) == states[1].ring
+        )
+        world.producer(0, stream).put(Command(rank=1, stream=stream, source=0, target=4096, length=64, last=True))
+        while read(wakeup) == 0:
+            assert time.monotonic() < deadline, "the owner sleeps on"
+            time.sleep(0.001)
+    finally:
+        loop.stop()
+
+
 def test_idle_proxies_wake_seldom_and_still_work() -> None:
     """Four idle proxies wake no more often than a lone one, and every one of them takes up its commands."""
     world = _world()
@@ -181,6 +206,8 @@ def test_who_says_how_long_to_spin_is_obeyed() -> None:
         ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, [1.5]),
         ("0::/a/b", {"a/b/cpu.max": "200000 100000", "a/cpu.max": "300000 100000"}, [2, 3]),
         ("0::/a/b", {"cpu.max": "50000 100000"}, [0.5]),
+        # as containerd names the cgroups of a pod under systemd
+        ("0::/pod.slice:cri:1f", {"pod.slice:cri:1f/cpu.max": "250000 100000"}, [2.5]),
         (
             "5:memory:/x\n4:cpu,cpuacct:/x",
             {"cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "100000"},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 import pytest
 
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.proxy.transport.nic.defaults import FAMILIES, choose_gid, family_of
+from uccl_ep_serving.proxy.transport.nic.defaults import FAMILIES, Family, choose_gid, family_of
 from uccl_ep_serving.proxy.transport.verbs.codes import (
     GID_TYPE_IB,
     GID_TYPE_ROCE_V1,
@@ -82,3 +83,9 @@ def test_families_are_told_by_vendor() -> None:
     assert family_of(0x1234).name == "other"
     assert len({vendor for family in FAMILIES for vendor in family.vendors}) == sum(len(f.vendors) for f in FAMILIES)
     assert all(family.source and family.bytes_in_flight % 4096 == 0 for family in FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_figure_that_a_source_quotes_is_the_one_that_is_used(family: Family) -> None:
+    for quoted in re.findall(r"\b\d{6,}\b", family.source):
+        assert family.bytes_in_flight == int(quoted)

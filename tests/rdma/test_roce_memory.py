@@ -34,6 +34,7 @@ from uccl_ep_serving.proxy.transport.nic import roce_words as rc
 from uccl_ep_serving.proxy.transport.nic import window as nic_window
 from uccl_ep_serving.proxy.transport.nic.roce import NicPort, RoceRail
 from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs.objects import Path, QueuePair
 
 
 class TestRoceContract(TransportContract):
@@ -375,6 +376,32 @@ class TestControlPath:
             network.traits[0].vendor = network.traits[1].vendor = 0x14E4
             with open_endpoints(network, 2, 4096, settings=settings) as (_, endpoints):
                 assert expected in endpoints[0].describe(1)
+
+    @pytest.mark.parametrize(
+        ("vendor", "settings", "retries"),
+        [(0x15B3, Settings(), 7), (0xFFFFFF, Settings(), 6), (0x15B3, Settings(nic_retries=0), 0)],
+        ids=["a NIC", "soft-RoCE", "as set"],
+    )
+    def test_packets_are_sent_again_as_often_as_the_family_or_the_settings_say(
+        self, vendor: int, settings: Settings, retries: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        paths: list[Path] = []
+        connect = QueuePair.connect
+
+        def noted(link: QueuePair, path: Path, number: int, doing: str) -> None:
+            paths.append(path)
+            connect(link, path, number, doing)
+
+        monkeypatch.setattr(QueuePair, "connect", noted)
+        network = MemoryNetwork(2)
+        network.traits[0].vendor = network.traits[1].vendor = vendor
+        with open_endpoints(network, 2, 4096, settings=settings):
+            assert {path.retries for path in paths} == {retries}
+
+    def test_each_flag_of_a_link_is_a_bit_of_its_own(self) -> None:
+        flags = (rc.DIRTY_LINK, rc.READY_LINK, rc.OWES, rc.RECEIVE_OVER)
+        assert all(flag.bit_count() == 1 for flag in flags)
+        assert len(set(flags)) == len(flags)
 
     def test_many_peers_have_shorter_queues_each(self) -> None:
         network = MemoryNetwork(1)

@@ -208,6 +208,7 @@ def test_what_the_facade_refuses() -> None:
     try:
         part = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size((4, 8)), offset=64)
         assert (part.shape, part.dtype) == ((4, 8), torch.bfloat16)
+        assert buffer.get_local_buffer_tensor(torch.float32).shape == (1 << 18,)
         for size, offset in (((4, 8), -64), ((4, 8), 1), ((4, 1 << 20), 0)):
             with pytest.raises(ConfigError, match="not a part of the heap"):
                 buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size(size), offset=offset)

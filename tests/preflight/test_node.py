@@ -1,0 +1,54 @@
+"""The ranks of a node as processes: how long one that is through waits for those that are not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import IO
+
+import msgspec
+import pytest
+
+from uccl_ep_serving.preflight import node
+from uccl_ep_serving.preflight.facts import Facts
+from uccl_ep_serving.preflight.job import Finding, Job
+from uccl_ep_serving.preflight.node import run_node
+from uccl_ep_serving.preflight.rank import Outcome
+
+FACTS = Facts(0, "host-a", {}, {}, "10.0.0.1", "eth0", 1500)
+JOBS = [Job(2, 0, 1, local, "", 0, 60.0) for local in range(2)]
+#: What a rank says that has met the others, and one that has not.
+MET, ALONE = Outcome([Finding("shm", "rank 0", said="right")], [FACTS]), Outcome([Finding("meeting", "rank 0")])
+
+
+def scripts(monkeypatch: pytest.MonkeyPatch, *each: tuple[float, Outcome | None]) -> None:
+    """Ranks that say what they have found after so many seconds; None: they never end."""
+
+    def start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
+        seconds, outcome = each[job.local]
+        said = b"" if outcome is None else msgspec.json.encode(outcome)
+        wait = 600 if outcome is None else seconds
+        code = f"import time; time.sleep({wait}); print({said.decode()!r})"
+        return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stderr=words, bufsize=0)
+
+    monkeypatch.setattr(node, "_start", start)
+
+
+def test_who_has_not_met_the_others_is_not_waited_for_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)
+    scripts(monkeypatch, (0.0, ALONE), (0.0, None))
+    begun = time.monotonic()
+    outcome = run_node(JOBS, lambda words: None)
+    assert time.monotonic() - begun < 30
+    assert [one.where for one in outcome.findings if one.fault] == ["local rank 1 of node 0"]
+
+
+def test_ranks_that_have_met_may_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)
+    late = Outcome([Finding("tcp", "rank 1", said="right")], [FACTS])
+    scripts(monkeypatch, (0.0, MET), (2.0, late))
+    # the end of the processes has its grace as well
+    outcome = run_node(JOBS, lambda words: None)
+    assert outcome.passed
+    assert {one.part for one in outcome.findings} == {"shm", "tcp"}
