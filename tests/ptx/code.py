@@ -332,7 +332,7 @@ class Code:
         self.events[number] = Event(number, name, parts, dests, args, address, nbytes, one.line, one.text, one.source)
         return number
 
-    def address(self, operand: Operand) -> tuple[Register | Symbol | Immediate, int]:
+    def address(self, operand: Operand) -> tuple[Register | Symbol, int]:
         """Base and offset.
 
         Raises:

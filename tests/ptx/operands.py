@@ -80,7 +80,7 @@ class Pair:
 class Address:
     """``[base+offset]``."""
 
-    base: Register | Symbol | Immediate
+    base: Register | Symbol
     offset: int
 
 
@@ -130,15 +130,12 @@ def parse_operand(text: str, registers: Mapping[str, str]) -> Operand:
 
 
 def _address(text: str, registers: Mapping[str, str]) -> Address:
-    if re.fullmatch(_INTEGER, text):
-        return Address(Immediate(_integer(text)), 0)
-    found = re.fullmatch(rf"({_NAME})\s*(?:([+-])\s*({_INTEGER}))?", text)
+    found = re.fullmatch(rf"({_NAME})\s*(?:\+\s*({_INTEGER}))?", text)
     if not found:
         raise PtxError(f"address [{text}]")
-    name, sign, digits = found.groups()
-    offset = _integer(digits) if digits else 0
+    name, digits = found.groups()
     base = Register(registers[name]) if name in registers else Symbol(name)
-    return Address(base, -offset if sign == "-" else offset)
+    return Address(base, _integer(digits) if digits else 0)
 
 
 def split_operands(text: str) -> list[str]:
