@@ -35,6 +35,9 @@ class Register:
     name: str
     negated: bool = False
 
+    def __str__(self) -> str:
+        return f"{'!' * self.negated}{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
@@ -54,6 +57,9 @@ class Symbol:
     """Anything else with a name: a label, a variable, a parameter, a special register such as ``%tid.x``."""
 
     name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
