@@ -141,7 +141,7 @@ class Flow:
 
         Args:
             strict: a write under a predicate counts for nothing, and a read under the same predicate is found although
-                it is right. Triton 3.6 and 3.8 let only the first lanes load what the warps of a block have found, and
+                it is right. Triton 3.6 lets only the first lanes load what the warps of a block have found, and
                 the others shuffle what their register happened to hold, which nobody looks at.
         """
         written = [step.certain if strict else step.writes for step in self._steps]
