@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from tests.kernels import compiled_traps
 from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, PUBLISHING, WAITING
 from tests.kernels.divergence import divergences
+from tests.ptx.translate import unknown
 from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.kernel import PREFIX
@@ -106,6 +107,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
         faults += divergences(result.asm["llir"])
         if name in PUBLISHING and "isVolatile = true" not in result.asm["ttir"]:
             faults.append("it publishes after a read of the sticky error that a cache may answer")
+        if gpu.backend == "cuda":
+            faults += unknown(text)
         found = resources(gpu, result)
         if not result.metadata.name.startswith(PREFIX):
             faults.append(f"a profile would show it as {result.metadata.name}")

@@ -1,0 +1,339 @@
+"""From the text of a PTX module with one kernel to its instructions, each with the lines that it comes from."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import PurePath
+
+from .operands import Operand, PtxError, Register, Symbol, parse_operand, split_operands
+
+__all__ = ["Instruction", "Label", "Parameter", "Program", "parse"]
+
+#: Bits of what a register or parameter of a type takes. A predicate takes a byte.
+WIDTHS = {"pred": 8, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32x2": 64} | {
+    f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
+}
+#: Parameters begin at multiples of so many bytes.
+PARAMETER_STEP = 8
+#: Dynamic shared memory begins at a multiple of so many bytes.
+SHARED_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the kernel.
+
+    Attributes:
+        offset: in the block of parameters, bytes: a multiple of :data:`PARAMETER_STEP`.
+        nbytes: of it.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        opcode: ``"ld"``.
+        modifiers: ``("global", "b32")``.
+        guard: the predicate of ``@p``, or None.
+        line: in the PTX text, from 1.
+        source: line of the kernel's source, and of its callers: ``"words.py:65 (context.py:142, routing.py:257)"``.
+    """
+
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    guard: Register | None
+    line: int
+    text: str
+    source: str
+
+    @property
+    def name(self) -> str:
+        """With its modifiers."""
+        return ".".join((self.opcode, *self.modifiers))
+
+    def error(self, what: str) -> PtxError:
+        """``what`` is wrong with it, for raising."""
+        return PtxError(f"PTX line {self.line}: {self.text}: {what}; from {self.source or 'no known source line'}")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place to branch to."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class Program:
+    """A kernel.
+
+    Attributes:
+        parameters: in order.
+        threads: of a block.
+        registers: bits of each; predicates have 8, of which the lowest counts.
+        shared: by variable in shared memory its offset, bytes. The dynamic one comes last.
+        static_shared: bytes of shared memory that the text asks for; a launch adds what it asks for.
+        code: instructions and labels.
+    """
+
+    name: str
+    target: str
+    parameters: tuple[Parameter, ...]
+    threads: int
+    registers: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+    static_shared: int = 0
+    code: list[Instruction | Label] = field(default_factory=list)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the block of parameters."""
+        last = self.parameters[-1] if self.parameters else Parameter("", 0, 0)
+        return -(-(last.offset + last.nbytes) // PARAMETER_STEP) * PARAMETER_STEP
+
+
+def parse(text: str) -> Program:
+    """The one kernel in ``text``.
+
+    Raises:
+        PtxError: something in it is not understood, or there is not exactly one kernel.
+    """
+    plain = _without_comments(text)
+    entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", plain))
+    if len(entries) != 1 or re.search(r"\.func\b", plain):
+        raise PtxError(f"{len(entries)} kernels, where one and no function is understood")
+    (entry,) = entries
+    threads = re.search(r"\.reqntid\s+([\d,\s]+)", entry[3])
+    if not threads:
+        raise PtxError(f"{entry[1]}: no .reqntid says how many threads a block has")
+    target = re.search(r"\.target\s+(\w+)", plain)
+    program = Program(
+        entry[1],
+        target[1] if target else "",
+        _parameters(entry[2]),
+        prod(int(one) for one in threads[1].split(",") if one.strip()),
+    )
+    body = _Body(program, _files(text))
+    body.variables(plain[: entry.start()])
+    body.read(plain, entry.end())
+    return program
+
+
+def _without_comments(text: str) -> str:
+    """With as many lines."""
+    return re.sub(r"/\*.*?\*/|//[^\n]*", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+
+
+def _files(text: str) -> dict[int, str]:
+    """Names of the source files by number, without their directories."""
+    found = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', text, flags=re.MULTILINE)
+    return {int(number): PurePath(name or path).name for number, path, name in found}
+
+
+def _parameters(text: str) -> tuple[Parameter, ...]:
+    parameters: list[Parameter] = []
+    offset = 0
+    for one in filter(str.strip, text.split(",")):
+        found = re.fullmatch(
+            r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$]+)"
+            r"\s*(?:\[(\d+)\])?\s*",
+            one,
+        )
+        if not found or found[1] not in WIDTHS:
+            raise PtxError(f"parameter {one.strip()!r}")
+        nbytes = WIDTHS[found[1]] // 8 * int(found[3] or 1)
+        parameters.append(Parameter(found[2], offset, nbytes))
+        offset += -(-nbytes // PARAMETER_STEP) * PARAMETER_STEP
+    return tuple(parameters)
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What is declared between two braces: names, each with the one that it has in the whole program."""
+
+    suffix: str
+    registers: dict[str, str]
+    labels: dict[str, str]
+
+
+_Place = tuple[int, int, int]
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*?inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
+#: A line for the debugger, the end of a line, a brace or the end of a statement or label.
+_TOKEN = re.compile(r"^[ \t]*\.(?:loc|file)\b[^\n]*|\n|[{};]|(?<!:):(?!:)", re.MULTILINE)
+_LABEL = re.compile(r"[{}]|(?<=[\s;{}])([\w$]+)\s*:(?!:)")
+_INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%.]+)\s+)?([a-z]\w*)((?:\.[\w:]+)*)(?:\s+(.*))?")
+_SHARED = re.compile(r"\.shared (?:\.align (\d+) )?\.(\w+) ([\w$]+)(?:\[(\d*)\])?")
+
+
+class _Body:
+    """Reads the statements of a kernel into its program."""
+
+    def __init__(self, program: Program, files: dict[int, str]) -> None:
+        self.program = program
+        self.files = files
+        self.scopes: list[_Scope] = []
+        self.registers: ChainMap[str, str] = ChainMap()
+        self.opened = 0
+        self.callers: dict[_Place, _Place | None] = {}
+        self.source = ""
+        self.dynamic = ""
+
+    def read(self, text: str, start: int) -> None:
+        """Statements from ``start`` to the brace that ends the kernel."""
+        line, place = text.count("\n", 0, start) + 1, start
+        statement, first = "", line
+        self._open(text, place)
+        while self.scopes:
+            token = _TOKEN.search(text, place)
+            if not token:
+                raise PtxError(f"{self.program.name}: the kernel does not end")
+            words = text[place : token.start()]
+            if not statement.strip():
+                statement, first = "", line
+            statement += words
+            place, kind = token.end(), token[0]
+            bare = statement.strip()
+            if kind == "\n":
+                line += 1
+                statement += " "
+            elif kind == ";":
+                self._statement(" ".join(statement.split()), first)
+                statement = ""
+            elif kind == ":" and re.fullmatch(r"[\w$]+", bare):
+                self.program.code.append(Label(self.scopes[-1].labels[bare]))
+                statement = ""
+            elif kind in "{}" and not bare:
+                if kind == "{":
+                    self._open(text, place)
+                else:
+                    self.scopes.pop()
+                    self.registers = self.registers.parents
+            elif kind in "{}:":
+                statement += kind
+            elif ".loc" in kind:
+                self._location(kind.strip())
+        self._close()
+
+    def _open(self, text: str, place: int) -> None:
+        """A scope. Its labels are known from its beginning, its registers from where they are declared."""
+        suffix = f".{self.opened}" if self.opened else ""
+        self.opened += 1
+        depth, labels = 1, {}
+        for found in _LABEL.finditer(text, place):
+            depth += {"{": 1, "}": -1}.get(found[0], 0)
+            if not depth:
+                break
+            if depth == 1 and found[1]:
+                labels[found[1]] = found[1] + suffix
+        self.scopes.append(_Scope(suffix, {}, labels))
+        self.registers = self.registers.new_child(self.scopes[-1].registers)
+
+    def _close(self) -> None:
+        """The whole kernel is read: labels of the debugger go, and the dynamic part of shared memory comes last."""
+        program = self.program
+        targets = {
+            one.name
+            for instruction in program.code
+            if isinstance(instruction, Instruction)
+            for one in instruction.operands
+            if isinstance(one, Symbol)
+        }
+        program.code = [one for one in program.code if not isinstance(one, Label) or one.name in targets]
+        if self.dynamic:
+            program.shared[self.dynamic] = -(-program.static_shared // SHARED_STEP) * SHARED_STEP
+
+    def _location(self, text: str) -> None:
+        found = _LOC.match(text)
+        if not found:
+            raise PtxError(f"location {text!r}")
+        file, line, column, *caller = (int(one) for one in found.groups() if one)
+        place: _Place | None = (file, line, column)
+        self.callers[file, line, column] = (caller[0], caller[1], caller[2]) if caller else None
+        seen: set[_Place] = set()
+        chain: dict[str, None] = {}
+        while place and place not in seen:
+            seen.add(place)
+            chain[f"{self.files.get(place[0], place[0])}:{place[1]}"] = None
+            place = self.callers.get(place)
+        first, *others = chain
+        self.source = first + (f" ({', '.join(others)})" if others else "")
+
+    def variables(self, text: str) -> None:
+        """What stands before the kernel."""
+        for statement in text.split(";"):
+            if ".shared" in statement:
+                words = " ".join(statement[statement.index(".shared") :].split())
+                self._shared(words, ".extern" in statement, f"before {self.program.name}")
+
+    def _shared(self, text: str, external: bool, where: str) -> None:
+        found = _SHARED.fullmatch(text)
+        if not found or found[2] not in WIDTHS or (external and self.dynamic):
+            raise PtxError(f"{where}: {text!r} declares nothing known, or a second dynamic variable")
+        nbytes = WIDTHS[found[2]] // 8
+        step = int(found[1] or nbytes)
+        if external:
+            self.dynamic = found[3]
+        else:
+            offset = -(-self.program.static_shared // step) * step
+            self.program.shared[found[3]] = offset
+            self.program.static_shared = offset + nbytes * int(found[4] or 1)
+
+    def _statement(self, text: str, line: int) -> None:
+        if text.startswith(".reg"):
+            self._declare(text, line)
+        elif text.startswith(".shared"):
+            self._shared(text, False, f"PTX line {line}")
+        elif text.startswith(".pragma"):
+            pass  # advice for the assembler
+        elif text:
+            self._instruction(text, line)
+
+    def _declare(self, text: str, line: int) -> None:
+        found = re.fullmatch(r"\.reg \.(\w+) (.*)", text)
+        if not found or found[1] not in WIDTHS:
+            raise PtxError(f"PTX line {line}: {text!r} declares nothing known")
+        scope = self.scopes[-1]
+        for name in map(str.strip, found[2].split(",")):
+            many = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
+            for one in [f"{many[1]}{number}" for number in range(int(many[2]))] if many else [name]:
+                scope.registers[one] = one + scope.suffix
+                self.program.registers[one + scope.suffix] = WIDTHS[found[1]]
+
+    def _instruction(self, text: str, line: int) -> None:
+        found = _INSTRUCTION.fullmatch(text)
+        try:
+            if not found:
+                raise PtxError("no instruction")
+            negated, guard, opcode, modifiers, rest = found.groups()
+            if guard and guard not in self.registers:
+                raise PtxError(f"predicate {guard!r} is not declared")
+            operands = [parse_operand(one, self.registers) for one in split_operands(rest or "")]
+        except PtxError as error:
+            raise PtxError(f"PTX line {line}: {text}: {error}; from {self.source or 'no known source line'}") from None
+        if opcode == "bra":
+            operands = [Symbol(self._label(one.name)) if isinstance(one, Symbol) else one for one in operands]
+        self.program.code.append(
+            Instruction(
+                opcode,
+                tuple(modifiers.split(".")[1:]),
+                tuple(operands),
+                Register(self.registers[guard], bool(negated)) if guard else None,
+                line,
+                text,
+                self.source,
+            )
+        )
+
+    def _label(self, name: str) -> str:
+        """What the label is called in the whole program."""
+        return next((scope.labels[name] for scope in reversed(self.scopes) if name in scope.labels), name)
