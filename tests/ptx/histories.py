@@ -1,0 +1,72 @@
+"""Every value that eight bytes have had: the coherence order of a cell, and who has read it last."""
+
+from __future__ import annotations
+
+from tests.ptx.clocks import NOBODY, Agent, Release
+from tests.ptx.operation import INITIAL, Operation
+from tests.ptx.regions import Region
+
+ALL_BYTES = (1 << 64) - 1
+#: messages that a cell keeps. Older ones can be read no more: that makes the model stronger, never wrong
+LONGEST = 64
+
+
+class Message:
+    """One write of some bytes of a cell.
+
+    Attributes:
+        value, mask: the bytes written, in their place in the cell's 64 bits; other bits are zero.
+        agent, time: its stamp.
+        order: its place in the cell's coherence order.
+        own: release patterns of this agent that end in this write.
+        chain: release patterns that a read-modify-write carries on from the write that it read.
+    """
+
+    __slots__ = ("agent", "chain", "mask", "operation", "order", "own", "step", "time", "value")
+
+    def __init__(
+        self, value: int, mask: int, agent: Agent, time: int, operation: Operation, order: float, step: int
+    ) -> None:
+        self.value, self.mask = value, mask
+        self.agent, self.time, self.operation = agent, time, operation
+        self.order, self.step = order, step
+        self.own: tuple[Release, ...] = ()
+        self.chain: tuple[Release, ...] = ()
+
+
+class Reading:
+    """The last read of a cell by an agent; with its last writes this is what a report tells of the cell."""
+
+    __slots__ = ("mask", "operation", "step", "time", "value")
+
+    def __init__(self, time: int, mask: int, operation: Operation, step: int, value: int) -> None:
+        self.time, self.mask, self.operation, self.step, self.value = time, mask, operation, step, value
+
+
+class Cell:
+    """Eight aligned bytes.
+
+    Attributes:
+        history: writes in coherence order, the first of them what was there before.
+        readers: reads since the last write that knew of all of them.
+        observed: masks of strong reads, which agents' ``seen`` has entries for.
+        shown: the order of the last message that the host can see; later ones are on their way.
+    """
+
+    __slots__ = ("history", "index", "observed", "region", "readers", "shown")
+
+    def __init__(self, within: Region, index: int) -> None:
+        self.region, self.index = within, index
+        initial = 0 if within.fresh else within.words[index]
+        self.history = [Message(initial, 0 if within.fresh else ALL_BYTES, NOBODY, -1, INITIAL, 0.0, 0)]
+        self.readers: dict[Agent, Reading] = {}
+        self.observed: list[int] = []
+        self.shown = 0.0
+
+    def append(self, message: Message) -> None:
+        self.history.append(message)
+        if len(self.history) > LONGEST and all(one.mask == message.mask for one in self.history[-2:]):
+            del self.history[1]
+
+    def __str__(self) -> str:
+        return self.region.name_of(self.region.address + 8 * self.index)

@@ -1,0 +1,176 @@
+"""What the host and NICs see of a GPU's stores, and GPUs of the host's.
+
+A GPU's store reaches host memory late, in any order save three: each eight bytes in their coherence order; a store that
+ends a release pattern at system scope after everything that the release knows of; and nothing is late when the kernel has
+ended, or behind a ``fence.sc.sys``. The host reads real memory, so what is late is not there yet.
+
+The host's stores are found by comparing real memory with what the model knows of it, after each step of a host thread or
+proxy. Each is a release at system scope of all that the host knows of, as x86 has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.ptx import clocks
+from tests.ptx.clocks import Agent, Release, View, heard
+from tests.ptx.histories import ALL_BYTES, Cell, Message
+from tests.ptx.operation import HOST_STORE, Scope
+from tests.ptx.regions import Region
+
+if TYPE_CHECKING:
+    from tests.ptx.weak import Weak
+
+#: cells shown in a step in which a kernel that has exited settles
+SETTLED = 64
+
+
+class HostSide:
+    """The host as an agent, and the stores that are on their way to it."""
+
+    def __init__(self, memory: Weak) -> None:
+        self.memory = memory
+        self.agent = clocks.host_agent()
+        #: by the rank that stored: cells whose last writes the host does not see
+        self._late: dict[int, dict[Cell, None]] = {}
+        self.writes = 0
+
+    def view(self) -> View:
+        """All that the host knows of, its own stores included."""
+        return View({**self.agent.clock, self.agent.key: self.agent.timer.time}, self.agent.seen)
+
+    def hear(self, view: View) -> None:
+        clocks.join(self.agent, view)
+
+    def forget(self, cell: Cell) -> None:
+        for late in self._late.values():
+            late.pop(cell, None)
+
+    # -- a GPU's stores
+
+    def stored(self, cell: Cell, message: Message) -> None:
+        """A GPU's store is the last of ``cell``."""
+        if self.memory.lag:
+            self._late.setdefault(message.agent.rank, {})[cell] = None
+        else:
+            self._show(cell, message.order)
+
+    def show_some(self) -> None:
+        """One cell, drawn at random, becomes what it was at some time since the host saw it last, or is now."""
+        late = [cell for cells in self._late.values() for cell in cells]
+        if late:
+            cell = self.memory.random.choice(late)
+            orders = [one.order for one in cell.history if one.order > cell.shown]
+            self._show(cell, self.memory.random.choice(orders))
+
+    def settle(self, rank: int) -> bool:
+        """Shows some of what ``rank`` has stored. True once that is all."""
+        late = self._late.get(rank)
+        if not late:
+            return True
+        cells = list(late)
+        for cell in self.memory.random.sample(cells, min(SETTLED, len(cells))):
+            self._show(cell, cell.history[-1].order)
+        return not late
+
+    def show(self, view: View) -> None:
+        """Everything that ``view`` knows of."""
+        for late in list(self._late.values()):
+            for cell in list(late):
+                for message in reversed(cell.history):
+                    if message.order <= cell.shown:
+                        break
+                    if self._knows(view, cell, message):
+                        self._show(cell, message.order)
+                        break
+
+    @staticmethod
+    def _knows(view: View, cell: Cell, message: Message) -> bool:
+        if heard(view.clock, message.agent, message.time):
+            return True
+        return any(mask & message.mask and view.seen.get((cell, mask), -1.0) >= message.order for mask in cell.observed)
+
+    def _show(self, cell: Cell, order: float) -> None:
+        """Shows the host what ``cell`` became up to a place in its order; what releases cover comes first."""
+        messages = [one for one in cell.history if cell.shown < one.order <= order]
+        if not messages:
+            return
+        cell.shown = order
+        if order == cell.history[-1].order:
+            self.forget(cell)
+        for message in messages:
+            for release in self._releases(message):
+                self.show(release.view)
+                self.hear(release.view)
+        for message in messages:
+            cell.region.write(cell.index, message.value, message.mask)
+
+    @staticmethod
+    def _releases(message: Message) -> list[Release]:
+        """Those that the host is told of: an acquire of the host is of system scope."""
+        if message.operation.scope != Scope.SYS:
+            return []
+        return [one for one in message.own + message.chain if one.scope == Scope.SYS]
+
+    # -- the host's stores
+
+    def look(self, everywhere: bool = False) -> None:
+        """Takes in what the host has written, in watched regions or ``everywhere``."""
+        release: Release | None = None
+        for within in self.memory.regions:
+            if within.watched or everywhere:
+                for index in within.changed():
+                    if release is None:
+                        self.agent.timer.time += 1
+                        release = Release(self.agent, Scope.SYS, self.view())
+                    self._wrote(within, index, release)
+
+    def _wrote(self, within: Region, index: int, release: Release) -> None:
+        memory = self.memory
+        self.writes += 1
+        real = within.words[index]
+        changed = real ^ within.shadow[index]
+        cell = memory.cells.get((within.address >> 3) + index)
+        if cell is None:
+            # of what no kernel has accessed there is no history, only who wrote it
+            cell = memory.cells[(within.address >> 3) + index] = Cell(within, index)
+            cell.history[0].value = within.shadow[index] if not within.fresh else 0
+        mask = self._whole_words(cell, changed)
+        within.words[index] = within.shadow[index]
+        self._show(cell, cell.history[-1].order)
+        last = cell.history[-1]
+        if memory._racing:
+            self._check(cell, mask, last)
+        message = Message(
+            real & mask, mask, self.agent, self.agent.timer.time, HOST_STORE, last.order + 1.0, memory.step
+        )
+        message.own = (release,)
+        cell.append(message)
+        cell.shown = message.order
+        within.write(index, message.value, mask)
+
+    def _check(self, cell: Cell, mask: int, last: Message) -> None:
+        agent, memory = self.agent, self.memory
+        if (
+            last.mask & mask
+            and not memory._is_floor(agent, cell, last)
+            and not memory._morally_strong(agent, HOST_STORE, mask, last)
+        ):
+            memory.races.with_write(cell, last, mask, agent, HOST_STORE, memory.step)
+        memory._overwrite(agent, cell, mask, HOST_STORE)
+
+    @staticmethod
+    def _whole_words(cell: Cell, changed: int) -> int:
+        """The bytes that the host is taken to have written: eight, or as few as kernels write of this cell at a time."""
+        width = min((one.mask.bit_count() for one in cell.history if one.mask), default=64)
+        mask = 0
+        for shift in range(0, 64, width):
+            word = ((1 << width) - 1) << shift
+            if changed & word:
+                mask |= word
+        return mask & ALL_BYTES
+
+
+def agent_of(memory: Weak) -> Agent:
+    """The host's, for reports."""
+    return memory.host.agent
