@@ -40,20 +40,23 @@ class Barriers:
         verb = decoded.parts[1]
         if verb not in ("sync", "arrive"):
             raise NotModelled(f"{block}: {decoded.where}")
-        for lane in lanes:
-            number, expected = self._operands(warp, decoded, lane)
-            barrier = self._open.setdefault(number, Barrier(expected))
-            if barrier.expected != expected:
+        for (number, expected), group in self._groups(warp, decoded, lanes).items():
+            barrier = self._open.get(number)
+            if barrier is None:
+                barrier = self._open[number] = Barrier(expected)
+            elif barrier.expected != expected:
                 raise BadBarrier(
-                    f"{block.name_of(warp.first + lane)}: {decoded.where}: barrier {number} of {expected} threads, of {barrier.expected} for others"
+                    f"{block.name_of(warp.first + group[0])}: {decoded.where}: barrier {number} of {expected} threads, "
+                    f"of {barrier.expected} for others"
                 )
             if verb == "sync":
-                barrier.waiting[warp.first + lane] = decoded
-                warp.wait(decoded, [lane])
+                for lane in group:
+                    barrier.waiting[warp.first + lane] = decoded
+                warp.wait(decoded, group)
             else:
-                barrier.arrived += 1
-                barrier.views.append(block.machine.memory.arrive(warp.agents[lane]))
-                warp.go_on([lane])
+                barrier.arrived += len(group)
+                barrier.views += [block.machine.memory.arrive(warp.agents[lane]) for lane in group]
+                warp.go_on(group)
             self._complete(number, barrier)
         if warp.movable:
             return True
@@ -62,15 +65,25 @@ class Barriers:
         block.check()
         return False
 
-    def _operands(self, warp: Warp, decoded: Decoded, lane: int) -> tuple[int, int]:
-        values = [int(warp.state[lane, n]) & 0xFFFFFFFF if how == "slot" else n for how, n in decoded.args]
-        number = values[0] if values else 0
-        expected = values[1] if len(values) > 1 else self.block.count
-        if number > 15 or expected % 32 and expected != self.block.count or expected > self.block.count:
-            raise BadBarrier(
-                f"{self.block.name_of(warp.first + lane)}: {decoded.where}: barrier {number} of {expected} threads, in a CTA of {self.block.count}"
-            )
-        return number, expected
+    def _groups(self, warp: Warp, decoded: Decoded, lanes: list[int]) -> dict[tuple[int, int], list[int]]:
+        """Lanes by the number and the count of threads of their barrier."""
+        whole = self.block.count
+        if all(how == "imm" for how, _ in decoded.args):
+            number, expected = (*(n for _, n in decoded.args), whole)[:2]
+            groups = {(number, expected): lanes}
+        else:
+            groups = {}
+            for lane in lanes:
+                values = [int(warp.state[lane, n]) & 0xFFFFFFFF if how == "slot" else n for how, n in decoded.args]
+                number, expected = (*values, whole)[:2]
+                groups.setdefault((number, expected), []).append(lane)
+        for (number, expected), group in groups.items():
+            if number > 15 or (expected % 32 and expected != whole) or expected > whole:
+                raise BadBarrier(
+                    f"{self.block.name_of(warp.first + group[0])}: {decoded.where}: barrier {number} of {expected} threads, "
+                    f"in a CTA of {whole}"
+                )
+        return groups
 
     def _complete(self, number: int, barrier: Barrier) -> None:
         if len(barrier.waiting) + barrier.arrived < barrier.expected:

@@ -90,11 +90,11 @@ class Block:
 
     def resume(self, threads: Sequence[int]) -> None:
         """What they waited for has come."""
+        self.pending[list(threads)] = TO_RUN
         for thread in threads:
-            self.pending[thread] = TO_RUN
-            warp = self.warps[thread // 32]
-            warp.waiting.pop(thread - warp.first, None)
-            self.machine.ready(warp)
+            del self.warps[thread >> 5].waiting[thread & 31]
+        for number in sorted({thread >> 5 for thread in threads}):
+            self.machine.ready(self.warps[number])
 
     def exited(self, warp: Warp, lanes: Sequence[int]) -> None:
         """Whoever waits for these lanes waits for ever."""

@@ -35,12 +35,12 @@ class Message:
 
 
 class Reading:
-    """The last read of a cell by an agent; with its last writes this is what a report tells of the cell."""
+    """A load of some lanes: its stamp, and which bytes of their cells it read."""
 
-    __slots__ = ("mask", "operation", "step", "time", "value")
+    __slots__ = ("mask", "operation", "step", "time")
 
-    def __init__(self, time: int, mask: int, operation: Operation, step: int, value: int) -> None:
-        self.time, self.mask, self.operation, self.step, self.value = time, mask, operation, step, value
+    def __init__(self, time: int, mask: int, operation: Operation, step: int) -> None:
+        self.time, self.mask, self.operation, self.step = time, mask, operation, step
 
 
 class Cell:
@@ -48,25 +48,26 @@ class Cell:
 
     Attributes:
         history: writes in coherence order, the first of them what was there before.
-        readers: reads since the last write that knew of all of them.
+        readers: reads since the last write, with what was read: of each agent the last one.
         observed: masks of strong reads, which agents' ``seen`` has entries for.
         shown: the order of the last message that the host can see; later ones are on their way.
     """
 
-    __slots__ = ("history", "index", "observed", "region", "readers", "shown")
+    __slots__ = ("history", "index", "observed", "readers", "region", "shown")
 
     def __init__(self, within: Region, index: int) -> None:
         self.region, self.index = within, index
         initial = 0 if within.fresh else within.words[index]
         self.history = [Message(initial, 0 if within.fresh else ALL_BYTES, NOBODY, -1, INITIAL, 0.0, 0)]
-        self.readers: dict[Agent, Reading] = {}
+        self.readers: dict[Agent, tuple[Reading, int]] = {}
         self.observed: list[int] = []
         self.shown = 0.0
 
     def append(self, message: Message) -> None:
-        self.history.append(message)
-        if len(self.history) > LONGEST and all(one.mask == message.mask for one in self.history[-2:]):
-            del self.history[1]
+        history = self.history
+        history.append(message)
+        if len(history) > LONGEST and not history[0].mask & ~history[1].mask:
+            del history[0]
 
     def __str__(self) -> str:
         return self.region.name_of(self.region.address + 8 * self.index)

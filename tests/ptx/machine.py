@@ -318,7 +318,7 @@ class Machine:
         thread.turn(self.host_limit_s)
         if thread.error is not None:
             raise thread.error
-        if thread.done or not (thread.until is not None or thread.waits is not None and thread.waits()):
+        if thread.done or not (thread.until is not None or (thread.waits is not None and thread.waits())):
             self.progress()
         self.memory.host_stepped()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -42,10 +42,11 @@ class Operation:
     sequential: bool = False
     line: int = 0
     source: str = ""
+    #: as every operation that says its scope
+    strong: bool = field(init=False)
 
-    @property
-    def strong(self) -> bool:
-        return self.scope != Scope.NONE
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strong", self.scope != Scope.NONE)
 
     def __str__(self) -> str:
         at = f" (PTX line {self.line}{f', {self.source}' if self.source else ''})" if self.line else ""

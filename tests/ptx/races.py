@@ -52,12 +52,20 @@ class Races:
             self._tell(cell, bytes_, before, access(agent, operation, step, f"{verb} it"))
 
     def with_read(
-        self, cell: Cell, reader: Agent, reading: Reading, mask: int, agent: Agent, operation: Operation, step: int
+        self,
+        cell: Cell,
+        reader: Agent,
+        reading: Reading,
+        value: int,
+        mask: int,
+        agent: Agent,
+        operation: Operation,
+        step: int,
     ) -> None:
         """``agent`` overwrites what somebody has read, unknown to it: the read could have come later."""
         if self._new(reading.operation, operation):
             bytes_ = reading.mask & mask
-            before = access(reader, reading.operation, reading.step, f"read {hexadecimal(reading.value, bytes_)}")
+            before = access(reader, reading.operation, reading.step, f"read {hexadecimal(value, bytes_)}")
             self._tell(cell, bytes_, before, access(agent, operation, step, "writes it"))
 
     def _new(self, before: Operation, after: Operation) -> bool:
@@ -88,8 +96,8 @@ def account(cell: Cell, limit: int = 12) -> str:
         (one.step, access(one.agent, one.operation, one.step, f"wrote {hexadecimal(one.value, one.mask)}"))
         for one in cell.history[-limit:]
     ] + [
-        (one.step, access(agent, one.operation, one.step, f"read {hexadecimal(one.value, one.mask)}"))
-        for agent, one in list(cell.readers.items())[-limit:]
+        (one.step, access(agent, one.operation, one.step, f"read {hexadecimal(value, one.mask)}"))
+        for agent, (one, value) in list(cell.readers.items())[-limit:]
     ]
     told.sort(key=lambda one: one[0])
     shown = "" if cell.shown == cell.history[-1].order else "\n  the host does not see the last of it yet"

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.ptx import clocks
-from tests.ptx.clocks import Agent, Clock, Release, Seen, Timer, View, heard, merged, merged_seen
+from tests.ptx.clocks import Agent, Release, Timer, View, heard, merged, merged_seen
 from tests.ptx.histories import Cell, Message, Reading
+from tests.ptx.knowledge import Knowledge
 from tests.ptx.operation import Operation, Scope
 from tests.ptx.races import Races, account
 from tests.ptx.regions import Region, Regions
@@ -34,7 +35,7 @@ M64 = (1 << 64) - 1
 PENDING = 64
 
 
-class Weak:
+class Weak(Knowledge):
     """See the module.
 
     Args:
@@ -48,16 +49,15 @@ class Weak:
 
     def __init__(self, stale: float = 0.5, lag: float = 0.0, races: str = "raise") -> None:
         self.stale, self.lag = stale, lag
+        super().__init__(HostSide(self))
         self.regions = Regions()
         self.cells: dict[int, Cell] = {}
         self.races = Races(races == "raise")
         self._racing = races != "ignore"
-        self.host = HostSide(self)
         self.random = random.Random(0)
         self.step = 0
         self.accesses = self.stale_reads = 0
         self._streams: dict[int, View] = {}
-        self._fence_views: dict[tuple[Scope, Scope, int], View] = {}
         self._keys = 0
 
     # -- for the machine and the harness
@@ -149,61 +149,31 @@ class Weak:
         """A host thread or a proxy has had its turn."""
         self.host.look()
 
-    # -- knowledge
-
-    def _heard_of(self, agent: Agent, message: Message) -> bool:
-        return message.agent is agent or heard(agent.clock, message.agent, message.time)
-
-    def _is_floor(self, agent: Agent, cell: Cell, message: Message) -> bool:
-        """Whether ``agent`` must not read anything older than ``message``."""
-        if self._heard_of(agent, message):
-            return True
-        seen = agent.seen
-        return any(mask & message.mask and seen.get((cell, mask), -1.0) >= message.order for mask in cell.observed)
-
-    def _includes(self, scope: Scope, agent: Agent, other: Agent) -> bool:
-        return clocks.includes(scope, agent, other)
-
-    def _morally_strong(self, agent: Agent, operation: Operation, mask: int, message: Message) -> bool:
-        whole = message.mask == mask or (message.agent is self.host.agent and message.mask & mask == mask)
-        return (
-            whole
-            and operation.strong
-            and message.operation.strong
-            and self._includes(operation.scope, agent, message.agent)
-            and self._includes(message.operation.scope, message.agent, agent)
-        )
-
-    def _release(self, agent: Agent, scope: Scope) -> Release:
-        """What ``agent`` tells from here on, of all before."""
-        timer = agent.timer
-        clock = {**agent.clock, agent.key: timer.time}
-        timer.time += 1
-        return Release(agent, scope, View(clock, agent.seen))
-
-    def _acquire(self, agent: Agent, scope: Scope, message: Message) -> None:
-        for release in message.own + message.chain:
-            if self._includes(scope, agent, release.agent) and self._includes(release.scope, release.agent, agent):
-                clocks.join(agent, release.view)
-
     # -- accesses; a batch is one instruction of some lanes of a warp
 
     def load(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
         """What each agent reads, as one number of ``operation.nbytes`` bytes."""
         n = operation.nbytes
         self.accesses += len(addresses)
+        # all of them are of one CTA, and a load lets no time go by
+        reading = Reading(agents[0].timer.time, M64, operation, self.step)
         values = []
-        if n <= 8:
-            ones = (1 << 8 * n) - 1
+        if n == 16:
             for agent, at in zip(agents, addresses, strict=True):
-                shift = 8 * (at & 7)
-                values.append(self._read(agent, at, ones << shift, operation) >> shift)
+                if operation.strong and self.random.random() < 0.5:
+                    high = self._read(agent, at + 8, M64, reading)
+                    values.append(self._read(agent, at, M64, reading) | high << 64)
+                else:
+                    low = self._read(agent, at, M64, reading)
+                    values.append(self._read(agent, at + 8, M64, reading) << 64 | low)
+        elif n == 8:
+            values = [self._read(agent, at, M64, reading) for agent, at in zip(agents, addresses, strict=True)]
         else:
+            ones = (1 << 8 * n) - 1
+            shared = [Reading(reading.time, ones << shift, operation, self.step) for shift in range(0, 64, 8 * n)]
             for agent, at in zip(agents, addresses, strict=True):
-                places = range(0, n, 8)
-                if operation.strong:
-                    places = self.random.sample(places, len(places))  # type: ignore[assignment]
-                values.append(sum(self._read(agent, at + place, M64, operation) << 8 * place for place in places))
+                one = shared[(at & 7) // n]
+                values.append(self._read(agent, at, one.mask, one) >> 8 * (at & 7))
         self._some_time_passes()
         return values
 
@@ -212,17 +182,18 @@ class Weak:
     ) -> None:
         n = operation.nbytes
         self.accesses += len(addresses)
+        ones = (1 << 8 * n) - 1
         for agent, at, value in zip(agents, addresses, values, strict=True):
             release = self._release(agent, operation.scope) if operation.release else None
             if n <= 8:
                 shift = 8 * (at & 7)
-                self._write(agent, at, value << shift, ((1 << 8 * n) - 1) << shift, operation, release)
+                self._write(agent, at, value << shift, ones << shift, operation, release)
+            elif operation.strong and self.random.random() < 0.5:
+                self._write(agent, at + 8, value >> 64, M64, operation, release)
+                self._write(agent, at, value & M64, M64, operation, release)
             else:
-                places: Sequence[int] = range(0, n, 8)
-                if operation.strong:
-                    places = self.random.sample(places, len(places))
-                for place in places:
-                    self._write(agent, at + place, value >> 8 * place & M64, M64, operation, release)
+                self._write(agent, at, value & M64, M64, operation, release)
+                self._write(agent, at + 8, value >> 64, M64, operation, release)
         self._some_time_passes()
 
     def atomic(
@@ -259,19 +230,24 @@ class Weak:
         self.regions.at((address & ~7) + first, mask.bit_count() // 8)
         return self._cell(address)
 
-    def _read(self, agent: Agent, at: int, mask: int, operation: Operation) -> int:
+    def _read(self, agent: Agent, at: int, mask: int, reading: Reading) -> int:
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
         last = cell.history[-1]
+        writer = last.agent
         if (
-            last.mask & mask == mask
-            and (last.agent is agent or heard(agent.clock, last.agent, last.time))
-            and not (last.chain and operation.strong)
+            not mask & ~last.mask
+            and (
+                writer is agent
+                or agent.clock.get(writer.block_key, -1) >= last.time
+                or heard(agent.clock, writer, last.time)
+            )
+            and not (last.chain and reading.operation.strong)
         ):
             value = last.value & mask
         else:
-            value = self._read_any(agent, cell, mask, operation)
+            value = self._read_any(agent, cell, mask, reading.operation)
         if self._racing:
-            cell.readers[agent] = Reading(agent.timer.time, mask, operation, self.step, value)
+            cell.readers[agent] = reading, value
         return value
 
     def _read_any(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
@@ -327,25 +303,29 @@ class Weak:
         self, agent: Agent, at: int, value: int, mask: int, operation: Operation, release: Release | None
     ) -> None:
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
-        history = cell.history
-        last = history[-1]
-        place = len(history)
-        if not (last.agent is agent or heard(agent.clock, last.agent, last.time)):
-            place = self._place(agent, cell, mask, operation)
+        last = cell.history[-1]
+        writer = last.agent
+        known = (
+            writer is agent
+            or agent.clock.get(writer.block_key, -1) >= last.time
+            or heard(agent.clock, writer, last.time)
+        )
+        place = -1 if known else self._place(agent, cell, mask, operation)
         if cell.readers:
             self._overwrite(agent, cell, mask, operation)
         message = Message(value, mask, agent, agent.timer.time, operation, last.order + 1.0, self.step)
         if operation.strong:
             message.own = self._patterns(agent, cell, mask, release)
-        if place == len(history):
+        if place < 0:
             cell.append(message)
             self.host.stored(cell, message)
         else:
+            history = cell.history
             message.order = (history[place - 1].order + history[place].order) / 2
             history.insert(place, message)
 
     def _place(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
-        """Where in coherence order a store goes: somewhere behind everything that ``agent`` has heard of."""
+        """Where in coherence order a store goes, somewhere behind everything that ``agent`` has heard of; -1: at the end."""
         history = cell.history
         lowest, free = len(history), True
         for place in range(len(history) - 1, 0, -1):
@@ -363,36 +343,24 @@ class Weak:
         if lowest < len(history) and self.random.random() < self.stale:
             chosen = self.random.randint(lowest, len(history))
             # the halves of a gap end when the numbers between them do
-            if chosen == len(history) or history[chosen].order - history[chosen - 1].order > 1e-6:
+            if chosen < len(history) and history[chosen].order - history[chosen - 1].order > 1e-6:
                 return chosen
-        return len(history)
+        return -1
 
     def _overwrite(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> None:
         """``agent`` writes what others have read: has it heard of all those reads?"""
-        for reader, reading in cell.readers.items():
+        for reader, (reading, value) in cell.readers.items():
             if reader is agent or not reading.mask & mask or heard(agent.clock, reader, reading.time):
                 continue
-            strong = reading.mask == mask and reading.operation.strong and operation.strong
-            if (
-                strong
+            if not (
+                reading.mask == mask
+                and reading.operation.strong
+                and operation.strong
                 and self._includes(operation.scope, agent, reader)
                 and self._includes(reading.operation.scope, reader, agent)
             ):
-                continue
-            self.races.with_read(cell, reader, reading, mask, agent, operation, self.step)
+                self.races.with_read(cell, reader, reading, value, mask, agent, operation, self.step)
         cell.readers.clear()
-
-    def _patterns(self, agent: Agent, cell: Cell, mask: int, release: Release | None) -> tuple[Release, ...]:
-        """The release patterns that a strong store of ``agent`` ends: for each scope the latest one."""
-        found: dict[Scope, Release] = {}
-        for message in reversed(cell.history):
-            if message.agent is agent and message.mask == mask:
-                found = {one.scope: one for one in message.own}
-                break
-        found.update({one.scope: one for one in agent.fences})
-        if release is not None:
-            found[release.scope] = release
-        return tuple(found.values())
 
     def _modify(
         self, agent: Agent, at: int, shift: int, mask: int, change: Callable[[int], int], operation: Operation
@@ -434,85 +402,3 @@ class Weak:
         if not options:
             return None
         return self.random.choice(options) if len(options) > 1 and self.random.random() < self.stale else options[0]
-
-    def _carried(self, source: Message, release: Release | None) -> tuple[Release, ...]:
-        """Release patterns that go on through a read-modify-write, less those that its own release tells anyway."""
-        found: dict[tuple[Agent, Scope], Release] = {}
-        for one in source.chain + source.own:
-            told = release is not None and release.scope >= one.scope
-            if not (told and heard(release.view.clock, one.agent, one.view.clock[one.agent.key])):  # type: ignore[union-attr]
-                found[one.agent, one.scope] = one
-        return tuple(found.values())
-
-    # -- fences and barriers
-
-    def fence(self, agents: Sequence[Agent], operation: Operation) -> None:
-        """Completes acquire patterns, begins release patterns, and, ``sc``, hears of all earlier fences strong to it."""
-        scope = operation.scope
-        for agent in agents:
-            if operation.acquire:
-                for _, message in agent.pending:
-                    self._acquire(agent, scope, message)
-            if operation.sequential:
-                self._hear_fences(agent, scope)
-            if operation.release:
-                release = self._release(agent, scope)
-                agent.fences = [one for one in agent.fences if one.scope > scope] + [release]
-                if operation.sequential:
-                    self._tell_fences(agent, scope, release.view)
-
-    @staticmethod
-    def _domains(agent: Agent) -> tuple[tuple[Scope, int], ...]:
-        return (Scope.SYS, 0), (Scope.GPU, agent.rank), (Scope.CTA, agent.block_key)
-
-    def _hear_fences(self, agent: Agent, scope: Scope) -> None:
-        """Two fences are strong to each other in the narrower of their scopes, if both agents are in it."""
-        for other in (Scope.SYS, Scope.GPU, Scope.CTA):
-            for domain, name in self._domains(agent):
-                if domain == min(scope, other):
-                    view = self._fence_views.get((other, domain, name))
-                    if view is not None:
-                        clocks.join(agent, view)
-        if scope == Scope.SYS:
-            clocks.join(agent, self.host.view())
-
-    def _tell_fences(self, agent: Agent, scope: Scope, view: View) -> None:
-        for domain, name in self._domains(agent):
-            if domain <= scope:
-                key = (scope, domain, name)
-                old = self._fence_views.get(key)
-                self._fence_views[key] = self._together((old, view)) if old else view
-        if scope == Scope.SYS:
-            self.host.show(view)
-            self.host.hear(view)
-
-    @staticmethod
-    def _together(views: Sequence[View]) -> View:
-        return View(merged(view.clock for view in views), merged_seen(view.seen for view in views))
-
-    def arrive(self, agent: Agent) -> View:
-        """What ``agent`` tells by ``barrier.arrive``."""
-        return self._release(agent, Scope.CTA).view
-
-    def barrier(self, agents: Sequence[Agent], entity: int | None, arrived: Sequence[View] = ()) -> None:
-        """``agents`` hear of each other's accesses, and of what has ``arrived``.
-
-        Args:
-            entity: the CTA or warp if ``agents`` are all its threads.
-        """
-        timer = agents[0].timer
-        views: list[View] = list(arrived)
-        clock: Clock = dict(merged([agent.clock for agent in agents] + [view.clock for view in views]))
-        seen: Seen = merged_seen([agent.seen for agent in agents] + [view.seen for view in views])
-        if entity is not None:
-            clock[entity] = timer.time
-            for agent in agents:
-                clock.pop(agent.key, None)
-                if entity == agent.block_key:
-                    clock.pop(agent.warp_key, None)
-        else:
-            for agent in agents:
-                clock[agent.key] = timer.time
-        timer.time += 1
-        for agent in agents:
-            agent.clock, agent.seen = clock, seen

@@ -70,7 +70,8 @@ CHAINS = (
 
 BARRIERS = (
     Litmus("bar", ("st.weak x, 1; barrier.sync 0", "barrier.sync 0; ld.weak a, x"), "a=0", False, ONE_CTA),
-    Litmus("bar, of another id", ("st.weak x, 1; barrier.arrive 0, 2; barrier.sync 1", "barrier.sync 1; ld.weak a, x; barrier.sync 0, 2"), "a=0", False, ONE_CTA),
+    Litmus("bar, of one that arrives", ("st.weak x, 1; barrier.arrive 1, 2", "barrier.sync 1, 2; ld.weak a, x"), "a=0", False, ONE_CTA),
+    Litmus("bar, before it arrives", ("barrier.arrive 1, 2; st.weak x, 1", "barrier.sync 1, 2; ld.weak a, x"), "a=0", True, ONE_CTA),
     Litmus("no bar", ("st.weak x, 1", "ld.weak a, x"), "a=0", True, ONE_CTA),
     Litmus("bar overwrites", ("ld.weak a, x; barrier.sync 0", "barrier.sync 0; st.weak x, 1"), "a=1", False, ONE_CTA),
     Litmus(
