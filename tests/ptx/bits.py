@@ -149,7 +149,7 @@ def _reversed(code: Code, one: Instruction) -> None:
 
 
 def _leading(code: Code, one: Instruction) -> None:
-    """bfind: place of the highest bit that differs from the sign, or what it must be shifted by; all bits without any."""
+    """bfind: place of the highest bit unlike the sign, or its distance from the top; all ones without any."""
     modifiers = Modifiers(one)
     amount = modifiers.maybe("shiftamt")
     kind = modifiers.one_of("u32", "s32", "u64", "s64")

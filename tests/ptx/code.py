@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .event import COUNT, CTAX, CTAY, CTAZ, FAULT, FAULT_CAUSE, FIRST, LANE, NCTAX, NCTAY, NCTAZ, PC, TID, WARP, Event
 from .event import Operand as Slot
@@ -58,24 +58,27 @@ class Modifiers:
 class Code:
     """The function that runs a thread until its next event.
 
-    Values are the names, or numbers, of LLVM's language; a register is an integer of its width, a predicate i8 of 0 or 1.
+    Values are names or numbers of LLVM's language. A register is an integer of its width, a predicate i8 of 0 or 1.
 
     Attributes:
         weak: every access to global memory is an event.
         events: by number.
-        stops: numbers of the events that threads go on after; the others are faults.
-        slots: of registers.
+        stops: the events that threads go on after, by number the place of the instruction; the others are faults.
+        slots: of the registers that outlive the function.
+        locals: LLVM's variables for the others.
         labels: of the program.
-        instruction: the one that is being translated.
+        instruction, place: the one that is being translated, and where among them it stands.
     """
 
-    def __init__(self, program: Program, weak: bool) -> None:
+    def __init__(self, program: Program, weak: bool, stored: Collection[str]) -> None:
         self.program, self.weak = program, weak
         self.lines: list[str] = []
         self.events: dict[int, Event] = {}
-        self.slots = {name: FIRST + number for number, name in enumerate(program.registers)}
+        self.slots = {name: FIRST + number for number, name in enumerate(stored)}
+        self.locals: dict[str, str] = {}
         self.labels = {one.name for one in program.code if isinstance(one, Label)}
-        self.stops: list[int] = []
+        self.stops: dict[int, int] = {}
+        self.place = -1
         self.scratch = 0
         self.instruction: Instruction | None = None
         self._names = 0
@@ -138,6 +141,12 @@ class Code:
         """Address of a slot."""
         return self.value(f"getelementptr i64, ptr %s, i64 {number}")
 
+    def _variable(self, name: str) -> str:
+        """Address of a register."""
+        if name in self.slots:
+            return self.slot(self.slots[name])
+        return self.locals.setdefault(name, f"%r{len(self.locals)}")
+
     def error(self, what: str) -> Exception:
         """``what`` is wrong with this instruction, for raising."""
         assert self.instruction
@@ -164,7 +173,7 @@ class Code:
                 raise self.error(f"{operand.name} has {width} bits where {bits} are known")
             value = self._known.get(operand.name)
             if value is None:
-                value = self.value(f"load i{width}, ptr {self.slot(self.slots[operand.name])}")
+                value = self.value(f"load i{width}, ptr {self._variable(operand.name)}")
                 self._known[operand.name] = value
             return value if width == bits else self.value(f"trunc i{width} {value} to i{bits}")
         return self._constant(operand, bits)
@@ -172,7 +181,9 @@ class Code:
     def _constant(self, operand: Operand, bits: int) -> str:
         if isinstance(operand, Immediate):
             if operand.kind == "int":
-                if not -(1 << (bits - 1)) <= operand.value < 1 << bits:
+                # constants have 64 bits: a negative one may be written without its sign
+                value = operand.value - (1 << 64) if operand.value >> 63 == 1 else operand.value
+                if not -(1 << (bits - 1)) <= value < 1 << bits and operand.value >> bits:
                     raise self.error(f"{operand.value} does not fit {bits} bits")
             elif bits != {"f32": 32, "f64": 64}[operand.kind]:
                 raise self.error(f"a number of {operand.kind} where {bits} bits are known")
@@ -200,7 +211,7 @@ class Code:
                 raise self.error(f"{operand} has {width} bits where {bits} are known")
             value = self.value(f"{'sext' if signed else 'zext'} i{bits} {value} to i{width}")
         assert isinstance(operand, Register)
-        self.emit(f"store i{width} {value}, ptr {self.slot(self.slots[operand.name])}")
+        self.emit(f"store i{width} {value}, ptr {self._variable(operand.name)}")
         self._known[operand.name] = value
 
     def predicate(self, operand: Operand) -> str:
@@ -299,7 +310,7 @@ class Code:
             where = (self.operand(base, 64), offset)
         slots = tuple((-1, 0) if isinstance(one, Sink) else self._result(one) for one in dests)
         number = self._record(slots, tuple(args), where, nbytes)
-        self.stops.append(number)
+        self.stops[number] = self.place
         self.settle()
         self.emit(f"store i64 {number}, ptr {self.slot(PC)}")
         self.emit(f"ret i32 {number}")

@@ -44,6 +44,11 @@ def store_real(code: Code, d: Operand, value: str, kind: str, flushed: bool = Fa
     if kind == "f64":
         code.write(d, code.value(f"bitcast double {value} to i64"), 64)
         return
+    code.write(d, single_bits(code, value, flushed, saturated), 32)
+
+
+def single_bits(code: Code, value: str, flushed: bool, saturated: bool = False) -> str:
+    """Bits of a float as an instruction gives them."""
     nan = code.value(f"fcmp uno float {value}, {value}")
     bits = code.value(f"bitcast float {value} to i32")
     if flushed:
@@ -53,25 +58,41 @@ def store_real(code: Code, d: Operand, value: str, kind: str, flushed: bool = Fa
         above = code.value(f"fcmp oge float {value}, 1.0")
         bits = code.value(f"select i1 {above}, i32 {0x3F800000}, i32 {bits}")
         bits = code.value(f"select i1 {below}, i32 0, i32 {bits}")
-    code.write(d, code.value(f"select i1 {nan}, i32 {0 if saturated else NAN}, i32 {bits}"), 32)
+    return code.value(f"select i1 {nan}, i32 {0 if saturated else NAN}, i32 {bits}")
 
 
 def _arithmetic(code: Code, one: Instruction) -> None:
-    """add, sub, mul, fma: rounded once, to nearest even."""
+    """add, sub, mul, fma: rounded once, to nearest even; of f32x2 each half for itself."""
     modifiers = Modifiers(one)
     modifiers.one_of("rn") if one.opcode == "fma" else modifiers.maybe("rn")
     flushed, saturated = bool(modifiers.maybe("ftz")), bool(modifiers.maybe("sat"))
-    kind = modifiers.one_of(*(("f32",) if flushed or saturated else ("f32", "f64")))
+    kind = modifiers.one_of("f32", *(() if saturated else ("f32x2",)), *(() if flushed or saturated else ("f64",)))
     modifiers.end()
     d, *inputs = operands(one, 4 if one.opcode == "fma" else 3)
-    values = [real(code, operand, kind, flushed) for operand in inputs]
+    if kind != "f32x2":
+        value = _result(code, one.opcode, [code.read(operand, WIDTHS[kind]) for operand in inputs], kind, flushed)
+        store_real(code, d, value, kind, flushed, saturated)
+        return
+    pairs = [code.read(operand, 64) for operand in inputs]
+    whole = "0"
+    for shift in (0, 32):
+        halves = [code.value(f"trunc i64 {code.value(f'lshr i64 {pair}, {shift}')} to i32") for pair in pairs]
+        bits = single_bits(code, _result(code, one.opcode, halves, "f32", flushed), flushed)
+        half = code.value(f"shl i64 {code.value(f'zext i32 {bits} to i64')}, {shift}")
+        whole = code.value(f"or i64 {whole}, {half}")
+    code.write(d, whole, 64)
+
+
+def _result(code: Code, opcode: str, inputs: list[str], kind: str, flushed: bool) -> str:
+    """Of numbers given by their bits a float or double."""
     form, bits = FORMS[kind], WIDTHS[kind]
-    if one.opcode == "fma":
+    if flushed:
+        inputs = [flushed_bits(code, value) for value in inputs]
+    values = [code.value(f"bitcast i{bits} {value} to {form}") for value in inputs]
+    if opcode == "fma":
         arguments = ", ".join(f"{form} {value}" for value in values)
-        value = code.value(f"call {form} @llvm.fma.f{bits}({arguments})")
-    else:
-        value = code.value(f"f{one.opcode} {form} {values[0]}, {values[1]}")
-    store_real(code, d, value, kind, flushed, saturated)
+        return code.value(f"call {form} @llvm.fma.f{bits}({arguments})")
+    return code.value(f"f{opcode} {form} {values[0]}, {values[1]}")
 
 
 def _divide(code: Code, one: Instruction) -> None:

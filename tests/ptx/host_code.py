@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
+from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -13,13 +13,12 @@ from llvmlite import __version__ as llvmlite_version
 from uccl_ep_serving.native.cache import places, read_object, usable, write_object
 from uccl_ep_serving.native.machine import processor
 
-from .event import Event
+from .event import CAUSES, CTAX, CTAY, CTAZ, FAULT, FAULT_CAUSE, TID, Event
 from .program import Program, parse
 from .translate import translate
 
 __all__ = ["Kernel"]
 
-_log = logging.getLogger(__name__)
 #: Of code generation, 0 to 3, and of the passes before it.
 _LEVEL = 1
 _Drive = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
@@ -34,8 +33,8 @@ class Kernel:
         nslots: 64-bit slots of a thread's state (event.py).
         drive: ``drive(base, lanes, n, out)`` runs ``n`` threads, one after another, each until its next event. ``base``
             is the address of the states, int64 [threads, nslots]; ``lanes`` that of the threads' numbers, int32 [n];
-            ``out`` that of int32 [threads], where each one's event is written: 0 it has exited, negative it stopped at a
-            fault of the event of that number.
+            ``out`` that of int32 [threads], where each one's event is written: 0 it has exited, -n it stopped at the
+            fault of event n.
     """
 
     def __init__(self, ptx: str, weak: bool) -> None:
@@ -45,6 +44,19 @@ class Kernel:
         self.nslots = translation.nslots
         self._engine = _loaded(translation.ir)
         self.drive = _Drive(self._engine.get_function_address("drive"))
+
+    def fault(self, number: int, state: Sequence[int]) -> str:
+        """What is wrong where a thread stopped.
+
+        Args:
+            number: of the event, positive.
+            state: of the thread, as many slots.
+        """
+        event, block = self.events[number], tuple(int(state[slot]) for slot in (CTAX, CTAY, CTAZ))
+        return (
+            f"{self.program.name}: block {block}, thread {int(state[TID])}: {CAUSES[int(state[FAULT_CAUSE])]} "
+            f"{int(state[FAULT]):#x} at PTX line {event.line}: {event.text}; from {event.source}"
+        )
 
 
 def _target_machine() -> Any:

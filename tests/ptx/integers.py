@@ -73,7 +73,7 @@ def _product(code: Code, one: Instruction) -> None:
 
 
 def _quotient(code: Code, one: Instruction) -> None:
-    """div and rem. PTX leaves open what a division by 0 gives; here as on GPUs all bits, and the dividend as the rest."""
+    """div and rem. PTX leaves open what a division by 0 gives; here all ones, and the dividend as the remainder."""
     kind, bits = integer_type(one, *_TYPES)
     d, a, b = operands(one, 3)
     x, y = code.read(a, bits), code.read(b, bits)

@@ -8,9 +8,9 @@ from .integers import operands, signed
 from .operands import Operand, Register, Symbol
 from .program import WIDTHS, Instruction
 
-__all__ = ["MEMORY", "PRELUDE"]
+__all__ = ["MEMORY"]
 
-_TYPES = tuple(f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)) + ("f32", "f64")
+_TYPES = (*(f"{kind}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)), "f32", "f64")
 _ORDERS = ("weak", "volatile", "relaxed", "acquire", "release")
 _CACHES = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc")
 #: Advice about caches, which changes no value.
@@ -19,54 +19,6 @@ _ADVICE = (
     *(f"L2::{what}" for what in ("evict_normal", "evict_first", "evict_last", "64B", "128B", "256B")),
 )
 _OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor", "exch", "cas")
-
-#: Whether [at, at + size) lies in a range of the table, in which the last one that was found stands first (ranges.py).
-PRELUDE = """
-define internal i1 @mapped(ptr %table, i64 %at, i64 %size) {
-entry:
-  %end = add i64 %at, %size
-  %none = icmp eq ptr %table, null
-  br i1 %none, label %yes, label %first
-first:
-  %from = load i64, ptr %table
-  %upto.p = getelementptr i64, ptr %table, i64 1
-  %upto = load i64, ptr %upto.p
-  %after = icmp uge i64 %at, %from
-  %before = icmp ule i64 %end, %upto
-  %in = and i1 %after, %before
-  br i1 %in, label %yes, label %search
-search:
-  %count.p = getelementptr i64, ptr %table, i64 2
-  %count = load i64, ptr %count.p
-  br label %step
-step:
-  %i = phi i64 [ 0, %search ], [ %next, %other ]
-  %more = icmp ult i64 %i, %count
-  br i1 %more, label %try, label %no
-try:
-  %twice = shl i64 %i, 1
-  %place = add i64 %twice, 3
-  %s.p = getelementptr i64, ptr %table, i64 %place
-  %s = load i64, ptr %s.p
-  %e.p = getelementptr i64, ptr %s.p, i64 1
-  %e = load i64, ptr %e.p
-  %s.after = icmp uge i64 %at, %s
-  %e.before = icmp ule i64 %end, %e
-  %inside = and i1 %s.after, %e.before
-  br i1 %inside, label %found, label %other
-found:
-  store i64 %s, ptr %table
-  store i64 %e, ptr %upto.p
-  br label %yes
-other:
-  %next = add i64 %i, 1
-  br label %step
-yes:
-  ret i1 true
-no:
-  ret i1 false
-}
-"""
 
 
 def _space(one: Instruction, modifiers: Modifiers) -> str:
@@ -88,9 +40,7 @@ def _access(code: Code, one: Instruction) -> None:
         _parameter(code, one)
         return
     modifiers = Modifiers(one)
-    order = modifiers.maybe(*(("mmio",) if load else ("mmio",)), *_ORDERS)
-    if order == "mmio":
-        order = modifiers.one_of("relaxed")
+    order = modifiers.one_of("relaxed") if modifiers.maybe("mmio") else modifiers.maybe(*_ORDERS)
     scope = modifiers.maybe("cta", "cluster", "gpu", "sys")
     if (order in ("relaxed", "acquire", "release")) != bool(scope) or order == ("release" if load else "acquire"):
         raise one.error("an order without its scope, a scope without an order, or the order of the other direction")

@@ -13,7 +13,7 @@ from .operands import Operand, PtxError, Register, Symbol, parse_operand, split_
 __all__ = ["Instruction", "Label", "Parameter", "Program", "parse"]
 
 #: Bits of what a register or parameter of a type takes. A predicate takes a byte.
-WIDTHS = {"pred": 8, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32} | {
+WIDTHS = {"pred": 8, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32x2": 64} | {
     f"{kind}{bits}": bits for kind in "busf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
 }
 #: Parameters begin at multiples of so many bytes.

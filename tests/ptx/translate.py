@@ -6,14 +6,16 @@ thread has its own course: nothing here knows of warps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from . import conversions, memory
+from . import conversions, ranges
 from .bits import BITS
 from .code import Code
 from .conversions import CONVERSIONS
 from .event import PARAMS, PC, SHARED, Event
 from .floats import FLOATS
+from .flow import Flow
 from .integers import INTEGERS
 from .memory import MEMORY
 from .moves import MOVES
@@ -28,6 +30,7 @@ _LOWERINGS = BITS | CONVERSIONS | MEMORY | MOVES | SYNCHRONISATION | INTEGERS | 
 _FUNCTION = """
 define internal i32 @step(ptr noalias %s) {{
 entry:
+{variables}
   %pc.p = getelementptr i64, ptr %s, i64 {pc}
   %pc = load i32, ptr %pc.p
   %shared.p = getelementptr i64, ptr %s, i64 {shared}
@@ -88,20 +91,37 @@ def translate(program: Program, weak: bool) -> Translation:
     Raises:
         PtxError: an instruction, modifier or operand is not known.
     """
-    code = Code(program, weak)
+    flow = Flow(program)
+    # once to learn where threads stop, and again with only those registers kept that are needed after that
+    stops = _lowered(program, weak, program.registers).stops.values()
+    across = flow.across(stops)
+    code = _lowered(program, weak, [name for name in program.registers if name in across])
+    function = _FUNCTION.format(
+        variables="\n".join(
+            f"  {variable} = alloca i{program.registers[name]}" for name, variable in code.locals.items()
+        ),
+        pc=PC,
+        shared=SHARED,
+        params=PARAMS,
+        cases="\n".join(f"    i32 {number}, label %resume{number}" for number in code.stops),
+        lines="\n".join(code.lines),
+        nbytes=8 * code.nslots,
+    )
+    return Translation(conversions.PRELUDE + ranges.PRELUDE + function, code.events, code.nslots)
+
+
+def _lowered(program: Program, weak: bool, stored: Collection[str]) -> Code:
+    code = Code(program, weak, stored)
     code.begin("start")
     for one in program.code:
         if isinstance(one, Label):
             code.settle()
             code.begin(code.block_of(one.name))
         else:
+            code.place += 1
             _instruction(code, one)
     code.finish()
-    cases = "\n".join(f"    i32 {number}, label %resume{number}" for number in code.stops)
-    function = _FUNCTION.format(
-        pc=PC, shared=SHARED, params=PARAMS, cases=cases, lines="\n".join(code.lines), nbytes=8 * code.nslots
-    )
-    return Translation(conversions.PRELUDE + memory.PRELUDE + function, code.events, code.nslots)
+    return code
 
 
 def _instruction(code: Code, one: Instruction) -> None:
