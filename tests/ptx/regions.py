@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tests.ptx.ranges import Ranges
 from tests.ptx.report import Unmapped
 
 _libc = ctypes.CDLL(None)
@@ -57,20 +58,20 @@ class Regions:
         self._starts: list[int] = []
         self._regions: list[Region] = []
         self._last: Region | None = None
-        self._table = np.zeros(0, np.uint64)
+        #: asked about an address that is in no region: it may register more, and says whether it has
+        self.missing: Callable[[int], bool] | None = None
+        self._table: Ranges | None = None
         #: kernels that run hold older ones
-        self._tables: list[np.ndarray[Any, Any]] = []
+        self._tables: list[Ranges] = []
 
     def table(self) -> int:
-        """The address of what compiled code reads: the region found last, how many there are, and all of them."""
-        count = len(self._regions)
-        if len(self._table) != 3 + 2 * count:
-            edges = [edge for one in self._regions for edge in (one.start, one.end)]
-            self._table = np.array([0, 0, count, *edges], np.uint64)
+        """Its address: what compiled code looks into where it accesses memory by itself."""
+        if self._table is None:
+            self._table = Ranges((one.start, one.end) for one in self._regions)
             self._tables.append(self._table)
-        return self._table.ctypes.data
+        return self._table.address
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Region]:
         return iter(self._regions)
 
     def add(self, new: Region) -> list[Region]:
@@ -79,6 +80,7 @@ class Regions:
         for one in old:
             self.remove(one)
         at = bisect_right(self._starts, new.start)
+        self._table = None
         self._starts.insert(at, new.start)
         self._regions.insert(at, new)
         return old
@@ -86,7 +88,7 @@ class Regions:
     def remove(self, old: Region) -> None:
         at = self._regions.index(old)
         del self._regions[at], self._starts[at]
-        self._last = None
+        self._last = self._table = None
 
     def at(self, address: int, nbytes: int) -> Region:
         """The region that holds all of ``nbytes`` from ``address``; Unmapped where none does."""
@@ -99,6 +101,8 @@ class Regions:
             if address + nbytes <= found.end:
                 self._last = found
                 return found
+        if self.missing is not None and self.missing(address):
+            return self.at(address, nbytes)
         raise Unmapped(f"{nbytes} bytes at {address:#x} are in no registered region ({self._near(address)})")
 
     def _near(self, address: int) -> str:
