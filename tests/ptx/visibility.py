@@ -64,14 +64,14 @@ class HostSide:
             self._show(cell, self.memory.random.choice(orders))
 
     def settle(self, rank: int) -> bool:
-        """Shows some of what ``rank`` has stored. True once that is all."""
+        """Shows some of what ``rank`` has stored. True where nothing was left to show."""
         late = self._late.get(rank)
         if not late:
             return True
         cells = list(late)
         for cell in self.memory.random.sample(cells, min(SETTLED, len(cells))):
             self._show(cell, cell.history[-1].order)
-        return not late
+        return False
 
     def show(self, view: View) -> None:
         """Everything that ``view`` knows of."""

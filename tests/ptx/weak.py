@@ -263,6 +263,8 @@ class Weak(Knowledge):
             if len(options) > 1 and self.random.random() < self.stale:
                 message = self.random.choice(options)
                 self.stale_reads += message is not options[0]
+            if self._racing:
+                self._check_read(agent, cell, options, mask, operation)
             part = message.mask & left
             value |= message.value & part
             left &= ~part
@@ -279,14 +281,17 @@ class Weak(Knowledge):
                     break
         return options
 
+    def _check_read(self, agent: Agent, cell: Cell, options: list[Message], mask: int, operation: Operation) -> None:
+        """A read races with a write that it could have read or not, whichever it did."""
+        for message in options:
+            if not self._is_floor(agent, cell, message) and not self._morally_strong(agent, operation, mask, message):
+                self.races.with_write(cell, message, mask, agent, operation, self.step)
+
     def _observe(self, agent: Agent, cell: Cell, message: Message, mask: int, operation: Operation) -> None:
         """What ``agent`` learns by reading ``message``."""
-        known = self._heard_of(agent, message)
         if not self._morally_strong(agent, operation, mask, message):
-            if self._racing and not known and not self._is_floor(agent, cell, message):
-                self.races.with_write(cell, message, mask, agent, operation, self.step)
             return
-        if not known and agent.seen.get((cell, mask), -1.0) < message.order:
+        if not self._heard_of(agent, message) and agent.seen.get((cell, mask), -1.0) < message.order:
             agent.seen = {**agent.seen, (cell, mask): message.order}
             if mask not in cell.observed:
                 cell.observed.append(mask)
