@@ -1,7 +1,7 @@
 """Host threads and proxies as actors: one of them, or one warp, has its turn at a time.
 
-A host thread is a Python thread that runs only while it holds the baton. It gives it back where it waits: for its stream, at
-a barrier of hosts, for a while, or for a condition. Every wait is for the machine, which is bounded itself.
+A host thread is a Python thread that runs only while it holds the baton. It gives it back where it waits: for its
+stream, at a barrier of hosts, for a while, or for a condition. Every wait is for the machine, which is bounded itself.
 """
 
 from __future__ import annotations

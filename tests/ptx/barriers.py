@@ -80,8 +80,8 @@ class Barriers:
         for (number, expected), group in groups.items():
             if number > 15 or (expected % 32 and expected != whole) or expected > whole:
                 raise BadBarrier(
-                    f"{self.block.name_of(warp.first + group[0])}: {decoded.where}: barrier {number} of {expected} threads, "
-                    f"in a CTA of {whole}"
+                    f"{self.block.name_of(warp.first + group[0])}: {decoded.where}: barrier {number} of {expected} "
+                    f"threads, in a CTA of {whole}"
                 )
         return groups
 
@@ -111,7 +111,8 @@ class Barriers:
             if aligned and (len(mine) != warp.count or len({one.number for one in mine}) > 1):
                 places = sorted({one.where for one in mine})
                 raise BadBarrier(
-                    f"{self.block} warp {warp.number}: {len(mine)} of {warp.count} lanes come to an aligned barrier, at {'; '.join(places)}"
+                    f"{self.block} warp {warp.number}: {len(mine)} of {warp.count} lanes come to an aligned barrier, "
+                    f"at {'; '.join(places)}"
                 )
 
     def check_exit(self) -> None:
@@ -120,5 +121,6 @@ class Barriers:
         for number, barrier in self._open.items():
             if barrier.waiting and barrier.expected > alive + barrier.arrived:
                 raise BadBarrier(
-                    f"{self.block}: barrier {number} waits for {barrier.expected} threads, and only {alive} have not exited:\n{self.block.where()}"
+                    f"{self.block}: barrier {number} waits for {barrier.expected} threads, and only {alive} have not "
+                    f"exited:\n{self.block.where()}"
                 )

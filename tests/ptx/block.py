@@ -101,7 +101,8 @@ class Block:
         for lane, decoded in warp.waiting.items():
             if decoded.kind == "meet" and any(cross_lane.mask_of(warp, lane, decoded) >> gone & 1 for gone in lanes):
                 raise BadParticipation(
-                    f"{self.name_of(warp.first + lane)} waits at {decoded.where} for lanes that have exited: {list(lanes)}"
+                    f"{self.name_of(warp.first + lane)} waits at {decoded.where} for lanes that have exited: "
+                    f"{list(lanes)}"
                 )
         self.barriers.check_exit()
         self.check()
@@ -284,12 +285,9 @@ class Warp:
         return moved
 
     def _check_mask(self, decoded: Decoded, lane: int, named: list[int], mask: int) -> None:
+        who = f"{self.block.name_of(self.first + lane)}: {decoded.where}"
         if lane not in named:
-            raise BadParticipation(
-                f"{self.block.name_of(self.first + lane)}: {decoded.where}: lane {lane} is not in its own mask {mask:#x}"
-            )
+            raise BadParticipation(f"{who}: lane {lane} is not in its own mask {mask:#x}")
         gone = [one for one in named if one >= self.count or self.pending[one] == EXITED]
         if gone:
-            raise BadParticipation(
-                f"{self.block.name_of(self.first + lane)}: {decoded.where}: lanes {gone} of its mask {mask:#x} have exited"
-            )
+            raise BadParticipation(f"{who}: lanes {gone} of its mask {mask:#x} have exited")

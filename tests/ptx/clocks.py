@@ -1,8 +1,9 @@
 """Who has heard of whose accesses: clocks of threads, warps, CTAs and ranks, and the views that releases carry.
 
-An access has a stamp: its agent and the time of its CTA. Agent ``a`` has heard of an access when ``a``'s clock holds a time
-that is not earlier for the other's thread, or for its warp or CTA (after a barrier), or when it knows that the launch
-has ended. So a clock has an entry for each CTA or thread that was synchronised with, however many threads there are.
+An access has a stamp: its agent and the time of its CTA. Agent ``a`` has heard of an access when ``a``'s clock holds a
+time that is not earlier for the other's thread, or for its warp or CTA (after a barrier), or when it knows that the
+launch has ended. So a clock has an entry for each CTA or thread that was synchronised with, however many threads there
+are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.ptx.operation import Operation, Scope
+from tests.ptx.operation import Scope
 
 if TYPE_CHECKING:
     from tests.ptx.histories import Cell, Message
@@ -62,8 +63,19 @@ class Agent:
     """
 
     __slots__ = (
-        "block_key", "clock", "fences", "key", "name", "pending", "rank", "rank_key", "seen", "sequence", "timer", "warp_key",
-    )  # fmt: skip
+        "block_key",
+        "clock",
+        "fences",
+        "key",
+        "name",
+        "pending",
+        "rank",
+        "rank_key",
+        "seen",
+        "sequence",
+        "timer",
+        "warp_key",
+    )
 
     def __init__(self, name: str, rank: int, sequence: int, timer: Timer, keys: tuple[int, int, int, int]) -> None:
         self.name, self.rank, self.sequence, self.timer = name, rank, sequence, timer
@@ -136,8 +148,3 @@ def join(agent: Agent, view: View) -> None:
     """``agent`` hears of everything in ``view``."""
     agent.clock = merged((agent.clock, view.clock))
     agent.seen = merged_seen((agent.seen, view.seen))
-
-
-def morally_strong(one: Agent, of_one: Operation, other: Agent, of_other: Operation) -> bool:
-    """Both are strong, and the scope of each includes the other's agent (that they overlap completely is for the caller)."""
-    return includes(of_one.scope, one, other) and includes(of_other.scope, other, one)

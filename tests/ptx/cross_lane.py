@@ -41,8 +41,13 @@ def carry_out(warp: Warp, lanes: dict[int, Decoded]) -> None:
     name = next(iter(lanes.values())).parts[0]
     if name not in ("bar", "barrier"):
         how: dict[str, Callable[[Warp, dict[int, Decoded]], None]] = {
-            "shfl": _shfl, "redux": _redux, "vote": _vote, "match": _match, "ldmatrix": _ldmatrix, "stmatrix": _stmatrix,
-        }  # fmt: skip
+            "shfl": _shfl,
+            "redux": _redux,
+            "vote": _vote,
+            "match": _match,
+            "ldmatrix": _ldmatrix,
+            "stmatrix": _stmatrix,
+        }
         how[name](warp, lanes)
 
 
@@ -69,7 +74,8 @@ def _shfl(warp: Warp, lanes: dict[int, Decoded]) -> None:
         source = source if inside else lane
         if source not in given:
             raise BadParticipation(
-                f"{warp.block.name_of(warp.first + lane)}: {decoded.where}: reads lane {source}, which does not take part"
+                f"{warp.block.name_of(warp.first + lane)}: {decoded.where}: reads lane {source}, which does not take "
+                f"part"
             )
         _set(warp, lane, decoded.dests[0], given[source])
         if len(decoded.dests) > 1:
@@ -85,8 +91,13 @@ def _redux(warp: Warp, lanes: dict[int, Decoded]) -> None:
     if signed:
         values = [value - (value >> 31 << 32) for value in values]
     folds: dict[str, Callable[[int, int], int]] = {
-        "add": lambda x, y: x + y, "min": min, "max": max, "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y,
-    }  # fmt: skip
+        "add": lambda x, y: x + y,
+        "min": min,
+        "max": max,
+        "and": lambda x, y: x & y,
+        "or": lambda x, y: x | y,
+        "xor": lambda x, y: x ^ y,
+    }
     found = reduce(folds[how], values) & M32
     for lane, decoded in lanes.items():
         _set(warp, lane, decoded.dests[0], found)

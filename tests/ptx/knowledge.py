@@ -70,13 +70,12 @@ class Knowledge:
         """Release patterns that go on through a read-modify-write, less those that its own release tells anyway."""
         found: dict[tuple[Agent, Scope], Release] = {}
         for one in source.chain + source.own:
-            told = release is not None and release.scope >= one.scope
-            if not (told and heard(release.view.clock, one.agent, one.view.clock[one.agent.key])):  # type: ignore[union-attr]
+            if release is None or release.scope < one.scope or not _holds(release.view, one):
                 found[one.agent, one.scope] = one
         return tuple(found.values())
 
     def fence(self, agents: Sequence[Agent], operation: Operation) -> None:
-        """Completes acquire patterns, begins release patterns, and, ``sc``, hears of all earlier fences strong to it."""
+        """Completes acquire patterns, begins release patterns, and, ``sc``, hears of the earlier ones strong to it."""
         scope = operation.scope
         for agent in agents:
             if operation.acquire:
@@ -145,3 +144,8 @@ class Knowledge:
         timer.time += 1
         for agent in agents:
             agent.clock, agent.seen = clock, seen
+
+
+def _holds(view: View, release: Release) -> bool:
+    """Whether who hears of ``view`` hears of ``release``."""
+    return heard(view.clock, release.agent, release.view.clock[release.agent.key])

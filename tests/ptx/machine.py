@@ -17,12 +17,13 @@ Inside ``body``, instead of what would block::
     machine.wait_until(lambda: flag[0] == 1, "the flag", timeout_s=1.0)
     machine.sleep(0.001); machine.monotonic()                                     # instead of those of ``time``
 
-Only one host thread, proxy or warp runs at any time. Whoever runs, for how long, which lanes of a warp go together, what a
-load reads, and when a store is seen: everything is drawn from the seed, so that a failing seed fails again, at the same
-step (``digest()`` is of all steps). The clock goes on by ``tick_ns`` with each step. While nothing happens but waiting it
-goes faster and faster, so that waits with a deadline come to it.
+Only one host thread, proxy or warp runs at any time. Whoever runs, for how long, which lanes of a warp go together,
+what a load reads, and when a store is seen: everything is drawn from the seed, so that a failing seed fails again, at
+the same step (``digest()`` is of all steps). The clock goes on by ``tick_ns`` with each step. While nothing happens but
+waiting it goes faster and faster, so that waits with a deadline come to it.
 
-An error says seed, step and who had the turn; for a wrong result ``memory.account(address)`` tells who accessed it last.
+An error says seed, step and who had the turn. For a result that is wrong ``memory.account(address)`` tells who accessed
+it last.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Machine:
         self._wait(lambda: self._barriers[name, 0] >= goal, f"{parties} host threads at {name}")
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
-        """Waits for ``condition``, of which others see to; False where the machine's clock got past ``timeout_s`` first."""
+        """Waits for ``condition``, of which others see to; False where ``timeout_s`` of the machine went by first."""
         until = None if timeout_s is None else self.now_ns + timeout_s * 1e9
         self._wait(condition, what, until)
         return condition()

@@ -30,7 +30,10 @@ class MemoryEvent(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One instruction. ``nbytes`` counts all elements of a vector; ``line`` is of the PTX, ``source`` of the Triton kernel."""
+    """One instruction.
+
+    ``nbytes`` counts all elements of a vector; ``line`` is of the PTX, ``source`` of the Triton kernel.
+    """
 
     text: str
     kind: str
@@ -60,8 +63,8 @@ _SCOPES = {"cta": Scope.CTA, "cluster": Scope.CTA, "gpu": Scope.GPU, "gl": Scope
 def decode(event: MemoryEvent) -> Operation:
     """The operation of an event ``ld``, ``st``, ``atom``, ``red``, ``fence`` or ``membar``.
 
-    PTX ISA 8.5: ``volatile`` is ``relaxed.sys``, and ``cv`` is taken for it, ``atom`` and ``red`` are relaxed at GPU scope where nothing else is
-    said, ``membar`` is ``fence.sc``, and a ``fence`` is ``acq_rel`` unless it says another order.
+    PTX ISA 8.5: ``volatile`` is ``relaxed.sys``, and ``cv`` is taken for it; ``atom`` and ``red`` are relaxed, at GPU
+    scope where they say no other; ``membar`` is ``fence.sc``; a ``fence`` is ``acq_rel`` unless it says another order.
     """
     parts = set(event.parts[1:])
     kind = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}.get(event.parts[0], "fence")

@@ -1,4 +1,4 @@
-"""What threads of a CTA do together: barriers, and operations of the lanes of a warp, with every way to do them wrong."""
+"""What threads of a CTA do together, barriers and operations across lanes, with every way to do it wrong."""
 
 from __future__ import annotations
 

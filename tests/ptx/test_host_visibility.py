@@ -65,7 +65,9 @@ def test_the_flag_before_the_data(stores: str, early: bool) -> None:
 
 
 def test_stores_of_one_word_come_in_order() -> None:
-    stores = "st.relaxed.sys.global.b64 [%rd1+64], 1;\nst.relaxed.sys.global.b64 [%rd1], 2;\nst.relaxed.sys.global.b64 [%rd1], 1;\n"
+    stores = "".join(
+        f"st.relaxed.sys.global.b64 [%rd1{at}], {value};\n" for at, value in (("+64", 1), ("", 2), ("", 1))
+    )
     runs = []
     seen(stores, lambda words: runs.append(int(words[0])))
     changes = "".join(str(one) for one in runs)
@@ -130,7 +132,9 @@ def test_a_plain_look_at_the_hosts_flag_is_a_race() -> None:
 def test_the_host_overwrites_what_a_kernel_may_still_read() -> None:
     """It has to wait for the kernel, or for a word that says the kernel has read it."""
     for told in (False, True):
-        body = f"ld.global.b64 %rd3, [%rd1];\n{'st.release.sys' if told else 'st.relaxed.sys'}.global.b64 [%rd1+64], 1;\n"
+        body = (
+            f"ld.global.b64 %rd3, [%rd1];\n{'st.release.sys' if told else 'st.relaxed.sys'}.global.b64 [%rd1+64], 1;\n"
+        )
         words = memory(32)
         machine = Machine(3, Weak(lag=0.1))
         machine.memory.register("words", words.ctypes.data, words.nbytes)

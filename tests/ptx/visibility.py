@@ -1,11 +1,11 @@
 """What the host and NICs see of a GPU's stores, and GPUs of the host's.
 
-A GPU's store reaches host memory late, in any order save three: each eight bytes in their coherence order; a store that
-ends a release pattern at system scope after everything that the release knows of; and nothing is late when the kernel has
-ended, or behind a ``fence.sc.sys``. The host reads real memory, so what is late is not there yet.
+A GPU's store reaches host memory late, in any order save three: each eight bytes in their coherence order; a store
+that ends a release pattern at system scope after everything that the release knows of; and nothing is late when the
+kernel has ended, or behind a ``fence.sc.sys``. The host reads real memory, so what is late is not there yet.
 
-The host's stores are found by comparing real memory with what the model knows of it, after each step of a host thread or
-proxy. Each is a release at system scope of all that the host knows of, as x86 has it.
+The host's stores are found by comparing real memory with what the model knows of it, after each step of a host thread
+or proxy. Each is a release at system scope of all that the host knows of, as x86 has it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.ptx import clocks
-from tests.ptx.clocks import Agent, Release, View, heard
+from tests.ptx.clocks import Release, View, heard
 from tests.ptx.histories import ALL_BYTES, Cell, Message
 from tests.ptx.operation import HOST_STORE, Scope
 from tests.ptx.regions import Region
@@ -161,7 +161,7 @@ class HostSide:
 
     @staticmethod
     def _whole_words(cell: Cell, changed: int) -> int:
-        """The bytes that the host is taken to have written: eight, or as few as kernels write of this cell at a time."""
+        """What the host is taken to have written: eight bytes, or as few as kernels write here at a time."""
         width = min((one.mask.bit_count() for one in cell.history if one.mask), default=64)
         mask = 0
         for shift in range(0, 64, width):
@@ -169,8 +169,3 @@ class HostSide:
             if changed & word:
                 mask |= word
         return mask & ALL_BYTES
-
-
-def agent_of(memory: Weak) -> Agent:
-    """The host's, for reports."""
-    return memory.host.agent

@@ -1,17 +1,16 @@
 """A memory as weak as PTX lets it be: a load returns any value that its thread has not been told is old.
 
-The model of PTX ISA 8 (Lustig, Sahasrabuddhe, Giroux: A Formal Analysis of the NVIDIA PTX Memory Consistency Model, ASPLOS
-2019), made executable: each eight bytes keep every value that they have had (histories.py), and agents know of accesses
-by program order, barriers, release and acquire patterns whose scopes include each other, and fence.sc (clocks.py).
+The model of PTX ISA 8 (Lustig, Sahasrabuddhe, Giroux: A Formal Analysis of the NVIDIA PTX Memory Consistency Model,
+ASPLOS 2019), made executable: each eight bytes keep every value that they have had (histories.py), and agents know of
+accesses by program order, barriers, release and acquire patterns whose scopes include each other, and fence.sc
+(clocks.py, knowledge.py).
 
 * A load may read any write that is not older, in coherence order, than one that its agent has heard of or has read.
 * A store goes anywhere in coherence order behind those. What a read-modify-write read stays next to it.
 * A vector is one access for each eight bytes, in any order.
 * What the host sees: visibility.py. Data races: races.py.
 
-Weaker in PTX than here: a load never sees a store that comes later in time (load buffering); elements of a vector that
-share eight bytes go together; all proxies are the generic one; a CTA is a cluster. The host is stronger than x86: its
-accesses are sequentially consistent, one step of it is atomic, it has read all that it can see, and it writes whole words.
+What PTX allows and this does not, and what is assumed of the host: docs/architecture/model-machine.md.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.ptx import clocks
 from tests.ptx.clocks import Agent, Release, Timer, View, heard, merged, merged_seen
 from tests.ptx.histories import Cell, Message, Reading
 from tests.ptx.knowledge import Knowledge
-from tests.ptx.operation import Operation, Scope
+from tests.ptx.operation import Operation
 from tests.ptx.races import Races, account
 from tests.ptx.regions import Region, Regions
 from tests.ptx.report import Uninitialised
@@ -104,14 +103,14 @@ class Weak(Knowledge):
         launch.host = self.host.view()
 
     def begin(self, launch: Any) -> None:
-        """A kernel starts: it knows what the kernels before it on its stream did, and what the host did before it launched."""
+        """A kernel starts: it knows what its stream did before, and what the host did before it launched."""
         stream = self._streams.get(launch.rank)
         host = launch.host
         launch.clock = merged((stream.clock, host.clock)) if stream else host.clock
         launch.seen = merged_seen((stream.seen, host.seen)) if stream else host.seen
 
     def new_block(self, launch: Any, name: Callable[[int], str], count: int) -> list[Agent]:
-        """The agents of a block's threads. Entities of a rank are told by their lowest byte, so that they can be dropped."""
+        """The agents of a block's threads. Entities of a rank have the same lowest byte."""
         warps = -(-count // 32)
         first, step = self._keys * 256 + launch.rank + 2, 256
         self._keys += 1 + warps + count
@@ -133,7 +132,7 @@ class Weak(Knowledge):
         return self.host.settle(launch.rank)
 
     def end(self, launch: Any, agents: Sequence[Agent]) -> None:
-        """The kernel is over: the next one of its stream knows all it did, and the host does once it has waited for it."""
+        """The kernel is over: the next one of its stream knows all it did."""
         clock = merged(agent.clock for agent in agents)
         rank = launch.rank + 2
         kept = {entity: time for entity, time in clock.items() if entity < 0 or entity & 255 != rank or not entity}
@@ -330,7 +329,7 @@ class Weak(Knowledge):
             history.insert(place, message)
 
     def _place(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
-        """Where in coherence order a store goes, somewhere behind everything that ``agent`` has heard of; -1: at the end."""
+        """Where in coherence order a store goes, behind all that ``agent`` has heard of; -1: at the end."""
         history = cell.history
         lowest, free = len(history), True
         for place in range(len(history) - 1, 0, -1):

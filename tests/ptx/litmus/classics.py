@@ -63,38 +63,88 @@ SEVERAL_WRITERS = (
     _iriw("acquire", "ld.acquire.gpu", "", True),
     _iriw("acq_rel", "ld.relaxed.gpu", "fence.acq_rel.gpu; ", True),
     _iriw("sc", "ld.relaxed.gpu", "fence.sc.gpu; ", False),
-    Litmus("2+2W relaxed", ("st.relaxed.gpu x, 1; st.relaxed.gpu y, 2", "st.relaxed.gpu y, 1; st.relaxed.gpu x, 2"), "x=1 y=1", True),
-    Litmus("2+2W release", ("st.release.gpu x, 1; st.release.gpu y, 2", "st.release.gpu y, 1; st.release.gpu x, 2"), "x=1 y=1", True),
+    Litmus(
+        "2+2W relaxed",
+        ("st.relaxed.gpu x, 1; st.relaxed.gpu y, 2", "st.relaxed.gpu y, 1; st.relaxed.gpu x, 2"),
+        "x=1 y=1",
+        True,
+    ),
+    Litmus(
+        "2+2W release",
+        ("st.release.gpu x, 1; st.release.gpu y, 2", "st.release.gpu y, 1; st.release.gpu x, 2"),
+        "x=1 y=1",
+        True,
+    ),
     Litmus(
         "2+2W sc",
-        ("st.relaxed.gpu x, 1; fence.sc.gpu; st.relaxed.gpu y, 2", "st.relaxed.gpu y, 1; fence.sc.gpu; st.relaxed.gpu x, 2"),
+        (
+            "st.relaxed.gpu x, 1; fence.sc.gpu; st.relaxed.gpu y, 2",
+            "st.relaxed.gpu y, 1; fence.sc.gpu; st.relaxed.gpu x, 2",
+        ),
         "x=1 y=1",
         False,
     ),
-    Litmus("S relaxed", ("st.relaxed.gpu x, 2; st.relaxed.gpu f, 1", "ld.relaxed.gpu a, f; st.relaxed.gpu x, 1"), "a=1 x=2", True),
-    Litmus("S release, acquire", ("st.relaxed.gpu x, 2; st.release.gpu f, 1", "ld.acquire.gpu a, f; st.relaxed.gpu x, 1"), "a=1 x=2", False),
-    Litmus("R relaxed", ("st.relaxed.gpu x, 1; st.relaxed.gpu y, 1", "st.relaxed.gpu y, 2; ld.relaxed.gpu a, x"), "a=0 y=2", True),
+    Litmus(
+        "S relaxed",
+        ("st.relaxed.gpu x, 2; st.relaxed.gpu f, 1", "ld.relaxed.gpu a, f; st.relaxed.gpu x, 1"),
+        "a=1 x=2",
+        True,
+    ),
+    Litmus(
+        "S release, acquire",
+        ("st.relaxed.gpu x, 2; st.release.gpu f, 1", "ld.acquire.gpu a, f; st.relaxed.gpu x, 1"),
+        "a=1 x=2",
+        False,
+    ),
+    Litmus(
+        "R relaxed",
+        ("st.relaxed.gpu x, 1; st.relaxed.gpu y, 1", "st.relaxed.gpu y, 2; ld.relaxed.gpu a, x"),
+        "a=0 y=2",
+        True,
+    ),
     Litmus(
         "R sc",
-        ("st.relaxed.gpu x, 1; fence.sc.gpu; st.relaxed.gpu y, 1", "st.relaxed.gpu y, 2; fence.sc.gpu; ld.relaxed.gpu a, x"),
+        (
+            "st.relaxed.gpu x, 1; fence.sc.gpu; st.relaxed.gpu y, 1",
+            "st.relaxed.gpu y, 2; fence.sc.gpu; ld.relaxed.gpu a, x",
+        ),
         "a=0 y=2",
         False,
     ),
-)  # fmt: skip
+)
 
 COHERENCE = (
     Litmus("CoRR", ("st.relaxed.gpu x, 1", "ld.relaxed.gpu a, x; ld.relaxed.gpu b, x"), "a=1 b=0", False),
     Litmus("CoRR weak", ("st.weak x, 1", "ld.weak a, x; ld.weak b, x"), "a=1 b=0", True),
-    Litmus("CoRR gpu between ranks", ("st.relaxed.gpu x, 1", "ld.relaxed.gpu a, x; ld.relaxed.gpu b, x"), "a=1 b=0", True, RANKS),
-    Litmus("CoRR sys between ranks", ("st.relaxed.sys x, 1", "ld.relaxed.sys a, x; ld.relaxed.sys b, x"), "a=1 b=0", False, RANKS),
+    Litmus(
+        "CoRR gpu between ranks",
+        ("st.relaxed.gpu x, 1", "ld.relaxed.gpu a, x; ld.relaxed.gpu b, x"),
+        "a=1 b=0",
+        True,
+        RANKS,
+    ),
+    Litmus(
+        "CoRR sys between ranks",
+        ("st.relaxed.sys x, 1", "ld.relaxed.sys a, x; ld.relaxed.sys b, x"),
+        "a=1 b=0",
+        False,
+        RANKS,
+    ),
     Litmus(
         "CoRR of two",
-        ("st.relaxed.gpu x, 1", "st.relaxed.gpu x, 2", "ld.relaxed.gpu a, x; ld.relaxed.gpu b, x", "ld.relaxed.gpu c, x; ld.relaxed.gpu d, x"),
+        (
+            "st.relaxed.gpu x, 1",
+            "st.relaxed.gpu x, 2",
+            "ld.relaxed.gpu a, x; ld.relaxed.gpu b, x",
+            "ld.relaxed.gpu c, x; ld.relaxed.gpu d, x",
+        ),
         "a=1 b=2 c=2 d=1",
         False,
     ),
     Litmus("CoWR", ("st.relaxed.gpu x, 1; ld.relaxed.gpu a, x", "st.relaxed.gpu x, 2"), "a=0", False),
-    Litmus("CoWR of a later one", ("st.relaxed.gpu x, 1; ld.relaxed.gpu a, x", "st.relaxed.gpu x, 2"), "a=2 x=1", False),
+    Litmus(
+        "CoWR of a later one", ("st.relaxed.gpu x, 1; ld.relaxed.gpu a, x", "st.relaxed.gpu x, 2"), "a=2 x=1", False
+    ),
     Litmus("CoRW1", ("ld.relaxed.gpu a, x; st.relaxed.gpu x, 1",), "a=1", False),
     Litmus("CoRW2", ("ld.relaxed.gpu a, x; st.relaxed.gpu x, 2", "st.relaxed.gpu x, 1"), "a=1 x=1", False),
     Litmus("CoWW", ("st.relaxed.gpu x, 1; st.relaxed.gpu x, 2", "st.relaxed.gpu y, 1"), "x=1", False),
@@ -104,4 +154,4 @@ COHERENCE = (
         "a=1 b=1 c=0",
         False,
     ),
-)  # fmt: skip
+)

@@ -15,8 +15,8 @@ class Litmus:
     """One test.
 
     Attributes:
-        threads: of each its instructions, as in PTX without type and state space: ``st.release.gpu f, 1; ld.weak a, x``.
-            ``f`` to ``z`` are locations of eight bytes (16 for ``.v2``), zero at first; ``a`` to ``e`` are registers.
+        threads: of each its instructions, as in PTX without type and state space: ``st.release.gpu f, 1``. ``f`` to
+            ``z`` are locations of eight bytes (16 for ``.v2``), zero at first; ``a`` to ``e`` are registers.
         outcome: registers and final values of locations, in question: ``a=1 b=0``.
         allowed: whether PTX allows it.
         at: the place of each thread.

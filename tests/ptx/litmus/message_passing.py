@@ -44,13 +44,30 @@ MESSAGE_PASSING = (
     _mp("fence of the reader", "st.relaxed.gpu", "ld.relaxed.gpu; fence.acq_rel.gpu", True),
     _mp("fence, weak flag", "fence.acq_rel.gpu; st.weak", "ld.relaxed.gpu; fence.acq_rel.gpu", True),
     _mp("fences cta between CTAs", "fence.acq_rel.cta; st.relaxed.gpu", "ld.relaxed.gpu; fence.acq_rel.cta", True),
-    _mp("fences cta in a CTA", "fence.acq_rel.cta; st.relaxed.cta", "ld.relaxed.cta; fence.acq_rel.cta", False, ONE_CTA),
-    _mp("fences gpu between ranks", "fence.acq_rel.gpu; st.relaxed.sys", "ld.relaxed.sys; fence.acq_rel.gpu", True, RANKS),
-    _mp("fences sys between ranks", "fence.acq_rel.sys; st.relaxed.sys", "ld.relaxed.sys; fence.acq_rel.sys", False, RANKS),
+    _mp(
+        "fences cta in a CTA", "fence.acq_rel.cta; st.relaxed.cta", "ld.relaxed.cta; fence.acq_rel.cta", False, ONE_CTA
+    ),
+    _mp(
+        "fences gpu between ranks",
+        "fence.acq_rel.gpu; st.relaxed.sys",
+        "ld.relaxed.sys; fence.acq_rel.gpu",
+        True,
+        RANKS,
+    ),
+    _mp(
+        "fences sys between ranks",
+        "fence.acq_rel.sys; st.relaxed.sys",
+        "ld.relaxed.sys; fence.acq_rel.sys",
+        False,
+        RANKS,
+    ),
     _mp("fences sys, flag gpu", "fence.acq_rel.sys; st.relaxed.gpu", "ld.relaxed.gpu; fence.acq_rel.sys", True, RANKS),
     Litmus(
         "MP relaxed, then acquire",
-        ("st.weak x, 1; st.release.gpu f, 1; st.relaxed.gpu g, 1", "ld.relaxed.gpu a, f; ld.acquire.gpu c, f; ld.weak b, x"),
+        (
+            "st.weak x, 1; st.release.gpu f, 1; st.relaxed.gpu g, 1",
+            "ld.relaxed.gpu a, f; ld.acquire.gpu c, f; ld.weak b, x",
+        ),
         "a=1 b=0",
         False,
     ),
@@ -62,14 +79,26 @@ MESSAGE_PASSING = (
     ),
     # a command of a ring: two words by one store, each a release
     Litmus(
-        "ring", ("st.weak x, 1; st.release.sys.v2 f, 1, 1", "ld.acquire.sys a, f; ld.weak b, x"), "a=1 b=0", False, RANKS
+        "ring",
+        ("st.weak x, 1; st.release.sys.v2 f, 1, 1", "ld.acquire.sys a, f; ld.weak b, x"),
+        "a=1 b=0",
+        False,
+        RANKS,
     ),
     Litmus(
-        "ring relaxed", ("st.weak x, 1; st.relaxed.sys.v2 f, 1, 1", "ld.acquire.sys a, f; ld.weak b, x"), "a=1 b=0", True, RANKS
+        "ring relaxed",
+        ("st.weak x, 1; st.relaxed.sys.v2 f, 1, 1", "ld.acquire.sys a, f; ld.weak b, x"),
+        "a=1 b=0",
+        True,
+        RANKS,
     ),
     Litmus(
-        "ring gpu", ("st.weak x, 1; st.release.gpu.v2 f, 1, 1", "ld.acquire.sys a, f; ld.weak b, x"), "a=1 b=0", True, RANKS
+        "ring gpu",
+        ("st.weak x, 1; st.release.gpu.v2 f, 1, 1", "ld.acquire.sys a, f; ld.weak b, x"),
+        "a=1 b=0",
+        True,
+        RANKS,
     ),
     Litmus("ring, torn", ("st.release.sys.v2 f, 1, 1", "ld.acquire.sys.v2 a, b, f"), "a=1 b=0", True, RANKS),
     Litmus("ring, torn again", ("st.release.sys.v2 f, 1, 1", "ld.acquire.sys.v2 a, b, f"), "a=0 b=1", True, RANKS),
-)  # fmt: skip
+)
