@@ -183,7 +183,7 @@ class Code:
             if operand.kind == "int":
                 # constants have 64 bits: a negative one may be written without its sign
                 value = operand.value - (1 << 64) if operand.value >> 63 == 1 else operand.value
-                if not -(1 << (bits - 1)) <= value < 1 << bits and operand.value >> bits:
+                if not -(1 << (bits - 1)) <= value < 1 << bits:
                     raise self.error(f"{operand.value} does not fit {bits} bits")
             elif bits != {"f32": 32, "f64": 64}[operand.kind]:
                 raise self.error(f"a number of {operand.kind} where {bits} bits are known")
@@ -332,7 +332,7 @@ class Code:
         self.events[number] = Event(number, name, parts, dests, args, address, nbytes, one.line, one.text, one.source)
         return number
 
-    def address(self, operand: Operand) -> tuple[Register | Symbol | Immediate, int]:
+    def address(self, operand: Operand) -> tuple[Register | Symbol, int]:
         """Base and offset.
 
         Raises:

@@ -129,16 +129,25 @@ def _resize(code: Code, d: Operand, a: Operand, to: str, of: str, saturated: boo
     n, m = WIDTHS[of], WIDTHS[to]
     value = code.read(a, n, wider=True)
     if saturated:
+        (least, most), (first, last) = _limits(to), _limits(of)
+        if least <= first and last <= most:
+            raise code.error("unknown modifier .sat: the result holds every value")
         value = _saturated(code, value, to, of)
     elif n != m:
         value = code.value(f"{'trunc' if m < n else 'sext' if signed(of) else 'zext'} i{n} {value} to i{m}")
     code.write(d, value, m, signed(to))
 
 
+def _limits(kind: str) -> tuple[int, int]:
+    """The least and the largest number."""
+    bits = WIDTHS[kind]
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed(kind) else (0, (1 << bits) - 1)
+
+
 def _saturated(code: Code, value: str, to: str, of: str) -> str:
     """The nearest number that ``to`` has, computed in 128 bits."""
     m = WIDTHS[to]
-    least, most = (-(1 << (m - 1)), (1 << (m - 1)) - 1) if signed(to) else (0, (1 << m) - 1)
+    least, most = _limits(to)
     wide = code.value(f"{'sext' if signed(of) else 'zext'} i{WIDTHS[of]} {value} to i128")
     wide = code.value(f"call i128 @llvm.smax.i128(i128 {wide}, i128 {least})")
     wide = code.value(f"call i128 @llvm.smin.i128(i128 {wide}, i128 {most})")

@@ -131,9 +131,20 @@ def _smaller(code: Code, one: Instruction) -> None:
     kind = modifiers.one_of(*(("f32",) if flushed or nan else ("f32", "f64")))
     modifiers.end()
     d, a, b = operands(one, 3)
-    form, x, y = FORMS[kind], real(code, a, kind, flushed), real(code, b, kind, flushed)
-    name = f"llvm.{one.opcode}imum{'' if nan else 'num'}.f{WIDTHS[kind]}"
-    store_real(code, d, code.value(f"call {form} @{name}({form} {x}, {form} {y})"), kind, flushed)
+    form, width, x, y = FORMS[kind], WIDTHS[kind], real(code, a, kind, flushed), real(code, b, kind, flushed)
+    first = code.value(f"fcmp {'olt' if one.opcode == 'min' else 'ogt'} {form} {x}, {y}")
+    value = code.value(f"select i1 {first}, {form} {x}, {form} {y}")
+    # equal numbers differ in the sign of a zero alone
+    bits = [code.value(f"bitcast {form} {number} to i{width}") for number in (x, y)]
+    sign = code.value(f"{'or' if one.opcode == 'min' else 'and'} i{width} {bits[0]}, {bits[1]}")
+    same = code.value(f"fcmp oeq {form} {x}, {y}")
+    value = code.value(f"select i1 {same}, {form} {code.value(f'bitcast i{width} {sign} to {form}')}, {form} {value}")
+    # y where x is none, as a comparison with NaN does not hold; x where y is none
+    other = y if nan else x
+    value = code.value(f"select i1 {code.value(f'fcmp uno {form} {y}, {y}')}, {form} {other}, {form} {value}")
+    if nan:
+        value = code.value(f"select i1 {code.value(f'fcmp uno {form} {x}, {x}')}, {form} {x}, {form} {value}")
+    store_real(code, d, value, kind, flushed)
 
 
 def _sign(code: Code, one: Instruction) -> None:

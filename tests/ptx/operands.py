@@ -35,6 +35,9 @@ class Register:
     name: str
     negated: bool = False
 
+    def __str__(self) -> str:
+        return f"{'!' * self.negated}{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Immediate:
@@ -54,6 +57,9 @@ class Symbol:
     """Anything else with a name: a label, a variable, a parameter, a special register such as ``%tid.x``."""
 
     name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Pair:
 class Address:
     """``[base+offset]``."""
 
-    base: Register | Symbol | Immediate
+    base: Register | Symbol
     offset: int
 
 
@@ -130,15 +136,12 @@ def parse_operand(text: str, registers: Mapping[str, str]) -> Operand:
 
 
 def _address(text: str, registers: Mapping[str, str]) -> Address:
-    if re.fullmatch(_INTEGER, text):
-        return Address(Immediate(_integer(text)), 0)
-    found = re.fullmatch(rf"({_NAME})\s*(?:([+-])\s*({_INTEGER}))?", text)
+    found = re.fullmatch(rf"({_NAME})\s*(?:\+\s*({_INTEGER}))?", text)
     if not found:
         raise PtxError(f"address [{text}]")
-    name, sign, digits = found.groups()
-    offset = _integer(digits) if digits else 0
+    name, digits = found.groups()
     base = Register(registers[name]) if name in registers else Symbol(name)
-    return Address(base, -offset if sign == "-" else offset)
+    return Address(base, _integer(digits) if digits else 0)
 
 
 def split_operands(text: str) -> list[str]:

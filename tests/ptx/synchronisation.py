@@ -5,7 +5,7 @@ from __future__ import annotations
 from .code import Code, Modifiers
 from .event import TRAP
 from .integers import operands
-from .operands import Operand, Pair, Sink, Symbol
+from .operands import Operand, Pair, Symbol
 from .program import Instruction
 
 __all__ = ["SYNCHRONISATION"]
@@ -70,7 +70,7 @@ def _both(code: Code, operand: Operand, *widths: int) -> list[Operand]:
     """The results ``d|p``, or ``d`` alone."""
     results = [operand.first, operand.second] if isinstance(operand, Pair) else [operand]
     for result, bits in zip(results, widths, strict=False):
-        if not isinstance(result, Sink) and code.width(result) != bits:
+        if code.width(result) != bits:
             raise code.error(f"a result of other than {bits} bits")
     return results
 
