@@ -11,26 +11,7 @@ import numpy as np
 from tests.ptx import accesses, cross_lane
 from tests.ptx.barriers import Barriers
 from tests.ptx.decoded import Decoded
-from tests.ptx.event import (
-    CAUSES,
-    COUNT,
-    CTAX,
-    CTAY,
-    CTAZ,
-    FAULT,
-    FAULT_CAUSE,
-    LANE,
-    NCTAX,
-    NCTAY,
-    NCTAZ,
-    PARAMS,
-    PC,
-    RANGES,
-    SHARED,
-    SHARED_BYTES,
-    TID,
-    WARP,
-)
+from tests.ptx.event import CAUSES, CTAX, CTAY, FAULT, FAULT_CAUSE, RANGES, SHARED
 from tests.ptx.report import BadBarrier, BadParticipation, MachineError, NotModelled, fault
 
 if TYPE_CHECKING:
@@ -52,26 +33,17 @@ class Block:
 
     def __init__(self, machine: Machine, launch: Launched, place: tuple[int, int]) -> None:
         self.machine, self.launch, self.place = machine, launch, place
-        kernel = launch.kernel
-        self.count = kernel.program.threads
-        source = launch.source
-        # registers and shared memory hold anything at first
-        self._shared = source.integers(0, 1 << 63, launch.shared // 8 + 4, dtype=np.uint64)
+        self.count = launch.kernel.program.threads
+        self._shared = launch.shared_at_first.copy()
         self.shared = self._shared.ctypes.data + (-self._shared.ctypes.data) % 16
-        self.state = source.integers(0, 1 << 63, (self.count, kernel.nslots), dtype=np.uint64)
-        state = self.state
-        state[:, PC] = state[:, COUNT] = 0
-        state[:, TID] = np.arange(self.count)
-        state[:, LANE], state[:, WARP] = state[:, TID] % 32, state[:, TID] // 32
-        state[:, CTAX], state[:, CTAY], state[:, CTAZ] = *place, 0
-        state[:, NCTAX], state[:, NCTAY], state[:, NCTAZ] = *launch.grid, 1
-        state[:, SHARED], state[:, SHARED_BYTES] = self.shared, launch.shared
-        state[:, PARAMS] = launch.params.ctypes.data
+        state = self.state = launch.state_at_first.copy()
+        state[:, CTAX], state[:, CTAY] = place
+        state[:, SHARED] = self.shared
         state[:, RANGES] = machine.memory.table()
         self.pending = np.full(self.count, TO_RUN, np.int32)
         #: of both arrays, for the compiled code
         self.addresses = state.ctypes.data, self.pending.ctypes.data
-        self.agents = machine.memory.new_block(launch, self.name_of, self.count)
+        self.agents = machine.memory.new_block(launch, str(self), self.count)
         self.barriers = Barriers(self)
         self.warps = [Warp(self, first, number) for number, first in enumerate(range(0, self.count, 32))]
 

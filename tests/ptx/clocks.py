@@ -59,15 +59,14 @@ class Agent:
         clock, seen: what it has heard of.
         fences: for each scope the last fence, which later strong stores carry.
         pending: strong reads that a later fence, or acquire of the same cell, completes to an acquire pattern.
-        name: for reports.
     """
 
     __slots__ = (
+        "_place",
         "block_key",
         "clock",
         "fences",
         "key",
-        "name",
         "pending",
         "rank",
         "rank_key",
@@ -77,21 +76,28 @@ class Agent:
         "warp_key",
     )
 
-    def __init__(self, name: str, rank: int, sequence: int, timer: Timer, keys: tuple[int, int, int, int]) -> None:
-        self.name, self.rank, self.sequence, self.timer = name, rank, sequence, timer
+    def __init__(
+        self, place: tuple[str, int], rank: int, sequence: int, timer: Timer, keys: tuple[int, int, int, int]
+    ) -> None:
+        self._place, self.rank, self.sequence, self.timer = place, rank, sequence, timer
         self.key, self.warp_key, self.block_key, self.rank_key = keys
         self.clock: Clock = {}
         self.seen: Seen = {}
         self.fences: list[Release] = []
         self.pending: list[tuple[Cell, Message]] = []
 
+    @property
+    def name(self) -> str:
+        block, thread = self._place
+        return f"{block} thread {thread}" if thread >= 0 else block
+
 
 def host_agent() -> Agent:
-    return Agent("the host", -1, _ENDED, Timer(), (HOST_KEY, HOST_KEY, HOST_KEY, HOST_KEY))
+    return Agent(("the host", -1), -1, _ENDED, Timer(), (HOST_KEY, HOST_KEY, HOST_KEY, HOST_KEY))
 
 
 #: of what memory held at the start: everybody knows it, because its stamps are of time -1
-NOBODY = Agent("nobody", -1, _ENDED, Timer(), (-1, -1, -1, -1))
+NOBODY = Agent(("nobody", -1), -1, _ENDED, Timer(), (-1, -1, -1, -1))
 
 
 def rank_key(rank: int) -> int:

@@ -18,11 +18,14 @@ class Message:
         value, mask: the bytes written, in their place in the cell's 64 bits; other bits are zero.
         agent, time: its stamp.
         order: its place in the cell's coherence order.
-        own: release patterns of this agent that end in this write.
+        own: release patterns of this agent that end in this write; none end in a weak one.
         chain: release patterns that a read-modify-write carries on from the write that it read.
     """
 
-    __slots__ = ("agent", "chain", "mask", "operation", "order", "own", "step", "time", "value")
+    __slots__ = ("agent", "mask", "operation", "order", "step", "time", "value")
+
+    own: tuple[Release, ...] = ()
+    chain: tuple[Release, ...] = ()
 
     def __init__(
         self, value: int, mask: int, agent: Agent, time: int, operation: Operation, order: float, step: int
@@ -30,8 +33,26 @@ class Message:
         self.value, self.mask = value, mask
         self.agent, self.time, self.operation = agent, time, operation
         self.order, self.step = order, step
-        self.own: tuple[Release, ...] = ()
-        self.chain: tuple[Release, ...] = ()
+
+
+class StrongMessage(Message):
+    """Of a strong operation: others may synchronise with it."""
+
+    __slots__ = ("chain", "own")
+
+    def __init__(
+        self,
+        value: int,
+        mask: int,
+        agent: Agent,
+        operation: Operation,
+        order: float,
+        step: int,
+        own: tuple[Release, ...],
+        chain: tuple[Release, ...] = (),
+    ) -> None:
+        super().__init__(value, mask, agent, agent.timer.time, operation, order, step)
+        self.own, self.chain = own, chain
 
 
 class Reading:
@@ -57,7 +78,7 @@ class Cell:
 
     def __init__(self, within: Region, index: int) -> None:
         self.region, self.index = within, index
-        initial = 0 if within.fresh else within.words[index]
+        initial = 0 if within.fresh else within.shadow[index]
         self.history = [Message(initial, 0 if within.fresh else ALL_BYTES, NOBODY, -1, INITIAL, 0.0, 0)]
         self.readers: dict[Agent, tuple[Reading, int]] = {}
         self.observed: list[int] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.ptx import clocks
-from tests.ptx.clocks import Agent, Clock, Release, Seen, View, heard, merged, merged_seen
+from tests.ptx.clocks import Agent, Clock, Release, Seen, Timer, View, heard, merged, merged_seen
 from tests.ptx.histories import Cell, Message
 from tests.ptx.operation import Operation, Scope
 from tests.ptx.visibility import HostSide
@@ -16,8 +17,70 @@ class Knowledge:
 
     def __init__(self, host: HostSide) -> None:
         self.host = host
+        #: by rank: what the kernels of its stream that have ended knew
+        self._streams: dict[int, View] = {}
+        self._keys = 0
+        #: by rank and number of the launch: where the entities of its threads begin
+        self._first: dict[int, dict[int, int]] = {}
         #: what fences of a scope have told, in each domain that they are in
         self._fence_views: dict[tuple[Scope, Scope, int], View] = {}
+
+    # -- launches
+
+    def launched(self, launch: Any) -> None:
+        """The host puts a kernel on a stream."""
+        self.host.look(everywhere=True)
+        launch.host = self.host.view()
+
+    def begin(self, launch: Any) -> None:
+        """A kernel starts: it knows what its stream did before, and what the host did before it launched."""
+        self._first.setdefault(launch.rank, {})[launch.sequence] = self._keys * 256
+        stream = self._streams.get(launch.rank)
+        host = launch.host
+        launch.clock = merged((stream.clock, host.clock)) if stream else host.clock
+        launch.seen = merged_seen((stream.seen, host.seen)) if stream else host.seen
+
+    def new_block(self, launch: Any, block: str, count: int) -> list[Agent]:
+        """The agents of a block's threads. Entities of a rank have the same lowest byte."""
+        warps = -(-count // 32)
+        first, step = self._keys * 256 + launch.rank + 2, 256
+        self._keys += 1 + warps + count
+        timer, agents = Timer(), []
+        for number in range(count):
+            keys = (
+                first + step * (1 + warps + number),
+                first + step * (1 + number // 32),
+                first,
+                clocks.rank_key(launch.rank),
+            )
+            agent = Agent((block, number), launch.rank, launch.sequence, timer, keys)
+            agent.clock, agent.seen = launch.clock, launch.seen
+            agents.append(agent)
+        return agents
+
+    def end(self, launch: Any, agents: Sequence[Agent]) -> None:
+        """The kernel is over: the next one of its stream knows all it did."""
+        clock = {**merged(agent.clock for agent in agents), clocks.rank_key(launch.rank): launch.sequence}
+        self._streams[launch.rank] = View(self._without_ended(clock), merged_seen(agent.seen for agent in agents))
+
+    def _without_ended(self, clock: Clock) -> Clock:
+        """Entities of launches that ``clock`` knows to have ended tell nothing more."""
+        bounds = {
+            rank: first.get(clock[clocks.rank_key(rank)] + 1, self._keys * 256)
+            for rank, first in self._first.items()
+            if clocks.rank_key(rank) in clock
+        }
+        return {
+            entity: time for entity, time in clock.items() if entity <= 0 or entity >= bounds.get((entity & 255) - 2, 0)
+        }
+
+    def host_waited(self, rank: int) -> None:
+        """The host knows that everything on ``rank``'s stream has ended."""
+        if rank in self._streams:
+            self.host.hear(self._streams[rank])
+            self.host.agent.clock = self._without_ended(self.host.agent.clock)
+
+    # -- what is known
 
     def _heard_of(self, agent: Agent, message: Message) -> bool:
         return message.agent is agent or heard(agent.clock, message.agent, message.time)
@@ -73,6 +136,8 @@ class Knowledge:
             if release is None or release.scope < one.scope or not _holds(release.view, one):
                 found[one.agent, one.scope] = one
         return tuple(found.values())
+
+    # -- fences and barriers
 
     def fence(self, agents: Sequence[Agent], operation: Operation) -> None:
         """Completes acquire patterns, begins release patterns, and, ``sc``, hears of the earlier ones strong to it."""

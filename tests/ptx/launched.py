@@ -11,6 +11,7 @@ import numpy as np
 from tests.ptx.block import Block
 from tests.ptx.clocks import Agent, Clock, Seen, View
 from tests.ptx.decoded import Decoded
+from tests.ptx.event import COUNT, CTAZ, LANE, NCTAX, NCTAY, NCTAZ, PARAMS, PC, SHARED_BYTES, TID, WARP
 
 if TYPE_CHECKING:
     from tests.ptx.machine import Machine
@@ -34,8 +35,10 @@ class Launched:
         self.params = _parameters(kernel.program, arguments)
         self.shared = shared + kernel.program.static_shared
         self.sequence = 0
-        #: of what registers and shared memory hold before they are written
-        self.source = np.random.Generator(np.random.SFC64(machine.random.getrandbits(63)))
+        source = np.random.Generator(np.random.SFC64(machine.random.getrandbits(63)))
+        #: of every block: registers and shared memory that nobody has written hold anything
+        self.shared_at_first = source.integers(0, 1 << 63, self.shared // 8 + 4, dtype=np.uint64)
+        self.state_at_first = self._state(source)
         self.decoded: dict[int, Decoded] = machine.decoded(kernel)
         self.left = deque(machine.order(width * height))
         self.resident: list[Block] = []
@@ -47,6 +50,17 @@ class Launched:
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.kernel.program.name}"
+
+    def _state(self, source: np.random.Generator) -> np.ndarray[Any, Any]:
+        """Of the threads of any block, but for where that is."""
+        threads = self.kernel.program.threads
+        state = source.integers(0, 1 << 63, (threads, self.kernel.nslots), dtype=np.uint64)
+        state[:, PC] = state[:, COUNT] = state[:, CTAZ] = 0
+        state[:, TID] = np.arange(threads)
+        state[:, LANE], state[:, WARP] = state[:, TID] % 32, state[:, TID] // 32
+        state[:, NCTAX], state[:, NCTAY], state[:, NCTAZ] = *self.grid, 1
+        state[:, SHARED_BYTES], state[:, PARAMS] = self.shared, self.params.ctypes.data
+        return state
 
     def fill(self) -> None:
         """As many CTAs as may be resident start."""

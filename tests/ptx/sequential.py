@@ -66,9 +66,9 @@ class Sequential:
 
     def host_stepped(self) -> None: ...
 
-    def new_block(self, launch: Any, name: Callable[[int], str], count: int) -> list[Agent]:
+    def new_block(self, launch: Any, block: str, count: int) -> list[Agent]:
         timer = Timer()
-        return [Agent(name(number), launch.rank, launch.sequence, timer, (0, 0, 0, 0)) for number in range(count)]
+        return [Agent((block, number), launch.rank, launch.sequence, timer, (0, 0, 0, 0)) for number in range(count)]
 
     def load(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
         self.accesses += len(addresses)

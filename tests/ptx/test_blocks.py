@@ -138,12 +138,14 @@ setp.eq.u32 %p1, %r3, 2;
 barrier.sync 1, 64;
 setp.eq.u32 %p2, %r3, 1;
 @%p2 bra $L3;
-st.shared.b32 [0], 9;
+mov.u32 %r8, 0;
+st.shared.b32 [%r8], 9;
 barrier.arrive 2, 64;
 bra $L3;
 $L2:
 barrier.sync 2, 64;
-ld.shared.b32 %r9, [0];
+mov.u32 %r8, 0;
+ld.shared.b32 %r9, [%r8];
 """
     for seed in range(4):
         assert run(body + STORE + "$L3:\n", threads=96, seed=seed, shared=16)[64:].tolist() == [9] * 32
@@ -190,12 +192,12 @@ def test_a_count_that_is_no_warp() -> None:
 
 def test_faults_of_the_compiled_code() -> None:
     fails(Misaligned, "misaligned address", "add.s64 %rd3, %rd1, 2;\nst.global.b32 [%rd3], 1;\n")
-    fails(OutsideShared, "shared memory", "st.shared.b32 [64], 1;\n", shared=64)
-    fails(OutsideShared, "offset 0x40", "atom.shared.add.u32 %r3, [64], 1;\n", shared=64)
+    fails(OutsideShared, "shared memory", "mov.u32 %r8, 64;\nst.shared.b32 [%r8], 1;\n", shared=64)
+    fails(OutsideShared, "offset 0x40", "mov.u32 %r8, 60;\natom.shared.add.u32 %r3, [%r8+4], 1;\n", shared=64)
     fails(Trapped, "trap", "trap;\n")
 
 
 def test_registers_and_shared_memory_hold_anything_at_first() -> None:
     """Who reads what it has not written gets another value by another seed."""
-    body = "ld.shared.b32 %r9, [0];\n" + STORE
+    body = "mov.u32 %r8, 0;\nld.shared.b32 %r9, [%r8];\n" + STORE
     assert len({int(run(body, seed=seed, shared=16)[0]) for seed in range(4)}) == 4

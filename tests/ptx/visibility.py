@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tests.ptx import clocks
 from tests.ptx.clocks import Release, View, heard
-from tests.ptx.histories import ALL_BYTES, Cell, Message
+from tests.ptx.histories import ALL_BYTES, Cell, Message, StrongMessage
 from tests.ptx.operation import HOST_STORE, Scope
 from tests.ptx.regions import Region
 
@@ -48,10 +48,15 @@ class HostSide:
 
     # -- a GPU's stores
 
+    def late(self, rank: int) -> dict[Cell, None] | None:
+        """Where the cells of ``rank``'s late stores go; None where no store is late."""
+        return self._late.setdefault(rank, {}) if self.memory.lag else None
+
     def stored(self, cell: Cell, message: Message) -> None:
         """A GPU's store is the last of ``cell``."""
-        if self.memory.lag:
-            self._late.setdefault(message.agent.rank, {})[cell] = None
+        late = self.late(message.agent.rank)
+        if late is not None:
+            late[cell] = None
         else:
             self._show(cell, message.order)
 
@@ -92,16 +97,22 @@ class HostSide:
 
     def _show(self, cell: Cell, order: float) -> None:
         """Shows the host what ``cell`` became up to a place in its order; what releases cover comes first."""
-        messages = [one for one in cell.history if cell.shown < one.order <= order]
+        messages = []
+        for one in reversed(cell.history):
+            if one.order <= cell.shown:
+                break
+            if one.order <= order:
+                messages.insert(0, one)
         if not messages:
             return
         cell.shown = order
         if order == cell.history[-1].order:
             self.forget(cell)
         for message in messages:
-            for release in self._releases(message):
-                self.show(release.view)
-                self.hear(release.view)
+            if message.operation.strong:
+                for release in self._releases(message):
+                    self.show(release.view)
+                    self.hear(release.view)
         for message in messages:
             cell.region.write(cell.index, message.value, message.mask)
 
@@ -132,19 +143,15 @@ class HostSide:
         changed = real ^ within.shadow[index]
         cell = memory.cells.get((within.address >> 3) + index)
         if cell is None:
-            # of what no kernel has accessed there is no history, only who wrote it
             cell = memory.cells[(within.address >> 3) + index] = Cell(within, index)
-            cell.history[0].value = within.shadow[index] if not within.fresh else 0
         mask = self._whole_words(cell, changed)
         within.words[index] = within.shadow[index]
         self._show(cell, cell.history[-1].order)
         last = cell.history[-1]
         if memory._racing:
             self._check(cell, mask, last)
-        message = Message(
-            real & mask, mask, self.agent, self.agent.timer.time, HOST_STORE, last.order + 1.0, memory.step
-        )
-        message.own = (release,)
+        order = last.order + 1.0
+        message = StrongMessage(real & mask, mask, self.agent, HOST_STORE, order, memory.step, (release,))
         cell.append(message)
         cell.shown = message.order
         within.write(index, message.value, mask)

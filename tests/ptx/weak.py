@@ -19,9 +19,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.ptx import clocks
-from tests.ptx.clocks import Agent, Release, Timer, View, heard, merged, merged_seen
-from tests.ptx.histories import Cell, Message, Reading
+from tests.ptx.clocks import Agent, Release, heard
+from tests.ptx.histories import Cell, Message, Reading, StrongMessage
 from tests.ptx.knowledge import Knowledge
 from tests.ptx.operation import Operation
 from tests.ptx.races import Races, account
@@ -56,8 +55,6 @@ class Weak(Knowledge):
         self.random = random.Random(0)
         self.step = 0
         self.accesses = self.stale_reads = 0
-        self._streams: dict[int, View] = {}
-        self._keys = 0
 
     # -- for the machine and the harness
 
@@ -82,10 +79,8 @@ class Weak(Knowledge):
         self._forget(old)
 
     def _forget(self, old: Region) -> None:
-        for index in range(len(old.words)):
-            cell = self.cells.pop((old.address >> 3) + index, None)
-            if cell is not None:
-                self.host.forget(cell)
+        for key in [key for key, cell in self.cells.items() if cell.region is old]:
+            self.host.forget(self.cells.pop(key))
 
     @staticmethod
     def table() -> int:
@@ -97,52 +92,9 @@ class Weak(Knowledge):
         cell = self.cells.get(address >> 3)
         return account(cell) if cell is not None else f"no access of {address:#x}"
 
-    def launched(self, launch: Any) -> None:
-        """The host puts a kernel on a stream."""
-        self.host.look(everywhere=True)
-        launch.host = self.host.view()
-
-    def begin(self, launch: Any) -> None:
-        """A kernel starts: it knows what its stream did before, and what the host did before it launched."""
-        stream = self._streams.get(launch.rank)
-        host = launch.host
-        launch.clock = merged((stream.clock, host.clock)) if stream else host.clock
-        launch.seen = merged_seen((stream.seen, host.seen)) if stream else host.seen
-
-    def new_block(self, launch: Any, name: Callable[[int], str], count: int) -> list[Agent]:
-        """The agents of a block's threads. Entities of a rank have the same lowest byte."""
-        warps = -(-count // 32)
-        first, step = self._keys * 256 + launch.rank + 2, 256
-        self._keys += 1 + warps + count
-        timer, agents = Timer(), []
-        for number in range(count):
-            keys = (
-                first + step * (1 + warps + number),
-                first + step * (1 + number // 32),
-                first,
-                clocks.rank_key(launch.rank),
-            )
-            agent = Agent(name(number), launch.rank, launch.sequence, timer, keys)
-            agent.clock, agent.seen = launch.clock, launch.seen
-            agents.append(agent)
-        return agents
-
     def settle(self, launch: Any) -> bool:
         """All threads have exited: shows the host some of what is late. True once nothing is."""
         return self.host.settle(launch.rank)
-
-    def end(self, launch: Any, agents: Sequence[Agent]) -> None:
-        """The kernel is over: the next one of its stream knows all it did."""
-        clock = merged(agent.clock for agent in agents)
-        rank = launch.rank + 2
-        kept = {entity: time for entity, time in clock.items() if entity < 0 or entity & 255 != rank or not entity}
-        kept[clocks.rank_key(launch.rank)] = launch.sequence
-        self._streams[launch.rank] = View(kept, merged_seen(agent.seen for agent in agents))
-
-    def host_waited(self, rank: int) -> None:
-        """The host knows that everything on ``rank``'s stream has ended."""
-        if rank in self._streams:
-            self.host.hear(self._streams[rank])
 
     def host_stepped(self) -> None:
         """A host thread or a proxy has had its turn."""
@@ -182,6 +134,12 @@ class Weak(Knowledge):
         n = operation.nbytes
         self.accesses += len(addresses)
         ones = (1 << 8 * n) - 1
+        if n >= 8 and not operation.strong:
+            self._write_whole(agents, addresses, values, operation)
+            if n == 16:
+                self._write_whole(agents, [at + 8 for at in addresses], [value >> 64 for value in values], operation)
+            self._some_time_passes()
+            return
         for agent, at, value in zip(agents, addresses, values, strict=True):
             release = self._release(agent, operation.scope) if operation.release else None
             if n <= 8:
@@ -232,14 +190,9 @@ class Weak(Knowledge):
     def _read(self, agent: Agent, at: int, mask: int, reading: Reading) -> int:
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
         last = cell.history[-1]
-        writer = last.agent
         if (
             not mask & ~last.mask
-            and (
-                writer is agent
-                or agent.clock.get(writer.block_key, -1) >= last.time
-                or heard(agent.clock, writer, last.time)
-            )
+            and (last.agent is agent or heard(agent.clock, last.agent, last.time))
             and not (last.chain and reading.operation.strong)
         ):
             value = last.value & mask
@@ -303,23 +256,45 @@ class Weak(Knowledge):
             agent.pending.append((cell, message))
             del agent.pending[:-PENDING]
 
+    def _write_whole(
+        self, agents: Sequence[Agent], addresses: Sequence[int], values: Sequence[int], operation: Operation
+    ) -> None:
+        """Weak stores of whole cells: most of what kernels do, and most of it to what their threads know all about."""
+        cells, late, step = self.cells, self.host.late(agents[0].rank), self.step
+        time = agents[0].timer.time
+        for agent, at, value in zip(agents, addresses, values, strict=True):
+            cell = cells.get(at >> 3)
+            last = cell.history[-1] if cell else None
+            if not cell or not last or (last.agent is not agent and not heard(agent.clock, last.agent, last.time)):
+                self._write(agent, at, value & M64, M64, operation, None)
+                continue
+            if cell.readers:
+                if len(cell.readers) > 1 or agent not in cell.readers:
+                    self._overwrite(agent, cell, M64, operation)
+                else:
+                    cell.readers.clear()
+            message = Message(value & M64, M64, agent, time, operation, last.order + 1.0, step)
+            cell.append(message)
+            if late is not None:
+                late[cell] = None
+            else:
+                self.host.stored(cell, message)
+
     def _write(
         self, agent: Agent, at: int, value: int, mask: int, operation: Operation, release: Release | None
     ) -> None:
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
         last = cell.history[-1]
-        writer = last.agent
-        known = (
-            writer is agent
-            or agent.clock.get(writer.block_key, -1) >= last.time
-            or heard(agent.clock, writer, last.time)
-        )
+        known = last.agent is agent or heard(agent.clock, last.agent, last.time)
         place = -1 if known else self._place(agent, cell, mask, operation)
         if cell.readers:
             self._overwrite(agent, cell, mask, operation)
-        message = Message(value, mask, agent, agent.timer.time, operation, last.order + 1.0, self.step)
+        order = last.order + 1.0
         if operation.strong:
-            message.own = self._patterns(agent, cell, mask, release)
+            own = self._patterns(agent, cell, mask, release)
+            message: Message = StrongMessage(value, mask, agent, operation, order, self.step, own)
+        else:
+            message = Message(value, mask, agent, agent.timer.time, operation, order, self.step)
         if place < 0:
             cell.append(message)
             self.host.stored(cell, message)
@@ -379,12 +354,12 @@ class Weak(Knowledge):
         if cell.readers:
             self._overwrite(agent, cell, mask, operation)
         release = self._release(agent, operation.scope) if operation.release else None
-        message = Message(
-            change(before) << shift, mask, agent, agent.timer.time, operation, cell.history[-1].order + 1.0, self.step
-        )
-        message.own = self._patterns(agent, cell, mask, release)
+        own = self._patterns(agent, cell, mask, release)
+        chain: tuple[Release, ...] = ()
         if source is not None and self._morally_strong(agent, operation, mask, source):
-            message.chain = self._carried(source, release)
+            chain = self._carried(source, release)
+        order = cell.history[-1].order + 1.0
+        message = StrongMessage(change(before) << shift, mask, agent, operation, order, self.step, own, chain)
         cell.append(message)
         self.host.stored(cell, message)
         return before
