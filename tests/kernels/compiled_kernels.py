@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 
 from tests.kernels import compiled_traps
 from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, WAITING
+from tests.ptx.translate import unknown
 from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.kernel import PREFIX
@@ -103,6 +104,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
         find = compiled_traps.cuda_faults if gpu.backend == "cuda" else compiled_traps.hip_faults
         faults = find(name, text)
         faults += [f"threads may part at: {line}" for line in compiled_traps.volatile_branches(result.asm["ttir"])]
+        if gpu.backend == "cuda":
+            faults += unknown(text)
         found = resources(gpu, result)
         if not result.metadata.name.startswith(PREFIX):
             faults.append(f"a profile would show it as {result.metadata.name}")

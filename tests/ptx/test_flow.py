@@ -6,7 +6,7 @@ from tests.ptx.event import FIRST
 from tests.ptx.flow import Flow
 from tests.ptx.instructions import assemble, kernel_text
 from tests.ptx.program import Program, parse
-from tests.ptx.translate import translate
+from tests.ptx.translate import translate, unknown
 
 REGISTERS = ".reg .b32 %r<9>; .reg .b64 %a; .reg .pred %p<3>; ld.param.u64 %a, [out]; mov.u32 %r0, %tid.x; "
 REGISTERS += "setp.eq.u32 %p0, %r0, 0;\n"
@@ -47,6 +47,13 @@ def test_what_is_read_anywhere() -> None:
     found = unwritten("@%p1 st.global.v2.b32 [%a], {%r1, %r2}; ret; add.s32 %r3, %r4, 1;")
     assert [name for name, _ in found] == ["%p1", "%r1", "%r2"]
     assert unwritten("exit;") == []
+
+
+def test_what_a_kernel_is_told_of() -> None:
+    text = kernel_text(REGISTERS + "add.s32 %r1, %r2, %r0;")
+    assert [one.split(" may")[0] for one in unknown(text)] == ["%r2"]
+    assert unknown(text.replace("%r2, %r0", "%r0, %r0")) == []
+    assert ["unknown instruction" in one for one in unknown(text.replace("add.s32", "vadd4.s32"))] == [True]
 
 
 def kept(body: str, weak: bool) -> set[str]:

@@ -19,10 +19,11 @@ from .flow import Flow
 from .integers import INTEGERS
 from .memory import MEMORY
 from .moves import MOVES
-from .program import Instruction, Label, Program
+from .operands import PtxError
+from .program import Instruction, Label, Program, parse
 from .synchronisation import SYNCHRONISATION
 
-__all__ = ["Translation", "translate"]
+__all__ = ["Translation", "translate", "unknown"]
 
 _ALIKE = INTEGERS.keys() & FLOATS.keys()
 _LOWERINGS = BITS | CONVERSIONS | MEMORY | MOVES | SYNCHRONISATION | INTEGERS | FLOATS
@@ -108,6 +109,16 @@ def translate(program: Program, weak: bool) -> Translation:
         nbytes=8 * code.nslots,
     )
     return Translation(conversions.PRELUDE + ranges.PRELUDE + function, code.events, code.nslots)
+
+
+def unknown(text: str) -> list[str]:
+    """What of a kernel's PTX would not run here, and which registers it reads where nothing may have written them."""
+    try:
+        program = parse(text)
+        _lowered(program, False, program.registers)
+    except PtxError as error:
+        return [str(error)]
+    return [str(one) for one in Flow(program).unwritten()]
 
 
 def _lowered(program: Program, weak: bool, stored: Collection[str]) -> Code:
