@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.ptx.event import PARAMS, PC, RANGES, TID
+from tests.ptx.event import CTAX, PARAMS, PC, RANGES, TID
 from tests.ptx.host_code import Kernel
 from tests.ptx.program import WIDTHS
 
@@ -46,13 +46,20 @@ def assemble(text: str) -> str:
     return found.stdout + found.stderr if found.returncode else ""
 
 
-def run_threads(kernel: Kernel, threads: int, parameters: Sequence[int], seed: int = 1) -> tuple[Array, Array]:
+def run_threads(
+    kernel: Kernel, threads: int, parameters: Sequence[int], block: int | None = None
+) -> tuple[Array, Array]:
     """Every thread once, until its next event: states [threads, slots] and events [threads]. Registers begin as
-    garbage; any address counts as mapped."""
-    states = np.random.default_rng(seed).integers(0, 1 << 64, (threads, kernel.nslots), dtype=np.uint64)
-    block = np.array(parameters, np.uint64)
+    garbage; any address counts as mapped.
+
+    Args:
+        block: threads of each; None: there is one of all.
+    """
+    states = np.random.default_rng(1).integers(0, 1 << 64, (threads, kernel.nslots), dtype=np.uint64)
+    given = np.array(parameters, np.uint64)
     states[:, [PC, RANGES]] = 0
-    states[:, TID], states[:, PARAMS] = np.arange(threads), block.ctypes.data
+    states[:, CTAX], states[:, TID] = divmod(np.arange(threads), block or threads)
+    states[:, PARAMS] = given.ctypes.data
     events, lanes = np.full(threads, 77, np.int32), np.arange(threads, dtype=np.int32)
     kernel.drive(states.ctypes.data, lanes.ctypes.data, threads, events.ctypes.data)
     return states, events
