@@ -1,6 +1,7 @@
 """Memory events of a warp: operands from registers, through the memory model, to registers.
 
-Shared memory is not modelled: the compiled code accesses it itself, and what stops here (atomics) goes to it at once.
+Where the memory does not model every access, the compiled code accesses shared memory itself, and what of it stops here
+(atomics) goes to it at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ M64 = (1 << 64) - 1
 
 def carry_out(warp: Warp, decoded: Decoded, lanes: list[int]) -> None:
     memory = warp.machine.memory
-    memory.step = warp.machine.steps
     whole = len(lanes) == warp.count
     agents = warp.agents if whole else [warp.agents[lane] for lane in lanes]
     assert decoded.operation is not None
@@ -30,8 +30,9 @@ def carry_out(warp: Warp, decoded: Decoded, lanes: list[int]) -> None:
         memory.fence(agents, decoded.operation)
         return
     where = _addresses(warp, decoded, lanes)
+    at_once = decoded.shared and not memory.every_access
     if decoded.kind == "load":
-        if decoded.shared:
+        if at_once:
             values = [read(at, decoded.nbytes) for at in where]
         else:
             values = memory.load(agents, where, decoded.operation)
@@ -39,14 +40,14 @@ def carry_out(warp: Warp, decoded: Decoded, lanes: list[int]) -> None:
         for place, (slot, _) in enumerate(decoded.dests):
             _put(warp, lanes, slot, [value >> place * bits & (1 << bits) - 1 for value in values])
     elif decoded.kind == "store":
-        if decoded.shared:
+        if at_once:
             for at, value in zip(where, _values(warp, decoded, lanes), strict=True):
                 write(at, decoded.nbytes, value)
         else:
             memory.store(agents, where, _values(warp, decoded, lanes), decoded.operation)
     else:
         changes = [_change(decoded, *operands) for operands in zip(*_operands(warp, decoded, lanes), strict=True)]
-        if decoded.shared:
+        if at_once:
             before = [_exchange(at, decoded.nbytes, change) for at, change in zip(where, changes, strict=True)]
         else:
             before = memory.atomic(agents, where, changes, decoded.operation)

@@ -36,6 +36,8 @@ class Block:
         self.count = launch.kernel.program.threads
         self._shared = launch.shared_at_first.copy()
         self.shared = self._shared.ctypes.data + (-self._shared.ctypes.data) % 16
+        if launch.shared:
+            machine.memory.open_shared(str(self), self.shared, launch.shared)
         state = self.state = launch.state_at_first.copy()
         state[:, CTAX], state[:, CTAY] = place
         state[:, SHARED] = self.shared
@@ -52,6 +54,11 @@ class Block:
 
     def __str__(self) -> str:
         return f"rank {self.launch.rank} {self.launch.kernel.program.name} CTA {self.place}"
+
+    def close(self) -> None:
+        """All its threads have exited."""
+        if self.launch.shared:
+            self.machine.memory.close_shared(self.shared)
 
     def decoded(self, number: int) -> Decoded:
         return self.launch.decoded[number]
@@ -190,6 +197,7 @@ class Warp:
 
     def _carry_out(self, decoded: Decoded, lanes: list[int]) -> bool:
         kind = decoded.kind
+        self.machine.memory.step = self.machine.steps
         if kind in ("load", "store", "atomic", "fence"):
             accesses.carry_out(self, decoded, lanes)
             if kind != "load":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.ptx.decoded import WHOLE_WARP
-from tests.ptx.report import BadParticipation, NotModelled
+from tests.ptx.report import BadParticipation, Misaligned, NotModelled, OutsideShared
+from tests.ptx.sequential import read, write
 
 if TYPE_CHECKING:
     from tests.ptx.block import Warp
@@ -127,26 +127,39 @@ def _match(warp: Warp, lanes: dict[int, Decoded]) -> None:
             _set(warp, lane, decoded.dests[0], same)
 
 
-def _row(warp: Warp, lane: int, decoded: Decoded) -> int:
-    """The address of a row of eight 16-bit elements in shared memory."""
-    operand, offset = decoded.address
-    return warp.block.shared + (_operand(warp, lane, operand) + offset & M32)
+def _place(warp: Warp, lanes: dict[int, Decoded], lane: int, n: int) -> int:
+    """The address of what ``lane`` has of matrix ``n``: two elements of a row, which another lane gives the address of."""
+    giver = 8 * n + lane // 4
+    operand, offset = lanes[giver].address
+    at = _operand(warp, giver, operand) + offset & M32
+    if at % 16 or at + 16 > warp.block.launch.shared:
+        kind = Misaligned if at % 16 else OutsideShared
+        raise kind(f"{warp.block.name_of(warp.first + giver)}: {lanes[giver].where}: a row at offset {at:#x}")
+    return warp.block.shared + at + 4 * (lane % 4)
 
 
 def _ldmatrix(warp: Warp, lanes: dict[int, Decoded]) -> None:
+    memory = warp.machine.memory
     for lane, decoded in lanes.items():
         _plain_matrix(decoded)
         for n, dest in enumerate(decoded.dests):
-            at = _row(warp, 8 * n + lane // 4, lanes[8 * n + lane // 4]) + 4 * (lane % 4)
-            _set(warp, lane, dest, int.from_bytes(ctypes.string_at(at, 4), "little"))
+            at = _place(warp, lanes, lane, n)
+            (value,) = (
+                memory.load([warp.agents[lane]], [at], decoded.operation) if memory.every_access else [read(at, 4)]
+            )
+            _set(warp, lane, dest, value)
 
 
 def _stmatrix(warp: Warp, lanes: dict[int, Decoded]) -> None:
+    memory = warp.machine.memory
     for lane, decoded in lanes.items():
         _plain_matrix(decoded)
         for n, operand in enumerate(decoded.args):
-            at = _row(warp, 8 * n + lane // 4, lanes[8 * n + lane // 4]) + 4 * (lane % 4)
-            ctypes.memmove(at, (_operand(warp, lane, operand) & M32).to_bytes(4, "little"), 4)
+            at, value = _place(warp, lanes, lane, n), _operand(warp, lane, operand) & M32
+            if memory.every_access:
+                memory.store([warp.agents[lane]], [at], [value], decoded.operation)
+            else:
+                write(at, 4, value)
 
 
 def _plain_matrix(decoded: Decoded) -> None:

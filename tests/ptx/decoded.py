@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.ptx.operation import Operation, decode
+from tests.ptx.operation import Operation, Scope, decode
 
 #: of which the lanes in a mask meet
 MEETING = {"shfl", "redux", "vote", "match", "ldmatrix", "stmatrix"}
@@ -52,6 +52,9 @@ class Decoded:
         self.operation: Operation | None = None
         self.signed = self.parts[-1][:1] == "s"
         self.bits = 8 * self.nbytes
+        if self.parts[0] in WHOLE_WARP:
+            kind = "load" if self.parts[0] == "ldmatrix" else "store"
+            self.operation = Operation(event.op, kind, 4, Scope.NONE, line=event.line, source=event.source)
         if self.kind in ("load", "store", "atomic", "fence"):
             self.operation = decode(event)
             elements = len(self.dests) if self.kind == "load" else len(self.args) if self.kind == "store" else 1

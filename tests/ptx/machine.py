@@ -228,6 +228,7 @@ class Machine:
     def _block_exited(self, block: Block) -> None:
         launch = block.launch
         launch.resident.remove(block)
+        block.close()
         launch.fill()
         if not launch.resident:
             self._settling.append(launch)

@@ -100,5 +100,9 @@ def account(cell: Cell, limit: int = 12) -> str:
         for agent, (one, value) in list(cell.readers.items())[-limit:]
     ]
     told.sort(key=lambda one: one[0])
-    shown = "" if cell.shown == cell.history[-1].order else "\n  the host does not see the last of it yet"
+    shown = (
+        ""
+        if cell.region.private or cell.shown == cell.history[-1].order
+        else "\n  the host does not see the last of it yet"
+    )
     return f"last accesses of {cell}:\n  " + "\n  ".join(line for _, line in told) + shown

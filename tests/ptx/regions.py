@@ -24,9 +24,10 @@ class Region:
         watched: the host may write it while kernels run, so it is compared after each step of the host; else only when
             a launch begins.
         fresh: a byte that nobody has written must not be read.
+        private: shared memory of a CTA, which no host sees.
     """
 
-    def __init__(self, name: str, address: int, nbytes: int, watched: bool, fresh: bool) -> None:
+    def __init__(self, name: str, address: int, nbytes: int, watched: bool, fresh: bool, private: bool = False) -> None:
         self.name, self.start, self.end = name, address, address + nbytes
         #: aligned outwards, so that cells are whole
         self.address = address & ~7
@@ -35,7 +36,7 @@ class Region:
         self.words = memoryview(self.array)
         self.shadow_array = self.array.copy()
         self.shadow = memoryview(self.shadow_array)
-        self.watched, self.fresh = watched, fresh
+        self.watched, self.fresh, self.private = watched, fresh, private
 
     def changed(self) -> list[int]:
         """The words that the host has written since the model last looked."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from tests.ptx.machine import Machine
 from tests.ptx.report import BadBarrier, BadParticipation, MachineError, Misaligned, OutsideShared, Trapped
 from tests.ptx.sequential import Sequential
 from tests.ptx.texts import kernel, line_of, memory
+from tests.ptx.weak import Weak
 
 #: each thread stores %r9 to its own 32 bits behind p0
 STORE = "mul.wide.u32 %rd9, %r1, 4; add.s64 %rd9, %rd1, %rd9; st.global.b32 [%rd9], %r9;\n"
@@ -195,6 +198,31 @@ def test_faults_of_the_compiled_code() -> None:
     fails(OutsideShared, "shared memory", "mov.u32 %r8, 64;\nst.shared.b32 [%r8], 1;\n", shared=64)
     fails(OutsideShared, "offset 0x40", "mov.u32 %r8, 60;\natom.shared.add.u32 %r3, [%r8+4], 1;\n", shared=64)
     fails(Trapped, "trap", "trap;\n")
+
+
+@pytest.mark.parametrize("model", [Sequential, lambda: Weak(races="raise")])
+def test_matrices_of_shared_memory(model: Callable[[], object]) -> None:
+    """Eight rows of eight numbers of 16 bits: a lane has two of a row, another one gives the row's address."""
+    body = """
+and.b32 %r3, %r1, 7;
+shl.b32 %r3, %r3, 4;
+stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r3], {%r1};
+bar.warp.sync -1;
+shl.b32 %r4, %r1, 2;
+ld.shared.b32 %r5, [%r4];
+bar.warp.sync -1;
+add.s32 %r5, %r5, 100;
+st.shared.b32 [%r4], %r5;
+bar.warp.sync -1;
+ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r3];
+"""
+    words = memory(16)
+    machine = Machine(1, model())
+    machine.memory.register("words", words.ctypes.data, words.nbytes)
+    every = machine.memory.every_access
+    machine.launch_later(0, kernel(body + STORE, 32, weak=every), (1,), [words.ctypes.data, 0], shared=128)
+    machine.run(limit_steps=20_000)
+    assert words.view(np.int32).tolist() == (np.arange(32) + 100).tolist()
 
 
 def test_registers_and_shared_memory_hold_anything_at_first() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.ptx.machine import Machine
-from tests.ptx.report import DataRace, Uninitialised, Unmapped
+from tests.ptx.report import DataRace, MachineError, Uninitialised, Unmapped
 from tests.ptx.texts import kernel, line_of, memory
 from tests.ptx.weak import Weak
 
@@ -142,6 +143,45 @@ ld.global.b64 %rd5, [%rd1];
     run(body, threads=32)
     with pytest.raises(DataRace):
         run(body.replace("bar.warp.sync -1;", ""), threads=32)
+
+
+def shared(between: str, seed: int, memory_model: Weak) -> np.ndarray:
+    """Two warps: each thread stores to shared memory, and loads what one of the other warp has stored."""
+    body = f"""
+shl.b32 %r3, %r1, 2;
+st.shared.b32 [%r3], %r1;
+{between}
+xor.b32 %r4, %r3, 128;
+ld.shared.b32 %r9, [%r4];
+mul.wide.u32 %rd9, %r1, 4; add.s64 %rd9, %rd1, %rd9; st.global.b32 [%rd9], %r9;
+"""
+    words = memory(32)
+    machine = Machine(seed, memory_model)
+    machine.memory.register("words", words.ctypes.data, words.nbytes)
+    machine.launch_later(0, kernel(body, 64), (2,), [words.ctypes.data, 0], shared=256)
+    machine.run(limit_steps=20_000)
+    return words.view(np.int32)
+
+
+def test_shared_memory_is_watched_too() -> None:
+    for seed in range(3):
+        assert shared("bar.sync 0;", seed, Weak(races="keep")).tolist() == (np.arange(64) ^ 32).tolist()
+        with pytest.raises(MachineError, match=r"shared memory of rank 0 k CTA \(\d, 0\)\+0x") as found:
+            shared("", seed, Weak())
+        assert isinstance(found.value, DataRace | Uninitialised)
+
+
+def test_shared_memory_that_no_thread_has_written() -> None:
+    body = "shl.b32 %r3, %r1, 2;\nadd.s32 %r3, %r3, 4;\nst.shared.b32 [%r3], %r1;\nld.shared.b32 %r4, [%r3+-4];\n"
+    words = memory(8)
+    for model, fails in ((Weak(), True), (Weak(shared_fresh=False), False)):
+        machine = Machine(1, model)
+        machine.launch_later(0, kernel(body, 1), (1,), [words.ctypes.data, 0], shared=64)
+        if fails:
+            with pytest.raises(Uninitialised, match="shared memory of rank 0 k CTA"):
+                machine.run()
+        else:
+            machine.run()
 
 
 def test_memory_that_nobody_has_written() -> None:

@@ -54,6 +54,8 @@ class HostSide:
 
     def stored(self, cell: Cell, message: Message) -> None:
         """A GPU's store is the last of ``cell``."""
+        if cell.region.private:
+            return
         late = self.late(message.agent.rank)
         if late is not None:
             late[cell] = None
@@ -129,7 +131,7 @@ class HostSide:
         """Takes in what the host has written, in watched regions or ``everywhere``."""
         release: Release | None = None
         for within in self.memory.regions:
-            if within.watched or everywhere:
+            if within.watched or (everywhere and not within.private):
                 for index in within.changed():
                     if release is None:
                         self.agent.timer.time += 1

@@ -40,13 +40,15 @@ class Weak(Knowledge):
         stale: chance that a load, or the place of a store, is drawn among all that are allowed.
         lag: chance, an instruction of a warp, that one store becomes visible to the host; 0: every store at once.
         races: "raise", "keep" (see ``self.races.found``) or "ignore".
+        shared_fresh: shared memory that no thread has written must not be read.
     """
 
     #: kernels must be translated so that they stop at every access
     every_access = True
 
-    def __init__(self, stale: float = 0.5, lag: float = 0.0, races: str = "raise") -> None:
+    def __init__(self, stale: float = 0.5, lag: float = 0.0, races: str = "raise", shared_fresh: bool = True) -> None:
         self.stale, self.lag = stale, lag
+        self.shared_fresh = shared_fresh
         super().__init__(HostSide(self))
         self.regions = Regions()
         self.cells: dict[int, Cell] = {}
@@ -79,8 +81,18 @@ class Weak(Knowledge):
         self._forget(old)
 
     def _forget(self, old: Region) -> None:
-        for key in [key for key, cell in self.cells.items() if cell.region is old]:
-            self.host.forget(self.cells.pop(key))
+        first = old.address >> 3
+        for key in range(first, first + len(old.words)):
+            cell = self.cells.pop(key, None)
+            if cell is not None and not old.private:
+                self.host.forget(cell)
+
+    def open_shared(self, block: str, address: int, nbytes: int) -> None:
+        """A CTA starts, with shared memory of its own."""
+        self.regions.add(Region(f"shared memory of {block}", address, nbytes, False, self.shared_fresh, private=True))
+
+    def close_shared(self, address: int) -> None:
+        self.unregister(address)
 
     @staticmethod
     def table() -> int:
@@ -275,6 +287,8 @@ class Weak(Knowledge):
                     cell.readers.clear()
             message = Message(value & M64, M64, agent, time, operation, last.order + 1.0, step)
             cell.append(message)
+            if cell.region.private:
+                continue
             if late is not None:
                 late[cell] = None
             else:
