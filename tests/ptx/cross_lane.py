@@ -128,7 +128,7 @@ def _match(warp: Warp, lanes: dict[int, Decoded]) -> None:
 
 
 def _place(warp: Warp, lanes: dict[int, Decoded], lane: int, n: int) -> int:
-    """The address of what ``lane`` has of matrix ``n``: two elements of a row, which another lane gives the address of."""
+    """The address of what ``lane`` has of matrix ``n``: two elements of a row that another lane points to."""
     giver = 8 * n + lane // 4
     operand, offset = lanes[giver].address
     at = _operand(warp, giver, operand) + offset & M32
