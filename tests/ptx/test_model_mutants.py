@@ -107,7 +107,7 @@ class FencesAreOfAnyScope(Weak):
 
 
 class StoresGoToTheEnd(Weak):
-    def _place(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
+    def _place(self, agent: Agent, cell: Cell, value: int, mask: int, operation: Operation) -> int:
         return -1
 
 

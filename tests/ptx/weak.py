@@ -300,7 +300,7 @@ class Weak(Knowledge):
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
         last = cell.history[-1]
         known = last.agent is agent or heard(agent.clock, last.agent, last.time)
-        place = -1 if known else self._place(agent, cell, mask, operation)
+        place = -1 if known else self._place(agent, cell, value, mask, operation)
         if cell.readers:
             self._overwrite(agent, cell, mask, operation)
         order = last.order + 1.0
@@ -317,8 +317,11 @@ class Weak(Knowledge):
             message.order = (history[place - 1].order + history[place].order) / 2
             history.insert(place, message)
 
-    def _place(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
-        """Where in coherence order a store goes, behind all that ``agent`` has heard of; -1: at the end."""
+    def _place(self, agent: Agent, cell: Cell, value: int, mask: int, operation: Operation) -> int:
+        """Where in coherence order a store goes, behind all that ``agent`` has heard of; -1: at the end.
+
+        Threads that store the same by one instruction do not race: Triton lets lanes that hold the same do so.
+        """
         history = cell.history
         lowest, free = len(history), True
         for place in range(len(history) - 1, 0, -1):
@@ -328,7 +331,8 @@ class Weak(Knowledge):
                 continue
             if self._is_floor(agent, cell, message):
                 break
-            if self._racing and not self._morally_strong(agent, operation, mask, message):
+            same = message.operation is operation and not (message.value ^ value) & mask & message.mask
+            if self._racing and not same and not self._morally_strong(agent, operation, mask, message):
                 self.races.with_write(cell, message, mask, agent, operation, self.step)
             free = free and message.operation.kind != "atomic" and message.mask & mask == mask
             if free:
