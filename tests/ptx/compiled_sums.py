@@ -1,5 +1,5 @@
-"""``python compiled_sums.py``: as JSON the PTX of a kernel whose warps exchange much through shared memory, and how much of
-that it takes. A process of its own because Triton must not be the interpreter here."""
+"""``python compiled_sums.py``: as JSON the PTX of a kernel whose warps exchange much through shared memory, and how
+much of that it takes. A process of its own because Triton must not be the interpreter here."""
 
 from __future__ import annotations
 
