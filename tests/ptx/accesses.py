@@ -6,16 +6,17 @@ Where the memory does not model every access, the compiled code accesses shared 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.ptx.report import Misaligned, NotModelled, OutsideShared
+from tests.ptx.report import Misaligned, NotModelled, OutsideShared, Unmapped
 from tests.ptx.sequential import read, write
 
 if TYPE_CHECKING:
     from tests.ptx.block import Warp
+    from tests.ptx.clocks import Agent
     from tests.ptx.decoded import Decoded
 
 M64 = (1 << 64) - 1
@@ -30,6 +31,15 @@ def carry_out(warp: Warp, decoded: Decoded, lanes: list[int]) -> None:
         memory.fence(agents, decoded.operation)
         return
     where = _addresses(warp, decoded, lanes)
+    try:
+        _access(warp, decoded, lanes, agents, where)
+    except Unmapped as error:
+        wrong = next(lane for lane, at in zip(lanes, where, strict=True) if 0 <= error.address - at < decoded.nbytes)
+        raise Unmapped(f"{warp.block.name_of(warp.first + wrong)}: {decoded.where}: {error}", error.address) from None
+
+
+def _access(warp: Warp, decoded: Decoded, lanes: list[int], agents: Sequence[Agent], where: list[int]) -> None:
+    memory = warp.machine.memory
     at_once = decoded.shared and not memory.every_access
     if decoded.kind == "load":
         if at_once:

@@ -22,6 +22,10 @@ what a load reads, and when a store is seen: everything is drawn from the seed, 
 the same step (``digest()`` is of all steps). The clock goes on by ``tick_ns`` with each step. While nothing happens but
 waiting it goes faster and faster, so that waits with a deadline come to it.
 
+Of what the harness registers, ``watched=False`` is for tensors, which the host writes between launches only, and
+``fresh=True`` for device memory that was just allocated. ``memory.regions.missing`` may register more when a kernel
+comes there. ``Weak(races="keep")`` collects races in ``memory.races.found`` instead of raising the first.
+
 An error says seed, step and who had the turn. For a result that is wrong ``memory.account(address)`` tells who accessed
 it last.
 """

@@ -81,7 +81,7 @@ class Races:
         race = Race(where, before, after)
         self.found.append(race)
         if self.raising:
-            raise DataRace(str(race))
+            raise DataRace(f"{race}\n{account(cell)}")
 
 
 def hexadecimal(value: int, mask: int) -> str:

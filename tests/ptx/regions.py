@@ -104,7 +104,8 @@ class Regions:
                 return found
         if self.missing is not None and self.missing(address):
             return self.at(address, nbytes)
-        raise Unmapped(f"{nbytes} bytes at {address:#x} are in no registered region ({self._near(address)})")
+        where = self._near(address)
+        raise Unmapped(f"{nbytes} bytes at {address:#x} are in no registered region ({where})", address)
 
     def _near(self, address: int) -> str:
         near = min(self._regions, key=lambda one: max(one.start - address, address - one.end), default=None)

@@ -10,6 +10,10 @@ class MachineError(Exception):
 class Unmapped(MachineError):
     """An access outside every registered region."""
 
+    def __init__(self, message: str, address: int = 0) -> None:
+        super().__init__(message)
+        self.address = address
+
 
 class Misaligned(MachineError):
     """An address that is no multiple of the access's bytes."""

@@ -83,6 +83,7 @@ def test_both_accesses_are_told() -> None:
     assert "seed 3" in told
     assert "words+0x0, 8 bytes" in told
     assert f"rank 0 k CTA (0, 0) thread 0 wrote 0x7 by st.global.b64 (PTX line {line_of(body, ST)}" in told
+    assert "last accesses of words+0x0" in told
     assert f"rank 0 k CTA (1, 0) thread 0 reads it by ld.global.b64 (PTX line {line_of(body, LD)}" in told
 
 
@@ -100,6 +101,14 @@ def test_bytes_are_told_apart(seed: int) -> None:
     shared = "min.u32 %r3, %r1, 30; cvt.u64.u32 %rd3, %r3; add.s64 %rd3, %rd1, %rd3; st.global.b8 [%rd3], %r1;\n"
     with pytest.raises(DataRace, match=r"words\+0x1e, 1 bytes"):
         run(shared, threads=32, seed=seed)
+
+
+def test_threads_of_a_cta_may_store_the_same_at_once() -> None:
+    """Triton lets lanes that hold the same value store it; two values, or two instructions, race."""
+    run("st.global.b64 [%rd1], %rd2;\n", threads=64)
+    for body in ("cvt.u64.u32 %rd3, %r1;\nst.global.b64 [%rd1], %rd3;\n", "st.global.b64 [%rd1], 1;\n" * 2):
+        with pytest.raises(DataRace):
+            run(body, threads=64)
 
 
 def test_strong_accesses_do_not_race() -> None:
@@ -217,8 +226,9 @@ def test_what_the_host_has_written_is_written() -> None:
     ],
 )
 def test_an_address_of_nobody(body: str, where: str) -> None:
-    with pytest.raises(Unmapped, match=where):
-        run(body)
+    for races in ("raise", "ignore"):
+        with pytest.raises(Unmapped, match=rf"rank 0 k CTA \(0, 0\) thread 0: .*PTX line \d+.*{where}"):
+            run(body, races=races)
 
 
 def test_an_account_of_a_cell() -> None:

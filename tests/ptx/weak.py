@@ -320,7 +320,7 @@ class Weak(Knowledge):
     def _place(self, agent: Agent, cell: Cell, value: int, mask: int, operation: Operation) -> int:
         """Where in coherence order a store goes, behind all that ``agent`` has heard of; -1: at the end.
 
-        Threads that store the same by one instruction do not race: Triton lets lanes that hold the same do so.
+        Threads of a CTA that store the same by one instruction do not race: Triton lets those that hold the same.
         """
         history = cell.history
         lowest, free = len(history), True
@@ -331,7 +331,8 @@ class Weak(Knowledge):
                 continue
             if self._is_floor(agent, cell, message):
                 break
-            same = message.operation is operation and not (message.value ^ value) & mask & message.mask
+            same = message.operation is operation and message.agent.block_key == agent.block_key
+            same = same and not (message.value ^ value) & mask & message.mask
             if self._racing and not same and not self._morally_strong(agent, operation, mask, message):
                 self.races.with_write(cell, message, mask, agent, operation, self.step)
             free = free and message.operation.kind != "atomic" and message.mask & mask == mask
