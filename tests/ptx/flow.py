@@ -132,14 +132,19 @@ class Flow:
                     changed = True
         return after
 
-    def unwritten(self) -> list[Unwritten]:
+    def unwritten(self, strict: bool = False) -> list[Unwritten]:
         """Reads of registers that a path leads to on which nothing has written them.
 
-        Every path counts, whether or not its branches can go that way together, and a write under a predicate counts
-        for nothing: a read under the same predicate is found although it is right. (None of our kernels has either.)
-        What it cannot see: a value that comes from memory which nobody wrote, from a thread that takes no part in a
-        shuffle or a reduction, or from an arithmetic that PTX leaves open.
+        Every path counts, whether or not its branches can go that way together. What it cannot see: a value that comes
+        from memory which nobody wrote, from a thread that takes no part in a shuffle or a reduction, or from an
+        arithmetic that PTX leaves open.
+
+        Args:
+            strict: a write under a predicate counts for nothing, and a read under the same predicate is found although
+                it is right. Triton 3.6 and 3.8 let only the first lanes load what the warps of a block have found, and
+                the others shuffle what their register happened to hold, which nobody looks at.
         """
+        written = [step.certain if strict else step.writes for step in self._steps]
         everything = frozenset().union(*(step.reads for step in self._steps)) if self._steps else frozenset()
         missing: list[frozenset[str] | None] = [None] * len(self._blocks)
         if self._blocks:
@@ -148,7 +153,7 @@ class Flow:
         while todo:
             number = todo.pop()
             now = missing[number] or frozenset()
-            now -= frozenset().union(*(self._steps[place].certain for place in self._blocks[number]))
+            now -= frozenset().union(*(written[place] for place in self._blocks[number]))
             for one in self._next[number]:
                 before = missing[one]
                 if before is None or not now <= before:
@@ -159,5 +164,5 @@ class Flow:
             now = set(at or ())
             for place in block:
                 found += [Unwritten(name, self.code[place]) for name in sorted(now & self._steps[place].reads)]
-                now -= self._steps[place].certain
+                now -= written[place]
         return found

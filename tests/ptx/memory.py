@@ -135,16 +135,16 @@ def _pointer(code: Code, where: Operand, space: str, nbytes: int) -> str:
 
 
 def _atomic(code: Code, one: Instruction) -> None:
-    """atom and red: always an event. Modifiers come in the order of PTX, or as Triton has them, space first."""
+    """atom and red: always an event. The space comes after order and scope, as in PTX, or before them, as in Triton.
+    Without an order it is ``relaxed``, without a scope ``gpu``: that is for the machine to know."""
     result = one.opcode == "atom"
     modifiers = Modifiers(one)
     orders, scopes = ("relaxed", "acquire", "release", "acq_rel"), ("cta", "cluster", "gpu", "sys")
-    modifiers.maybe(*orders)
-    modifiers.maybe(*scopes)
+    order, scope = modifiers.maybe(*orders), modifiers.maybe(*scopes)
     _space(one, modifiers)
-    modifiers.maybe(*scopes)
-    modifiers.maybe(*orders)
-    modifiers.maybe(*scopes)
+    if not order and not scope:
+        scope, order = modifiers.maybe(*scopes), modifiers.maybe(*orders)
+        scope = scope or modifiers.maybe(*scopes)
     operation = modifiers.one_of(*_OPERATIONS)
     kind = modifiers.one_of("b32", "b64", "u32", "u64", "s32", "s64")
     modifiers.end()

@@ -153,6 +153,7 @@ REFUSED = [
     ("ld.param.b32 %r0, [nothing];", "no parameter of this kernel"),
     ("ld.param.b64 %rd0, [out+4];", "beyond its end"),
     ("atom.global.add.b32 %r0, [%rd0], %r1;", ".add of b32"),
+    ("atom.gpu.global.sys.add.u32 %r0, [%rd0], %r1;", ".sys where one of .add"),
     ("atom.global.exch.b32 %r0, [%rd0], %rd1;", "%rd1 has other than 32 bits"),
     ("bra $nowhere;", "no label of this kernel"),
     ("shfl.bfly.b32 %r0, %r1, 1, 31;", ".bfly where one of .sync"),

@@ -91,6 +91,17 @@ def test_shared_memory() -> None:
     assert thread.shared[40:48].tobytes() == memory.tobytes()
 
 
+def test_the_last_bytes() -> None:
+    """Of shared memory and of a mapped range."""
+    memory, target = np.arange(4, dtype=np.uint64), np.zeros(2, np.uint64)
+    body = (
+        ".reg .b64 %x; ld.shared.b64 %x, [dynamic+24]; st.global.b64 [%t], %x; "
+        "ld.global.b64 %x, [%f+24]; st.global.b64 [%t+8], %x;"
+    )
+    assert Thread(body, memory, target).run() == 0
+    assert target.tolist() == [int.from_bytes(range(56, 64), "little"), 3]
+
+
 def test_predicates() -> None:
     """Where one does not hold, nothing is done, and the register keeps what it had."""
     memory, target = np.array([5, 6], np.uint64), np.zeros(3, np.uint64)
@@ -178,6 +189,7 @@ ORDERED = [
     ("st.release.sys.global.v2.b64 [%t], {%y, %z};", ("st.release.sys.global.v2.b64", 0, 2, 0, 16)),
     ("ld.mmio.relaxed.sys.global.b32 %x, [%f];", ("ld.mmio.relaxed.sys.global.b32", 1, 0, 0, 4)),
     ("st.volatile.shared.b32 [dynamic+4], %x;", ("st.volatile.shared.b32", 0, 1, 4, 4)),
+    ("ld.global.cv.b32 %x, [%f];", ("ld.global.cv.b32", 1, 0, 0, 4)),
     ("atom.global.gpu.acq_rel.add.u32 %x, [%f], 5;", ("atom.global.gpu.acq_rel.add.u32", 1, 1, 0, 4)),
     ("atom.acquire.sys.global.cas.b64 %y, [%f+8], %y, %z;", ("atom.acquire.sys.global.cas.b64", 1, 2, 8, 8)),
     ("atom.global.relaxed.gpu.exch.b32 _, [%f], %x;", ("atom.global.relaxed.gpu.exch.b32", 1, 1, 0, 4)),
@@ -211,6 +223,21 @@ def test_events(text: str, expected: tuple[str, int, int, int, int], weak: bool)
     written = re.findall(r"%[xyz]|\b[345]\b(?=[,};])", text.split("[")[1].split("]")[1] if event.args else "")
     assert values == [numbers.get(one) or int(one) for one in written]
     assert thread.run() == 0
+
+
+@pytest.mark.parametrize("guard", ["", "@%p "])
+def test_what_the_machine_loads_is_what_is_read(guard: str) -> None:
+    """Not what the register is known to have had before."""
+    memory, target = np.zeros(1, np.uint32), np.zeros(2, np.uint32)
+    body = (
+        ".reg .b32 %x, %y; .reg .pred %p; mov.b32 %x, 5; add.s32 %y, %x, 1; setp.eq.b32 %p, %y, 6; "
+        f"{guard}ld.volatile.global.b32 %x, [%f]; st.global.b32 [%t], %x; st.global.b32 [%t+4], %y;"
+    )
+    thread = Thread(body, memory, target)
+    (slot, _), *_ = thread.kernel.events[thread.run()].dests
+    thread.state[slot] = 0x1234
+    assert thread.run() == 0
+    assert target.tolist() == [0x1234, 6]
 
 
 def test_what_the_machine_loads_is_signed_here() -> None:
