@@ -10,7 +10,7 @@ from tests.ptx.litmus.tests import ALL
 from tests.ptx.weak import Weak
 
 #: what is allowed is reached within so many seeds; what is forbidden is looked for in fewer
-REACHED_WITHIN, LOOKED_FOR = 200, 13
+REACHED_WITHIN, LOOKED_FOR = 100, 7
 
 
 def weak() -> Weak:

@@ -15,7 +15,7 @@ from tests.ptx.operation import Operation, Scope
 from tests.ptx.weak import Weak
 
 TESTS = {test.name: test for test in ALL}
-SEEDS = range(30)
+SEEDS = range(16)
 
 
 class ScopesDoNotCount(Weak):

@@ -14,7 +14,7 @@ from tests.ptx.machine import Machine
 from tests.ptx.weak import Weak
 
 #: copies of a test that run in one launch, each on its own locations
-COPIES = 8
+COPIES = 16
 LOCATIONS = "fghxyz"
 REGISTERS = "abcde"
 #: bytes between locations, and of one copy: its locations and its registers
