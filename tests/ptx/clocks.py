@@ -22,7 +22,8 @@ Clock = dict[int, int]
 Seen = dict[tuple["Cell", int], float]
 
 HOST_KEY = 0
-_ENDED = 1 << 62
+#: the number of a launch that never ends: what was done outside of kernels
+_ENDLESS = 1 << 62
 
 
 class Timer:
@@ -93,11 +94,11 @@ class Agent:
 
 
 def host_agent() -> Agent:
-    return Agent(("the host", -1), -1, _ENDED, Timer(), (HOST_KEY, HOST_KEY, HOST_KEY, HOST_KEY))
+    return Agent(("the host", -1), -1, _ENDLESS, Timer(), (HOST_KEY, HOST_KEY, HOST_KEY, HOST_KEY))
 
 
 #: of what memory held at the start: everybody knows it, because its stamps are of time -1
-NOBODY = Agent(("nobody", -1), -1, _ENDED, Timer(), (-1, -1, -1, -1))
+NOBODY = Agent(("nobody", -1), -1, _ENDLESS, Timer(), (-1, -1, -1, -1))
 
 
 def rank_key(rank: int) -> int:

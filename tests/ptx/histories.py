@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ptx.clocks import NOBODY, Agent, Release
-from tests.ptx.operation import INITIAL, Operation
+from tests.ptx.operation import HOST_STORE, INITIAL, Operation
 from tests.ptx.regions import Region
 
 ALL_BYTES = (1 << 64) - 1
@@ -34,6 +34,11 @@ class Message:
         self.agent, self.time, self.operation = agent, time, operation
         self.order, self.step = order, step
 
+    @property
+    def touched(self) -> int:
+        """The bytes that are certainly written: what accesses of others race with."""
+        return self.mask
+
 
 class StrongMessage(Message):
     """Of a strong operation: others may synchronise with it."""
@@ -53,6 +58,22 @@ class StrongMessage(Message):
     ) -> None:
         super().__init__(value, mask, agent, agent.timer.time, operation, order, step)
         self.own, self.chain = own, chain
+
+
+class HostMessage(StrongMessage):
+    """Of the host: bytes of a word of which some have changed."""
+
+    __slots__ = ("changed",)
+
+    def __init__(
+        self, value: int, mask: int, changed: int, agent: Agent, order: float, step: int, release: Release
+    ) -> None:
+        super().__init__(value, mask, agent, HOST_STORE, order, step, (release,))
+        self.changed = changed
+
+    @property
+    def touched(self) -> int:
+        return self.changed
 
 
 class Reading:

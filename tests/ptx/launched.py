@@ -46,7 +46,6 @@ class Launched:
         self.clock: Clock = {}
         self.seen: Seen = {}
         self.host: View | None = None
-        self.settling = self.ended = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.kernel.program.name}"

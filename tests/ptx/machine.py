@@ -85,7 +85,6 @@ class Machine:
         self.tick_ns, self.patience, self.host_limit_s = tick_ns, patience, host_limit_s
         self.now_ns = START_NS
         self.steps = 0
-        self.turns: dict[str, int] = {}
         self._limit = 0
         self._hosts: list[HostThread] = []
         self._proxies: list[Proxy] = []
@@ -242,7 +241,6 @@ class Machine:
         if self.memory.settle(launch):
             self.memory.end(launch, launch.agents)
             self._settling.remove(launch)
-            launch.ended = True
             stream = self._streams[launch.rank]
             stream.queue.popleft()
             if stream.queue:

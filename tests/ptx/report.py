@@ -61,9 +61,5 @@ class HostStuck(MachineError):
     """A host thread that kept its turn: it waits for something that the machine does not know of."""
 
 
-class HostFailed(MachineError):
-    """A body of the host raised; the cause is chained."""
-
-
 class NotModelled(MachineError):
     """An instruction that the machine does not know."""

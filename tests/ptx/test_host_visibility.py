@@ -181,3 +181,23 @@ st.global.b64 [%rd1+192], %rd4;
         machine.launch_later(1, kernel(receive, 1), (1,), [words.ctypes.data, 0])
         machine.run(limit_steps=20_000)
         assert words[24] == 1
+
+
+def test_the_host_writes_half_of_what_a_kernel_reads_the_other_half_of() -> None:
+    """Words of four bytes, side by side, are none of each other's business."""
+    words = memory(8)
+    halves = words.view(np.uint32)
+    machine = Machine(1, Weak(), host_share=0.5)
+    machine.memory.register("words", words.ctypes.data, words.nbytes)
+    load = "ld.global.b32 %r3, [%rd1];\n"
+
+    def host() -> None:
+        machine.launch_later(0, kernel(load * 20, 1), (1,), [words.ctypes.data, 0])
+        while not machine.is_idle(0):
+            halves[1] += 1
+            machine.wait_until(lambda: True, "its turn")
+        machine.synchronise(0)
+
+    machine.host(0, host)
+    machine.run()
+    assert halves[1] > 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tests.ptx import clocks
 from tests.ptx.clocks import Release, View, heard
-from tests.ptx.histories import ALL_BYTES, Cell, Message, StrongMessage
+from tests.ptx.histories import ALL_BYTES, Cell, HostMessage, Message
 from tests.ptx.operation import HOST_STORE, Scope
 from tests.ptx.regions import Region
 
@@ -33,7 +33,6 @@ class HostSide:
         self.agent = clocks.host_agent()
         #: by the rank that stored: cells whose last writes the host does not see
         self._late: dict[int, dict[Cell, None]] = {}
-        self.writes = 0
 
     def view(self) -> View:
         """All that the host knows of, its own stores included."""
@@ -140,38 +139,44 @@ class HostSide:
 
     def _wrote(self, within: Region, index: int, release: Release) -> None:
         memory = self.memory
-        self.writes += 1
         real = within.words[index]
         changed = real ^ within.shadow[index]
         cell = memory.cells.get((within.address >> 3) + index)
         if cell is None:
             cell = memory.cells[(within.address >> 3) + index] = Cell(within, index)
+        changed = self._bytes(changed)
         mask = self._whole_words(cell, changed)
         within.words[index] = within.shadow[index]
         self._show(cell, cell.history[-1].order)
         last = cell.history[-1]
         if memory._racing:
-            self._check(cell, mask, last)
+            self._check(cell, mask, changed, last)
         order = last.order + 1.0
-        message = StrongMessage(real & mask, mask, self.agent, HOST_STORE, order, memory.step, (release,))
+        message = HostMessage(real & mask, mask, changed, self.agent, order, memory.step, release)
         cell.append(message)
         cell.shown = message.order
         within.write(index, message.value, mask)
 
-    def _check(self, cell: Cell, mask: int, last: Message) -> None:
+    def _check(self, cell: Cell, mask: int, changed: int, last: Message) -> None:
         agent, memory = self.agent, self.memory
         if (
-            last.mask & mask
+            last.mask & changed
             and not memory._is_floor(agent, cell, last)
             and not memory._morally_strong(agent, HOST_STORE, mask, last)
         ):
-            memory.races.with_write(cell, last, mask, agent, HOST_STORE, memory.step)
-        memory._overwrite(agent, cell, mask, HOST_STORE)
+            memory.races.with_write(cell, last, changed, agent, HOST_STORE, memory.step)
+        memory._overwrite(agent, cell, mask, HOST_STORE, changed)
+
+    @staticmethod
+    def _bytes(changed: int) -> int:
+        """All bits of the bytes that have some of ``changed``."""
+        return sum(255 << shift for shift in range(0, 64, 8) if changed >> shift & 255)
 
     @staticmethod
     def _whole_words(cell: Cell, changed: int) -> int:
-        """What the host is taken to have written: eight bytes, or as few as kernels write here at a time."""
-        width = min((one.mask.bit_count() for one in cell.history if one.mask), default=64)
+        """What the host is taken to have written: eight bytes, or as few as kernels access here at a time."""
+        masks = [one.mask for one in cell.history] + [reading.mask for reading, _ in cell.readers.values()]
+        width = min((one.bit_count() for one in masks if one), default=64)
         mask = 0
         for shift in range(0, 64, width):
             word = ((1 << width) - 1) << shift

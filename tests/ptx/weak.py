@@ -248,7 +248,11 @@ class Weak(Knowledge):
     def _check_read(self, agent: Agent, cell: Cell, options: list[Message], mask: int, operation: Operation) -> None:
         """A read races with a write that it could have read or not, whichever it did."""
         for message in options:
-            if not self._is_floor(agent, cell, message) and not self._morally_strong(agent, operation, mask, message):
+            if (
+                message.touched & mask
+                and not self._is_floor(agent, cell, message)
+                and not self._morally_strong(agent, operation, mask, message)
+            ):
                 self.races.with_write(cell, message, mask, agent, operation, self.step)
 
     def _observe(self, agent: Agent, cell: Cell, message: Message, mask: int, operation: Operation) -> None:
@@ -333,6 +337,7 @@ class Weak(Knowledge):
                 break
             same = message.operation is operation and message.agent.block_key == agent.block_key
             same = same and not (message.value ^ value) & mask & message.mask
+            same = same or not message.touched & mask
             if self._racing and not same and not self._morally_strong(agent, operation, mask, message):
                 self.races.with_write(cell, message, mask, agent, operation, self.step)
             free = free and message.operation.kind != "atomic" and message.mask & mask == mask
@@ -345,20 +350,27 @@ class Weak(Knowledge):
                 return chosen
         return -1
 
-    def _overwrite(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> None:
-        """``agent`` writes what others have read: has it heard of all those reads?"""
+    def _overwrite(self, agent: Agent, cell: Cell, mask: int, operation: Operation, touched: int = M64) -> None:
+        """``agent`` writes what others have read: has it heard of all those reads?
+
+        Args:
+            touched: the bytes of ``mask`` that are certainly written.
+        """
         for reader, (reading, value) in cell.readers.items():
-            if reader is agent or not reading.mask & mask or heard(agent.clock, reader, reading.time):
+            if reader is agent or not reading.mask & mask & touched or heard(agent.clock, reader, reading.time):
                 continue
             if not (
-                reading.mask == mask
+                (reading.mask == mask or (agent is self.host.agent and not reading.mask & ~mask))
                 and reading.operation.strong
                 and operation.strong
                 and self._includes(operation.scope, agent, reader)
                 and self._includes(reading.operation.scope, reader, agent)
             ):
-                self.races.with_read(cell, reader, reading, value, mask, agent, operation, self.step)
-        cell.readers.clear()
+                self.races.with_read(cell, reader, reading, value, mask & touched, agent, operation, self.step)
+        if mask & touched == M64:
+            cell.readers.clear()
+        else:
+            cell.readers = {one: read for one, read in cell.readers.items() if read[0].mask & ~(mask & touched)}
 
     def _modify(
         self, agent: Agent, at: int, shift: int, mask: int, change: Callable[[int], int], operation: Operation
