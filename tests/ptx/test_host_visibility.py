@@ -13,7 +13,7 @@ from tests.ptx.report import DataRace
 from tests.ptx.texts import kernel, memory
 from tests.ptx.weak import Weak
 
-SEEDS = range(80)
+SEEDS = range(50)
 
 
 def seen(stores: str, look: Callable[[np.ndarray], object], seeds: range = SEEDS) -> Counter[object]:
@@ -87,7 +87,7 @@ setp.eq.s64 %p1, %rd3, 0;
 st.global.b64 [%rd1+128], %rd4;
 """
     found: Counter[tuple[int, int]] = Counter()
-    for seed in range(30):
+    for seed in range(20):
         words = memory(32)
         machine = Machine(seed, Weak(lag=0.3, races=races))
         machine.memory.register("words", words.ctypes.data, words.nbytes)
@@ -156,7 +156,7 @@ def test_the_host_overwrites_what_a_kernel_may_still_read() -> None:
 
 def test_a_proxy_passes_on_what_it_was_told() -> None:
     """Rank 0 releases a command to its proxy; the proxy writes to rank 1, whose kernel acquires that."""
-    for seed in range(40):
+    for seed in range(20):
         words = memory(32)
         machine = Machine(seed, Weak(lag=0.2))
         machine.memory.register("words", words.ctypes.data, words.nbytes)

@@ -219,9 +219,9 @@ def test_nobody_can_go_on() -> None:
 
 
 def test_a_host_thread_that_keeps_its_turn() -> None:
-    machine = Machine(1, Weak(), host_limit_s=0.2)
-    machine.host(0, lambda: time.sleep(2.0))
-    with pytest.raises(HostStuck, match=r"rank 0 has kept its turn[\s\S]*time\.sleep\(2\.0\)"):
+    machine = Machine(1, Weak(), host_limit_s=0.1)
+    machine.host(0, lambda: time.sleep(0.8))
+    with pytest.raises(HostStuck, match=r"rank 0 has kept its turn[\s\S]*time\.sleep\(0\.8\)"):
         machine.run()
 
 
