@@ -19,6 +19,8 @@ from pathlib import Path
 import uccl_ep_serving
 from tests.mutants.score import EQUIVALENT, sums
 from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT
+from tests.ptx.litmus.litmus import table as litmus_table
+from tests.ptx.litmus.tests import ALL as LITMUS
 from uccl_ep_serving.config import SETTINGS, Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
@@ -190,6 +192,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/vllm.md", "vllm versions"): lambda: versions_table("vLLM", VLLM.versions),
     ("docs/vllm.md", "vllm hooks"): vllm_hooks_table,
     ("docs/architecture/overview.md", "layers"): layers_table,
+    ("docs/architecture/model-machine.md", "litmus"): lambda: litmus_table(LITMUS),
     **{("docs/architecture/formats.md", name): make for name, make in tables.TABLES.items()},
 }
 

@@ -104,6 +104,7 @@ SUITES = [
     _quick("tests/project", "layout, documentation, scripts, this table"),
     _quick("tests/protocol", "formats and layouts"),
     _quick("tests/proxy", "the proxy over fake, shm and tcp"),
+    _quick("tests/ptx", "GPU kernels as PTX: its instructions, the model machine, litmus tests of its memory"),
     _quick("tests/rdma", "NIC transports on devices in memory"),
     _quick("tests/rules", "each rule of the proxy taken out; the markers and table of all"),
     _quick("tests/soak", "the soak's own tests, some cases"),

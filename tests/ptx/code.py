@@ -61,7 +61,7 @@ class Code:
     Values are names or numbers of LLVM's language. A register is an integer of its width, a predicate i8 of 0 or 1.
 
     Attributes:
-        weak: every access to global memory is an event.
+        weak: every access to memory is an event.
         events: by number.
         stops: the events that threads go on after, by number the place of the instruction; the others are faults.
         slots: of the registers that outlive the function.

@@ -57,7 +57,7 @@ def _access(code: Code, one: Instruction) -> None:
     bits = WIDTHS[kind]
     nbytes = len(elements) * bits // 8
     ordered = order not in ("", "weak") or cached == "cv"
-    if (space == "global" and code.weak) or ordered:
+    if code.weak or ordered:
         if load:
             _stop_at_load(code, elements, kind, where, nbytes)
         else:

@@ -87,7 +87,7 @@ def translate(program: Program, weak: bool) -> Translation:
     """``program`` for one thread at a time.
 
     Args:
-        weak: every access to global memory is an event.
+        weak: every access to memory is an event.
 
     Raises:
         PtxError: an instruction, modifier or operand is not known.
