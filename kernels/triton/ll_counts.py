@@ -85,6 +85,8 @@ _REFUSED = tl.constexpr(3)
 def mark_read(state: tl.tensor, READ: tl.constexpr, AHEAD: tl.constexpr, number: tl.tensor) -> None:
     """Message ``number`` is unpacked. The hooks of two may come swapped."""
     count, ahead = peek(state + READ), peek(state + AHEAD)
+    # every thread has read what one of them is about to overwrite
+    tl.debug_barrier()
     if number == count:
         poke(state + READ, count + 1 + ahead)
         poke(state + AHEAD, 0)
