@@ -113,9 +113,16 @@ class _Analysis:
             if hidden or (one.convergent and not _NO_OPERATION.search(one.callee)):
                 waiting = self._all if _BARRIER.search(one.callee or one.assembly) or hidden else self._lanes
                 parting = [place for place in self._under[one.block] if self._condition(place) & waiting]
+                parting = [place for place in parting if not self._packed(one, place)]
                 if parting:
                     found.append(self._fault(one, parting))
         return found
+
+    def _packed(self, one: Instruction, place: int) -> bool:
+        """The branch and the exchange are one atomic of Triton's on ROCm, which moves the lanes that take part to the
+        front of the warp, and has these sum up what they add to the same word."""
+        branch = self._function.blocks[place][-1]
+        return ".amdgcn." in one.callee and one.place != "" and one.place == branch.place
 
     def _fault(self, one: Instruction, parting: list[int]) -> str:
         """The nearest branch before the operation is named, else the first after it."""
@@ -194,9 +201,13 @@ class _Analysis:
         if one.name in self._varies:
             return
         causes = [name for name in one.operands if self._varies.get(name, 0)]
-        if one.opcode == "phi":
-            branches = [self._function.blocks[place][-1].operands[0] for place in self._meet[one.block]]
-            causes += [name for name in branches if self._varies.get(name, 0)]
+        places = set(self._meet[one.block]) if one.opcode == "phi" else set()
+        for name in one.operands:
+            if name in self._defined:
+                for left in self._around[self._defined[name].block] - self._around[one.block]:
+                    places |= self._loops[left] & self._parting
+        branches = [self._function.blocks[place][-1].operands[0] for place in sorted(places)]
+        causes += [name for name in branches if self._varies.get(name, 0)]
         if causes and causes[0] != one.name:
             self._from[one.name] = causes[0]
 
@@ -223,13 +234,18 @@ class _Analysis:
         return self._indexed(one, bits)
 
     def _joined(self, one: Instruction) -> int:
-        """Of a phi, what it has from the branches behind which threads meet in its block."""
-        if len({self._form(name) for name in _incoming(one)}) == 1:
-            return 0
+        """Of a phi, what it has from the branches behind which threads meet in its block: where the ways from there
+        bring different values."""
         bits = 0
         for place in self._meet[one.block]:
-            bits |= self._condition(place)
+            ways = (name for name, way in _ways(one) if self._leads(place, self._function.labels.get(way, 0)))
+            if len({self._form(name) for name in ways}) > 1:
+                bits |= self._condition(place)
         return bits
+
+    def _leads(self, place: int, block: int) -> bool:
+        """Threads that part at ``place`` may come through ``block`` before all of them meet."""
+        return block == place or place in self._under[block]
 
     def _form(self, name: str) -> str:
         """How a value comes about, as far as it is the same wherever that is asked for: the compiler does that twice,
@@ -308,9 +324,30 @@ class _Analysis:
     def _taken(self, name: str) -> tuple[int, str]:
         """How far away a value comes from, over several exchanges, and which one it is there."""
         away = 0
-        while (one := self._defined.get(name)) and (change := self._exchanged(one)):
-            away, name = away ^ change, _arguments(one)[1]
+        while one := self._defined.get(name):
+            if change := self._exchanged(one):
+                name = _arguments(one)[1]
+            elif swapped := self._swapped(one):
+                change, name = swapped
+            else:
+                break
+            away ^= change
         return away, name
+
+    def _swapped(self, one: Instruction) -> tuple[int, str] | None:
+        """``permlane*.swap`` of a value with itself gives a lane both its own and that of its pair: the one of the two
+        that is not its own is chosen. How the numbers of the pair differ, and the value."""
+        chosen = re.search(r"select i1 (%\S+), i32 (%\S+), i32 (%\S+)", one.text)
+        if not chosen:
+            return None
+        compared, other, first = (self._defined.get(name) for name in chosen.groups())
+        swap = first and self._defined.get(first.operands[0])
+        width = swap and re.search(r"permlane(\d+)\.swap\(i32 (%\S+), i32 (%\S+),", swap.text)
+        if not (width and compared and other and width[2] == width[3]):
+            return None
+        own = compared.text.endswith(f"icmp eq i32 {chosen[3]}, {width[2]}")
+        halves = first.text.endswith(", 0") and other.text.endswith(", 1") and other.operands == first.operands
+        return (int(width[1]), width[2]) if own and halves else None
 
     def _whole(self, name: str) -> set[str]:
         """The values of which ``name`` is another form, or a half, or halves."""
@@ -322,7 +359,7 @@ class _Analysis:
     def _find_index(self, one: Instruction) -> None:
         if one.opcode == "phi":
             # also where the index was asked for on both ways
-            if all(self._index.get(name) == 0 and self._defined[name].callee for name in _incoming(one)):
+            if all(self._index.get(name) == 0 and self._defined[name].callee for name, _ in _ways(one)):
                 self._index[one.name] = 0
         elif _INDEX.search(one.callee):
             self._index[one.name] = 0
@@ -354,9 +391,9 @@ def _arguments(call: Instruction) -> list[str]:
     return [part.split()[-1] for part in call.text.partition("(")[2].rpartition(")")[0].split(",")]
 
 
-def _incoming(phi: Instruction) -> list[str]:
-    """Values, names or constants, by the ways that lead to a block."""
-    return re.findall(r"\[ ([^,]+),", phi.text)
+def _ways(phi: Instruction) -> list[tuple[str, str]]:
+    """Values, names or constants, and the blocks that they come from."""
+    return re.findall(r"\[ ([^,]+), %([^ \]]+) \]", phi.text)
 
 
 def _constant(one: Instruction) -> int:

@@ -56,6 +56,7 @@ class Function:
         lanes: of a warp.
         blocks: the last instruction of each ends it.
         ahead: numbers of the blocks that follow each.
+        labels: numbers of the blocks by name; the first one's may be missing.
         metadata: nodes of the debug information, by their numbers.
     """
 
@@ -64,6 +65,7 @@ class Function:
     lanes: int
     blocks: list[list[Instruction]]
     ahead: list[list[int]]
+    labels: dict[str, int]
     metadata: dict[str, str]
 
     def source(self, instruction: Instruction) -> str:
@@ -137,6 +139,7 @@ def read(text: str) -> Function:
         64 if "amdgpu_kernel" in lines[start] else 32,
         blocks,
         [list(dict.fromkeys(labels[one[1:]] for one in following)) for following in targets],
+        labels,
         dict(re.findall(r"^!(\d+) = (?:distinct )?!(DI\w+\(.*\))$", text, re.MULTILINE)),
     )
 
