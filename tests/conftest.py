@@ -58,7 +58,7 @@ def _has_cuda() -> bool:
 
 
 #: Markers of tests that have a target of their own in the Makefile, and are left out of ``make test``.
-ELSEWHERE = ("combinations", "interpreter", "long", "mutants", "triton")
+ELSEWHERE = ("combinations", "interpreter", "long", "model", "mutants", "triton")
 #: Markers whose targets run slow tests as well: what a machine lacks, they skip.
 _THEIR_OWN = ("engine", "gpu", "rdma")
 

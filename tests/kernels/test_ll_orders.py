@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,16 +17,11 @@ from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import HOSTILE, FakeGroup
 from tests.support.ll_cases import (
     Case,
-    check_combined,
-    check_received,
-    expert_output,
-    received_values,
-    weights_at_dispatch,
 )
+from tests.support.ll_player import Player, program_of
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
-from uccl_ep_serving.oracle import low_latency_dispatch
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 CASE = Case(tokens=4, counts=(4, 2, 0), experts=6, topk=3)
@@ -42,74 +36,11 @@ def group_of(kind: str, ranks: int, seed: int = 0) -> Iterator[DirectGroup]:
         yield group
 
 
-class Player:
-    """One rank that plays a program of operations, each checked when it is received.
-
-    A program is a list of words: ``D`` dispatch, ``C<i>`` combine dispatch i, ``d<i>`` / ``c<i>`` call the hook of
-    dispatch i / combine i. Dispatches have the sizes of ``case`` and ``others`` in turn.
-    """
-
-    def __init__(self, case: Case, runtime: Any, routings: dict[int, str] | None = None, *others: Case) -> None:
-        self.cases, self.rank, self.routings = (case, *others), runtime.rank, routings or {}
-        self.low_latency = LowLatency(runtime)
-        self.dispatches: list[dict[str, Any]] = []
-        self.combines: list[dict[str, Any]] = []
-
-    def play(self, program: str) -> None:
-        for word in program.split():
-            if word == "D":
-                self.dispatch()
-            else:
-                {"C": self.combine, "d": self.dispatch_hook, "c": self.combine_hook}[word[0]](int(word[1:]))
-
-    def dispatch(self) -> None:
-        number = len(self.dispatches)
-        case = self.cases[number % len(self.cases)]
-        case = replace(case, seed=number, routing=self.routings.get(number, case.routing))
-        inputs = case.inputs()
-        mine = inputs[self.rank]
-        rows, count, handle, _, hook = self.low_latency.dispatch(
-            mine.x,
-            mine.topk_idx,
-            case.tokens,
-            case.experts,
-            topk_weights=weights_at_dispatch(case, mine),
-            return_recv_hook=True,
-            **case.options,
-        )
-        self.dispatches.append(
-            {"case": case, "inputs": inputs, "rows": rows, "count": count, "handle": handle, "hook": hook}
-        )
-
-    def dispatch_hook(self, index: int) -> None:
-        one = self.dispatches[index]
-        one["hook"]()
-        case = one["case"]
-        want = low_latency_dispatch(one["inputs"], self.rank, case.tokens, case.experts)
-        check_received(case, one["rows"], one["count"], one["handle"], want)
-
-    def combine(self, index: int) -> None:
-        one = self.dispatches[index]
-        mine = one["inputs"][self.rank]
-        y = expert_output(received_values(one["case"], one["rows"], one["count"]), self.rank)
-        out, _, hook = self.low_latency.combine(
-            y, mine.topk_idx, mine.topk_weights, one["handle"], return_recv_hook=True
-        )
-        # the caller may do with its tensor what it likes now
-        y.fill_(float("nan"))
-        self.combines.append({"of": one, "out": out, "hook": hook})
-
-    def combine_hook(self, index: int) -> None:
-        one = self.combines[index]
-        one["hook"]()
-        check_combined(one["of"]["case"], one["of"]["inputs"], self.rank, one["out"])
-
-
 def play(kind: str, programs: list[str], case: Case = CASE, seed: int = 0) -> None:
     """Run one program per rank (cycled)."""
     case = replace(case, ranks=len(programs), experts=3 * len(programs))
     with group_of(kind, case.ranks, seed) as group:
-        group.run(lambda runtime: Player(case, runtime).play(programs[runtime.rank]))
+        group.run(lambda runtime: Player(LowLatency(runtime), runtime.rank, case).play(programs[runtime.rank]))
 
 
 @pytest.mark.parametrize("kind", ["direct", "fake"])
@@ -146,41 +77,6 @@ def test_ranks_call_hooks_in_their_own_order(kind: str) -> None:
     )
 
 
-def program_of(rank_seed: int, collectives: list[int]) -> str:
-    """A legal program: the same collectives for every rank, hooks wherever ``rank_seed`` puts them."""
-    choose = random.Random(rank_seed)
-    words: list[str] = []
-    pending: dict[str, list[int]] = {"d": [], "c": []}
-    counts = {"d": 0, "c": 0}
-
-    def call(kind: str, index: int) -> None:
-        pending[kind].remove(index)
-        words.append(f"{kind}{index}")
-
-    for number in collectives:
-        for kind in ("d", "c"):
-            for index in list(pending[kind]):
-                if choose.random() < 0.4:
-                    call(kind, index)
-        if number == 0 or counts["d"] == 0:
-            kind, word = "d", "D"
-        else:
-            of = counts["d"] - 1 - (number - 1) % min(2, counts["d"])
-            if of in pending["d"]:
-                call("d", of)
-            kind, word = "c", f"C{of}"
-        # the one before last of its kind must have been received, and everything before it
-        for index in [index for index in pending[kind] if index <= counts[kind] - 2]:
-            call(kind, index)
-        words.append(word)
-        pending[kind].append(counts[kind])
-        counts[kind] += 1
-    for kind in ("d", "c"):
-        for index in list(pending[kind]):
-            call(kind, index)
-    return " ".join(words)
-
-
 @pytest.mark.parametrize("kind", ["direct", "fake"])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
@@ -208,7 +104,7 @@ def test_space_is_free_only_when_nothing_can_be_repeated_into_it(seed: int) -> N
     ) as group:
 
         def body(runtime: Any) -> None:
-            player = Player(case, runtime, {0: "last", 1: "far"})
+            player = Player(LowLatency(runtime), runtime.rank, case, routings={0: "last", 1: "far"})
             player.play("D d0 D d1 C0 c0")
             if runtime.rank == 2:
                 time.sleep(0.1)
@@ -221,7 +117,7 @@ def test_third_in_flight_is_refused_before_anything_moves() -> None:
     case = replace(CASE, ranks=2, experts=6)
 
     def body(runtime: Any) -> None:
-        player = Player(case, runtime)
+        player = Player(LowLatency(runtime), runtime.rank, case)
         player.play("D D")
         with pytest.raises(ConfigError, match="at most two"):
             player.dispatch()
@@ -240,7 +136,7 @@ def test_calling_a_hook_again_does_nothing() -> None:
     case = replace(CASE, ranks=2, experts=6)
 
     def body(runtime: Any) -> None:
-        player = Player(case, runtime)
+        player = Player(LowLatency(runtime), runtime.rank, case)
         player.play("D d0 D d1 D d0 d2 C2 c0 C1 c0 c1")
         assert [record[0] for record in runtime.records] == ["ll_dispatch"] * 3 + ["ll_combine"] * 2
 
@@ -252,7 +148,7 @@ def test_returned_rows_live_as_long_as_they_are_held() -> None:
     case = replace(CASE, ranks=2, experts=6)
 
     def body(runtime: Any) -> None:
-        player = Player(case, runtime)
+        player = Player(LowLatency(runtime), runtime.rank, case)
         addresses = set()
         for number in range(8):
             player.play(f"D d{number}")

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_ll_orders import Player, group_of, program_of
+from tests.kernels.test_ll_orders import group_of
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import FakeGroup
 from tests.support.ll_cases import Case, arguments, check_combined, run_rank
+from tests.support.ll_player import Player, program_of
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
@@ -48,7 +49,7 @@ def play_shapes(kind: str, programs: list[str], shapes: list[Case], seed: int = 
     cases = [replace(one, ranks=len(programs)) for one in shapes]
 
     def body(runtime: Any) -> None:
-        player = Player(cases[0], runtime, None, *cases[1:])
+        player = Player(LowLatency(runtime), runtime.rank, *cases)
         for case in cases:
             reserve(player.low_latency, case)
         epoch = runtime.epoch

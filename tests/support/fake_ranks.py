@@ -70,6 +70,10 @@ class FakeGroup(DirectGroup):
         self.spaces = [self._connect(rank, segments, layout) for rank in range(self.ranks)]
         for segment in segments:
             segment.close_descriptor()
+        self.start()
+
+    def start(self) -> None:
+        """Start all proxies."""
         for service in self.services:
             service.start()
 
