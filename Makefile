@@ -17,7 +17,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
-.PHONY: test-triton test-driver test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak chaos fuzz mutants docs release env env-sglang env-vllm clean
+.PHONY: test-triton test-model test-driver test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak chaos fuzz mutants docs release env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -25,6 +25,7 @@ help:
 	@echo "make test-rules               each rule of the stream taken out of kernels and NICs: its test must fail"
 	@echo "make test-combinations        the combinations of which make test takes a diagonal"
 	@echo "make test-interpreter         the GPU's kernels in Triton's interpreter: every path, form and failure"
+	@echo "make test-model               compiled kernels on the model machine: every shape, many seeds, faults in their PTX"
 	@echo "make test-long                runs of hundreds of steps, wheels, the training example"
 	@echo "make test-rdma                RDMA transports on soft-RoCE devices in a small virtual machine"
 	@echo "make test-driver              the host side of a GPU on a stub of the driver, with other Tritons and cuda-bindings"
@@ -90,6 +91,9 @@ test-combinations: env
 
 test-interpreter: env
 	@$(BIN)/pytest -m interpreter $(PARALLEL) worksteal $(ARGS)
+
+test-model: env
+	@$(BIN)/pytest -m model $(PARALLEL) worksteal $(ARGS)
 
 test-long: env
 	@$(BIN)/pytest -m long $(ARGS)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from tests.kernels import compiled_traps
 from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, PUBLISHING, WAITING
 from tests.kernels.divergence import divergences
-from tests.ptx.translate import unknown
+from tests.ptx.translation.translate import unknown
 from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.kernel import PREFIX

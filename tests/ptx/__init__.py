@@ -1,1 +1,5 @@
-"""The PTX of our kernels on a CPU: PTX -> LLVM -> host code, which a machine of the tests runs thread by thread."""
+"""Compiled kernels without a GPU: PTX as host code, on a machine that a seed schedules, with memory as weak as PTX's.
+
+``translation`` makes host code of PTX, ``machine`` runs its threads, ``memory`` says what a load returns, ``litmus``
+holds that to the published model, ``product`` puts the ranks of the product on it.
+"""

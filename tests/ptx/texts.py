@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tests.ptx.host_code import Kernel
+from tests.ptx.translation.host_code import Kernel
 
 
 def text(body: str, threads: int = 32, parameters: int = 2) -> str:

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from tests.ptx.host_code import Kernel
 from tests.ptx.litmus.litmus import Litmus
-from tests.ptx.machine import Machine
-from tests.ptx.weak import Weak
+from tests.ptx.machine.machine import Machine
+from tests.ptx.memory.weak import Weak
+from tests.ptx.translation.host_code import Kernel
 
 #: copies of a test that run in one launch, each on its own locations
 COPIES = 16

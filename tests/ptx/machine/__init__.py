@@ -1,0 +1,1 @@
+"""The machine: whose turn it is, threads, warps, blocks, barriers, and what goes wrong with them."""

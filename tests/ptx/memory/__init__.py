@@ -1,0 +1,1 @@
+"""What a load may return: sequentially consistent memory, and memory as weak as PTX allows."""

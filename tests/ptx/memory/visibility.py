@@ -1,0 +1,185 @@
+"""What the host and NICs see of a GPU's stores, and GPUs of the host's.
+
+A GPU's store reaches host memory late, in any order save three: each eight bytes in their coherence order; a store
+that ends a release pattern at system scope after everything that the release knows of; and nothing is late when the
+kernel has ended, or behind a ``fence.sc.sys``. The host reads real memory, so what is late is not there yet.
+
+The host's stores are found by comparing real memory with what the model knows of it, after each step of a host thread
+or proxy. Each is a release at system scope of all that the host knows of, as x86 has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.ptx.memory import clocks
+from tests.ptx.memory.clocks import Release, View, heard
+from tests.ptx.memory.histories import ALL_BYTES, Cell, HostMessage, Message
+from tests.ptx.memory.operation import HOST_STORE, Scope
+from tests.ptx.memory.regions import Region
+
+if TYPE_CHECKING:
+    from tests.ptx.memory.weak import Weak
+
+#: cells shown in a step in which a kernel that has exited settles
+SETTLED = 64
+
+
+class HostSide:
+    """The host as an agent, and the stores that are on their way to it."""
+
+    def __init__(self, memory: Weak) -> None:
+        self.memory = memory
+        self.agent = clocks.host_agent()
+        #: by the rank that stored: cells whose last writes the host does not see
+        self._late: dict[int, dict[Cell, None]] = {}
+
+    def view(self) -> View:
+        """All that the host knows of, its own stores included."""
+        return View({**self.agent.clock, self.agent.key: self.agent.timer.time}, self.agent.seen)
+
+    def hear(self, view: View) -> None:
+        clocks.join(self.agent, view)
+
+    def forget(self, cell: Cell) -> None:
+        for late in self._late.values():
+            late.pop(cell, None)
+
+    # -- a GPU's stores
+
+    def late(self, rank: int) -> dict[Cell, None] | None:
+        """Where the cells of ``rank``'s late stores go; None where no store is late."""
+        return self._late.setdefault(rank, {}) if self.memory.lag else None
+
+    def stored(self, cell: Cell, message: Message) -> None:
+        """A GPU's store is the last of ``cell``."""
+        if cell.region.private:
+            return
+        late = self.late(message.agent.rank)
+        if late is not None:
+            late[cell] = None
+        else:
+            self._show(cell, message.order)
+
+    def show_some(self) -> None:
+        """One cell, drawn at random, becomes what it was at some time since the host saw it last, or is now."""
+        late = [cell for cells in self._late.values() for cell in cells]
+        if late:
+            cell = self.memory.random.choice(late)
+            orders = [one.order for one in cell.history if one.order > cell.shown]
+            self._show(cell, self.memory.random.choice(orders))
+
+    def settle(self, rank: int) -> bool:
+        """Shows some of what ``rank`` has stored. True where nothing was left to show."""
+        late = self._late.get(rank)
+        if not late:
+            return True
+        cells = list(late)
+        for cell in self.memory.random.sample(cells, min(SETTLED, len(cells))):
+            self._show(cell, cell.history[-1].order)
+        return False
+
+    def show(self, view: View) -> None:
+        """Everything that ``view`` knows of."""
+        for late in list(self._late.values()):
+            for cell in list(late):
+                for message in reversed(cell.history):
+                    if message.order <= cell.shown:
+                        break
+                    if self._knows(view, cell, message):
+                        self._show(cell, message.order)
+                        break
+
+    @staticmethod
+    def _knows(view: View, cell: Cell, message: Message) -> bool:
+        if heard(view.clock, message.agent, message.time):
+            return True
+        return any(mask & message.mask and view.seen.get((cell, mask), -1.0) >= message.order for mask in cell.observed)
+
+    def _show(self, cell: Cell, order: float) -> None:
+        """Shows the host what ``cell`` became up to a place in its order; what releases cover comes first."""
+        messages = []
+        for one in reversed(cell.history):
+            if one.order <= cell.shown:
+                break
+            if one.order <= order:
+                messages.insert(0, one)
+        if not messages:
+            return
+        cell.shown = order
+        if order == cell.history[-1].order:
+            self.forget(cell)
+        for message in messages:
+            if message.operation.strong:
+                for release in self._releases(message):
+                    self.show(release.view)
+                    self.hear(release.view)
+        for message in messages:
+            cell.region.write(cell.index, message.value, message.mask)
+
+    @staticmethod
+    def _releases(message: Message) -> list[Release]:
+        """Those that the host is told of: an acquire of the host is of system scope."""
+        if message.operation.scope != Scope.SYS:
+            return []
+        return [one for one in message.own + message.chain if one.scope == Scope.SYS]
+
+    # -- the host's stores
+
+    def look(self, everywhere: bool = False) -> None:
+        """Takes in what the host has written, in watched regions or ``everywhere``."""
+        release: Release | None = None
+        for within in self.memory.regions:
+            if within.watched or (everywhere and not within.private):
+                for index in within.changed():
+                    if release is None:
+                        self.agent.timer.time += 1
+                        release = Release(self.agent, Scope.SYS, self.view())
+                    self._wrote(within, index, release)
+
+    def _wrote(self, within: Region, index: int, release: Release) -> None:
+        memory = self.memory
+        real = within.words[index]
+        changed = real ^ within.shadow[index]
+        cell = memory.cells.get((within.address >> 3) + index)
+        if cell is None:
+            cell = memory.cells[(within.address >> 3) + index] = Cell(within, index)
+        changed = self._bytes(changed)
+        mask = self._whole_words(cell, changed)
+        within.words[index] = within.shadow[index]
+        self._show(cell, cell.history[-1].order)
+        last = cell.history[-1]
+        if memory._racing:
+            self._check(cell, mask, changed, last)
+        order = last.order + 1.0
+        message = HostMessage(real & mask, mask, changed, self.agent, order, memory.step, release)
+        cell.append(message)
+        cell.shown = message.order
+        within.write(index, message.value, mask)
+
+    def _check(self, cell: Cell, mask: int, changed: int, last: Message) -> None:
+        agent, memory = self.agent, self.memory
+        if (
+            last.mask & changed
+            and not memory._is_floor(agent, cell, last)
+            and not memory._morally_strong(agent, HOST_STORE, mask, last)
+        ):
+            memory.races.with_write(cell, last, changed, agent, HOST_STORE, memory.step)
+        memory._overwrite(agent, cell, mask, HOST_STORE, changed)
+
+    @staticmethod
+    def _bytes(changed: int) -> int:
+        """All bits of the bytes that have some of ``changed``."""
+        return sum(255 << shift for shift in range(0, 64, 8) if changed >> shift & 255)
+
+    @staticmethod
+    def _whole_words(cell: Cell, changed: int) -> int:
+        """What the host is taken to have written: eight bytes, or as few as kernels access here at a time."""
+        masks = [one.mask for one in cell.history] + [reading.mask for reading, _ in cell.readers.values()]
+        width = min((one.bit_count() for one in masks if one), default=64)
+        mask = 0
+        for shift in range(0, 64, width):
+            word = ((1 << width) - 1) << shift
+            if changed & word:
+                mask |= word
+        return mask & ALL_BYTES

@@ -1,0 +1,170 @@
+"""The product's own ranks on the model machine: hosts and proxies are actors, kernels are what Triton compiled.
+
+Everything above a launch is production code: Buffers' sessions, windows, rings, proxies on the fake transport. What is
+replaced stands here: a launch goes to the machine, a rank is a host thread of it, a proxy is stepped by it, ranks meet
+at its barriers, and memory is told to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ptx.machine.machine import Machine
+from tests.ptx.product.compiled import Compiled
+from tests.ptx.product.device import Allocations, ModelMemory
+from tests.support.direct_ranks import DirectRuntime
+from tests.support.fake_ranks import FakeGroup
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane.gpu_direct import GpuReach
+from uccl_ep_serving.data_plane.segments import Segment
+from uccl_ep_serving.gpu.context import GpuContext
+from uccl_ep_serving.kernels import select
+from uccl_ep_serving.kernels.triton import launch, low_latency, normal
+from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
+from uccl_ep_serving.protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
+from uccl_ep_serving.proxy.transport.fake import Adversary
+
+#: Seconds of the machine's clock that a kernel waits for a peer.
+TIMEOUT = 20.0
+#: Normal mode has a place in every window; small, because the machine keeps a shadow of all memory.
+_OF_WINDOWS = ("window of", "host memory of")
+_SMALL = {"heap": 1 << 16, "rounds": 1 << 16, "chunk": 4096}
+
+
+class ModelRuntime(DirectRuntime):
+    """Beside what it has for CPU kernels, what :class:`GpuContext` wants of a Runtime."""
+
+    gpu_reach = GpuReach()
+    nic_peers: frozenset[int] = frozenset()
+
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[Callable[[Callable[[], object]], None]]:
+        """Every rank makes its own; none can fail."""
+        yield lambda make: (make(), None)[1]
+
+    def before_draining(self, finish: Callable[[], None]) -> None:
+        """Nothing is left in flight when a test ends."""
+
+    def before_unmapping(self, release: Callable[[], object]) -> None:
+        """Windows stay until the group goes."""
+
+
+class _Barrier:
+    """Where ranks meet, in place of threading.Barrier."""
+
+    def __init__(self, machine: Machine, ranks: int) -> None:
+        self._machine, self._ranks = machine, ranks
+        self._come = itertools.count()
+
+    def wait(self, timeout: float = 0.0) -> int:
+        """The number of ranks that were here before."""
+        place = next(self._come) % self._ranks
+        self._machine.barrier("ranks", self._ranks)
+        return place
+
+
+class ModelGroup(FakeGroup):
+    """Ranks whose kernels run on ``machine``.
+
+    Args:
+        machine: that runs them. Its memory learns of windows, of what the host maps, and of each rank's tensors.
+        compiled: where its kernels come from.
+        mapped: which peers map each other's window; the others are reached through proxies, over the fake transport.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        compiled: Compiled,
+        ranks: int,
+        *,
+        seed: int = 0,
+        adversary: Adversary | None = None,
+        settings: Settings | None = None,
+        mapped: Callable[[int, int], bool] = lambda rank, peer: False,
+    ) -> None:
+        self.machine, self.compiled = machine, compiled
+        self._here = threading.local()
+        self._kept: list[GpuContext] = []
+        settings = settings or Settings(timeout=TIMEOUT, window="host")
+        plan = NormalPlan(ranks, 16, **_SMALL)
+        super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
+        self.barrier = _Barrier(machine, ranks)  # type: ignore[assignment]
+        for rank, proxy in itertools.product(range(ranks), range(self.settings.proxies)):
+            machine.actor(f"proxy {proxy} of rank {rank}", lambda rank=rank, proxy=proxy: self._step(rank, proxy))
+
+    def start(self) -> None:
+        """The machine steps the proxies."""
+
+    def _step(self, rank: int, proxy: int) -> bool:
+        return bool(self.services) and self.services[rank].step(proxy) > 0
+
+    def join(self, rank: int, segments: list[Segment], layout: WindowLayout, endpoints: Any) -> Any:
+        if rank == 0:
+            for owner, segment in enumerate(segments):
+                self.machine.memory.register(f"window of rank {owner}", segment.address, layout.nbytes)
+        return super().join(rank, segments, layout, endpoints)
+
+    def build(self, room: LowLatencyRoom | None) -> None:
+        # what belonged to the windows before goes with them
+        for region in [one for one in self.machine.memory.regions if one.name.startswith(_OF_WINDOWS)]:
+            self.machine.memory.unregister(region.start)
+        super().build(room)
+
+    def gpu(self, runtime: DirectRuntime) -> GpuContext:
+        """What the modes of a rank share on its device."""
+        found = GpuContext(runtime, torch.device("cpu"))  # type: ignore[arg-type]
+        found.memory = ModelMemory(self.machine.memory, runtime.rank)
+        # what it maps stays mapped until the last rank has ended
+        self._kept.append(found)
+        return found
+
+    def low_latency(self, runtime: DirectRuntime) -> LowLatencyGpu:
+        """Low-latency mode of a rank."""
+        return LowLatencyGpu(runtime, self.gpu(runtime))  # type: ignore[arg-type]
+
+    def launch(self, one: launch.Launch) -> None:
+        """In place of ``Launch.run``: what Triton's launcher would hand to the driver runs on the machine."""
+        ready = self.compiled.ready(one)
+        self.machine.launch(self._here.rank, ready.kernel, one.grid, ready.arguments, ready.shared)
+
+    def run(self, body: Callable[[Any], Any], seconds: float = 100.0, limit_steps: int = 5_000_000) -> list[Any]:
+        """Run ``body`` as one host thread per rank; returns results by rank, raises the first failure.
+
+        Args:
+            limit_steps: of the machine.
+        """
+
+        def of(rank: int) -> Callable[[], Any]:
+            def here() -> Any:
+                self._here.rank = rank
+                with Allocations(self.machine.memory, f"rank {rank}"):
+                    return body(ModelRuntime(self, rank, self.settings))
+
+            return here
+
+        threads = [self.machine.host(rank, of(rank)) for rank in range(self.ranks)]
+        with _launching(self):
+            self.machine.run(limit_steps)
+        return [thread.result for thread in threads]
+
+
+@contextlib.contextmanager
+def _launching(group: ModelGroup) -> Iterator[None]:
+    """Inside, launches of CPU tensors go to the machine of ``group``, compiled for CUDA."""
+    target = launch.Target(1, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch, low_latency, normal):
+            patch.setattr(module, "present_target", lambda: target)
+        patch.setattr(launch.Launch, "run", group.launch)
+        patch.setattr(launch.Launch, "run", lambda self: group.launch(self))
+        patch.setattr(launch.Launch, "compile", lambda self: group.compiled.ready(self))
+        patch.setattr(select, "_check_interpreter", lambda present, wanted: None)
+        yield

@@ -1,0 +1,99 @@
+"""Low-latency kernels as Triton compiles them for a GPU, on the model machine: every shape equal to the oracle."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+trials = pytest.importorskip("tests.ptx.product.trials", reason="needs Triton")
+
+from tests.ptx.product.compiled import Compiled  # noqa: E402
+from tests.support.ll_cases import Case  # noqa: E402
+from tests.support.ll_player import program_of  # noqa: E402
+
+_SMALL: dict[str, Any] = {"tokens": 4, "experts": 4, "topk": 2, "counts": (4, 3)}
+SHAPES: dict[str, Case] = {
+    "bf16": Case(**_SMALL),
+    "fp8, per expert": Case(**_SMALL, reduced=False, fp8=True),
+    "ue8m0, an empty rank": Case(**{**_SMALL, "counts": (0, 4)}, fp8=True, hidden=512, round_scale=True, ue8m0=True),
+}
+MORE: dict[str, Case] = {
+    "blocks of rows": Case(**{**_SMALL, "hidden": 1280}),
+    "holes": Case(topk=3, reduced=False, routing="holes", tokens=5, counts=(5, 2)),
+    "fp16": Case(**_SMALL, dtype=torch.float16),
+    "fp32, per expert": Case(**_SMALL, dtype=torch.float32, reduced=False),
+    "fp8 of fp32": Case(**_SMALL, fp8=True, dtype=torch.float32, hidden=384),
+    "fp8, rounded scales": Case(**_SMALL, fp8=True, round_scale=True),
+    "no expert": Case(**_SMALL, routing="none"),
+    "one expert": Case(**_SMALL, routing="one", reduced=False),
+    "an expert twice": Case(**_SMALL, routing="twice"),
+    "an expert twice, per expert": Case(**_SMALL, routing="twice", reduced=False),
+    "far experts": Case(**_SMALL, routing="far", hidden=136),
+    "one token": Case(tokens=1, counts=(1,), experts=4, topk=2),
+    "no tokens": Case(tokens=4, counts=(0,), experts=4, topk=2),
+    "three ranks": Case(ranks=3, tokens=3, counts=(3, 0, 2), experts=6, topk=3),
+}
+EVERY = SHAPES | MORE
+#: Seeds of each shape and path in the long run.
+SEEDS = {"sequential": 30, "weak": 10}
+
+
+@functools.cache
+def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
+    """The kernels for all tests of this process."""
+    return Compiled(memory == "weak", gpu)
+
+
+@pytest.mark.parametrize("path", trials.PATHS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_quick_shape(shape: str, path: str) -> None:
+    """Two seeds of a sequentially consistent machine, one of a weak one."""
+    for memory, seed in (("sequential", 0), ("sequential", 1), ("weak", 2)):
+        trials.layers(compiled(memory), memory, path, SHAPES[shape], seed)
+
+
+def test_a_seed_replays_exactly() -> None:
+    for memory in trials.MEMORIES:
+        once, again = (trials.layers(compiled(memory), memory, "proxied", SHAPES["bf16"], 5, 1) for _ in range(2))
+        assert once == again
+        assert trials.layers(compiled(memory), memory, "proxied", SHAPES["bf16"], 6, 1) != once
+
+
+@pytest.mark.parametrize("memory", trials.MEMORIES)
+def test_two_in_flight_and_hooks_in_another_order(memory: str) -> None:
+    cases = [replace(SHAPES["bf16"], seed=3), replace(SHAPES["fp8, per expert"], seed=4)]
+    programs = ["D D d0 d1 C0 C1 c0 c1", "D D d1 d0 C0 C1 c1 c0"]
+    trials.play(compiled(memory), memory, "proxied", cases, programs, 11)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(("memory", "path", "shape"), itertools.product(trials.MEMORIES, trials.PATHS, EVERY))
+def test_many_seeds(memory: str, path: str, shape: str, gpu: str) -> None:
+    for seed in range(SEEDS[memory] if gpu == "sm_90" else 1):
+        trials.layers(compiled(memory, gpu), memory, path, EVERY[shape], seed)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("memory", "path"), itertools.product(trials.MEMORIES, trials.PATHS))
+def test_random_steps(memory: str, path: str, seed: int) -> None:
+    """Ten operations of random shapes in a random order of calls and hooks, another one on every rank."""
+    choose = random.Random(f"steps {seed}")
+    ranks = choose.choice((2, 2, 3))
+    names = choose.sample(sorted(EVERY), 3)
+    cases = [replace(EVERY[name], ranks=ranks, experts=2 * ranks, seed=seed) for name in names]
+    collectives = [choose.randrange(3) for _ in range(10)]
+    programs = [program_of(choose.randrange(1 << 20), collectives) for _ in range(ranks)]
+    trials.play(compiled(memory), memory, path, cases, programs, seed)

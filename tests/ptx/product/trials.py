@@ -1,0 +1,95 @@
+"""Low latency on the model machine, held to the oracle: one seed chooses the schedule, the memory and its adversary."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.ptx.machine.machine import Machine
+from tests.ptx.memory.sequential import Sequential
+from tests.ptx.memory.weak import Weak
+from tests.ptx.product.compiled import Compiled
+from tests.ptx.product.ranks import ModelGroup, ModelRuntime
+from tests.support import ll_cases
+from tests.support.fake_ranks import HOSTILE
+from tests.support.ll_cases import Case
+from tests.support.ll_player import Player
+
+#: Kernels write mapped windows themselves, or a proxy does, over the fake transport at its worst.
+PATHS = ("mapped", "proxied")
+#: Sequentially consistent, or as weak as PTX allows.
+MEMORIES = ("sequential", "weak")
+#: Steps after which a run is taken for one that never ends; a few thousand are usual.
+LIMIT_STEPS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a run that was right.
+
+    Attributes:
+        digest: of all steps; the same seed gives the same.
+        steps: turns of warps, hosts and proxies.
+    """
+
+    digest: str
+    steps: int
+
+
+def machine_of(memory: str, seed: int) -> Machine:
+    """A machine whose habits follow from the seed: how long turns are, who goes together, how old a value may be."""
+    choose = random.Random(f"habits {seed}")
+    model = Weak(stale=choose.choice((0.2, 0.5, 0.9)), lag=choose.choice((0.0, 0.002, 0.02)))
+    return Machine(
+        seed,
+        model if memory == "weak" else Sequential(),
+        resident=choose.choice((1, 2, 8)),
+        shuffled=choose.random() < 0.5,
+        burst=choose.choice((0.05, 0.3, 0.8)),
+        parting=choose.choice((0.0, 0.05, 0.2)),
+        host_share=choose.choice((0.02, 0.1, 0.3)),
+        # the first turn of a host compiles
+        host_limit_s=600.0,
+    )
+
+
+def group_of(machine: Machine, compiled: Compiled, ranks: int, path: str) -> ModelGroup:
+    """``ranks`` ranks that reach each other by ``path``."""
+    mapped = path == "mapped"
+    return ModelGroup(machine, compiled, ranks, seed=machine.seed, adversary=HOSTILE, mapped=lambda rank, peer: mapped)
+
+
+def play(
+    compiled: Compiled, memory: str, path: str, cases: Sequence[Case], programs: Sequence[str], seed: int
+) -> Outcome:
+    """Each rank plays its program (:class:`Player`) of dispatches of ``cases`` in turn.
+
+    Raises whatever is wrong, with the seed and the step.
+    """
+    machine = machine_of(memory, seed)
+    with group_of(machine, compiled, len(programs), path) as group:
+
+        def body(runtime: ModelRuntime) -> None:
+            Player(group.low_latency(runtime), runtime.rank, *cases).play(programs[runtime.rank])
+
+        group.run(body, limit_steps=LIMIT_STEPS)
+    return Outcome(machine.digest(), machine.steps)
+
+
+def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, count: int = 2) -> Outcome:
+    """``count`` dispatches, each with its combine, on every rank: no hooks, one after another."""
+    machine = machine_of(memory, seed)
+    cases = [replace(case, seed=number) for number in range(count)]
+    with group_of(machine, compiled, case.ranks, path) as group:
+
+        def body(runtime: ModelRuntime) -> None:
+            low_latency: Any = group.low_latency(runtime)
+            for one in cases:
+                inputs = one.inputs()
+                combined = ll_cases.run_rank(one, low_latency, runtime.rank, inputs)
+                ll_cases.check_combined(one, inputs, runtime.rank, combined)
+
+        group.run(body, limit_steps=LIMIT_STEPS)
+    return Outcome(machine.digest(), machine.steps)
