@@ -83,7 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 #: What holds tests that run compiled code, many of them in processes that have deadlines.
-_COMPILED = ("chaos", "control_plane", "demo", "engines", "gpu", "kernels", "proxy", "rdma", "rules", "soak", "system")
+_COMPILED = (
+    "chaos", "check", "control_plane", "demo", "engines", "gpu", "kernels", "proxy", "rdma", "rules", "soak", "system",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,13 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.cli import warm_groups
+from tests.support.empty_cache import empty_cache
 from tests.support.source_tree import ROOT, run_python
 from uccl_ep_serving.cli.doctor import software
 from uccl_ep_serving.cli.main import app
 from uccl_ep_serving.cli.warm import progress
 from uccl_ep_serving.cli.warm.tasks import Kernels, Outcome, Task, all_groups
 from uccl_ep_serving.cli.warm.workers import results
-from uccl_ep_serving.native.cache import cache_directory, read_directories
 from uccl_ep_serving.native.groups import Group
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
@@ -32,15 +32,9 @@ KERNELS = Kernels(LowLatencyPlan(8, 128, 7168, 256, 8, 2), ("bf16",), 0)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, of this process and those that it starts."""
-    monkeypatch.setenv("UCCL_EP_CACHE_DIR", str(tmp_path))
-    cache_directory.cache_clear()
-    read_directories.cache_clear()
-    yield cache_directory()
-    monkeypatch.undo()
-    cache_directory.cache_clear()
-    read_directories.cache_clear()
+def cache(tmp_path: Path) -> Iterator[Path]:
+    with empty_cache(tmp_path) as place:
+        yield place
 
 
 def warmed(groups: Callable[[], list[Group]], **options: object) -> int:

@@ -11,14 +11,18 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.cli import warm_groups
+from tests.support.empty_cache import empty_cache
 from uccl_ep_serving.cli import demo
 from uccl_ep_serving.demo import words
 from uccl_ep_serving.demo.checkpoint import SPECIALS, TinyDeepSeek, write_checkpoint, write_trained
 from uccl_ep_serving.demo.client import Answer, compare
 from uccl_ep_serving.demo.report import reduced_rows, traffic_tables
-from uccl_ep_serving.demo.run import Run, check_equal, check_traffic
+from uccl_ep_serving.demo.run import Run, Transport, check_equal, check_traffic
 from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
+from uccl_ep_serving.kernels import select
+from uccl_ep_serving.proxy import service
 
 WORDS = Path(words.__file__).parent
 
@@ -160,6 +164,17 @@ def test_command_line(launch: SglangLaunch, present: str, absent: str) -> None:
 def run(tmp_path: Path) -> Run:
     """A run whose checks print nothing."""
     return Run(Console(quiet=True), tmp_path, 1.0)
+
+
+def test_servers_find_compiled_code_in_the_cache(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first request must not wait for a compiler. Small groups stand for the kernels and the proxies of TCP."""
+    kernels, proxies = warm_groups.small()
+    monkeypatch.setattr(select, "cpu_groups", lambda: [kernels])
+    monkeypatch.setattr(service, "proxy_groups", {"tcp": [proxies]}.__getitem__)
+    with empty_cache(tmp_path):
+        assert [group.cached for group in (kernels, proxies)] == [False, False]
+        run.compile(Transport.TCP)
+        assert [group.cached for group in (kernels, proxies)] == [True, True]
 
 
 def test_demo_fails_when_answers_differ_from_the_reference(run: Run) -> None:

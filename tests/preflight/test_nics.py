@@ -116,6 +116,9 @@ class TestWorking:
             assert (there.where, back.where) == ("rank 0 -> rank 1", "rank 1 -> rank 0")
             assert there.said.startswith(f"mem0r{rail} -> mem1r{rail}, roce: ")
             assert "of the NIC's 50" in there.said
+            # the sizes that docs/check.md promises
+            assert " us, 16 B " in there.said
+            assert " us, 1 MiB " in there.said
         assert [rail.name for rail in outcome.known[1].rails] == ["mem1r0", "mem1r1"]
         alone = lines(outcome, "NIC to itself")
         assert [one.where for one in alone] == [

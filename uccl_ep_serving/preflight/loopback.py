@@ -29,7 +29,7 @@ from .facts import Rail
 from .job import Finding, Place
 from .pyverbs_peer import PyverbsPeer
 from .ways import DEVICE
-from .wire import device_bytes
+from .wire import device_bytes, size_words
 
 __all__ = ["try_nic"]
 
@@ -229,7 +229,7 @@ def _between(one: Any, other: Any) -> str:
             taken.append(time.perf_counter() - begun)
             if receiver.take(nbytes) != content:
                 raise Wrong(f"a write of {nbytes} bytes", "the bytes that were sent", "others")
-        words.append(f"{_name(nbytes)} {float(np.median(taken)) * 1e6:.0f} us")
+        words.append(f"{size_words(nbytes)} {float(np.median(taken)) * 1e6:.0f} us")
     return ", ".join(words)
 
 
@@ -251,7 +251,3 @@ def _wait(sender: Any, receiver: Any, immediate: int, nbytes: int) -> None:
                 f"a write of {nbytes} bytes", f"it is {missing} within {_SECONDS:.0f} s", "nothing", cause,
                 "another GID (UCCL_EP_NIC_GID_INDEX), or this NIC out (UCCL_EP_NICS)",
             )  # fmt: skip
-
-
-def _name(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes} B"

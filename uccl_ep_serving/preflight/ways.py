@@ -23,7 +23,7 @@ from .facts import Facts, swapped_rails
 from .job import Finding
 from .meeting import Meeting
 from .turns import WIRE
-from .wire import LONGEST, WINDOW_BYTES, Measured, Wire, device_bytes, rounds
+from .wire import LARGE, LONGEST, WINDOW_BYTES, Measured, Wire, device_bytes, rounds, size_words
 
 __all__ = ["DEVICE", "JOB", "Way", "try_way", "ways_of"]
 
@@ -138,7 +138,8 @@ def _opened(
 def _told(way: Way, rank: int, peer: int, measured: Measured, kind: str, known: Sequence[Facts]) -> Finding:
     """What was measured between two ranks, beside what it could be."""
     where = f"rank {rank} -> rank {peer}"
-    said = f"{kind}: {measured.empty_us:.1f} us, 16 B {measured.little_us:.1f} us, 1 MiB {measured.gbytes:.2f} GB/s"
+    rate_words = f"{size_words(LONGEST)} {measured.gbytes:.2f} GB/s"
+    said = f"{kind}: {measured.empty_us:.1f} us, 16 B {measured.little_us:.1f} us, {rate_words}"
     note = ""
     if way.rail >= 0:
         ends = [_rail(way, facts) for facts in (known[rank], known[peer])]
@@ -170,12 +171,12 @@ def _failure(way: Way, rank: int, error: Exception, doing: str, known: Sequence[
         fault = replace(fault, where=f"rail {way.rail} ({' -> '.join(ends)}), {doing}")
         if swapped := swapped_rails(known):
             cause, step = swapped.split(". Next step: ")
-        elif doing == "messages of 1 MiB":
+        elif doing == LARGE:
             cause = "small messages pass and large ones do not: the MTU of the switch is smaller than the ports'"
             step = "set the MTU of the switch ports to that of the NICs, or the NICs' to the switch's"
         else:
             step = f"{step}; without this rail: UCCL_EP_NICS=^{ends[0]}"
-    elif doing == "messages of 1 MiB" and way.name != JOB:
+    elif doing == LARGE and way.name != JOB:
         cause, step = (
             "large packets are dropped: an MTU mismatch on the way",
             "the same MTU on all interfaces of the way",

@@ -16,10 +16,18 @@ from ..data_plane.kernel_space import KernelSpace
 from ..errors import TransportError
 from .turns import PLACES, STATE_WORDS, send_burst, take_turns
 
-__all__ = ["LONGEST", "WINDOW_BYTES", "Measured", "Wire", "device_bytes", "rounds"]
+__all__ = ["LARGE", "LONGEST", "WINDOW_BYTES", "Measured", "Wire", "device_bytes", "rounds", "size_words"]
+
+
+def size_words(nbytes: int) -> str:
+    """Bytes, or whole MiB, in words."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes} B"
+
 
 #: Bytes of a message: no payload, the least that a command carries (its unit), a block of rows.
 _NOTHING, _LITTLE, LONGEST = 0, 16, 1 << 20
+#: What is tried with the last of these, as it is told.
+LARGE = f"messages of {size_words(LONGEST)}"
 #: Turns that are timed, and before them; messages of a burst.
 _TURNS, _WARM_UP, _BURST = 100, 8, 64
 #: Of the heap of a window: what is sent, and the places where it lands.
@@ -31,7 +39,7 @@ class Measured(NamedTuple):
 
     Attributes:
         empty_us, little_us: one way, half of the median of the turns: a message without payload, and one of 16 bytes.
-        gbytes: 1e9 bytes per second of messages of 1 MiB, from the first of a burst to the answer to the last.
+        gbytes: 1e9 bytes per second of the longest messages, from the first of a burst to the answer to the last.
     """
 
     empty_us: float
@@ -69,7 +77,7 @@ class Wire:
         for nbytes, words in ((_NOTHING, "messages without payload"), (_LITTLE, f"messages of {_LITTLE} bytes")):
             say(words)
             found.append(self._turns(peer, nbytes))
-        say("messages of 1 MiB")
+        say(LARGE)
         self._turns(peer, LONGEST, 1)
         rates = [self._burst(peer, sender == self._space.rank) for sender in sorted((peer, self._space.rank))]
         return Measured(found[0], found[1], max(rates))
