@@ -86,7 +86,7 @@ def test_two_in_flight_and_hooks_in_another_order(memory: str) -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
-@pytest.mark.parametrize(("memory", "path", "shape"), itertools.product(trials.MEMORIES, trials.PATHS, EVERY))
+@pytest.mark.parametrize(("memory", "path", "shape"), list(itertools.product(trials.MEMORIES, trials.PATHS, EVERY)))
 def test_many_seeds(memory: str, path: str, shape: str, gpu: str) -> None:
     for seed in range(SEEDS[memory] if gpu == "sm_90" else 1):
         trials.layers(compiled(memory, gpu), memory, path, EVERY[shape], seed)
@@ -94,7 +94,7 @@ def test_many_seeds(memory: str, path: str, shape: str, gpu: str) -> None:
 
 @pytest.mark.model
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("memory", "path"), itertools.product(trials.MEMORIES, trials.PATHS))
+@pytest.mark.parametrize(("memory", "path"), list(itertools.product(trials.MEMORIES, trials.PATHS)))
 def test_random_steps(memory: str, path: str, seed: int) -> None:
     """Ten operations of random shapes in a random order of calls and hooks, another one on every rank."""
     choose = random.Random(f"steps {seed}")
