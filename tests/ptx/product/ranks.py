@@ -163,7 +163,6 @@ def _launching(group: ModelGroup) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (launch, low_latency, normal):
             patch.setattr(module, "present_target", lambda: target)
-        patch.setattr(launch.Launch, "run", group.launch)
         patch.setattr(launch.Launch, "run", lambda self: group.launch(self))
         patch.setattr(launch.Launch, "compile", lambda self: group.compiled.ready(self))
         patch.setattr(select, "_check_interpreter", lambda present, wanted: None)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from tests.ptx.machine.machine import Machine
 from tests.ptx.machine.report import DataRace, Uninitialised
 from tests.ptx.memory.sequential import Sequential
 from tests.ptx.memory.weak import Weak
+from tests.ptx.other_process import printed_by
 from tests.ptx.texts import memory
 from tests.ptx.translation.host_code import Kernel
 
@@ -33,12 +30,8 @@ COUNT = 512
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", str(Path(__file__).with_name("compiled_sums.py"))]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert found.returncode == 0, found.stderr[-4000:]
-    kept: dict[str, Any] = json.loads(found.stdout)
-    return kept
+    found: dict[str, Any] = printed_by(Path(__file__).with_name("compiled_sums.py"))
+    return found
 
 
 def run(ptx: str, shared: int, model: Callable[[], Any], seed: int) -> None:

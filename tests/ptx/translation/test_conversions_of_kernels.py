@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.ptx.other_process import printed_by
 from tests.ptx.translation.host_code import Kernel
 from tests.ptx.translation.instructions import run_threads
 
@@ -25,12 +22,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", str(Path(__file__).with_name("compiled_conversions.py"))]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert found.returncode == 0, found.stderr[-4000:]
-    ptx: dict[str, str] = json.loads(found.stdout)
-    return ptx
+    found: dict[str, str] = printed_by(Path(__file__).with_name("compiled_conversions.py"))
+    return found
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
