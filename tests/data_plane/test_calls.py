@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from uccl_ep_serving.data_plane import calls
 from uccl_ep_serving.data_plane.calls import Calls
@@ -14,7 +17,8 @@ from uccl_ep_serving.data_plane.calls import Calls
 class Mesh:
     """Delivers to the calls of the other rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank, self.ranks = rank, 2
         self.on_doing: Any = None
         self.other: Mesh | None = None
         self.told = 0
@@ -23,64 +27,137 @@ class Mesh:
     def tell_doing(self, peer: int, what: bytes) -> None:
         self.told += 1
         assert self.other is not None
-        self.other.on_doing(1 - peer, what)
+        assert peer == self.other.rank
+        self.other.on_doing(self.rank, what)
 
 
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, Calls, list[Mesh], list[float]]:
-    """Of ranks 0 and 1, with a clock of their own."""
+def of_two() -> tuple[Calls, Calls, list[Mesh]]:
+    """The calls of ranks 0 and 1."""
+    meshes = [Mesh(0), Mesh(1)]
+    meshes[0].other, meshes[1].other = meshes[1], meshes[0]
+    return Calls(meshes[0]), Calls(meshes[1]), meshes  # type: ignore[arg-type]
+
+
+def begin(one: Calls, modes: str, epoch: int = 3, begun: int = 0) -> None:
+    """Operations of low latency (``l``) and normal mode (``n``), after ``begun`` ones."""
+    for number, mode in enumerate(modes, begun + 1):
+        one.begin(epoch, number, mode == "l")
+
+
+def tell(*of: Calls) -> None:
+    for _ in range(4):
+        for one in of:
+            one.tell()
+
+
+def test_both_ranks_are_told_whoever_changed() -> None:
+    """Rank 0 goes on in its mode and says nothing of its own; it answers rank 1, which changed."""
+    zero, one, meshes = of_two()
+    begin(zero, "l" * 8)
+    begin(one, "l" * 7 + "n")
+    tell(zero, one)
+    where = " (operation 8 of epoch 3)"
+    assert zero.difference(3) == (
+        1,
+        "rank 1 is in an operation of normal mode, and this rank in a low-latency operation" + where,
+    )
+    assert one.difference(3) == (
+        0,
+        "rank 0 is in a low-latency operation, and this rank in an operation of normal mode" + where,
+    )
+    assert max(mesh.told for mesh in meshes) <= 3, "a peer that is stopped must not be written to without end"
+
+
+def test_a_host_far_ahead_of_its_kernels_is_told_of_the_operation_in_which_they_wait() -> None:
+    zero, one, _ = of_two()
+    begin(zero, "l" * 10 + "n")
+    begin(one, "l" * 10 + "l" * 900)
+    tell(zero, one)
+    for rank, of in enumerate((zero, one)):
+        peer, words = of.difference(3)
+        assert peer == 1 - rank
+        assert words.endswith("(operation 11 of epoch 3)")
+
+
+@given(st.data())
+def test_the_first_operation_that_differs_is_found_exactly(data: Any) -> None:
+    """Whatever ranks begin, how far one is ahead, and when they tell."""
+    same = data.draw(st.text("ln", max_size=40))
+    rest = [data.draw(st.text("ln", max_size=20)) for _ in range(2)]
+    zero, one, _ = of_two()
+    begun = [0, 0]
+    for rank in data.draw(st.permutations([rank for rank in (0, 1) for _ in same + rest[rank]])):
+        begin((zero, one)[rank], (same + rest[rank])[begun[rank]], begun=begun[rank])
+        begun[rank] += 1
+        if data.draw(st.booleans()):
+            (zero, one)[rank].tell()
+    tell(zero, one)
+    both = [same + each for each in rest]
+    number = next((at for at, pair in enumerate(zip(*both, strict=False), 1) if pair[0] != pair[1]), 0)
+    for of in (zero, one):
+        _, words = of.difference(3)
+        assert words.endswith(f"(operation {number} of epoch 3)") if number else words == ""
+
+
+@pytest.mark.parametrize(("epoch", "modes"), [(3, "nnl"), (3, "nnll"), (3, "nn"), (4, "lll")])
+def test_ranks_that_make_the_same_calls_at_other_times_are_left_alone(epoch: int, modes: str) -> None:
+    zero, one, _ = of_two()
+    begin(zero, "nnl")
+    begin(one, modes, epoch)
+    tell(zero, one)
+    assert [of.difference(number)[1] for of in (zero, one) for number in (3, 4)] == [""] * 4
+
+
+def test_what_was_begun_in_an_earlier_epoch_counts_for_nothing() -> None:
+    zero, one, _ = of_two()
+    begin(zero, "l")
+    begin(one, "n")
+    tell(zero, one)
+    assert zero.difference(3)[0] == 1
+    assert zero.difference(4) == (-1, "")
+    begin(zero, "l", 4)
+    begin(one, "l", 4)
+    tell(zero, one)
+    assert (zero.difference(4), one.difference(4)) == ((-1, ""), (-1, ""))
+
+
+def test_nothing_is_said_without_a_change_and_a_masked_peer_counts_for_nothing() -> None:
+    zero, one, meshes = of_two()
+    begin(zero, "lllll")
+    tell(zero)
+    assert meshes[0].told == 1
+    begin(zero, "llll", begun=5)
+    tell(zero)
+    assert meshes[0].told == 1
+    begin(one, "n")
+    meshes[1].liveness.masked = frozenset({0})
+    assert one.difference(3) == (-1, "")
+
+
+def test_a_wait_is_long_once_it_has_lasted_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    meshes = [Mesh(), Mesh()]
-    meshes[0].other, meshes[1].other = meshes[1], meshes[0]
-    return Calls(meshes[0]), Calls(meshes[1]), meshes, clock  # type: ignore[arg-type]
+    zero, _, _ = of_two()
+    begin(zero, "l")
+    found = []
+    for at in (100.0, 100.4, 100.6):
+        clock[0] = at
+        found.append(zero.waits_long())
+    begin(zero, "l", begun=1)
+    assert [*found, zero.waits_long()] == [False, False, True, False]
 
 
-def wait(one: Calls, peer: int, clock: list[float], seconds: float = 2.0) -> None:
-    for _ in range(int(seconds * 100)):
-        one.remind(peer)
-        clock[0] += 0.01
-
-
-def test_another_mode_is_told_by_who_is_waited_for(pair: Any) -> None:
-    zero, one, meshes, clock = pair
-    for each in (zero, one):
-        each.begin(3, 7, True)
-    zero.begin(3, 8, True)
-    one.begin(3, 8, False)
-    wait(zero, 1, clock)
-    assert one.difference == "rank 0 is in a low-latency operation, and this rank in an operation of normal mode"
-    assert zero.difference == ""
-    wait(one, 0, clock)
-    assert zero.difference == "rank 1 is in an operation of normal mode, and this rank in a low-latency operation"
-    wait(zero, 1, clock)
-    assert meshes[0].told == 1, "a peer that is stopped must not be written to without end"
-
-
-@pytest.mark.parametrize(("epoch", "begun", "low_latency"), [(3, 8, True), (3, 9, False), (3, 7, False), (4, 8, False)])
-def test_ranks_that_make_the_same_calls_at_other_times_are_left_alone(
-    pair: Any, epoch: int, begun: int, low_latency: bool
-) -> None:
-    zero, one, _, clock = pair
-    zero.begin(3, 8, True)
-    one.begin(epoch, begun, low_latency)
-    wait(zero, 1, clock)
-    wait(one, 0, clock)
-    assert (zero.difference, one.difference) == ("", "")
-
-
-def test_a_short_wait_says_nothing_and_a_masked_peer_counts_for_nothing(pair: Any) -> None:
-    zero, one, meshes, clock = pair
-    zero.begin(3, 8, True)
-    one.begin(3, 8, False)
-    wait(zero, 1, clock, 0.4)
-    assert meshes[0].told == 0
-    wait(zero, 1, clock)
-    meshes[1].liveness.masked = frozenset({0})
-    assert one.difference == ""
-
-
-def test_what_is_no_operation_ends_the_connection(pair: Any) -> None:
-    for payload in (b"", b"\x93\x01\x02", b"\xc0" * 40):
+def test_what_is_no_operation_ends_the_connection() -> None:
+    mesh = of_two()[2][0]
+    for payload in (b"", b"\x93\x01\x02", b"\xc0" * 40, msgspec.msgpack.encode((0, 1, bytes(129)))):
         with pytest.raises(ValueError, match="rank 1 sent a malformed control frame"):
-            pair[2][0].on_doing(1, payload)
+            mesh.on_doing(1, payload)
+
+
+def test_numbers_that_no_rank_reaches_are_harmless() -> None:
+    zero, _, meshes = of_two()
+    begin(zero, "lnln")
+    for begun in (-(2**63), -1, 0, 2**64 - 1):
+        meshes[0].on_doing(1, msgspec.msgpack.encode((3, begun, b"\xff" * 128)))
+        zero.tell()
+        assert zero.difference(3)[0] in (-1, 1)

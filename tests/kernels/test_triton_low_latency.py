@@ -143,9 +143,11 @@ def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase
     ("mode", "path"),
     [
         ("low latency", "mapped"),
+        ("modes", "mapped"),
         *(
             pytest.param(mode, path, marks=pytest.mark.interpreter)
             for mode, path in (
+                ("modes", "shm"),
                 ("shapes", "mapped"),
                 ("normal", "mapped"),
                 ("low latency", "shm"),
@@ -156,12 +158,16 @@ def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase
     ],
 )
 def test_different_calls_are_named_at_once_on_every_rank(interpreted: Ranks, path: str, mode: str) -> None:
-    """A kernel that waits for a rank which wants other windows ends long before its deadline, with the reason."""
+    """A kernel that waits for a rank which wants other windows, or is in the other mode, ends long before its deadline,
+    with the reason."""
     for text, seconds in interpreted.run(2, triton_bodies.disagreement, PATHS[path], mode, timeout=300):
         if mode == "shapes":
             assert "rank 0: rank 1 sent an operation of another shape" in text
             assert "T = 4, hidden 256, " in text
             assert "That of this rank has T = 4, hidden 128, " in text
+        elif mode == "modes":
+            assert "in a low-latency operation" in text
+            assert "in an operation of normal mode" in text
         else:
             assert "the ranks disagree: rank 0 began" in text
             assert mode == "normal" or "hidden=128" in text  # a rank in normal mode has no plan

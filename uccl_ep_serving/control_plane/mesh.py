@@ -79,8 +79,9 @@ class ControlMesh:
         on_stopped: called from the reader thread when this rank takes part no more.
         on_part: called from the reader thread with a peer that takes part in a step.
         on_shortage: called from the reader thread with why this rank itself cannot go on; the peers have been told.
-        on_doing: called from the reader thread with a peer that waits for this rank, and what it says of its operation;
-            raises ValueError when that is nothing.
+        on_doing: called from the reader thread with a peer, and what it says of its operations; raises ValueError when
+            that is nothing.
+        on_tick: called from the reader thread about twice a second.
     """
 
     def __init__(self, rank: int, ranks: int, settings: Settings, store_host: str = "") -> None:
@@ -96,6 +97,7 @@ class ControlMesh:
         self.on_part: Callable[[int], None] = lambda peer: None
         self.on_shortage: Callable[[str], None] = lambda why: None
         self.on_doing: Callable[[int, bytes], None] = lambda peer, what: None
+        self.on_tick: Callable[[], None] = lambda: None
         self._settings = settings
         self._selector, self._wake, self._waker = waking_selector(rank)
         with contextlib.ExitStack() as undo:
@@ -188,7 +190,7 @@ class ControlMesh:
             self._waker.send(b"x")
 
     def _read(self) -> None:
-        acted = None
+        acted, due = None, 0.0
         while not self._closing:
             limit = self._limit
             if limit is not None and limit is not acted and time.monotonic() >= limit[0]:
@@ -212,6 +214,9 @@ class ControlMesh:
                 self._serve(key, events)
             while self._full:
                 self._watch_link(self._full.popleft())
+            if now >= due:
+                due = now + _IDLE_SECONDS / 2
+                self._tell(self.on_tick)
             self._go_on()
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
@@ -287,15 +292,18 @@ class ControlMesh:
         if not self.liveness.has_to_say:
             return
         for peer, note in self.liveness.advance():
-            link = self._links[peer]
-            if peer not in self.liveness.departed and not send_now(link, NOTE, note):
-                self.liveness.observe(_seen(DOWN, peer, "its control connection takes nothing more"))
+            self._say(peer, NOTE, note)
         stopped = self.liveness.stopped
         for peer in self.liveness.publish():
             self._tell(self.on_lost, peer)
         if self.liveness.stopped and not stopped:
             _log.error("rank %d takes part no more: %s", self.rank, self.liveness.stopped)
             self._tell(self.on_stopped)
+
+    def _say(self, peer: int, kind: int, body: bytes) -> None:
+        """Send ``peer`` a frame, from the reader thread."""
+        if peer not in self.liveness.departed and not send_now(self._links[peer], kind, body):
+            self.liveness.observe(_seen(DOWN, peer, "its control connection takes nothing more"))
 
     def _read_link(self, link: Link) -> None:
         """Take what is there. Raises when the connection is over."""
@@ -385,9 +393,9 @@ class ControlMesh:
         return time.monotonic() - self._stood_still < self._settings.timeout
 
     def tell_doing(self, peer: int, what: bytes) -> None:
-        """Tell ``peer`` in which operation this rank waits for it."""
-        if (link := self._links.get(peer)) is not None and peer not in self.liveness.absent:
-            send_frame(link, DOING, body=what)
+        """Tell ``peer`` which operations this rank has begun; from the reader thread."""
+        if peer not in self.liveness.absent:
+            self._say(peer, DOING, what)
 
     # -- closing ------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,17 @@
-"""Whether ranks make the same calls: who waits says in which operation, and the rank that is waited for compares.
+"""Whether ranks make the same calls: who changes from one mode to the other says so, and who has not compares.
 
 Ranks make the same calls in the same order, so operations with the same number in an epoch are of the same mode
 everywhere. Where two are not, each waits for messages that the other will never send. Shapes and codings are compared
 in the messages; this is for operations that send each other none.
+
+The thread that reads the control connections tells and compares, from time to time: it costs operations nothing, and
+reaches ranks whose hosts wait for no operation, as those of GPUs.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -17,17 +21,53 @@ __all__ = ["Calls"]
 
 #: Longer than a rank that makes the same call is usually late, and short beside any deadline.
 _WAIT_SECONDS = 0.5
+#: Operations of which ranks remember the mode. The host of a GPU runs ahead of it by what its stream holds, 1,024
+#: launches, and an operation takes several of them.
+_REMEMBERED = 1024
 
 
-class _Doing(msgspec.Struct, frozen=True, array_like=True):
-    """The latest operation that a rank has begun: the how-many-th of its epoch, and of which mode."""
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of its operations: a bit each, as of :class:`_Begun`, little-endian."""
 
     epoch: int
     begun: int
-    low_latency: bool
+    modes: Annotated[bytes, msgspec.Meta(max_length=_REMEMBERED // 8)]
 
-    def __str__(self) -> str:
-        return "a low-latency operation" if self.low_latency else "an operation of normal mode"
+
+class _Begun(NamedTuple):
+    """The operations that a rank has begun in an epoch.
+
+    Attributes:
+        epoch: its number.
+        begun: how many.
+        modes: of the latest ones, a bit each, of the last the lowest: 1 for low latency.
+        changed: number of the last one that was of another mode than the one before, or the first.
+    """
+
+    epoch: int
+    begun: int
+    modes: int
+    changed: int
+
+    def is_low_latency(self, number: int) -> bool:
+        """The mode of operation ``number``, one that is remembered."""
+        return bool(self.modes >> (self.begun - number) & 1)
+
+    def differs_at(self, other: _Begun) -> int:
+        """Number of the first operation, of those remembered, that is of another mode than that of ``other``; 0 for
+        none."""
+        if self.epoch != other.epoch:
+            return 0
+        both = min(self.begun, other.begun)
+        known = _REMEMBERED - (max(self.begun, other.begun) - both)
+        if known <= 0:
+            return 0
+        apart = (self.modes >> (self.begun - both) ^ other.modes >> (other.begun - both)) & ((1 << known) - 1)
+        return both - apart.bit_length() + 1 if apart else 0
+
+
+def _mode(low_latency: bool) -> str:
+    return "a low-latency operation" if low_latency else "an operation of normal mode"
 
 
 class Calls:
@@ -35,41 +75,66 @@ class Calls:
 
     def __init__(self, mesh: ControlMesh) -> None:
         self._mesh = mesh
-        self._mine = _Doing(0, 0, False)
-        #: By peer, what it does. Writer: the thread that reads the control connections. Reader: the host.
-        self._heard: dict[int, _Doing] = {}
-        #: The operation in which this rank was seen to wait, until when nothing is said of that, and who was told.
-        self._waiting, self._quiet, self._told = self._mine, 0.0, set[int]()
+        #: Writer: the host; reader: the thread that reads the control connections. Replaced as a whole.
+        self._mine = _Begun(-1, 0, 0, 0)
+        #: By peer, what it has begun. Writer: the thread that reads the control connections. Reader: the host.
+        self._heard: dict[int, _Begun] = {}
+        #: What was told last: an epoch, and the number of the change in it; to whom else, since it differs from them.
+        self._told, self._answered = (-1, 0), set[int]()
+        #: The operation in which this rank was seen to wait, and since when that is long.
+        self._waiting, self._long = self._mine, 0.0
         mesh.on_doing = self._hear
 
     def begin(self, epoch: int, begun: int, low_latency: bool) -> None:
         """This rank has begun its operation number ``begun`` of ``epoch``."""
-        self._mine = _Doing(epoch, begun, low_latency)
+        _, before, modes, changed = self._mine if self._mine.epoch == epoch else _Begun(epoch, 0, 0, 0)
+        if before == 0 or low_latency != (modes & 1):
+            changed = begun
+        self._mine = _Begun(epoch, begun, (modes << 1 | low_latency) & ((1 << _REMEMBERED) - 1), changed)
 
-    def remind(self, peer: int) -> bool:
-        """This rank waits for ``peer``: say so, once, when that lasts; True once it was said. Called often."""
+    def waits_long(self) -> bool:
+        """This rank waits in its latest operation: True once that has lasted. Called often, by the host."""
         now = time.monotonic()
         if self._waiting is not self._mine:
-            self._waiting, self._quiet = self._mine, now + _WAIT_SECONDS
-            self._told.clear()
-        elif now >= self._quiet and peer not in self._told:
-            self._told.add(peer)
-            self._mesh.tell_doing(peer, msgspec.msgpack.encode(self._mine))
-        return peer in self._told
+            self._waiting, self._long = self._mine, now + _WAIT_SECONDS
+        return now >= self._long
+
+    def tell(self) -> None:
+        """Tell the peers of a change of mode since the last time, and those that differ what this rank has begun.
+
+        Called from time to time, by the thread that reads the control connections. Of two ranks that began operations
+        of different modes after the same ones, one has changed: the other hears of it, and answers.
+        """
+        mine = self._mine
+        if (mine.epoch, mine.changed) != self._told:
+            self._told = mine.epoch, mine.changed
+            self._answered.clear()
+            peers = set(range(self._mesh.ranks)) - {self._mesh.rank}
+        else:
+            peers = {peer for peer, theirs in self._heard.items() if mine.differs_at(theirs)} - self._answered
+            self._answered |= peers
+        if peers:
+            said = _Told(mine.epoch, mine.begun, mine.modes.to_bytes(_REMEMBERED // 8, "little"))
+            for peer in sorted(peers):
+                self._mesh.tell_doing(peer, msgspec.msgpack.encode(said))
 
     def _hear(self, peer: int, payload: bytes) -> None:
         """What ``peer`` says. Raises ValueError when it is nothing."""
         try:
-            self._heard[peer] = msgspec.msgpack.decode(payload, type=_Doing)
+            said = msgspec.msgpack.decode(payload, type=_Told)
         except msgspec.DecodeError as error:
             raise ValueError(f"rank {peer} sent a malformed control frame") from error
+        self._heard[peer] = _Begun(said.epoch, said.begun, int.from_bytes(said.modes, "little"), 0)
 
-    @property
-    def difference(self) -> str:
-        """In words, that a peer waits for this rank in another operation than that of this rank; else empty."""
+    def difference(self, epoch: int) -> tuple[int, str]:
+        """A peer that has begun an operation of another mode than this rank in ``epoch``, and that in words; (-1, "")
+        for none."""
         mine, masked = self._mine, self._mesh.liveness.masked
-        for peer, theirs in list(self._heard.items()):
-            together = (theirs.epoch, theirs.begun) == (mine.epoch, mine.begun)
-            if together and theirs.low_latency != mine.low_latency and peer not in masked:
-                return f"rank {peer} is in {theirs}, and this rank in {mine}"
-        return ""
+        if mine.epoch != epoch:
+            return -1, ""
+        for peer, theirs in sorted(self._heard.items()):
+            if peer not in masked and (number := mine.differs_at(theirs)):
+                ways = _mode(theirs.is_low_latency(number)), _mode(mine.is_low_latency(number))
+                words = f"rank {peer} is in {ways[0]}, and this rank in {ways[1]}"
+                return peer, f"{words} (operation {number} of epoch {epoch})"
+        return -1, ""

@@ -67,6 +67,7 @@ class PlaneWatch:
         mesh.on_goodbye = self._on_goodbye
         mesh.on_stopped = self._on_stopped
         mesh.on_shortage = self._on_shortage
+        mesh.on_tick = self._on_tick
         mesh.liveness.waits_for = self._waits_for
         mesh.liveness.on_trouble = self._on_trouble
 
@@ -169,10 +170,13 @@ class PlaneWatch:
         elif code in (ctx.FAILURE_NONE, ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT):
             # of what a peer sent, or a device said, the proxies know more than the sticky error
             service.check()
+        waits = code == ctx.FAILURE_NONE and space.awaited not in (-1, self._rank)
         if code in (ctx.FAILURE_NONE, ctx.FAILURE_LAYOUT) and self._requested_before() is not None:
             self._settle("", False)
-        elif code == ctx.FAILURE_NONE and space.awaited not in (-1, self._rank):
-            if self._calls.remind(space.awaited) and space.awaited in self._mesh.steps.requested(CLOSE):
+        elif (waits or code == ctx.FAILURE_LAYOUT) and (difference := self._calls.difference(self.epoch)[1]):
+            self._settle(difference, True)
+        elif waits:
+            if self._calls.waits_long() and space.awaited in self._mesh.steps.requested(CLOSE):
                 # whatever it had sent before has arrived by now
                 why = "waits for it in an operation while it closes its Buffer"
                 error = self._liveness.accuse(space.awaited, why, space.phase)
@@ -181,8 +185,6 @@ class PlaneWatch:
                         raise error
                 finally:
                     del error  # this frame is in the traceback
-            if difference := self._calls.difference:
-                self._settle(difference, True)
         elif code == ctx.FAILURE_PROTOCOL and (mismatch := space.mismatch):
             # every rank meets it when it receives that operation: they can say together that it does not count
             self._settle(mismatch, False)
@@ -299,6 +301,15 @@ class PlaneWatch:
         if plane is not None and plane.finishes and (other := self._requested_before()) is not None:
             # rule: low latency: the host releases kernels that wait for a peer which wants other windows
             self._stop_kernels(ctx.FAILURE_LAYOUT, other)
+
+    def _on_tick(self) -> None:
+        """Tell the peers which operations this rank has begun. Release kernels on a device that wait for messages of an
+        operation which is none of the peer's, as :meth:`_on_part` does."""
+        self._calls.tell()
+        plane, (other, _) = self._plane(), self._calls.difference(self.epoch)
+        if plane is not None and plane.finishes and plane.space is not None and other != -1:
+            # rule: control: the host releases kernels that wait for a peer which is in the other mode
+            plane.space.fail(ctx.FAILURE_LAYOUT, other)
 
     def _waits_for(self) -> tuple[Wait | None, bool]:
         """For whom the pending kernel, or a step of agreement, waits, and whether this rank stood still in that time.
