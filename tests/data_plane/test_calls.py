@@ -86,7 +86,7 @@ def test_the_first_operation_that_differs_is_found_exactly(data: Any) -> None:
     rest = [data.draw(st.text("ln", max_size=20)) for _ in range(2)]
     zero, one, _ = of_two()
     begun = [0, 0]
-    for rank in data.draw(st.permutations([rank for rank in (0, 1) for _ in same + rest[rank]])):
+    for rank in data.draw(st.permutations([turn for turn in (0, 1) for _ in same + rest[turn]])):
         begin((zero, one)[rank], (same + rest[rank])[begun[rank]], begun=begun[rank])
         begun[rank] += 1
         if data.draw(st.booleans()):

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs that are not there, and finds the traps of Triton in what comes out.
 
-``python compiled_kernels.py TARGET ... [KERNEL ...]`` prints one JSON object per kernel and specialization, with the
+``python compiled_kernels.py TARGET [KERNEL ...]`` prints one JSON object per kernel and specialization, with the
 faults found: of the kernels named, else of all that are quickly compiled. It is a process of its own because Triton
 must not be the interpreter here. PYTHONPATH chooses the version of Triton.
 """
@@ -129,5 +129,4 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
 
 
 if __name__ == "__main__":
-    for one in GPUS.keys() & set(sys.argv[1:]):
-        main(one, frozenset(sys.argv[1:]) - GPUS.keys())
+    main(sys.argv[1], frozenset(sys.argv[2:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -24,7 +25,9 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-CUDA, HIP = ("sm_90", "sm_100"), ("gfx942", "gfx950")
+#: GPUs of both makers: those for which the quick tests compile, and the others.
+FIRST, LATER = ("sm_90", "gfx942"), ("sm_100", "gfx950")
+GPUS = [*FIRST, *(pytest.param(gpu, marks=pytest.mark.triton) for gpu in LATER)]
 #: Directories that hold another Triton each, as ``scripts/test-triton`` gives them.
 OTHERS = other_tritons()
 #: Kernels, and in how many specializations an engine can ask for each.
@@ -54,14 +57,14 @@ SLOW = {"open_operation": 6, "finish": 3, "advance_nodes": 2, "finish_nodes": 3}
 Found = dict[str, Any]
 
 
-def start(targets: tuple[str, ...], path: str = "", kernels: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Compile ``kernels``, or all that are quickly compiled, for ``targets``, with the Triton below ``path`` or the
+def start(target: str, path: str = "", kernels: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Compile ``kernels``, or all that are quickly compiled, for ``target``, with the Triton below ``path`` or the
     installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (path, environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     return subprocess.Popen(
-        [sys.executable, "-P", str(HERE / "compiled_kernels.py"), *targets, *kernels],
+        [sys.executable, "-P", str(HERE / "compiled_kernels.py"), target, *kernels],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,33 +96,29 @@ def check_version(found: list[Found], path: str) -> None:
     assert {one["triton"] for one in found} == {version}
 
 
-def on_every_target(path: str = "") -> dict[str, list[Found]]:
-    """What the Triton below ``path``, or the installed one, makes, by target; both backends at a time."""
-    processes = {targets: start(targets, path) for targets in (CUDA, HIP)}
+@functools.cache
+def compiled(targets: tuple[str, ...], path: str = "") -> dict[str, list[Found]]:
+    """What the Triton below ``path``, or the installed one, makes, by target; all targets at a time."""
+    processes = {target: start(target, path) for target in targets}
     try:
-        found = {targets: finish(process) for targets, process in processes.items()}
+        return {target: finish(process) for target, process in processes.items()}
     finally:
         for process in processes.values():
             process.kill()
-    return {target: found[targets] for targets in (CUDA, HIP) for target in targets}
 
 
-@pytest.fixture(scope="module")
-def installed() -> dict[str, list[Found]]:
-    return on_every_target()
-
-
-@pytest.mark.parametrize("target", CUDA + HIP)
-def test_every_kernel(target: str, installed: dict[str, list[Found]]) -> None:
-    check(installed[target], target)
+@pytest.mark.parametrize("target", GPUS)
+def test_every_kernel(target: str) -> None:
+    together = FIRST if target in FIRST else LATER
+    check(compiled(together)[target], target)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("kernel", SLOW)
-@pytest.mark.parametrize("target", CUDA + HIP)
+@pytest.mark.parametrize("target", FIRST + LATER)
 @pytest.mark.parametrize("place", [pytest.param("", id="installed"), *OTHERS])
 def test_a_slow_one(place: str, target: str, kernel: str) -> None:
-    found = finish(start((target,), place, (kernel,)))
+    found = finish(start(target, place, (kernel,)))
     check_version(found, place)
     check(found, target, {kernel: SLOW[kernel]})
 
@@ -129,10 +128,10 @@ def test_a_slow_one(place: str, target: str, kernel: str) -> None:
 def test_every_kernel_with_another_triton(place: str) -> None:
     if not place:
         pytest.skip("OTHER_TRITONS names no other Triton: make test-triton installs those of the engines' versions")
-    found = on_every_target(place)
-    for target in CUDA + HIP:
-        check_version(found[target], place)
-        check(found[target], target)
+    for targets in (FIRST, LATER):
+        for target, found in compiled(targets, place).items():
+            check_version(found, place)
+            check(found, target)
 
 
 #: PTX and AMDGCN of kernels that publish, wait and copy as they should; and what becomes of them in each trap.
