@@ -116,7 +116,7 @@ def _worlds(draw: st.DrawFn) -> World:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(_worlds())
 def test_no_two_groups_are_ever_acted_on(world: World) -> None:
     world.run(_LONG)

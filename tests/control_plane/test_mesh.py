@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
+from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.control_plane.steps import CLOSE
 from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 
@@ -24,6 +25,11 @@ def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _LONG
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
+
+
+def _two_steps(mesh: ControlMesh) -> None:
+    for name in ("next", "after it"):
+        mesh.steps.gather(name, timeout=_LONG)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -101,8 +107,7 @@ def test_a_rank_that_may_open_no_more_files_blames_itself() -> None:
             exchange.all_gather(b"")  # from now on what others send to rank 0 is read so
             try:
                 # the reader may be in its own method still when the first comes
-                for name in ("next", "after it"):
-                    mesh.steps.gather(name, timeout=_LONG)
+                _two_steps(mesh)
             except UcclEpError as error:
                 assert bool(shortages) == (exchange.rank == 0)
                 with pytest.raises(UcclEpError):
@@ -125,6 +130,38 @@ def test_a_rank_that_may_open_no_more_files_blames_itself() -> None:
         assert isinstance(error, PeerLost)
         assert error.peer == 0
         assert "it failed (rank 0 has no room for what rank" in str(error)
+
+
+def test_an_error_that_nobody_foresaw_outside_of_frames_is_told_to_all() -> None:
+    """The thread that reads goes on: who waits for this rank learns that it cannot."""
+
+    def body(exchange: ThreadExchange) -> UcclEpError:
+        mesh = joined(exchange)
+        mesh.steps.gather("all here")
+        try:
+            if exchange.rank == 0:
+                assert mesh._mending is not None
+                mesh._mending.let_in = unforeseen  # type: ignore[method-assign]
+                with socket.create_connection((mesh.address, mesh.port)):
+                    pass
+            # rank 0's part of the first may be out before it knows
+            with pytest.raises(UcclEpError) as caught:
+                _two_steps(mesh)
+            return caught.value
+        finally:
+            exchange.all_gather(b"")
+            mesh.close()
+
+    def unforeseen() -> None:
+        raise KeyError(17)
+
+    own, *others = in_threads(3, body)
+    assert not isinstance(own, PeerError)
+    assert "rank 0 could not serve a control connection: KeyError: 17. Next step" in str(own)
+    for error in others:
+        assert isinstance(error, PeerLost)
+        assert error.peer == 0
+        assert "it failed (rank 0 could not serve a control connection" in str(error)
 
 
 def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest.LogCaptureFixture) -> None:

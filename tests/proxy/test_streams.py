@@ -6,7 +6,7 @@ The production loop runs, one step at a time in one thread, so an example found 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import SLOT, Link, World, all_to_all, attach, drive
@@ -54,9 +54,13 @@ def _worlds(draw: st.DrawFn, adversaries: st.SearchStrategy[Adversary], ranks: i
     return world, all_to_all(world, streams, span, window, sizes, parts=parts, slots=slots)
 
 
+#: A world takes longer than most examples.
+_few = settings(max_examples=settings.default.max_examples * 2 // 5)
+
 _RECOVERABLE = st.builds(Adversary, **_HARMLESS)
 
 
+@_few
 @given(world_and_links=_worlds(_RECOVERABLE))
 def test_disorder_delay_and_repeats_recover(world_and_links: tuple[World, list[Link]]) -> None:
     """Every message arrives once, whole, and never before its bytes."""
@@ -78,6 +82,7 @@ def test_disorder_delay_and_repeats_recover(world_and_links: tuple[World, list[L
     assert sent == received == sum(sum(link.sizes) for link in links)
 
 
+@_few
 @given(
     world_and_links=_worlds(
         st.builds(
@@ -108,6 +113,7 @@ def test_a_dropped_write_ends_in_peer_lost(world_and_links: tuple[World, list[Li
         assert world.errors[caught.value.peer][ERROR_CODE] == FAILURE_PEER_LOST
 
 
+@_few
 @given(
     world_and_links=_worlds(
         st.builds(
@@ -141,6 +147,7 @@ def test_a_killed_rank_is_named_by_everybody(world_and_links: tuple[World, list[
     )
 
 
+@_few
 @given(
     world_and_links=_worlds(
         st.builds(Adversary, reorder=_PROBABILITY, duplicate=_PROBABILITY, lose=st.sampled_from([0.05, 0.5])), ranks=3

@@ -211,13 +211,26 @@ class ControlMesh:
                 self._stood_still = now
                 _log.warning("rank %d did not run for %.1f s", self.rank, still)
             for key, events in ready:
-                self._serve(key, events)
+                try:
+                    self._serve(key, events)
+                except Exception as error:
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._selector.unregister(key.fileobj)
+                    self._give_up(error)
             while self._full:
                 self._watch_link(self._full.popleft())
             if now >= due:
                 due = now + _IDLE_SECONDS / 2
                 self._tell(self.on_tick)
             self._go_on()
+
+    def _give_up(self, error: Exception) -> None:
+        """A fault of this rank, not foreseen: the thread lives to tell the others that it cannot go on."""
+        _log.error("rank %d could not serve a control connection", self.rank, exc_info=error)
+        self._stop(
+            f"rank {self.rank} could not serve a control connection: {type(error).__name__}: {error}. Next step: "
+            "report this with its log, and build the group again"
+        )
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         """Something is ready."""
@@ -356,17 +369,20 @@ class ControlMesh:
 
     def _run_short(self, peer: int, error: Exception) -> None:
         """The system gives this rank no room for what ``peer`` hands it: that is nobody else's fault, and told once."""
-        if self._short:
-            return
-        self._short = True
-        failure = TransportError(
+        self._stop(
             f"rank {self.rank} has no room for what rank {peer} hands it: {in_words(error)}. Next step: raise the "
             f"limit on open files (ulimit -n) or on memory of rank {self.rank}, and build the group again"
         )
-        _log.error("%s", failure)
-        self.liveness.fail(str(failure))
-        self.steps.end(str(failure), TransportError)
-        self._tell(self.on_shortage, str(failure))
+
+    def _stop(self, why: str) -> None:
+        """This rank cannot go on: it tells the others, once."""
+        if self._short:
+            return
+        self._short = True
+        _log.error("%s", why)
+        self.liveness.fail(why)
+        self.steps.end(why, TransportError)
+        self._tell(self.on_shortage, why)
 
     def _tell(self, callback: Callable[..., None], *heard: object) -> None:
         """Whatever a callback raises, the other connections are read on."""
