@@ -25,7 +25,7 @@ from uccl_ep_serving.protocol.imm import Immediate, encode
 from uccl_ep_serving.protocol.streams import CREDIT, CREDIT_WRITES, LL_COMBINE, LL_DISPATCH, TRANSPORT
 from uccl_ep_serving.proxy import loop
 from uccl_ep_serving.proxy import words as proxy_words
-from uccl_ep_serving.proxy.sequence import MESSAGES, PREFIX
+from uccl_ep_serving.proxy.sequence import HELD, MESSAGES, PREFIX
 from uccl_ep_serving.proxy.service import ProxyService
 from uccl_ep_serving.proxy.transport.base import FAULT_BAD_FRAME, FAULT_WRONG_SOURCE
 from uccl_ep_serving.proxy.transport.nic import efa_words, roce_words, words
@@ -304,10 +304,11 @@ class Completions:
         for (source, stream), one in model.items():
             counts[source, stream] = one.messages
             seen = state.receive[source, stream, proxy_words.SEEN // 8 :]
-            found = int(seen[PREFIX // 8]), int(seen[MESSAGES // 8])
+            found = int(seen[PREFIX // 8]), int(seen[MESSAGES // 8]), int(seen[HELD // 8])
+            known = one.prefix, one.messages, len(one.held)
             # of a peer that is lost, what was in the write that ended it may be noted or not
-            if source not in lost and found != (one.prefix, one.messages):
-                return f"stream {stream} of rank {source} is at {found} and must be at {(one.prefix, one.messages)}"
+            if source not in lost and found != known:
+                return f"stream {stream} of rank {source} is at {found} and must be at {known}"
         for source in lost:
             counts[source] = np.minimum(counts[source], state.arrived[source])
         if not np.array_equal(counts, state.arrived):

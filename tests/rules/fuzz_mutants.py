@@ -88,7 +88,7 @@ PROXY = {
     "a stream has one owner": ("efa", 500),
     "credits are bounded by what was sent": ("efa", 500),
     "a repeat behind the prefix changes nothing": ("efa", 500),
-    "a repeat of a held write changes nothing": ("efa", 500),
+    "a repeat of a held write changes nothing": ("efa", 2_000),
     "only a prefix is published": ("efa", 500),
     "nothing is believed from a peer that was dropped": ("efa", 2_000),
     "a number out of sequence is a fault where order is kept": ("roce", 500),
