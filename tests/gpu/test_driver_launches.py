@@ -28,6 +28,7 @@ BODIES = (
     "failures:cuLaunchKernelEx,700,combine",
     "launches:low_latency",
     "launches:normal",
+    "by_triton",
     "refused",
     "host_time:20",
 )
@@ -98,7 +99,9 @@ def test_the_driver_is_told_what_a_launch_means(said: dict[str, Any], mode: str,
             "shared": launch["shared"],
             "parameters": parameters(launch),
         }
-        assert launch["launched"] == [{**expected, "stream": stream} for stream in found["streams"]]
+        told = [{**expected, "stream": stream} for stream in found["streams"]]
+        # the launch with what was loaded, and Triton's own way with the same
+        assert launch["launched"] == {"at once": told, "by Triton": told}
 
 
 @pytest.mark.parametrize("mode", ["low_latency", "normal"])
@@ -108,7 +111,35 @@ def test_a_kernel_is_loaded_once_and_by_no_launch(said: dict[str, Any], mode: st
         assert launch["loaded_twice"] == launch["loaded"], launch["kernel"]
         assert launch["loaded"] == 1 or (launch["loaded"] == 0 and launch["kernel"] in OF_ALL_SIZES)
         # Triton looks for the thread's context before each launch, and asks nothing else
-        assert launch["counts"] == {"cuCtxGetCurrent": 2, "cuLaunchKernelEx": 2}, launch["kernel"]
+        asked = {"cuCtxGetCurrent": 2, "cuLaunchKernelEx": 2}
+        assert launch["counts"] == {"at once": asked, "by Triton": asked}, launch["kernel"]
+
+
+def test_what_was_loaded_for_other_arguments_or_another_device_is_not_launched(said: dict[str, Any]) -> None:
+    """Triton's own way finds, or compiles and loads, what fits."""
+    found = said["by_triton"]
+    cases = {
+        "as it was loaded": 0,
+        "not aligned": 1,
+        "a one": 1,
+        "another device": 1,
+        "profiled launch": 0,
+        "an unknown Triton": 0,
+        "as it was loaded, again": 0,
+    }
+    for case, loaded in cases.items():
+        assert found[case]["loaded"] == loaded, case
+        given = [[8, value] for value in found[case]["arguments"]]
+        (launched,) = found[case]["launched"]
+        assert launched["kernel"] == f"uccl_ep_{found['kernel']}"
+        assert launched["parameters"] == [*given, [8, 0], [8, 0]], case
+    assert found["profiled"] == [found["kernel"]]
+
+
+def test_an_unknown_triton_is_told_once(said: dict[str, Any]) -> None:
+    (words,) = said["by_triton"]["log"]
+    assert "Triton" in words
+    assert "(0.1)" in words
 
 
 #: By operation: the kernels, their stream, and what else the driver is asked: captures, events that are recorded, waits
