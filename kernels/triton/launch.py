@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import triton
 
+from ...errors import TransportError
 from .words import CUDA, HIP, INTERPRETER
 
 _log = logging.getLogger("uccl_ep_serving")
@@ -156,12 +157,22 @@ class Launch(NamedTuple):
         """:meth:`build`, and load what is compiled into the device. Does nothing in the interpreter.
 
         A launch loads it otherwise, which no graph can capture.
+
+        Raises:
+            TransportError: the device does not take it.
         """
         if triton.knobs.runtime.interpret:
             return
         built = self.build()
-        # a launcher for this grid, which is not called: making it loads
-        built[self.grid]
+        try:
+            # a launcher for this grid, which is not called: making it loads
+            built[self.grid]
+        except RuntimeError as error:
+            raise TransportError(
+                f"{built.name} is compiled, and the GPU does not load it: {error}. Likely cause: its memory is taken, "
+                "or a kernel of this process has failed before. Next step: give the engine less of it (its memory "
+                "fraction), or find the first kernel that failed (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1)"
+            ) from error
         if not _launcher_is_known():
             return
         one, count = self.variant, len(self.arguments)
