@@ -25,7 +25,6 @@ from tests.kernels.compiled_kernels import normal_launches, quickly_compiled
 from tests.support import bodies
 from tests.support.control_threads import ThreadExchange
 from tests.support.cuda_driver import torch_cuda
-from tests.support.cuda_driver.host_time import microseconds
 from tests.support.cuda_driver.loaded import Driver
 from uccl_ep_serving import buffer as facade
 from uccl_ep_serving.buffer import Buffer
@@ -317,21 +316,6 @@ def failures(function: str, code: str, operation: str) -> list[str]:
     DRIVER.mend()
     InterpretedMemory._mapped.clear()
     return said
-
-
-def host_time(times: str) -> dict[str, float]:
-    """Microseconds of the host for each launch of low latency by kernel, and for whole operations."""
-    found = {}
-    for one in _unique("low_latency"):
-        one.compile()
-        found[one.kernel.__name__] = microseconds(DRIVER, one.run, int(times))
-    buffer = opened()
-    layer = Layer(buffer)
-    rows, _, handle, _, _ = layer.dispatch()
-    found["dispatch"] = microseconds(DRIVER, layer.dispatch, int(times))
-    found["combine"] = microseconds(DRIVER, lambda: layer.combine(rows, handle), int(times))
-    buffer.destroy()
-    return found
 
 
 def main(*wanted: str) -> None:

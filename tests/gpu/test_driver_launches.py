@@ -30,7 +30,6 @@ BODIES = (
     "launches:normal",
     "by_triton",
     "refused",
-    "host_time:20",
 )
 LOW_LATENCY = {
     *("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows"),
@@ -244,12 +243,3 @@ def test_a_kernel_that_cannot_be_loaded_is_named_and_the_group_stays_usable(said
         )
         assert "Next step: " in raised
     assert found[2:] == ["", ""]
-
-
-def test_what_a_launch_costs_the_host_is_measured(said: dict[str, Any]) -> None:
-    """A launch and whole operations; the figures are for a benchmark to judge."""
-    found = said["host_time:20"]
-    assert found.keys() == {*LOW_LATENCY, "dispatch", "combine"}
-    assert all(found[kernel] > 0 for kernel in LOW_LATENCY)
-    for operation, kernels in {"dispatch": (*SEND, *RECEIVE), "combine": (*RETURN, *SUM)}.items():
-        assert found[operation] > max(found[kernel] for kernel in kernels)
