@@ -184,9 +184,9 @@ def markdown(found: Mapping[str, Any]) -> str:
         lines.append(f"| {row} | " + " | ".join(cells) + f" | {medians[-1] / medians[0]:.0%} |")
     about = (
         f"Triton {found['triton']} on a stub of the driver; medians with p10 - p90 of {found['rounds']} x "
-        f"{found['calls']} calls, of launches the mean over the kernels. Low latency launches 5 kernels in a dispatch and "
-        "4 in a combine, normal mode here 9 and 7. Streams and events, which the stub makes by calls from Python, are in all of "
-        "them."
+        f"{found['calls']} calls, of launches the mean over the kernels. A dispatch of low latency launches 5 kernels and "
+        "a combine 4, of normal mode here 9 and 7. Streams and events, which the stub makes by calls from Python, are in "
+        "all of them."
     )
     return "\n".join([*lines, "", about])
 

@@ -1,4 +1,4 @@
-"""``benchmarks/host_time.py``: that both ways of launching are measured, and that the one that is taken is the shorter."""
+"""``benchmarks/host_time.py``: both ways of launching are measured, and the one that is taken is the shorter."""
 
 from __future__ import annotations
 
