@@ -232,6 +232,49 @@ class Layer:
         return self.buffer.low_latency_combine(rows, self.ids, self.weights, handle, **options)
 
 
+def checked_again() -> dict[str, str]:
+    """What dispatches raise that differ in one thing from one that went well, "" for nothing, and in that of "launched"
+    how often a kernel was launched by those that raised."""
+    buffer, found = opened(), {}
+    layer = Layer(buffer)
+    ok: dict[str, Any] = {"x": layer.x, "topk_idx": layer.ids, "topk_weights": layer.weights, "use_fp8": False}
+    ok |= {"num_max_dispatch_tokens_per_rank": _TOKENS, "num_experts": _EXPERTS}
+    apart = torch.empty(layer.x.numel() + 4, dtype=layer.x.dtype)[4:].view(layer.x.shape)
+    changes: dict[str, dict[str, Any]] = {
+        "strides": {"x": torch.empty(_HIDDEN, _TOKENS, dtype=torch.bfloat16).T},
+        "start": {"x": apart},
+        "no tensor": {"x": layer.x.tolist()},
+        "dtype": {"x": layer.x.double()},
+        "ids' dtype": {"topk_idx": layer.ids.int()},
+        "ids' rows": {"topk_idx": layer.ids[1:]},
+        "no ids": {"topk_idx": layer.ids.tolist()},
+        "weights' dtype": {"topk_weights": layer.weights.double()},
+        "weights' shape": {"topk_weights": layer.weights[:, :1]},
+        "no weights": {"topk_weights": layer.weights.tolist()},
+        "tokens": {"num_max_dispatch_tokens_per_rank": _TOKENS - 1},
+        "tokens' type": {"num_max_dispatch_tokens_per_rank": float(_TOKENS)},
+        "experts": {"num_experts": 0},
+        "experts' type": {"num_experts": float(_EXPERTS)},
+        "flags": {"round_scale": True},
+        "meta": {"x": layer.x.to("meta")},
+    }
+    for _ in range(2):
+        buffer.low_latency_dispatch(**ok)
+    DRIVER.forget()
+    for name, change in changes.items():
+        try:
+            buffer.low_latency_dispatch(**{**ok, **change})
+        # whatever it is, the test says which
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = ""
+    found["launched"] = str(len(DRIVER.launched))
+    buffer.low_latency_dispatch(**ok)
+    buffer.destroy()
+    return found
+
+
 def _reserve(buffer: Buffer) -> None:
     buffer.reserve_low_latency(
         _TOKENS, _HIDDEN, _EXPERTS, _TOPK, dtype=torch.bfloat16, use_fp8=False, with_topk_weights=True

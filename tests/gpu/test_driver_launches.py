@@ -23,6 +23,7 @@ pytestmark = [
 BODIES = (
     "failures:cuModuleLoadData,2,reserve",
     "operations",
+    "checked_again",
     "failures:cuLaunchKernelEx,701,dispatch",
     "failures:cuLaunchKernelEx,719,dispatch",
     "failures:cuLaunchKernelEx,700,combine",
@@ -200,6 +201,14 @@ def test_a_capture_asks_for_nothing_that_cannot_be_captured(said: dict[str, Any]
         # no event from before the capture
         "cuStreamWaitEvent": 4,
     }
+
+
+def test_what_went_well_before_hides_nothing_wrong(said: dict[str, Any]) -> None:
+    """Checks that are skipped for arguments as before are made again where anything is not as before."""
+    found = said["checked_again"]
+    assert len(found) == 17
+    assert found.pop("launched") == "0"
+    assert {name: words for name, words in found.items() if not words.startswith("ConfigError: ")} == {}
 
 
 def check_raised(said: list[str], operation: str, words: str, lost: bool) -> None:
