@@ -50,11 +50,9 @@ SUM = ("combine_arrival", "sum_rows")
 
 @pytest.fixture(scope="module", params=[pytest.param("", id="installed"), *other_tritons()])
 def said(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What each of ``BODIES`` prints, in one process. Normal mode's kernels, which take long to compile, are launched
-    by the installed Triton only: a launcher knows nothing of kernels but their parameters."""
-    bodies = [body for body in BODIES if not (request.param and body == "launches:normal")]
+    """What each of ``BODIES`` prints, in one process."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "tests.gpu.driver_bodies", *bodies],
+        [sys.executable, "-P", "-m", "tests.gpu.driver_bodies", *BODIES],
         env=build.environment(request.param),
         capture_output=True,
         text=True,
@@ -62,14 +60,7 @@ def said(request: pytest.FixtureRequest) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(bodies, map(json.loads, done.stdout.splitlines()), strict=True))
-
-
-def launches(said: dict[str, Any], mode: str) -> Any:
-    """What was launched of a mode."""
-    if (body := f"launches:{mode}") not in said:
-        pytest.skip("of the installed Triton only")
-    return said[body]
+    return dict(zip(BODIES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def test_the_stub_refuses_what_a_driver_refuses_and_names_what_it_has_not(said: dict[str, Any]) -> None:
@@ -89,7 +80,7 @@ def parameters(launch: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("mode", "kernels"), [("low_latency", LOW_LATENCY), ("normal", NORMAL)])
 def test_the_driver_is_told_what_a_launch_means(said: dict[str, Any], mode: str, kernels: set[str]) -> None:
-    found = launches(said, mode)
+    found = said[f"launches:{mode}"]
     assert {launch["kernel"] for launch in found["launches"]} == kernels
     for launch in found["launches"]:
         expected = {
@@ -106,7 +97,7 @@ def test_the_driver_is_told_what_a_launch_means(said: dict[str, Any], mode: str,
 
 @pytest.mark.parametrize("mode", ["low_latency", "normal"])
 def test_a_kernel_is_loaded_once_and_by_no_launch(said: dict[str, Any], mode: str) -> None:
-    for launch in launches(said, mode)["launches"]:
+    for launch in said[f"launches:{mode}"]["launches"]:
         # once more it is there, as is what the operations before have loaded: it is the same for all sizes
         assert launch["loaded_twice"] == launch["loaded"], launch["kernel"]
         assert launch["loaded"] == 1 or (launch["loaded"] == 0 and launch["kernel"] in OF_ALL_SIZES)
