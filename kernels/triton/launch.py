@@ -111,7 +111,7 @@ class Launch(NamedTuple):
     def run(self) -> None:
         """Launch on the current stream.
 
-        What :meth:`compile` has loaded goes to Triton's launcher at once, which takes the host an eighth of the time of
+        What :meth:`compile` has loaded goes to Triton's launcher at once, which takes the host a fifth of the time of
         Triton's own way there. That finds the code for each launch by the types and values of all arguments, and is
         taken by arguments for which it would compile other code, and when a profiler listens to launches.
         """
