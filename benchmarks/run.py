@@ -24,6 +24,7 @@ from benchmarks import (
     chaos,
     ep_sizes,
     fuzz,
+    host_time,
     nic_posting,
     nic_writes,
     node_crossings,
@@ -88,7 +89,7 @@ class _Part(NamedTuple):
     Attributes:
         title: of its section in the report.
         measure: returns its result, which has the key ``machine``; None for what is run by itself: in the
-            environment of an engine, or for twelve minutes.
+            environment of an engine, beside an earlier commit, or for twelve minutes.
         markdown: a result as a table.
     """
 
@@ -112,6 +113,7 @@ PARTS = {
     ),
     "proxy_idle": _Part("Idle proxies, and picking up a command", proxy_idle.measure, proxy_idle.markdown),
     "starts": _Part("Starts: the import, the commands, the first Buffer", starts.measure, starts.markdown),
+    "host_time": _Part("The host of a GPU: a launch, an operation", None, host_time.markdown),
     "chaos": _Part("Faults of a running group, and how the survivors go on", None, chaos.markdown),
     "fuzz": _Part("Mutated frames and handshakes", None, fuzz.markdown),
     "verdicts": _Part("Verdicts of uccl-ep compare, three times in one sitting", None, verdicts.markdown),

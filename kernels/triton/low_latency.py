@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...errors import ConfigError
@@ -14,7 +16,7 @@ from ...protocol.message import (
     element_bytes,
     row_bytes,
 )
-from .launch import Launch, Target, present_target
+from .launch import Launch, Target, Variant, present_target
 from .ll_combine import pack_combine, prepare_combine, sum_rows
 from .ll_dispatch import count_rows, pack_dispatch, unpack_rows
 from .ll_message import combine_arrival, dispatch_arrival
@@ -54,33 +56,19 @@ class TritonLowLatencyKernels:
     def __init__(self, plan: LowLatencyPlan, target: Target | None = None) -> None:
         self.plan = plan
         self.target = target or present_target()
-        slots = _power_of_two(plan.topk)
-        ranks = _power_of_two(plan.ranks)
         # In the interpreter an operation costs the same for one row and for many.
         self._rows = 16 if self.target.interpreted else 1
+        self._slots, self._ranks = _power_of_two(plan.topk), _power_of_two(plan.ranks)
         self._backend = {"BACKEND": self.target.backend}
         self._lanes = {"LANES": self.target.warp, **self._backend}
         self._warps = _THREADS // self.target.warp
         self._publishing = {"LANES": self.target.warp if self.target.interpreted else _THREADS, **self._backend}
-        self._routing = {
-            "TOPK": plan.topk,
-            "SLOTS": slots,
-            "BLOCK": min(max(_COMPARED // (slots * slots), 1), _power_of_two(plan.tokens)),
-            "RANKS": ranks,
-            **self._lanes,
-        }
-        self._counting = {
-            "TOPK": plan.topk,
-            "SLOTS": slots,
-            "BLOCK": min(max(_COMPARED // (4 * slots), 1), _power_of_two(plan.tokens)),
-            "RANKS": ranks,
-            "EXPERTS": min(max(_LAID_OUT // ranks, 1), _power_of_two(plan.local_experts)),
-            **self._backend,
-        }
-        self._slots = slots
-        self._ranks = ranks
-
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
+        # each is made once for its formats, of which an engine has one or two
+        self._of_dispatch_send = functools.cache(self._make_dispatch_send)
+        self._of_dispatch_recv = functools.cache(self._make_dispatch_recv)
+        self._of_combine_send = functools.cache(self._make_combine_send)
+        self._of_combine_recv = functools.cache(self._make_combine_recv)
 
     def check(self, channels: int, ring_slots: int) -> None:
         """Raise ConfigError for what these kernels cannot serve."""
@@ -147,19 +135,38 @@ class TritonLowLatencyKernels:
             x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
             coding: DTYPE_* of the rows on the wire. reduced: weights are given (their address may be 0 without tokens).
         """
-        plan = self.plan
-        wire = row_bytes(plan.hidden, coding)
-        blocks, block = self._blocks(tokens), min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK))
-        first = Launch(
-            route,
-            (plan.ranks + 1,),
-            (context, state, plan_block, route_block, topk_idx, tokens, wire),
-            {"REDUCED": reduced, **self._routing},
+        routing, packing, wire, columns = self._of_dispatch_send(source, coding, round_scale, reduced)
+        blocks = self._blocks(tokens)
+        return (
+            Launch(
+                routing, (self.plan.ranks + 1, 1, 1), (context, state, plan_block, route_block, topk_idx, tokens, wire)
+            ),
+            Launch(
+                packing,
+                (blocks, min(max(_PROGRAMS // blocks, 1), columns), 1),
+                (context, state, route_block, x, topk_idx, weights, tokens, wire),
+            ),
         )
-        second = Launch(
+
+    def _make_dispatch_send(
+        self, source: int, coding: int, round_scale: bool, reduced: bool
+    ) -> tuple[Variant, Variant, int, int]:
+        """Its kernels, bytes of a row on the wire, and programs that a row has work for."""
+        plan, slots = self.plan, self._slots
+        block = min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK))
+        routing = Variant(
+            route,
+            {
+                "REDUCED": reduced,
+                "TOPK": plan.topk,
+                "SLOTS": slots,
+                "BLOCK": min(max(_COMPARED // (slots * slots), 1), _power_of_two(plan.tokens)),
+                "RANKS": self._ranks,
+                **self._lanes,
+            },
+        )
+        packing = Variant(
             pack_dispatch,
-            (blocks, min(max(_PROGRAMS // blocks, 1), -(-plan.hidden // block))),
-            (context, state, route_block, x, topk_idx, weights, tokens, wire),
             {
                 "HIDDEN": plan.hidden,
                 "SOURCE": source,
@@ -168,14 +175,14 @@ class TritonLowLatencyKernels:
                 "FNUZ": self.target.fnuz,
                 "REDUCED": reduced,
                 "TOPK": plan.topk,
-                "SLOTS": self._slots,
+                "SLOTS": slots,
                 "ROWS": self._rows,
                 "BLOCK": block,
                 **self._publishing,
             },
-            warps=self._warps,
+            self._warps,
         )
-        return first, second
+        return routing, packing, row_bytes(plan.hidden, coding), -(-plan.hidden // block)
 
     def dispatch_recv(
         self,
@@ -195,77 +202,86 @@ class TritonLowLatencyKernels:
 
         Eleven arguments: blocks, the format, then each tensor that is filled.
         """
-        plan = self.plan
-        payload = plan.hidden * (1 if coding in (DTYPE_FP8, DTYPE_FP8_UE8M0) else element_bytes(coding))
+        arrival, counting, unpacking, wire = self._of_dispatch_recv(coding)
+        ranks = self.plan.ranks
         return (
+            Launch(arrival, (1, 1, 1), (context, state, route_block, waited)),
             Launch(
-                dispatch_arrival,
-                (1,),
-                (context, state, route_block, waited),
-                {"CODING": coding, **self._lanes},
-            ),
-            Launch(
-                count_rows,
-                (plan.local_experts, plan.ranks),
+                counting,
+                (self.plan.local_experts, ranks, 1),
                 (context, state, route_block, recv_count, layout_range, stats),
-                self._counting,
             ),
             Launch(
-                unpack_rows,
-                (self._blocks_of_a_source(), plan.ranks),
-                (
-                    context,
-                    state,
-                    route_block,
-                    recv_x,
-                    scales,
-                    src_info,
-                    layout_range,
-                    row_bytes(plan.hidden, coding),
-                ),
-                {
-                    "PAYLOAD": payload,
-                    "CODING": coding,
-                    "TOPK": plan.topk,
-                    "SLOTS": self._slots,
-                    "ROWS": self._rows,
-                    "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
-                    **self._backend,
-                },
-                warps=self._warps,
+                unpacking,
+                (self._blocks_of_a_source(), ranks, 1),
+                (context, state, route_block, recv_x, scales, src_info, layout_range, wire),
             ),
         )
+
+    def _make_dispatch_recv(self, coding: int) -> tuple[Variant, Variant, Variant, int]:
+        """Its kernels, and bytes of a row on the wire."""
+        plan, slots = self.plan, self._slots
+        payload = plan.hidden * (1 if coding in (DTYPE_FP8, DTYPE_FP8_UE8M0) else element_bytes(coding))
+        arrival = Variant(dispatch_arrival, {"CODING": coding, **self._lanes})
+        counting = Variant(
+            count_rows,
+            {
+                "TOPK": plan.topk,
+                "SLOTS": slots,
+                "BLOCK": min(max(_COMPARED // (4 * slots), 1), _power_of_two(plan.tokens)),
+                "RANKS": self._ranks,
+                "EXPERTS": min(max(_LAID_OUT // self._ranks, 1), _power_of_two(plan.local_experts)),
+                **self._backend,
+            },
+        )
+        unpacking = Variant(
+            unpack_rows,
+            {
+                "PAYLOAD": payload,
+                "CODING": coding,
+                "TOPK": plan.topk,
+                "SLOTS": slots,
+                "ROWS": self._rows,
+                "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
+                **self._backend,
+            },
+            self._warps,
+        )
+        return arrival, counting, unpacking, row_bytes(plan.hidden, coding)
 
     def combine_send(
         self, context: int, state: int, route_block: int, ticket: int, x: int, layout_range: int, dtype: int
     ) -> tuple[Launch, ...]:
         """Return the experts' rows [L, R * T, H] of DTYPE_* ``dtype`` to their sources."""
-        plan = self.plan
-        wire = row_bytes(plan.hidden, dtype)
+        preparing, packing, wire = self._of_combine_send(dtype)
         return (
+            Launch(preparing, (1, 1, 1), (context, state, route_block, ticket, wire)),
             Launch(
-                prepare_combine,
-                (1,),
-                (context, state, route_block, ticket, wire),
-                {"RANKS": self._ranks, **self._lanes},
-            ),
-            Launch(
-                pack_combine,
-                (self._blocks_of_a_source(), plan.ranks),
+                packing,
+                (self._blocks_of_a_source(), self.plan.ranks, 1),
                 (context, state, route_block, x, layout_range, wire),
-                {
-                    "HIDDEN": plan.hidden,
-                    "DTYPE": dtype,
-                    "TOPK": plan.topk,
-                    "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
-                    "ROWS": self._rows,
-                    "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
-                    **self._publishing,
-                },
-                warps=self._warps,
-                fused=False,
             ),
         )
+
+    def _make_combine_send(self, dtype: int) -> tuple[Variant, Variant, int]:
+        """Its kernels, and bytes of a row on the wire."""
+        plan = self.plan
+        preparing = Variant(prepare_combine, {"RANKS": self._ranks, **self._lanes})
+        packing = Variant(
+            pack_combine,
+            {
+                "HIDDEN": plan.hidden,
+                "DTYPE": dtype,
+                "TOPK": plan.topk,
+                "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
+                "ROWS": self._rows,
+                "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
+                **self._publishing,
+            },
+            self._warps,
+            fused=False,
+        )
+        return preparing, packing, row_bytes(plan.hidden, dtype)
 
     def combine_recv(
         self,
@@ -281,30 +297,34 @@ class TritonLowLatencyKernels:
         waited: int,
     ) -> tuple[Launch, ...]:
         """Wait for every rank's rows and sum them into ``out``, [tokens, H] of DTYPE_* ``dtype``."""
-        plan = self.plan
-        block = min(_BLOCK, _power_of_two(plan.hidden))
+        arrival, summing, wire, columns = self._of_combine_recv(dtype, reduced)
         return (
+            Launch(arrival, (1, 1, 1), (context, state, route_block, ticket, waited)),
             Launch(
-                combine_arrival,
-                (1,),
-                (context, state, route_block, ticket, waited),
-                {"REDUCED": reduced, "DTYPE": dtype, **self._lanes},
-            ),
-            Launch(
-                sum_rows,
-                (self._blocks(tokens), -(-plan.hidden // block)),
-                (context, state, route_block, ticket, weights, out, tokens, row_bytes(plan.hidden, dtype)),
-                {
-                    "HIDDEN": plan.hidden,
-                    "DTYPE": dtype,
-                    "REDUCED": reduced,
-                    "TOPK": plan.topk,
-                    "TOGETHER": min(_SUMMED_TOGETHER, self._slots),
-                    "ROWS": self._rows,
-                    "BLOCK": block,
-                    **self._backend,
-                },
-                warps=self._warps,
-                fused=False,
+                summing,
+                (self._blocks(tokens), columns, 1),
+                (context, state, route_block, ticket, weights, out, tokens, wire),
             ),
         )
+
+    def _make_combine_recv(self, dtype: int, reduced: bool) -> tuple[Variant, Variant, int, int]:
+        """Its kernels, bytes of a row on the wire, and programs that a row has work for."""
+        plan = self.plan
+        block = min(_BLOCK, _power_of_two(plan.hidden))
+        arrival = Variant(combine_arrival, {"REDUCED": reduced, "DTYPE": dtype, **self._lanes})
+        summing = Variant(
+            sum_rows,
+            {
+                "HIDDEN": plan.hidden,
+                "DTYPE": dtype,
+                "REDUCED": reduced,
+                "TOPK": plan.topk,
+                "TOGETHER": min(_SUMMED_TOGETHER, self._slots),
+                "ROWS": self._rows,
+                "BLOCK": block,
+                **self._backend,
+            },
+            self._warps,
+            fused=False,
+        )
+        return arrival, summing, row_bytes(plan.hidden, dtype), -(-plan.hidden // block)

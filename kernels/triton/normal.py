@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...config import Settings
@@ -10,7 +12,7 @@ from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES, META_LINE, NormalNotify, element_bytes
 from ..blocks import normal_device as block
 from ..blocks.normal_device import DeviceNormalState, NodeTensors, NormalFormat, NormalTensors
-from .launch import Launch, Target, present_target
+from .launch import Launch, Target, Variant, present_target
 from .low_latency import MAX_TOPK
 from .normal_finish import finish
 from .normal_node_step import advance_nodes, finish_nodes, move_node_rows
@@ -60,6 +62,14 @@ class TritonNormalKernels:
         self._rows = 16 if interpreted else _ROWS
         self._most_programs = 2 if interpreted else 1 << 16
         self._lanes = {"LANES": self.target.warp, "BACKEND": self.target.backend}
+        self._reporting = Variant(report_ids, {"BACKEND": self.target.backend})
+        # each is made once for its formats, of which an engine has a few
+        self._of_mark = functools.cache(self._make_mark)
+        self._of_list = functools.cache(self._make_list)
+        self._of_open = functools.cache(self._make_open)
+        self._of_exchange = functools.cache(self._make_exchange)
+        self._of_nodes = functools.cache(self._make_nodes)
+        self._of_reduce = functools.cache(self._make_reduce)
 
     def check(self, settings: Settings, topk: int) -> None:
         """Raise ConfigError for what these kernels cannot serve."""
@@ -121,30 +131,27 @@ class TritonNormalKernels:
         if self.target.interpreted:
             block = min(max(_PAIRS // self._ranks, 1), _power_of_two(tokens))
         first = Launch(
-            mark_tokens,
-            (max(-(-tokens // block), 1),),
+            self._of_mark(topk, block),
+            (max(-(-tokens // block), 1), 1, 1),
             (topk_idx, tokens, experts, self.ranks, rank_counts, expert_counts, in_rank, bad),
-            {"TOPK": topk, "RANKS": self._ranks, "BLOCK": block},
-            warps=4,
         )
         if context == 0:
             return (first,)
-        return first, Launch(report_ids, (1,), (context, state, bad, experts), {"BACKEND": self.target.backend})
+        return first, Launch(self._reporting, (1, 1, 1), (context, state, bad, experts))
+
+    def _make_mark(self, topk: int, block: int) -> Variant:
+        return Variant(mark_tokens, {"TOPK": topk, "RANKS": self._ranks, "BLOCK": block}, warps=4)
 
     def list(
         self, in_rank: int, tokens: int, rank: int, node_ranks: int, rows: int, passing: int, lists: int, places: int
     ) -> tuple[Launch, ...]:
         """Lists of the tokens of each rank from bool[tokens, ranks] marks; see ``routing.list_tokens``."""
         block = min(1024, _power_of_two(tokens)) if self.target.interpreted else 1024
-        return (
-            Launch(
-                list_tokens,
-                (self.ranks,),
-                (in_rank, tokens, self.ranks, rank, node_ranks, rows, passing, lists, places),
-                {"NODES": node_ranks > 0, "BLOCK": block},
-                warps=4,
-            ),
-        )
+        arguments = (in_rank, tokens, self.ranks, rank, node_ranks, rows, passing, lists, places)
+        return (Launch(self._of_list(node_ranks > 0, block), (self.ranks, 1, 1), arguments),)
+
+    def _make_list(self, nodes: bool, block: int) -> Variant:
+        return Variant(list_tokens, {"NODES": nodes, "BLOCK": block}, warps=4)
 
     # -- the exchange -------------------------------------------------------------------------------------------
 
@@ -187,8 +194,10 @@ class TritonNormalKernels:
             form.node_ranks,
             passing,
         )
-        constants = {"KIND": form.kind, "NODES": form.node_ranks > 0, "RANKS": self._ranks, **self._lanes}
-        return (Launch(open_operation, (1,), arguments, constants),)
+        return (Launch(self._of_open(form.kind, form.node_ranks > 0), (1, 1, 1), arguments),)
+
+    def _make_open(self, kind: int, nodes: bool) -> Variant:
+        return Variant(open_operation, {"KIND": kind, "NODES": nodes, "RANKS": self._ranks, **self._lanes})
 
     def exchange(
         self,
@@ -203,98 +212,91 @@ class TritonNormalKernels:
         """Move the rows of an opened operation in ``steps`` steps of ``programs`` programs, then what is left."""
         programs = max(min(programs, self._most_programs), 1)
         arguments = (context, state, *tensors, form.local_experts)
-        words = form.row_bytes // 4
-        scale_words = form.scale_bytes // 4
-        constants = {
-            "KIND": form.kind,
+        kind = (form.kind, form.dtype, form.row_bytes, form.scale_bytes, form.topk)
+        if nodes is not None:
+            return self._exchange_nodes(context, state, arguments, nodes, steps, programs, kind)
+        begin, move, rest = self._of_exchange(*kind)
+        step = Launch(begin, (1, 1, 1), (context, state)), Launch(move, (programs, 1, 1), arguments)
+        return step * steps + (Launch(rest, (1, 1, 1), arguments),)
+
+    def _moving(self, kind: int, row_bytes: int, scale_bytes: int, topk: int, block: int) -> dict[str, int]:
+        """Constants of ``normal_rows.move_rows``, without ROWS."""
+        words, scale_words = row_bytes // 4, scale_bytes // 4
+        return {
+            "KIND": kind,
             "WORDS": words,
-            "TOPK": form.topk,
-            "SLOTS": _power_of_two(form.topk),
+            "TOPK": topk,
+            "SLOTS": _power_of_two(topk),
             "SCALE_WORDS": scale_words,
             "SCALES": _power_of_two(scale_words),
-            "BLOCK": min(_BLOCK if nodes is None else _NODE_BLOCK, _power_of_two(words)),
+            "BLOCK": min(block, _power_of_two(words)),
         }
-        if nodes is not None:
-            return self._exchange_nodes(context, state, form, tensors, nodes, steps, programs, constants)
-        step = (
-            Launch(advance, (1,), (context, state), self._lanes),
-            Launch(
-                move_rows,
-                (programs,),
-                arguments,
-                {**constants, "ROWS": self._rows},
-                warps=_WARPS,
-            ),
+
+    def _make_exchange(
+        self, kind: int, dtype: int, row_bytes: int, scale_bytes: int, topk: int
+    ) -> tuple[Variant, Variant, Variant]:
+        """What begins a step, moves its rows, and ends an exchange; all dtypes move alike."""
+        constants = self._moving(kind, row_bytes, scale_bytes, topk, _BLOCK)
+        rows = self._rows if self.target.interpreted else 1
+        return (
+            Variant(advance, self._lanes),
+            Variant(move_rows, {**constants, "ROWS": self._rows}, _WARPS),
+            Variant(finish, {**constants, "ROWS": rows, **self._lanes}),
         )
-        rest = Launch(
-            finish,
-            (1,),
-            arguments,
-            {**constants, "ROWS": self._rows if self.target.interpreted else 1, **self._lanes},
-        )
-        return step * steps + (rest,)
 
     def _exchange_nodes(
         self,
         context: int,
         state: int,
-        form: NormalFormat,
-        tensors: NormalTensors,
+        arguments: tuple[int, ...],
         nodes: NodeTensors,
         steps: int,
         programs: int,
-        constants: dict[str, int],
+        kind: tuple[int, int, int, int, int],
     ) -> tuple[Launch, ...]:
-        """The same between nodes; ``constants``: of ``normal_rows.move_rows``, without ROWS."""
-        combine = form.kind == NormalNotify.OPERATION_COMBINE
-        interpreted, rows = self.target.interpreted, self._rows
-        patience = {"PATIENCE": _PATIENCE_INTERPRETED if interpreted else _PATIENCE}
-        waiting = {"COMBINE": combine, **patience, **self._lanes}
-        # a dispatch may have values of a byte, which nobody sums
-        summed = {"HIDDEN": form.row_bytes // element_bytes(form.dtype) if combine else 0, "DTYPE": form.dtype}
-        arguments = (
-            context,
-            state,
-            *tensors,
-            form.local_experts,
-            nodes.in_rank,
-            nodes.passes,
-            nodes.pass_rows,
-            nodes.counts,
-        )
-        moving = {**constants, **summed, "BACKEND": self.target.backend}
-        begin = Launch(advance_nodes, (1,), (context, state, nodes.counts), waiting)
-        move = Launch(move_node_rows, (programs,), arguments, {**moving, "ROWS": rows}, warps=_WARPS, fused=False)
-        block = 32 if interpreted else _LISTED
+        """The same between nodes; ``arguments``: of ``normal_rows.move_rows``; ``kind``: of :meth:`_make_nodes`."""
+        begin, about, move, rest = self._of_nodes(*kind)
+        arguments += (nodes.in_rank, nodes.passes, nodes.pass_rows, nodes.counts)
         first: tuple[Launch, ...] = ()
-        step: tuple[Launch, ...] = (begin, move)
-        if combine:
-            count = Launch(
-                count_marks,
-                (self.ranks,),
-                (context, state, nodes.marks, nodes.room, nodes.counts),
-                {"BLOCK": block},
-                warps=4,
-            )
-            first = (count,)
-        else:
-            used = 2 * form.topk + form.scale_bytes // 4
-            listing = Launch(
-                list_passed,
-                (self.ranks,),
-                (context, state, nodes.passes, nodes.pass_rows, nodes.marks, nodes.room),
-                {"USED": used, "BLOCK": block},
-                warps=4,
-            )
-            step = (begin, listing, move)
-        rest = Launch(
-            finish_nodes,
-            (1,),
-            (*arguments, nodes.marks, nodes.room),
-            {**moving, "ROWS": rows if interpreted else 1, **patience, **self._lanes},
-            fused=False,
+        step: tuple[Launch, ...] = (
+            Launch(begin, (1, 1, 1), (context, state, nodes.counts)),
+            Launch(move, (programs, 1, 1), arguments),
         )
-        return first + step * steps + (rest,)
+        if kind[0] == NormalNotify.OPERATION_COMBINE:
+            counted = (context, state, nodes.marks, nodes.room, nodes.counts)
+            first = (Launch(about, (self.ranks, 1, 1), counted),)
+        else:
+            listed = (context, state, nodes.passes, nodes.pass_rows, nodes.marks, nodes.room)
+            step = (step[0], Launch(about, (self.ranks, 1, 1), listed), step[1])
+        return first + step * steps + (Launch(rest, (1, 1, 1), (*arguments, nodes.marks, nodes.room)),)
+
+    def _make_nodes(
+        self, kind: int, dtype: int, row_bytes: int, scale_bytes: int, topk: int
+    ) -> tuple[Variant, Variant, Variant, Variant]:
+        """Between nodes: what begins a step, counts the marks of a combine or lists what a dispatch passed, moves the
+        rows of a step, and ends an exchange."""
+        combine = kind == NormalNotify.OPERATION_COMBINE
+        interpreted = self.target.interpreted
+        patience = {"PATIENCE": _PATIENCE_INTERPRETED if interpreted else _PATIENCE}
+        # a dispatch may have values of a byte, which nobody sums
+        summed = {"HIDDEN": row_bytes // element_bytes(dtype) if combine else 0, "DTYPE": dtype}
+        constants = self._moving(kind, row_bytes, scale_bytes, topk, _NODE_BLOCK)
+        moving = {**constants, **summed, "BACKEND": self.target.backend}
+        block = 32 if interpreted else _LISTED
+        if combine:
+            about = Variant(count_marks, {"BLOCK": block}, warps=4)
+        else:
+            about = Variant(list_passed, {"USED": 2 * topk + scale_bytes // 4, "BLOCK": block}, warps=4)
+        return (
+            Variant(advance_nodes, {"COMBINE": combine, **patience, **self._lanes}),
+            about,
+            Variant(move_node_rows, {**moving, "ROWS": self._rows}, _WARPS, fused=False),
+            Variant(
+                finish_nodes,
+                {**moving, "ROWS": self._rows if interpreted else 1, **patience, **self._lanes},
+                fused=False,
+            ),
+        )
 
     def reduce(
         self,
@@ -316,16 +318,12 @@ class TritonNormalKernels:
         """Sum the rows of a combine that has been exchanged; ``received`` of them are this rank's experts'."""
         if tokens == 0:
             return ()
-        hidden = form.row_bytes // element_bytes(form.dtype)
-        block = min(_SUMMED, _power_of_two(hidden))
-        # one more sums the weights
-        columns = -(-hidden // block) + (form.topk > 0)
-        rows = self._rows if self.target.interpreted else _SUM_ROWS
+        summing, columns = self._of_reduce(form.dtype, form.row_bytes, form.topk, len(biases))
         bias_0, bias_1 = (*biases, 0, 0)[:2]
         return (
             Launch(
-                reduce_rows,
-                (-(-min(_SUMMING * programs, self._most_programs) // columns), columns),
+                summing,
+                (-(-min(_SUMMING * programs, self._most_programs) // columns), columns, 1),
                 (
                     context,
                     state,
@@ -341,22 +339,28 @@ class TritonNormalKernels:
                     out,
                     out_weights,
                 ),
-                {
-                    "HIDDEN": hidden,
-                    "DTYPE": form.dtype,
-                    "TOPK": form.topk,
-                    "SLOTS": _power_of_two(form.topk),
-                    "BIASES": len(biases),
-                    "TOGETHER": min(_TOGETHER, self._ranks),
-                    "ROWS": rows,
-                    "BLOCK": block,
-                    "BACKEND": self.target.backend,
-                },
-                # 16 bytes of BF16 of a rank's rows to a lane
-                warps=max(256 // self.target.warp, 1),
-                fused=False,
             ),
         )
+
+    def _make_reduce(self, dtype: int, row_bytes: int, topk: int, biases: int) -> tuple[Variant, int]:
+        """Its kernel, and programs that a row has work for."""
+        hidden = row_bytes // element_bytes(dtype)
+        block = min(_SUMMED, _power_of_two(hidden))
+        constants = {
+            "HIDDEN": hidden,
+            "DTYPE": dtype,
+            "TOPK": topk,
+            "SLOTS": _power_of_two(topk),
+            "BIASES": biases,
+            "TOGETHER": min(_TOGETHER, self._ranks),
+            "ROWS": self._rows if self.target.interpreted else _SUM_ROWS,
+            "BLOCK": block,
+            "BACKEND": self.target.backend,
+        }
+        # 16 bytes of BF16 of a rank's rows to a lane
+        variant = Variant(reduce_rows, constants, max(256 // self.target.warp, 1), fused=False)
+        # one more sums the weights
+        return variant, -(-hidden // block) + (topk > 0)
 
     # -- how much there is to launch ----------------------------------------------------------------------------
 

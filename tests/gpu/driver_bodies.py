@@ -8,26 +8,30 @@ module of the driver, the cubins, and all of the product are the real ones.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import pytest
 import torch
+import triton
 
 from tests.kernels.compiled_kernels import normal_launches, quickly_compiled
 from tests.support import bodies
 from tests.support.control_threads import ThreadExchange
 from tests.support.cuda_driver import torch_cuda
-from tests.support.cuda_driver.host_time import microseconds
 from tests.support.cuda_driver.loaded import Driver
 from uccl_ep_serving import buffer as facade
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.gpu import context
 from uccl_ep_serving.gpu.interpreted_memory import InterpretedMemory
 from uccl_ep_serving.gpu.memory import CudaMemory
+from uccl_ep_serving.kernels.triton import launch as launch_module
 from uccl_ep_serving.kernels.triton.launch import Launch
 from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
@@ -70,7 +74,7 @@ def told_apart(launch: Launch) -> Launch:
     """The same launch, each address another one, so that their order shows."""
     given = enumerate(launch.arguments)
     apart = tuple(value + 4096 * place if value >= _ADDRESSES else value for place, value in given)
-    return replace(launch, arguments=apart)
+    return launch._replace(arguments=apart)
 
 
 def _unique(kind: str) -> list[Launch]:
@@ -83,8 +87,23 @@ def _unique(kind: str) -> list[Launch]:
     return list({(one.kernel.__name__, tuple(one.constants.items())): told_apart(one) for one in found}.values())
 
 
+@contextlib.contextmanager
+def not_by_triton(launch: Launch) -> Iterator[None]:
+    """Inside, Triton's own way of launching this kernel raises."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError(f"{launch.kernel.__name__} was launched Triton's own way")
+
+    launch.kernel.run = refuse
+    try:
+        yield
+    finally:
+        del launch.kernel.run
+
+
 def launches(kind: str) -> dict[str, Any]:
-    """Each launch of a mode, loaded and then run on two streams: what it means, and what the driver was told."""
+    """Each launch of a mode, loaded and then run on two streams, at once and Triton's own way: what it means, and what
+    the driver was told."""
     streams = [torch.cuda.Stream(GPU) for _ in range(2)]
     said = []
     for one in _unique(kind):
@@ -93,26 +112,74 @@ def launches(kind: str) -> dict[str, Any]:
         loaded = DRIVER.counts
         one.compile()
         both = DRIVER.counts
-        DRIVER.forget()
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                one.run()
+        found, counts = {}, {}
+        for way, run in {"at once": one.run, "by Triton": one.run_by_triton}.items():
+            DRIVER.forget()
+            with not_by_triton(one) if way == "at once" else contextlib.nullcontext():
+                for stream in streams:
+                    with torch.cuda.stream(stream):
+                        run()
+            found[way], counts[way] = [asdict(call) for call in DRIVER.launched], DRIVER.counts
         parameters = [parameter for parameter in one.kernel.params if not parameter.is_constexpr]
         said.append(
             {
                 "kernel": one.kernel.__name__,
                 "grid": one.grid,
-                "warps": one.warps,
+                "warps": one.variant.warps,
                 "arguments": one.arguments,
                 "specialized": [not parameter.do_not_specialize for parameter in parameters],
                 "shared": one.build().metadata.shared,
                 "loaded": loaded.get(_LOAD, 0),
                 "loaded_twice": both.get(_LOAD, 0),
-                "counts": DRIVER.counts,
-                "launched": [asdict(call) for call in DRIVER.launched],
+                "counts": counts,
+                "launched": found,
             }
         )
     return {"launches": said, "streams": [stream.cuda_stream for stream in streams]}
+
+
+def by_triton() -> dict[str, Any]:
+    """What a launch that was loaded does not fit, and so goes Triton's own way: for each such case the arguments and
+    what the driver was told, and what a profiler and the log were told."""
+    launch, log = _unique("low_latency")[0], []
+    driver: Any = triton.runtime.driver.active
+    named, knobs = launch.kernel.__name__, triton.knobs.runtime
+    found: dict[str, Any] = {"profiled": []}
+
+    def note(case: str, one: Launch) -> None:
+        DRIVER.forget()
+        one.run()
+        launched = [asdict(call) for call in DRIVER.launched]
+        found[case] = {"arguments": one.arguments, "loaded": DRIVER.counts.get(_LOAD, 0), "launched": launched}
+
+    launch.compile()
+    with not_by_triton(launch):
+        note("as it was loaded", launch)
+    context, state, *rest = launch.arguments
+    note("not aligned", launch._replace(arguments=(context, state + 8, *rest)))
+    note("a one", launch._replace(arguments=(context, 1, *rest)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "get_current_device", lambda: 1)
+        note("another device", launch)
+
+    def listener(metadata: Any) -> None:
+        found["profiled"].append(metadata.get()["name"].removeprefix("uccl_ep_"))
+
+    knobs.launch_enter_hook.add(listener)
+    note("profiled launch", launch)
+    knobs.launch_enter_hook.remove(listener)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_module, "_KNOWN", frozenset({"0.1"}))
+        patch.setattr(launch_module._log, "warning", lambda text, *words: log.append(text % words))
+        launch_module._launcher_is_known.cache_clear()
+        unknown = launch._replace(variant=replace(launch.variant))
+        for _ in range(2):
+            unknown.compile()
+        note("an unknown Triton", unknown)
+    launch_module._launcher_is_known.cache_clear()
+    with not_by_triton(launch):
+        note("as it was loaded, again", launch)
+    return {"kernel": named, "log": log, **found}
 
 
 def refused() -> dict[str, str]:
@@ -123,7 +190,7 @@ def refused() -> dict[str, str]:
     nowhere = torch.cuda.Stream(GPU)
     nowhere.cuda_stream += 16
     for name, one, stream in (
-        ("grid", replace(launch, grid=(1, 65536)), torch.cuda.current_stream()),
+        ("grid", launch._replace(grid=(1, 65536, 1)), torch.cuda.current_stream()),
         ("stream", launch, nowhere),
     ):
         with torch.cuda.stream(stream):
@@ -163,6 +230,49 @@ class Layer:
 
     def combine(self, rows: torch.Tensor, handle: Any, **options: Any) -> Any:
         return self.buffer.low_latency_combine(rows, self.ids, self.weights, handle, **options)
+
+
+def checked_again() -> dict[str, str]:
+    """What dispatches raise that differ in one thing from one that went well, "" for nothing, and in that of "launched"
+    how often a kernel was launched by those that raised."""
+    buffer, found = opened(), {}
+    layer = Layer(buffer)
+    ok: dict[str, Any] = {"x": layer.x, "topk_idx": layer.ids, "topk_weights": layer.weights, "use_fp8": False}
+    ok |= {"num_max_dispatch_tokens_per_rank": _TOKENS, "num_experts": _EXPERTS}
+    apart = torch.empty(layer.x.numel() + 4, dtype=layer.x.dtype)[4:].view(layer.x.shape)
+    changes: dict[str, dict[str, Any]] = {
+        "strides": {"x": torch.empty(_HIDDEN, _TOKENS, dtype=torch.bfloat16).T},
+        "start": {"x": apart},
+        "no tensor": {"x": layer.x.tolist()},
+        "dtype": {"x": layer.x.double()},
+        "ids' dtype": {"topk_idx": layer.ids.int()},
+        "ids' rows": {"topk_idx": layer.ids[1:]},
+        "no ids": {"topk_idx": layer.ids.tolist()},
+        "weights' dtype": {"topk_weights": layer.weights.double()},
+        "weights' shape": {"topk_weights": layer.weights[:, :1]},
+        "no weights": {"topk_weights": layer.weights.tolist()},
+        "tokens": {"num_max_dispatch_tokens_per_rank": _TOKENS - 1},
+        "tokens' type": {"num_max_dispatch_tokens_per_rank": float(_TOKENS)},
+        "experts": {"num_experts": 0},
+        "experts' type": {"num_experts": float(_EXPERTS)},
+        "flags": {"round_scale": True},
+        "meta": {"x": layer.x.to("meta")},
+    }
+    for _ in range(2):
+        buffer.low_latency_dispatch(**ok)
+    DRIVER.forget()
+    for name, change in changes.items():
+        try:
+            buffer.low_latency_dispatch(**{**ok, **change})
+        # whatever it is, the test says which
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = ""
+    found["launched"] = str(len(DRIVER.launched))
+    buffer.low_latency_dispatch(**ok)
+    buffer.destroy()
+    return found
 
 
 def _reserve(buffer: Buffer) -> None:
@@ -249,21 +359,6 @@ def failures(function: str, code: str, operation: str) -> list[str]:
     DRIVER.mend()
     InterpretedMemory._mapped.clear()
     return said
-
-
-def host_time(times: str) -> dict[str, float]:
-    """Microseconds of the host for each launch of low latency by kernel, and for whole operations."""
-    found = {}
-    for one in _unique("low_latency"):
-        one.compile()
-        found[one.kernel.__name__] = microseconds(DRIVER, one.run, int(times))
-    buffer = opened()
-    layer = Layer(buffer)
-    rows, _, handle, _, _ = layer.dispatch()
-    found["dispatch"] = microseconds(DRIVER, layer.dispatch, int(times))
-    found["combine"] = microseconds(DRIVER, lambda: layer.combine(rows, handle), int(times))
-    buffer.destroy()
-    return found
 
 
 def main(*wanted: str) -> None:

@@ -123,6 +123,18 @@ def test_a_cuda_error_is_named(cuda: list[tuple[Any, ...]]) -> None:
         CudaMemory(GPU).allocate(10)
 
 
+@pytest.mark.parametrize("free", [0, 700])
+def test_a_block_that_cannot_be_zeroed_is_given_back(cuda: list[tuple[Any, ...]], free: int) -> None:
+    """Also where giving it back fails: what is raised is the first failure."""
+    runtime: Any = sys.modules["cuda.bindings.runtime"]
+    freed: list[int] = []
+    runtime.cudaMemset = lambda *_: (719,)
+    runtime.cudaFree = lambda address: (freed.append(address), free)[1:]
+    with pytest.raises(TransportError, match=r"cudaMemset failed on cuda:0: .*\(719\)"):
+        CudaMemory(GPU).allocate(10)
+    assert freed == [0x9000]
+
+
 def test_torch_gives_back_what_it_keeps_before_an_allocation_fails(
     cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,13 +113,13 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
         if not result.metadata.name.startswith(PREFIX):
             faults.append(f"a profile would show it as {result.metadata.name}")
         # Triton 3.6 and 3.7 may put the barrier of a scalar atomic on one side of a branch: one warp does not mind
-        if name in WAITING and launch.warps != 1:
+        if name in WAITING and launch.variant.warps != 1:
             faults.append("a program that waits has several warps, of which some may hang at a barrier")
         # those that wait spend their time waiting
         if found["spilled"] > _SPILLED and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")
         if name in IN_FLIGHT:
-            found["in_flight"] = 16 * launch.warps * gpu.warp_size * compiled_traps.loads_at_once(text)
+            found["in_flight"] = 16 * launch.variant.warps * gpu.warp_size * compiled_traps.loads_at_once(text)
             if found["in_flight"] < IN_FLIGHT[name][gpu.backend == "hip"]:
                 faults.append(f"only {found['in_flight']} bytes of rows are on their way to a program")
             if math.prod(launch.grid) < PROGRAMS:

@@ -17,7 +17,7 @@ from uccl_ep_serving.gpu.window import DeviceSpace
 from uccl_ep_serving.kernels.blocks import low_latency as host
 from uccl_ep_serving.kernels.blocks import low_latency_device as block
 from uccl_ep_serving.kernels.triton.blocks import S_DISPATCH_AHEAD, S_DISPATCH_READ
-from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.launch import Launch, Variant
 from uccl_ep_serving.kernels.triton.ll_counts import ack_dispatches, mark_read
 from uccl_ep_serving.kernels.triton.words import clock_ns
 from uccl_ep_serving.native.pages import own_pages
@@ -64,7 +64,7 @@ def read_after(order: list[int]) -> list[int]:
     found = []
     with _rank_0() as (_, _, state):
         for number in order:
-            Launch(mark, (1,), (state.address, number), {}).run()
+            Launch(Variant(mark, {}), (1, 1, 1), (state.address, number)).run()
             found.append(int(state.words[host.DISPATCH_READ]))
     return found
 
@@ -81,7 +81,8 @@ def told(acked: list[int]) -> list[list[int]]:
         state.words[host.DISPATCH_NUMBER], state.words[host.DISPATCH_READ] = 3, 3
         first = block.STATE_WORDS + block.STATE_TABLES.index("SENT_ACK_DISPATCH") * RANKS
         state.words[first + 1 : first + RANKS] = torch.tensor(acked)
-        Launch(acknowledge, (1,), (space.context, state.address), {"LANES": 4, "BACKEND": 0}).run()
+        variant = Variant(acknowledge, {"LANES": 4, "BACKEND": 0})
+        Launch(variant, (1, 1, 1), (space.context, state.address)).run()
         notices = [notice(group, rank) for rank in (1, 2)]
         return [
             [int(words[Notice.NUMBER]), int(words[Notice.CONSUMED_DISPATCH])]

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tests.kernels.divergence import divergences
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
-from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.launch import Launch, Variant
 from uccl_ep_serving.kernels.triton.words import CUDA, HIP, acquire_each, int32s, uniform
 
 
@@ -106,7 +106,7 @@ def main(target: str) -> None:
         for agreed in (True, False):
             constants = {"LANES": gpu.warp_size, "AGREED": agreed, "BACKEND": int(backend.value)}
             with compiling_for(gpu):
-                built = Launch(kernel, (1,), (1 << 40, 1 << 40), constants).build()
+                built = Launch(Variant(kernel, constants), (1, 1, 1), (1 << 40, 1 << 40)).build()
             said = {"target": target, "kernel": kernel.__name__, "agreed": agreed}
             print(json.dumps({**said, "faults": divergences(built.asm["llir"])}), flush=True)
 

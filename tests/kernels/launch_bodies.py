@@ -39,7 +39,7 @@ def recorded() -> Iterator[list[Seen]]:
         constants = dict(launch.constants)
         if name in _SIZED_FOR_THE_INTERPRETER:
             constants["BLOCK"] = 1024
-        seen = (ahead, module, name, launch.arguments, constants, launch.warps, launch.fused)
+        seen = (ahead, module, name, launch.arguments, constants, launch.variant.warps, launch.variant.fused)
         found[repr(seen)] = seen
 
     def running(launch: Launch) -> None:

@@ -18,7 +18,7 @@ from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.gpu.memory import InterpretedMemory
 from uccl_ep_serving.gpu.window import DeviceSpace
 from uccl_ep_serving.kernels.blocks import normal_device as block
-from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.launch import Launch, Variant
 from uccl_ep_serving.native.pages import own_pages
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
@@ -111,7 +111,7 @@ class Stand:
         """Launch a kernel whose first arguments are the context and the state block."""
         names = {"LANES": LANES, "BACKEND": 0}
         shared = {name: value for name, value in names.items() if name in kernel.arg_names}
-        Launch(kernel, (grid,), (*self.addresses, *arguments), {**shared, **constants}).run()
+        Launch(Variant(kernel, {**shared, **constants}), (grid, 1, 1), (*self.addresses, *arguments)).run()
 
     def hold(self, peer: int) -> None:
         """``peer`` is reached through proxies from now on, which complete nothing."""

@@ -502,7 +502,7 @@ def finished(exchange: StoreExchange) -> None:
 def lists(exchange: StoreExchange) -> None:
     """Each token once to the rail peer of a node that has one of its ranks, to near ranks one by one."""
     _modules()
-    from uccl_ep_serving.kernels.triton.launch import Launch
+    from uccl_ep_serving.kernels.triton.launch import Launch, Variant
     from uccl_ep_serving.kernels.triton.routing import list_tokens
 
     ranks, size, me, tokens = 6, 3, 4, 11
@@ -512,7 +512,7 @@ def lists(exchange: StoreExchange) -> None:
     places = torch.full((tokens, ranks), -2, dtype=torch.int32)
     arguments = (in_rank.data_ptr(), tokens, ranks, me, size)
     outputs = (rows.data_ptr(), passing.data_ptr(), found.data_ptr(), places.data_ptr())
-    Launch(list_tokens, (ranks,), (*arguments, *outputs), {"NODES": True, "BLOCK": 4}).run()
+    Launch(Variant(list_tokens, {"NODES": True, "BLOCK": 4}), (ranks, 1, 1), (*arguments, *outputs)).run()
     for rank in range(ranks):
         near = in_rank[:, rank]
         expected = near

@@ -128,17 +128,16 @@ def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: l
 
 
 NO_GLOBALS = """
-from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.launch import Launch, Variant
 from uccl_ep_serving.kernels.triton.normal_step import advance
 
 def warmup(*arguments, grid, **constants):
     assert advance.cache_key
     read.append(len(advance.used_global_vals))
-    return {grid: "a launcher"}
 
 read = []
 advance.warmup = warmup
-Launch(advance, (1,), (0, 0), {"LANES": 32, "BACKEND": 1}).compile()
+Launch(Variant(advance, {"LANES": 32, "BACKEND": 1}), (1, 1, 1), (0, 0)).build()
 assert read[0] > 0
 assert len(advance.used_global_vals) == 0
 """

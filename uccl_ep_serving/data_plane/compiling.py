@@ -27,7 +27,7 @@ _MOST_REASON = 4000
 
 def compile_together(steps: Steps, compile: Callable[[], object]) -> str:
     """:func:`do_together` for compiling, which the others wait ten minutes for."""
-    return do_together(steps, compile, COMPILING, "compile", _COMPILE_SECONDS)
+    return do_together(steps, compile, COMPILING, "compile or load its kernels", _COMPILE_SECONDS)
 
 
 def do_together(steps: Steps, do: Callable[[], object], step: str, what: str, timeout: float | None = None) -> str:

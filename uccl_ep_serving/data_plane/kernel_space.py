@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..control_plane.reports import Wait
 from ..errors import PeerError, ProtocolError, ProxyDied, TransportError, UcclEpError
-from ..native.failure import failed, failure_code, set_failure
+from ..native.failure import failure_code, set_failure
 from ..native.pages import own_pages
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
@@ -99,6 +99,8 @@ class KernelSpace:
         self._error: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
         self._progress: _I64 = np.zeros(8, dtype=np.int64)
         self._progress[0] = -1
+        #: The same words, for what the host reads before every operation: they take a third of the time here.
+        self._error_glance, self._progress_glance = self._error.data, self._progress.data
         self._arrived: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
         self._completed: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
         self._flag: _I64 = np.zeros((ranks, STREAMS), dtype=np.int64)
@@ -167,12 +169,12 @@ class KernelSpace:
     @property
     def failed(self) -> bool:
         """True once the sticky error is set. It is never lifted: a new epoch has an error word of its own."""
-        return bool(failed(self.error))
+        return self._error_glance[ctx.ERROR_CODE] != ctx.FAILURE_NONE
 
     @property
     def failed_with(self) -> tuple[int, int]:
         """(FAILURE_* code, peer) of the sticky error."""
-        return int(self._error[ctx.ERROR_CODE]), int(self._error[ctx.ERROR_PEER])
+        return self._error_glance[ctx.ERROR_CODE], self._error_glance[ctx.ERROR_PEER]
 
     def failure(self, phase: str) -> UcclEpError:
         """The sticky error as an exception."""
@@ -194,7 +196,7 @@ class KernelSpace:
     @property
     def awaited(self) -> int:
         """Peer that the pending kernel waits for, -1 when none is pending."""
-        return int(self._progress[0])
+        return self._progress_glance[0]
 
     @property
     def pending(self) -> tuple[int, int, int, int]:

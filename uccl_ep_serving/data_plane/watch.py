@@ -332,6 +332,8 @@ class PlaneWatch:
     def is_awaited(self) -> bool:
         """Whether a peer asks for other windows, or to compile, and not after operations that this rank begins yet."""
         requested = self._mesh.steps.requested(SETUP)
+        if not requested:
+            return False
         return any(read_proposal(peer, payload).begun <= self.begun for peer, payload in requested.items())
 
     def _requested_before(self) -> int | None:

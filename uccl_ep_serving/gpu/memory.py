@@ -6,6 +6,7 @@ CUDA builds of torch bring from 2.10 on, our extra ``cuda`` for older ones), ROC
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import mmap
@@ -134,8 +135,14 @@ class _Driver:
                 # what torch keeps for later allocations of its own may be enough
                 torch.cuda.empty_cache()
                 address = int(self._allocate(nbytes))
-            self._call("Memset", address, 0, nbytes)
-            torch.cuda.synchronize(self.device)
+            try:
+                self._call("Memset", address, 0, nbytes)
+                torch.cuda.synchronize(self.device)
+            except BaseException:
+                # where the device has failed this does too, and what has ended the allocation says why
+                with contextlib.suppress(TransportError):
+                    self._call("Free", address)
+                raise
         return address
 
     def _allocate(self, nbytes: int) -> int:

@@ -97,7 +97,11 @@ class GpuOrder:
         self._capture_of = capture_of
         self.captures = 0
         self._own = torch.cuda.Stream(device, priority=-1)
+        #: What the current stream had been given when an operation began: recorded again by each.
+        self._begun = torch.cuda.Event()
         self._last: torch.cuda.Event | None = None
+        #: ``_last`` is of the communication stream.
+        self._last_is_own = False
         #: The capture that ``_last`` belongs to, None for none.
         self._captured: int | None = None
         #: While an operation is on the communication stream altogether, the stream that it was called on.
@@ -143,18 +147,21 @@ class GpuOrder:
         caller = self._caller or current
         stream = self._own if own_stream else current
         with torch.cuda.device(self._device):
-            capture = self._capture_of(current.cuda_stream) if self.capturing else None
+            capturing = torch.cuda.is_current_stream_capturing()
+            capture = self._capture_of(current.cuda_stream) if capturing else None
             if stream != current:
-                stream.wait_stream(current)
+                self._begun.record(current)
+                stream.wait_event(self._begun)
             # An event of another capture, or of none, cannot be waited for inside a capture, nor the other way round.
             # What is captured runs with the replay, whose order is the caller's.
-            if self._last is not None and capture == self._captured:
+            # The communication stream waits for nothing of its own.
+            if self._last is not None and capture == self._captured and not (own_stream and self._last_is_own):
                 stream.wait_event(self._last)
             with torch.cuda.stream(stream):
                 launch()
                 event = torch.cuda.Event()
                 event.record(stream)
-            self._last, self._captured = event, capture
+            self._last, self._last_is_own, self._captured = event, own_stream, capture
             self.captures += capture is not None
             if stream != caller and finish:
                 caller.wait_event(event)

@@ -247,6 +247,8 @@ class DeviceSpace:
         #: 1 once a kernel has failed; kernels of this rank write it and read it.
         self._verdict = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self._report: _I64 = own_pages(8 * ctx.ERROR_WORDS).view(np.int64)
+        #: The same words, for what the host reads before every operation: they take a third of the time here.
+        self._glance = self._report.data
         try:
             self.context = self._build()
         except BaseException:
@@ -379,14 +381,14 @@ class DeviceSpace:
 
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""
-        code = int(self._report[ctx.ERROR_CODE])
+        code = self._glance[ctx.ERROR_CODE]
         if code:
             words = self._report[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1]
             self._space.fail(code, *(int(word) for word in words))
 
     def take_ids(self) -> tuple[int, int] | None:
         """(position in topk_idx, number of experts) of an id out of range that a dispatch was given, told once."""
-        told = int(self._report[ctx.ERROR_IDS])
+        told = self._glance[ctx.ERROR_IDS]
         if not told:
             return None
         self._report[ctx.ERROR_IDS] = 0

@@ -55,8 +55,11 @@ def check_device(device: torch.device, **tensors: object) -> None:
             )
 
 
-def check_start(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Kernels on a device move 16 bytes at a time. Raises ConfigError."""
-    check_device(device, **{name: tensor})
-    if tensor.numel() and tensor.data_ptr() % 16:
+def check_start(name: str, tensor: torch.Tensor, device: torch.device) -> int:
+    """Address of ``tensor``. Kernels on a device move 16 bytes at a time. Raises ConfigError."""
+    if tensor.device != device:
+        check_device(device, **{name: tensor})
+    start = tensor.data_ptr()
+    if start % 16 and tensor.numel():
         raise ConfigError(f"{name} must start on a multiple of 16 bytes")
+    return start

@@ -25,6 +25,7 @@ __all__ = [
     "check_stats",
     "combine_coding",
     "dispatch_coding",
+    "dispatch_key",
 ]
 
 #: UE8M0 scales leave packed four to an int32, as in DeepEP.
@@ -127,6 +128,34 @@ def check_dispatch(
             "ranks, or use normal mode, which takes any count"
         )
     return plan
+
+
+def dispatch_key(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    sizes: tuple[int, int],
+    flags: tuple[bool, bool, bool],
+) -> tuple[object, ...] | None:
+    """All that :func:`check_dispatch` and :func:`dispatch_coding` look at, for who has seen the same before; None for
+    what they must look at again.
+
+    Args:
+        sizes: tokens and experts.
+        flags: use_fp8, round_scale, use_ue8m0.
+    """
+    tokens, experts = sizes
+    # 8.0 equals 8 and is no number of tokens; strides are not in the key
+    if type(tokens) is not int or type(experts) is not int or type(x) is not torch.Tensor or not x.is_contiguous():
+        return None
+    if type(topk_idx) is not torch.Tensor:
+        return None
+    key = (sizes, flags, x.shape, x.dtype, x.device, topk_idx.shape, topk_idx.dtype, topk_idx.device)
+    if topk_weights is None:
+        return key
+    if type(topk_weights) is not torch.Tensor:
+        return None
+    return (*key, topk_weights.shape, topk_weights.dtype, topk_weights.device)
 
 
 def check_reserve(

@@ -27,6 +27,7 @@ from .low_latency_arguments import (
     check_stats,
     combine_coding,
     dispatch_coding,
+    dispatch_key,
 )
 from .low_latency_gpu_session import LowLatencyGpuSession
 from .low_latency_outputs import DispatchOutputs, Rows
@@ -102,18 +103,25 @@ class LowLatencyGpu:
         session.epoch.check(phase, begins=True)
         session.epoch.receive_dropped()
         check_finish(phase, async_finish, return_recv_hook)
-        plan = check_dispatch(
-            self._runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights
-        )
-        coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
-        check_start(f"{phase}: x", x, device)
+        sizes = num_max_dispatch_tokens_per_rank, num_experts
+        key = dispatch_key(x, topk_idx, topk_weights, sizes, (use_fp8, round_scale, use_ue8m0))
+        known = session.known(key)
+        if known is None:
+            plan = check_dispatch(self._runtime.ranks, x, topk_idx, *sizes, topk_weights)
+            coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
+        else:
+            plan, coding, serving = known
+        start = check_start("low-latency dispatch: x", x, device)
         counts_address = check_stats(
             "cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, device
         )
         waits_address = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, device)
         ids = topk_idx.contiguous()
         weights = None if topk_weights is None else topk_weights.contiguous()
-        state, space, kernels, block = session.enter(phase, plan, coding, x, round_scale, weights is not None)
+        if known is None:
+            serving = session.enter(phase, plan, coding, x, round_scale, weights is not None)
+            session.remember(key, plan, coding, serving)
+        state, space, kernels, block = serving
         if not session.dispatches.has_room:
             raise session.dispatches.refusal(phase)
 
@@ -127,7 +135,7 @@ class LowLatencyGpu:
             state.address,
             block.address,
             route.data_ptr(),
-            x.data_ptr(),
+            start,
             ids.data_ptr(),
             0 if weights is None else weights.data_ptr(),
             x.shape[0],
@@ -211,7 +219,7 @@ class LowLatencyGpu:
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
-        check_start(f"{phase}: x", x, device)
+        start = check_start("low-latency combine: x", x, device)
         waits_address = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, device)
         if not session.combines.has_room:
             raise session.combines.refusal(phase)
@@ -219,7 +227,7 @@ class LowLatencyGpu:
         session.compile_combine(kernels, coding.dtype, reduced)
         weights = topk_weights.contiguous() if handle.topk_weights is None else handle.topk_weights
         result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype, device=device) if out is None else out
-        check_start(f"{phase}: out", result, device)
+        out_start = check_start("low-latency combine: out", result, device)
         ticket = torch.empty(1, dtype=torch.int64, device=device)
         route: torch.Tensor = handle.route
         send = kernels.combine_send(
@@ -227,7 +235,7 @@ class LowLatencyGpu:
             state.address,
             route.data_ptr(),
             ticket.data_ptr(),
-            x.data_ptr(),
+            start,
             handle.layout_range.data_ptr(),
             coding.dtype,
         )
@@ -237,7 +245,7 @@ class LowLatencyGpu:
             route.data_ptr(),
             ticket.data_ptr(),
             weights.data_ptr(),
-            result.data_ptr(),
+            out_start,
             result.shape[0],
             coding.dtype,
             reduced,

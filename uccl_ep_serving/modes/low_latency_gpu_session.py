@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LowLatencyGpuSession", "Serving"]
 
+#: Shapes of dispatches that are remembered: every number of tokens in a batch is one.
+_KNOWN = 1024
+
 
 class Serving(NamedTuple):
     """What serves the operations of one plan in one epoch.
@@ -67,6 +70,8 @@ class LowLatencyGpuSession:
         self._gpu = gpu
         self._shared: tuple[DeviceState, DeviceSpace]
         self._servings: dict[LowLatencyPlan, Serving] = {}
+        #: By what the checks of a dispatch look at: what they, and :meth:`enter`, have come to in the present epoch.
+        self._known: dict[tuple[object, ...], tuple[LowLatencyPlan, Coding, Serving]] = {}
         self._combine_buffers: dict[tuple[LowLatencyPlan, torch.dtype], torch.Tensor] = {}
         # of any epoch
         self._kernels: dict[LowLatencyPlan, TritonLowLatencyKernels] = {}
@@ -110,7 +115,7 @@ class LowLatencyGpuSession:
             device, channels = self._gpu.memory.device, runtime.channels
             state = self._gpu.prepare(lambda: DeviceState(runtime.layout, channels, device))
             runtime.before_unmapping(lambda: self._gpu.keep(state))
-            self._servings, self._combine_buffers = {}, {}
+            self._servings, self._combine_buffers, self._known = {}, {}, {}
             self._shared = state, space
             self.epoch.enter()
         serving = self._servings.get(plan)
@@ -118,6 +123,19 @@ class LowLatencyGpuSession:
             serving = self._servings[plan] = Serving(*self._shared, self._kernels_for(plan), self._block_for(plan))
         self._compile_dispatch(serving.kernels, source, coding.dtype, round_scale, reduced)
         return serving
+
+    def known(self, key: tuple[object, ...] | None) -> tuple[LowLatencyPlan, Coding, Serving] | None:
+        """What the checks of a dispatch and :meth:`enter` have come to before in the present epoch, for arguments of
+        this ``dispatch_key``; None where they must look again: also where ranks may have to rebuild the windows."""
+        found = None if key is None else self._known.get(key)
+        return None if found is None or not self.epoch.present or self._runtime.rebuild_requested else found
+
+    def remember(self, key: tuple[object, ...] | None, plan: LowLatencyPlan, coding: Coding, serving: Serving) -> None:
+        """For :meth:`known`. A serving engine has a few shapes; of any number the latest are kept."""
+        if key is not None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = plan, coding, serving
 
     def of(self, phase: str, handle: LowLatencyHandle, owner: object) -> Serving:
         """What ``handle`` belongs to. Raises ConfigError when it is not ``owner``'s, or of another epoch."""

@@ -126,7 +126,7 @@ class NormalGpu:
                 self, x, handle, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens
             )
             args, before = self._crossing(args)
-            form, tokens = args.form, len(args.rows)
+            form, tokens = args.form, args.rows.shape[0]
             reads_back = args.handle is None and not num_worst_tokens
             if reads_back and order.capturing:
                 raise ConfigError(
@@ -185,7 +185,7 @@ class NormalGpu:
             route = Route(args.layout, args.topk_idx, runtime.ranks, runtime.rank, wire.node_ranks)
             used += route.tensors
             before = route.steps(self._kernels, present.addresses)
-            origin = DispatchOrigin(self, self._runtime.epoch, -1, len(args.rows))
+            origin = DispatchOrigin(self, self._runtime.epoch, -1, args.rows.shape[0])
             handle = route.new_handle(origin, args.copies, num_worst_tokens)
             counts = route.per_expert
         else:
@@ -233,7 +233,7 @@ class NormalGpu:
         config: Any,
     ) -> tuple[Callable[[], None], ...]:
         """What moves the rows of an opened dispatch."""
-        tokens = len(args.rows)
+        tokens = args.rows.shape[0]
         tensors = NormalTensors(
             args.rows.data_ptr(),
             handle.send_tokens.data_ptr(),
@@ -321,7 +321,7 @@ class NormalGpu:
             tensors = NormalTensors(
                 rows.data_ptr(),
                 0,
-                len(rows),
+                rows.shape[0],
                 0,
                 _address(weights),
                 0,
@@ -338,7 +338,7 @@ class NormalGpu:
                 *present.addresses,
                 wire,
                 rows.data_ptr(),
-                len(rows),
+                rows.shape[0],
                 _address(weights),
                 handle.places.data_ptr(),
                 tokens,

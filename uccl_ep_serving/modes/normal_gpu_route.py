@@ -77,7 +77,7 @@ class Marks:
         self._ids, self._experts = topk_idx, experts
         self.per_rank = torch.zeros(ranks, dtype=torch.int32, device=device)
         self.per_expert = torch.zeros(experts, dtype=torch.int32, device=device)
-        self.in_rank = torch.empty(len(topk_idx), ranks, dtype=torch.bool, device=device)
+        self.in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool, device=device)
         self._bad = torch.full((1,), _NO_POSITION, dtype=torch.int64, device=device)
 
     @property
@@ -123,9 +123,9 @@ class Route:
         node_ranks: int,
     ) -> None:
         _, in_rank, per_expert = layout
-        device, tokens = in_rank.device, len(in_rank)
+        device, tokens = in_rank.device, in_rank.shape[0]
         self._rank, self._node_ranks = rank, node_ranks
-        self._marks = None if topk_idx is None else Marks(topk_idx, len(per_expert), ranks)
+        self._marks = None if topk_idx is None else Marks(topk_idx, per_expert.shape[0], ranks)
         self._given = per_expert
         self.in_rank = in_rank if self._marks is None else self._marks.in_rank
         self.per_expert = per_expert.clone() if self._marks is None else self._marks.per_expert

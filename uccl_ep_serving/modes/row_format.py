@@ -106,6 +106,7 @@ def mark_bytes(node_ranks: int) -> int:
     return -(-node_ranks // 8)
 
 
+@functools.lru_cache(maxsize=256)
 def wire_format(form: RowFormat) -> NormalFormat:
     """``form`` for kernels of a device: the number of the dispatch of a handle is known to the device only."""
     epoch, number = form.origin
