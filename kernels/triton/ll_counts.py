@@ -352,7 +352,7 @@ def _send_notices(
         last = acquire_each(address, BACKEND)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
         fail_at(context, state, code, peers, chosen & (done < needed), _NOTICE, last, needed, BACKEND)
-    elif wait_room(context, state, _NOTICE, LANES, start, BACKEND):
+    elif wait_room(context, state, _NOTICE, tl.sum(proxied.to(tl.int64), axis=0), start, BACKEND):
         slot = sent % _NOTICE_SLOTS
         source = peek(state + S_NOTICE_SEND) + (inside * _NOTICE_SLOTS + slot) * _HEADER
         target = peek(state + S_NOTICE_RECV) + (own_rank(context) * _NOTICE_SLOTS + slot) * _HEADER

@@ -209,7 +209,10 @@ def wait_room(
         while (head + commands - tail > capacity) & (ending == GO_ON):
             ending, checked = end_spin(context, start, checked, BACKEND)
             tail = acquire(ring + _TAIL, BACKEND)
+        # every thread has read the tail known before, and none reads it again before this one is stored
+        settle(BACKEND)
         poke(head_at + 8, tail)
+        settle(BACKEND)
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
             fail(context, state, code, -1, stream, tail, head + commands - capacity, BACKEND)
