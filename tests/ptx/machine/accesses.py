@@ -7,6 +7,8 @@ Where the memory does not model every access, the compiled code accesses shared 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 from tests.ptx.machine.report import MachineError, Misaligned, NotModelled, OutsideShared, Unmapped
@@ -78,11 +80,11 @@ def _addresses(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[int]:
     nbytes = decoded.nbytes
     if not decoded.shared:
         found = [one + offset & M64 for one in bases] if offset else bases
-        if any([at % nbytes for at in found]):
+        if reduce(or_, found) % nbytes:
             raise _misplaced(warp, decoded, lanes, found)
         return found
     found = [(one & M32) + offset & M64 for one in bases]
-    if any([at % nbytes for at in found]) or max(found) + nbytes > warp.block.launch.shared:
+    if reduce(or_, found) % nbytes or max(found) + nbytes > warp.block.launch.shared:
         raise _misplaced(warp, decoded, lanes, found)
     first = warp.block.shared
     return [at + first for at in found]

@@ -261,9 +261,10 @@ class Warp:
         moved = False
         for mask in dict.fromkeys(masks):
             named = [one for one in range(32) if mask >> one & 1]
-            self._check_mask(decoded, [lane for lane, one in zip(lanes, masks, strict=True) if one == mask], named, mask)
-            there = {one: self.waiting[one] for one in named if one in self.waiting and self._masks.get(one) == mask}
-            if len(there) == len(named) and all([one is decoded or one.op == decoded.op for one in there.values()]):
+            mine = [lane for lane, one in zip(lanes, masks, strict=True) if one == mask]
+            self._check_mask(decoded, mine, named, mask)
+            there = {one: self.waiting[one] for one in named if self._masks.get(one) == mask}
+            if len(there) == len(named) and {one.op for one in there.values()} == {decoded.op}:
                 self._all_met(there)
                 moved = True
         if not moved and not self.movable:

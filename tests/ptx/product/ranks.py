@@ -28,7 +28,9 @@ from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.kernels import select
 from uccl_ep_serving.kernels.triton import launch, low_latency, normal
 from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
+from uccl_ep_serving.protocol.context import FAILURE_PROXY_DIED
 from uccl_ep_serving.protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
+from uccl_ep_serving.proxy.loop import DIED
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Seconds of the machine's clock that a kernel waits for a peer.
@@ -104,7 +106,11 @@ class ModelGroup(FakeGroup):
         """The machine steps the proxies."""
 
     def _step(self, rank: int, proxy: int) -> bool:
-        return bool(self.services) and self.services[rank].step(proxy) > 0
+        if not self.services:
+            return False
+        done = self.services[rank].step(proxy)
+        # what the thread of a proxy does that ends by itself
+        return self.spaces[rank].fail(FAILURE_PROXY_DIED, arrived=proxy) if done == DIED else done > 0
 
     def join(self, rank: int, segments: list[Segment], layout: WindowLayout, endpoints: Any) -> Any:
         if rank == 0:
