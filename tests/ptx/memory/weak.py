@@ -118,25 +118,30 @@ class Weak(Knowledge):
         """What each agent reads, as one number of ``operation.nbytes`` bytes."""
         n = operation.nbytes
         self.accesses += len(addresses)
-        # all of them are of one CTA, and a load lets no time go by
-        time = agents[0].timer.time
         if n > 8:
-            values = self._load_both(agents, addresses, Reading(time, M64, operation, self.step))
+            values = self._load_both(agents, addresses, operation)
         else:
-            ones = (1 << 8 * n) - 1
-            parts = [Reading(time, ones << shift, operation, self.step) for shift in range(0, 64, 8 * n)]
-            values = self._load_same(agents, addresses, parts[(addresses[0] & 7) // n]) or [
-                self._read(agent, at, parts[(at & 7) // n]) >> 8 * (at & 7)
-                for agent, at in zip(agents, addresses, strict=True)
-            ]
+            values = self._load_same(agents, addresses, operation) or self._load_each(agents, addresses, operation)
         self._some_time_passes()
         return values
 
-    def _load_both(self, agents: Sequence[Agent], addresses: Sequence[int], reading: Reading) -> list[int]:
+    def _load_each(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
+        """A cell each, or a part of one."""
+        n, ones = operation.nbytes, (1 << 8 * operation.nbytes) - 1
+        # all of them are of one CTA, and a load lets no time go by
+        time = agents[0].timer.time
+        parts = [Reading(time, ones << shift, operation, self.step) for shift in range(0, 64, 8 * n)]
+        return [
+            self._read(agent, at, parts[(at & 7) // n]) >> 8 * (at & 7)
+            for agent, at in zip(agents, addresses, strict=True)
+        ]
+
+    def _load_both(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
         """Two cells each."""
+        reading = Reading(agents[0].timer.time, M64, operation, self.step)
         values = []
         for agent, at in zip(agents, addresses, strict=True):
-            if reading.operation.strong and self.random.random() < 0.5:
+            if operation.strong and self.random.random() < 0.5:
                 high = self._read(agent, at + 8, reading)
                 values.append(self._read(agent, at, reading) | high << 64)
             else:
@@ -144,21 +149,21 @@ class Weak(Knowledge):
                 values.append(self._read(agent, at + 8, reading) << 64 | low)
         return values
 
-    def _load_same(self, agents: Sequence[Agent], addresses: Sequence[int], reading: Reading) -> list[int]:
+    def _load_same(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
         """What a whole warp reads in one place, where all know the last write of it; else nothing."""
         at, warp = addresses[0], agents[0].warp
         if len(agents) != len(warp) or addresses.count(at) != len(warp):
             return []
-        cell = self.cells.get(at >> 3) or self._checked_cell(at, reading.mask)
-        last, mask = cell.history[-1], reading.mask
-        if mask & ~last.mask or (last.chain and reading.operation.strong):
-            return []
-        if not all_heard(warp, last.agent, last.time):
+        shift = 8 * (at & 7)
+        mask = (1 << 8 * operation.nbytes) - 1 << shift
+        cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
+        last = cell.history[-1]
+        if mask & ~last.mask or (last.chain and operation.strong) or not all_heard(warp, last.agent, last.time):
             return []
         value = last.value & mask
         if self._racing:
-            cell.readers[warp] = reading, value
-        return [value >> 8 * (at & 7)] * len(warp)
+            cell.readers[warp] = Reading(agents[0].timer.time, mask, operation, self.step), value
+        return [value >> shift] * len(warp)
 
     def store(
         self, agents: Sequence[Agent], addresses: Sequence[int], values: Sequence[int], operation: Operation
