@@ -25,7 +25,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.gpu_direct import GpuReach
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.gpu.context import GpuContext
-from uccl_ep_serving.gpu.streams import HostOrder
+from uccl_ep_serving.gpu.streams import HostOrder, StreamOrder
 from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.kernels import select
 from uccl_ep_serving.kernels.triton import launch, low_latency, normal
@@ -140,17 +140,18 @@ class ModelGroup(FakeGroup):
             self.machine.memory.unregister(region.start)
         super().build(room)
 
-    def gpu(self, runtime: DirectRuntime) -> GpuContext:
+    def gpu(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> GpuContext:
         """What the modes of a rank share on its device."""
-        found = GpuContext(runtime, torch.device("cpu"), _Order(self.synchronise))  # type: ignore[arg-type]
+        order = order or _Order(self.synchronise)
+        found = GpuContext(runtime, torch.device("cpu"), order)  # type: ignore[arg-type]
         found.memory = ModelMemory(self.machine.memory, runtime.rank)
         # what it maps stays mapped until the last rank has ended
         self._kept.append(found)
         return found
 
-    def low_latency(self, runtime: DirectRuntime) -> LowLatencyGpu:
-        """Low-latency mode of a rank."""
-        return LowLatencyGpu(runtime, self.gpu(runtime))  # type: ignore[arg-type]
+    def low_latency(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> LowLatencyGpu:
+        """Low-latency mode of a rank; ``order``: of its kernels, where it is another one."""
+        return LowLatencyGpu(runtime, self.gpu(runtime, order))  # type: ignore[arg-type]
 
     def launch(self, one: launch.Launch) -> None:
         """In place of ``Launch.run``: what Triton's launcher would hand to the driver runs on the machine."""

@@ -60,7 +60,7 @@ def run(kernels: Compiled, memory: str, path: str, form: str, seed: int, ranks: 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", trials.PATHS)
-@pytest.mark.parametrize("memory", trials.MEMORIES)
+@pytest.mark.parametrize("memory", [pytest.param("sequential", marks=pytest.mark.model), "weak"])
 def test_rows_arrive(memory: str, path: str, form: str) -> None:
     run(compiled(memory), memory, path, form, 1)
 
@@ -73,18 +73,18 @@ def test_many_seeds(memory: str, path: str, form: str, gpu: str) -> None:
         run(compiled(memory, gpu), memory, path, form, seed, ranks=2 + seed % 2)
 
 
-#: What is taken away, by the path on which it is needed: of flags in windows, of commands in rings, of counts.
-FAULTS = [
-    ("mapped", "st.release.sys.global.b64", "st.relaxed.sys.global.b64"),
-    ("mapped", "st.release.sys.global.b64", "st.release.gpu.global.b64"),
-    ("proxied", "st.release.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"),
-    ("proxied", "st.release.sys.global.v2.b64", "st.release.gpu.global.v2.b64"),
-    *(
-        (path, "ld.acquire.sys.global.b64", weaker)
-        for path in trials.PATHS
-        for weaker in ("ld.relaxed.sys.global.b64", "ld.acquire.gpu.global.b64")
-    ),
+#: What is needed on which path: releases of flags in windows and of commands in rings, acquires of counts.
+ORDERS = [
+    ("mapped", "st.release.sys.global.b64"),
+    ("proxied", "st.release.sys.global.v2.b64"),
+    ("mapped", "ld.acquire.sys.global.b64"),
+    ("proxied", "ld.acquire.sys.global.b64"),
 ]
+#: What is put for it.
+WEAKER = {
+    "none": lambda order: order.replace("release", "relaxed").replace("acquire", "relaxed"),
+    "scope": lambda order: order.replace(".sys.", ".gpu."),
+}
 
 
 def noticed(kernels: Compiled, path: str, form: str) -> str:
@@ -97,14 +97,20 @@ def noticed(kernels: Compiled, path: str, form: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("path", "order", "weaker"), FAULTS)
+@pytest.mark.parametrize(
+    ("weaker", "form"),
+    [
+        ("none", "one kernel"),
+        *(pytest.param(*one, marks=pytest.mark.model) for one in list(itertools.product(WEAKER, FORMS))[1:]),
+    ],
+)
+@pytest.mark.parametrize(("path", "order"), ORDERS)
 def test_an_order_that_is_taken_away_is_noticed(path: str, order: str, weaker: str, form: str) -> None:
     changed = []
 
     def edit(name: str, text: str) -> str:
         changed.append(order in text)
-        return text.replace(order, weaker)
+        return text.replace(order, WEAKER[weaker](order))
 
     assert noticed(compiled("weak").edited(edit), path, form)
     assert any(changed)

@@ -24,8 +24,12 @@ from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST  # noqa: E402
 
 #: UCCL_EP_TIMEOUT of the ranks: seconds of the machine's clock.
 TIMEOUT = 3.0
+#: A wait that nobody ends is over before that: the clock of an idle machine goes in long steps.
+LATEST = 1.25 * TIMEOUT
 #: Within so much of it a wait ends that the host ends: many spins of a kernel that looks every 20 us.
 SOON = 1e-3
+#: Steps of an idle machine before its clock goes faster: less than usual, since here it is idle for long.
+PATIENCE = 200
 SLOWER = pytest.param("weak", marks=pytest.mark.model)
 Body = Callable[[Any, Any], object]
 
@@ -36,11 +40,12 @@ class Ended:
 
     Attributes:
         error: what it raised.
-        took: seconds of the machine's clock that it took.
+        at, took: on the machine's clock, when and after how many seconds.
         again: what the next call raised.
     """
 
     error: UcclEpError
+    at: float
     took: float
     again: UcclEpError
 
@@ -48,18 +53,19 @@ class Ended:
 def second_dispatch(group: ModelGroup, low_latency: Any, rank: int) -> Ended:
     """It fails."""
     case = SHAPES["bf16"]
-    started = group.machine.now_ns
+    started = group.machine.now_ns / 1e9
     with pytest.raises(UcclEpError) as first:
         low_latency.dispatch(**arguments(case, rank))
-    took = (group.machine.now_ns - started) / 1e9
+    at = group.machine.now_ns / 1e9
     with pytest.raises(UcclEpError) as again:
         low_latency.dispatch(**arguments(case, rank))
-    return Ended(first.value, took, again.value)
+    return Ended(first.value, at, at - started, again.value)
 
 
 def play(memory: str, path: str, seed: int, body: Body, **settings: Any) -> list[Any]:
     """One layer that is right on every rank, then ``body`` of the rank's runtime and its mode; results by rank."""
     machine = trials.machine_of(memory, seed)
+    machine.patience = PATIENCE
     given = Settings(timeout=TIMEOUT, window="host", **settings)
     with trials.group_of(machine, compiled(memory), 2, path, given) as group:
 
@@ -86,7 +92,7 @@ def test_a_silent_peer_is_named_at_the_deadline(memory: str, path: str) -> None:
     assert ended.error.peer == 1
     assert "rank 1 is silent" in str(ended.error)
     assert f"within {TIMEOUT:g} s (UCCL_EP_TIMEOUT)" in str(ended.error)
-    assert TIMEOUT <= ended.took < 1.05 * TIMEOUT
+    assert TIMEOUT <= ended.took < LATEST
     assert "rank 1 is silent" in str(ended.again)
 
 
@@ -101,7 +107,7 @@ def test_a_proxy_that_hangs_is_a_silent_peer(memory: str) -> None:
     for rank, ended in enumerate(play(memory, "proxied", 2, body)):
         assert isinstance(ended.error, PeerTimeout)
         assert ended.error.peer == 1 - rank
-        assert TIMEOUT <= ended.took < 1.05 * TIMEOUT
+        assert TIMEOUT <= ended.took < LATEST
 
 
 @pytest.mark.parametrize("memory", ["sequential", SLOWER])
@@ -121,19 +127,20 @@ def test_a_proxy_that_dies_ends_the_waits_of_its_rank_soon(memory: str) -> None:
 @pytest.mark.parametrize("memory", ["sequential", SLOWER])
 def test_the_host_ends_a_wait_soon(memory: str, path: str) -> None:
     """The host hears that rank 1 is lost while a kernel waits for it."""
-    set_at: list[int] = []
+    told: list[float] = []
 
     def body(runtime: Any, low_latency: Any) -> Ended | None:
         if runtime.rank == 1:
             machine = runtime.group.machine
             machine.sleep(0.1)
             assert runtime.group.spaces[0].fail(FAILURE_PEER_LOST, 1)
-            set_at.append(machine.now_ns)
+            told.append(machine.now_ns / 1e9)
             return None
         return second_dispatch(runtime.group, low_latency, 0)
 
     ended, _ = play(memory, path, 4, body)
     assert isinstance(ended.error, PeerLost)
     assert ended.error.peer == 1
-    assert 0.1 <= ended.took < 0.1 + SOON + 0.01
+    assert ended.took > 0.1
+    assert ended.at - told[0] < SOON
     assert isinstance(ended.again, PeerLost)
