@@ -53,11 +53,12 @@ def quantise(
     scales: tl.int64,
     GROUPS: tl.constexpr,
     ROUND: tl.constexpr,
+    FNUZ: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     value = tl.arange(0, GROUPS)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     x = tl.load(floats(source + 4 * (row * GROUPS * 128 + value)))
-    got, scale = quantise_blocks(x, ROUND, False, BACKEND)
+    got, scale = quantise_blocks(x, ROUND, FNUZ, BACKEND)
     tl.store(uint8s(codes + row * GROUPS * 128 + value), got)
     tl.store(int32s(scales + 4 * (row * GROUPS + tl.arange(0, GROUPS)[None, :])), scale)

@@ -69,7 +69,7 @@ def quantise_everything() -> list[tuple[bool, bool]]:
         codes = torch.empty(64, 1024, dtype=torch.uint8)
         scales = torch.empty(64, 8)
         conversion_kernels.quantise[(64,)](
-            x.data_ptr(), codes.data_ptr(), scales.data_ptr(), GROUPS=8, ROUND=round_scale, BACKEND=0
+            x.data_ptr(), codes.data_ptr(), scales.data_ptr(), GROUPS=8, ROUND=round_scale, FNUZ=False, BACKEND=0
         )
         want, want_scales = quantise_fp8(x, round_scale)
         if not torch.equal(codes, want.view(torch.uint8)) or not torch.equal(scales, want_scales):

@@ -7,11 +7,11 @@ Where the memory does not model every access, the compiled code accesses shared 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tests.ptx.machine.report import Misaligned, NotModelled, OutsideShared, Unmapped
+from tests.ptx.machine.report import MachineError, Misaligned, NotModelled, OutsideShared, Unmapped
 from tests.ptx.memory.sequential import read, write
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.ptx.machine.decoded import Decoded
     from tests.ptx.memory.clocks import Agent
 
-M64 = (1 << 64) - 1
+M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def carry_out(warp: Warp, decoded: Decoded, lanes: list[int]) -> None:
@@ -46,9 +46,12 @@ def _access(warp: Warp, decoded: Decoded, lanes: list[int], agents: Sequence[Age
             values = [read(at, decoded.nbytes) for at in where]
         else:
             values = memory.load(agents, where, decoded.operation)
+        if len(decoded.dests) == 1:
+            warp.put(lanes, decoded.dests[0][0], values)
+            return
         bits = decoded.bits
         for place, (slot, _) in enumerate(decoded.dests):
-            _put(warp, lanes, slot, [value >> place * bits & (1 << bits) - 1 for value in values])
+            warp.put(lanes, slot, [value >> place * bits & (1 << bits) - 1 for value in values])
     elif decoded.kind == "store":
         if at_once:
             for at, value in zip(where, _values(warp, decoded, lanes), strict=True):
@@ -62,7 +65,7 @@ def _access(warp: Warp, decoded: Decoded, lanes: list[int], agents: Sequence[Age
         else:
             before = memory.atomic(agents, where, changes, decoded.operation)
         if decoded.dests:
-            _put(warp, lanes, decoded.dests[0][0], before)
+            warp.put(lanes, decoded.dests[0][0], before)
 
 
 def _exchange(at: int, nbytes: int, change: Callable[[int], int]) -> int:
@@ -71,49 +74,39 @@ def _exchange(at: int, nbytes: int, change: Callable[[int], int]) -> int:
     return before
 
 
-def _column(warp: Warp, lanes: list[int], slot: int) -> list[int]:
-    column = warp.state[:, slot] if len(lanes) == warp.count else warp.state[lanes, slot]
-    found: list[int] = column.tolist()
-    return found
-
-
-def _put(warp: Warp, lanes: list[int], slot: int, values: list[int]) -> None:
-    """Results, as wide as they are: the compiled code extends them."""
-    if slot < 0:
-        return
-    column = np.array(values, np.uint64)
-    if len(lanes) == warp.count:
-        warp.state[:, slot] = column
-    else:
-        warp.state[lanes, slot] = column
-
-
 def _addresses(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[int]:
     (how, base), offset = decoded.address
-    bases = _column(warp, lanes, base) if how == "slot" else [base] * len(lanes)
-    if decoded.shared:
-        bases = [one & 0xFFFFFFFF for one in bases]
-    found = [one + offset & M64 for one in bases]
+    bases = warp.column(lanes, base) if how == "slot" else [base] * len(lanes)
+    nbytes = decoded.nbytes
+    if not decoded.shared:
+        found = [one + offset & M64 for one in bases] if offset else bases
+        if reduce(or_, found) % nbytes:
+            raise _misplaced(warp, decoded, lanes, found)
+        return found
+    found = [(one & M32) + offset & M64 for one in bases]
+    if reduce(or_, found) % nbytes or max(found) + nbytes > warp.block.launch.shared:
+        raise _misplaced(warp, decoded, lanes, found)
+    first = warp.block.shared
+    return [at + first for at in found]
+
+
+def _misplaced(warp: Warp, decoded: Decoded, lanes: list[int], found: list[int]) -> MachineError:
+    """What is wrong with the first lane's address that is wrong."""
     nbytes = decoded.nbytes
     for lane, at in zip(lanes, found, strict=True):
+        who = f"{warp.block.name_of(warp.first + lane)}: {decoded.where}"
         if at % nbytes:
-            raise Misaligned(
-                f"{warp.block.name_of(warp.first + lane)}: {decoded.where}: address {at:#x} of {nbytes} bytes"
-            )
+            return Misaligned(f"{who}: address {at:#x} of {nbytes} bytes")
         if decoded.shared and at + nbytes > warp.block.launch.shared:
-            raise OutsideShared(
-                f"{warp.block.name_of(warp.first + lane)}: {decoded.where}: offset {at:#x} of {nbytes} bytes"
-            )
-    return [at + warp.block.shared for at in found] if decoded.shared else found
+            return OutsideShared(f"{who}: offset {at:#x} of {nbytes} bytes")
+    raise AssertionError("all addresses are right")
 
 
 def _operands(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[list[int]]:
     """By operand, of each lane, cut to an element's bits."""
     mask = (1 << decoded.bits) - 1
-    return [
-        [one & mask for one in _column(warp, lanes, n)] if how == "slot" else [n & mask] * len(lanes)
-        for how, n in decoded.args
-    ]
+    columns = [warp.column(lanes, n) if how == "slot" else [n & mask] * len(lanes) for how, n in decoded.args]
+    return columns if mask == M64 else [[one & mask for one in column] for column in columns]
 
 
 def _values(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[int]:

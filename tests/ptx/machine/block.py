@@ -117,9 +117,13 @@ class Warp:
         self.agents = block.agents[first : first + self.count]
         self.waiting: dict[int, Decoded] = {}
         self.place = -1
+        #: where each lane that waits for lanes of this warp meets them
+        self._masks: dict[int, int] = {}
         self._everybody = list(range(self.count))
-        self._lanes = np.zeros(32, np.int32)
-        self._lanes_address = self._lanes.ctypes.data
+        #: for the compiled code: threads of all lanes up and down, and of some
+        self._orders = np.arange(first, first + self.count, dtype=np.int32)
+        self._orders = np.concatenate([self._orders, self._orders[::-1], self._orders])
+        self._orders_address = self._orders.ctypes.data
 
     @property
     def movable(self) -> bool:
@@ -135,13 +139,26 @@ class Warp:
             names[standing + (" (waits)" if lane in self.waiting else "")] += 1
         return "; ".join(f"{count} lanes: {name}" for name, count in names.items())
 
+    # -- registers
+
+    def column(self, lanes: list[int], slot: int) -> list[int]:
+        """One of each lane."""
+        found: list[int] = (self.state[:, slot] if len(lanes) == self.count else self.state[lanes, slot]).tolist()
+        return found
+
+    def put(self, lanes: list[int], slot: int, values: list[int]) -> None:
+        """Results, as wide as they are: the compiled code extends them. Slot -1: nobody wants them."""
+        if slot >= 0:
+            self.state[slice(None) if len(lanes) == self.count else lanes, slot] = np.array(values, np.uint64)
+
     # -- execution
 
     def advance(self) -> bool:
         """Runs lanes to their next event and carries one event out. False: another's turn should come."""
         standing = self.pending.tolist()
         if TO_RUN in standing:
-            self._drive([lane for lane, number in enumerate(standing) if number == TO_RUN])
+            whole = standing.count(TO_RUN) == self.count
+            self._drive(self._everybody if whole else [n for n, number in enumerate(standing) if number == TO_RUN])
             before, standing = standing, self.pending.tolist()
             lowest = min(standing)
             if lowest < 0:
@@ -163,15 +180,17 @@ class Warp:
         return self._carry_out(decoded, lanes)
 
     def _drive(self, lanes: list[int]) -> None:
-        random = self.machine.random.random
-        if len(lanes) > 1 and random() < 0.5:
-            lanes.reverse()
         count = len(lanes)
-        self._lanes[:count] = lanes
-        self._lanes[:count] += self.first
+        down = count > 1 and self.machine.random.random() < 0.5
+        if count == self.count:
+            at = 4 * count * down
+        else:
+            at = 8 * self.count
+            some = self._orders[2 * self.count :][:count]
+            some[:] = lanes[::-1] if down else lanes
+            some += self.first
         block = self.block
-        state, pending = block.addresses
-        block.launch.kernel.drive(state, self._lanes_address, count, pending)
+        block.launch.kernel.drive(block.addresses[0], self._orders_address + at, count, block.addresses[1])
 
     def _fault(self, lane: int, number: int) -> MachineError:
         """The compiled code has stopped at what the thread must not do."""
@@ -237,37 +256,40 @@ class Warp:
     def _meet(self, decoded: Decoded, lanes: list[int]) -> bool:
         """Lanes arrive at an operation of the lanes in their masks; those whose lanes are all there go on."""
         self.wait(decoded, lanes)
+        masks = cross_lane.masks_of(self, decoded, lanes)
+        self._masks.update(zip(lanes, masks, strict=True))
         moved = False
-        for lane in lanes:
-            if lane not in self.waiting:
-                continue
-            mask = cross_lane.mask_of(self, lane, decoded)
+        for mask in dict.fromkeys(masks):
             named = [one for one in range(32) if mask >> one & 1]
-            self._check_mask(decoded, lane, named, mask)
-            if all(
-                one in self.waiting
-                and self.waiting[one].op == decoded.op
-                and cross_lane.mask_of(self, one, self.waiting[one]) == mask
-                for one in named
-            ):
-                cross_lane.carry_out(self, {one: self.waiting[one] for one in named})
-                if decoded.parts[0] in ("bar", "barrier"):
-                    whole = len(named) == self.count
-                    agents = [self.agents[one] for one in named]
-                    self.machine.memory.barrier(agents, agents[0].warp_key if whole else None)
-                for one in named:
-                    del self.waiting[one]
-                self.go_on(named)
+            mine = [lane for lane, one in zip(lanes, masks, strict=True) if one == mask]
+            self._check_mask(decoded, mine, named, mask)
+            there = {one: self.waiting[one] for one in named if self._masks.get(one) == mask}
+            if len(there) == len(named) and {one.op for one in there.values()} == {decoded.op}:
+                self._all_met(there)
                 moved = True
         if not moved and not self.movable:
             self.machine.not_ready(self)
             self.block.check()
         return moved
 
-    def _check_mask(self, decoded: Decoded, lane: int, named: list[int], mask: int) -> None:
-        who = f"{self.block.name_of(self.first + lane)}: {decoded.where}"
-        if lane not in named:
-            raise BadParticipation(f"{who}: lane {lane} is not in its own mask {mask:#x}")
-        gone = [one for one in named if one >= self.count or self.pending[one] == EXITED]
+    def _all_met(self, there: dict[int, Decoded]) -> None:
+        """Everybody has come."""
+        cross_lane.carry_out(self, there)
+        if next(iter(there.values())).parts[0] in ("bar", "barrier"):
+            agents = [self.agents[one] for one in there]
+            self.machine.memory.barrier(agents, agents[0].warp_key if len(there) == self.count else None)
+        for one in there:
+            del self.waiting[one], self._masks[one]
+        self.go_on(list(there))
+
+    def _check_mask(self, decoded: Decoded, lanes: list[int], named: list[int], mask: int) -> None:
+        """Of ``lanes``, which come with it."""
+        beside = next((lane for lane in lanes if not mask >> lane & 1), None)
+        if beside is not None:
+            who = f"{self.block.name_of(self.first + beside)}: {decoded.where}"
+            raise BadParticipation(f"{who}: lane {beside} is not in its own mask {mask:#x}")
+        standing = self.pending.tolist()
+        gone = [one for one in named if one >= self.count or standing[one] == EXITED]
         if gone:
+            who = f"{self.block.name_of(self.first + lanes[0])}: {decoded.where}"
             raise BadParticipation(f"{who}: lanes {gone} of its mask {mask:#x} have exited")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import lru_cache, reduce
+from operator import and_, or_, xor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,14 +27,41 @@ def mask_of(warp: Warp, lane: int, decoded: Decoded) -> int:
     return _operand(warp, lane, decoded.args[-1]) & M32
 
 
+def masks_of(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[int]:
+    """:func:`mask_of` of each."""
+    if decoded.parts[0] in WHOLE_WARP:
+        return [M32] * len(lanes)
+    return _operands(warp, dict.fromkeys(lanes, decoded), -1)
+
+
 def _operand(warp: Warp, lane: int, operand: tuple[str, int]) -> int:
     how, n = operand
     return int(warp.state[lane, n]) if how == "slot" else n
 
 
+def _operands(warp: Warp, lanes: dict[int, Decoded], place: int, bits: int = 32) -> list[int]:
+    """That at ``place`` of each lane."""
+    mask = (1 << bits) - 1
+    if len(set(lanes.values())) > 1:
+        return [_operand(warp, lane, decoded.args[place]) & mask for lane, decoded in lanes.items()]
+    how, n = next(iter(lanes.values())).args[place]
+    if how != "slot":
+        return [n & mask] * len(lanes)
+    return [one & mask for one in warp.column(list(lanes), n)]
+
+
 def _set(warp: Warp, lane: int, dest: tuple[int, int], value: int) -> None:
     if dest[0] >= 0:
         warp.state[lane, dest[0]] = np.uint64(value & (1 << 64) - 1)
+
+
+def _set_each(warp: Warp, lanes: dict[int, Decoded], place: int, values: list[int]) -> None:
+    """The result at ``place`` of each lane."""
+    if len(set(lanes.values())) > 1:
+        for (lane, decoded), value in zip(lanes.items(), values, strict=True):
+            _set(warp, lane, decoded.dests[place], value)
+    else:
+        warp.put(list(lanes), next(iter(lanes.values())).dests[place][0], values)
 
 
 def carry_out(warp: Warp, lanes: dict[int, Decoded]) -> None:
@@ -66,50 +94,55 @@ def _source(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
     return least | b & ~segment, (least | b & ~segment) <= most
 
 
+@lru_cache
+def _sources(mode: str, b: int, c: int) -> list[tuple[int, bool]]:
+    """:func:`_source` of all lanes."""
+    return [_source(mode, lane, b, c) for lane in range(32)]
+
+
 def _shfl(warp: Warp, lanes: dict[int, Decoded]) -> None:
-    given = {lane: _operand(warp, lane, decoded.args[0]) & M32 for lane, decoded in lanes.items()}
-    for lane, decoded in lanes.items():
-        mode = next(one for one in decoded.parts[1:] if one in ("up", "down", "bfly", "idx"))
-        source, inside = _source(mode, lane, *(_operand(warp, lane, one) for one in decoded.args[1:3]))
-        source = source if inside else lane
+    decoded = next(iter(lanes.values()))
+    mode = next(one for one in decoded.parts[1:] if one in ("up", "down", "bfly", "idx"))
+    given = dict(zip(lanes, _operands(warp, lanes, 0), strict=True))
+    moves = zip(lanes, _operands(warp, lanes, 1), _operands(warp, lanes, 2), strict=True)
+    found = [_sources(mode, b, c)[lane] for lane, b, c in moves]
+    sources = [source if inside else lane for lane, (source, inside) in zip(lanes, found, strict=True)]
+    for lane, source in zip(lanes, sources, strict=True):
         if source not in given:
             raise BadParticipation(
-                f"{warp.block.name_of(warp.first + lane)}: {decoded.where}: reads lane {source}, which does not take "
-                f"part"
+                f"{warp.block.name_of(warp.first + lane)}: {lanes[lane].where}: reads lane {source}, which does not "
+                f"take part"
             )
-        _set(warp, lane, decoded.dests[0], given[source])
-        if len(decoded.dests) > 1:
-            _set(warp, lane, decoded.dests[1], int(inside))
+    _set_each(warp, lanes, 0, [given[source] for source in sources])
+    if len(decoded.dests) > 1:
+        _set_each(warp, lanes, 1, [int(inside) for _, inside in found])
 
 
 def _redux(warp: Warp, lanes: dict[int, Decoded]) -> None:
     parts = next(iter(lanes.values())).parts
     how, signed = next(one for one in parts[1:] if one != "sync"), parts[-1][0] == "s"
-    values = [_operand(warp, lane, decoded.args[0]) & M32 for lane, decoded in lanes.items()]
+    values = _operands(warp, lanes, 0)
     if parts[-1] == "f32":
         raise NotModelled(next(iter(lanes.values())).where)
     if signed:
         values = [value - (value >> 31 << 32) for value in values]
-    folds: dict[str, Callable[[int, int], int]] = {
-        "add": lambda x, y: x + y,
+    folds: dict[str, Callable[[list[int]], int]] = {
+        "add": sum,
         "min": min,
         "max": max,
-        "and": lambda x, y: x & y,
-        "or": lambda x, y: x | y,
-        "xor": lambda x, y: x ^ y,
+        "and": lambda all_: reduce(and_, all_),
+        "or": lambda all_: reduce(or_, all_),
+        "xor": lambda all_: reduce(xor, all_),
     }
-    found = reduce(folds[how], values) & M32
-    for lane, decoded in lanes.items():
-        _set(warp, lane, decoded.dests[0], found)
+    _set_each(warp, lanes, 0, [folds[how](values) & M32] * len(lanes))
 
 
 def _vote(warp: Warp, lanes: dict[int, Decoded]) -> None:
     how = next(one for one in next(iter(lanes.values())).parts[1:] if one != "sync")
-    ballot = sum((_operand(warp, lane, decoded.args[0]) & 1) << lane for lane, decoded in lanes.items())
+    ballot = sum(1 << lane for lane, value in zip(lanes, _operands(warp, lanes, 0, 1), strict=True) if value)
     everybody = sum(1 << lane for lane in lanes)
     found = {"ballot": ballot, "all": ballot == everybody, "any": ballot != 0, "uni": ballot in (0, everybody)}[how]
-    for lane, decoded in lanes.items():
-        _set(warp, lane, decoded.dests[0], int(found))
+    _set_each(warp, lanes, 0, [int(found)] * len(lanes))
 
 
 def _match(warp: Warp, lanes: dict[int, Decoded]) -> None:

@@ -32,6 +32,7 @@ it last.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 import threading
@@ -204,7 +205,7 @@ class Machine:
     def record(self, warp: Warp, number: int, lanes: Sequence[int]) -> None:
         """A step for the digest: which lanes carry which event out."""
         block = warp.block
-        mask = sum(1 << lane for lane in lanes)
+        mask = (1 << warp.count) - 1 if len(lanes) == warp.count else sum([1 << lane for lane in lanes])
         self._trace.update(b"%d %d %d %d %d %d;" % (block.launch.rank, *block.place, warp.number, number, mask))
 
     def order(self, programs: int) -> list[int]:
@@ -256,6 +257,9 @@ class Machine:
             NoEnd: not within ``limit_steps``. Deadlock: nobody can go on. What a body, proxy or kernel raised.
         """
         self._limit = self.steps + limit_steps
+        # next to nothing of a run is garbage before its end, and looking for it takes an eighth of the time
+        collecting = gc.isenabled()
+        gc.disable()
         try:
             for thread in self._hosts:
                 if thread.thread.ident is None:
@@ -273,6 +277,8 @@ class Machine:
         finally:
             for thread in self._hosts:
                 thread.stop()
+            if collecting:
+                gc.enable()
 
     def _one_turn(self) -> None:
         draw = self.random.random

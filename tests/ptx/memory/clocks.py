@@ -8,7 +8,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tests.ptx.memory.operation import Scope
@@ -53,6 +53,14 @@ class Release:
         self.agent, self.scope, self.view = agent, scope, view
 
 
+class Lanes(tuple["Agent", ...]):
+    """Who reads together: a warp, or one agent. One is equal to itself only."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
 class Agent:
     """A thread of a kernel, or the host (all host threads and proxies, which share one view).
 
@@ -60,10 +68,12 @@ class Agent:
         clock, seen: what it has heard of.
         fences: for each scope the last fence, which later strong stores carry.
         pending: strong reads that a later fence, or acquire of the same cell, completes to an acquire pattern.
+        alone, warp: itself, and all of its warp.
     """
 
     __slots__ = (
         "_place",
+        "alone",
         "block_key",
         "clock",
         "fences",
@@ -74,6 +84,7 @@ class Agent:
         "seen",
         "sequence",
         "timer",
+        "warp",
         "warp_key",
     )
 
@@ -86,6 +97,7 @@ class Agent:
         self.seen: Seen = {}
         self.fences: list[Release] = []
         self.pending: list[tuple[Cell, Message]] = []
+        self.warp = self.alone = Lanes((self,))
 
     @property
     def name(self) -> str:
@@ -110,11 +122,25 @@ def heard(clock: Clock, agent: Agent, time: int) -> bool:
     """Whether who has ``clock`` knows of ``agent``'s accesses of ``time``."""
     get = clock.get
     return (
-        get(agent.block_key, -1) >= time
+        time < 0
+        or get(agent.block_key, -1) >= time
         or get(agent.key, -1) >= time
         or get(agent.warp_key, -1) >= time
         or get(agent.rank_key, -1) >= agent.sequence
     )
+
+
+def all_heard(agents: Sequence[Agent], agent: Agent, time: int) -> bool:
+    """Whether all of ``agents`` do. Most have the same clock, as one object."""
+    if time < 0:
+        return True
+    known: Clock | None = None
+    for one in agents:
+        if one.clock is not known and one is not agent:
+            if not heard(one.clock, agent, time):
+                return False
+            known = one.clock
+    return True
 
 
 def includes(scope: Scope, agent: Agent, other: Agent) -> bool:

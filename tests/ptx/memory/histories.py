@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ptx.memory.clocks import NOBODY, Agent, Release
+from tests.ptx.memory.clocks import NOBODY, Agent, Lanes, Release
 from tests.ptx.memory.operation import HOST_STORE, INITIAL, Operation
 from tests.ptx.memory.regions import Region
 
@@ -90,7 +90,7 @@ class Cell:
 
     Attributes:
         history: writes in coherence order, the first of them what was there before.
-        readers: reads since the last write, with what was read: of each agent the last one.
+        readers: reads since the last write, with what was read: the last one of each agent, and of each warp at once.
         observed: masks of strong reads, which agents' ``seen`` has entries for.
         shown: the order of the last message that the host can see; later ones are on their way.
     """
@@ -101,7 +101,7 @@ class Cell:
         self.region, self.index = within, index
         initial = 0 if within.fresh else within.shadow[index]
         self.history = [Message(initial, 0 if within.fresh else ALL_BYTES, NOBODY, -1, INITIAL, 0.0, 0)]
-        self.readers: dict[Agent, tuple[Reading, int]] = {}
+        self.readers: dict[Lanes, tuple[Reading, int]] = {}
         self.observed: list[int] = []
         self.shown = 0.0
 

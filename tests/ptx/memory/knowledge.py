@@ -56,6 +56,10 @@ class Knowledge:
             agent = Agent((block, number), launch.rank, launch.sequence, timer, keys)
             agent.clock, agent.seen = launch.clock, launch.seen
             agents.append(agent)
+        for begin in range(0, count, 32):
+            warp = clocks.Lanes(agents[begin : begin + 32])
+            for agent in warp:
+                agent.warp = warp
         return agents
 
     def end(self, launch: Any, agents: Sequence[Agent]) -> None:

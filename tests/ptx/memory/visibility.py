@@ -21,6 +21,8 @@ from tests.ptx.memory.regions import Region
 if TYPE_CHECKING:
     from tests.ptx.memory.weak import Weak
 
+#: of a byte: all of its bits where it has one
+_WHOLE = bytes([0] + [255] * 255)
 #: cells shown in a step in which a kernel that has exited settles
 SETTLED = 64
 
@@ -140,18 +142,18 @@ class HostSide:
     def _wrote(self, within: Region, index: int, release: Release) -> None:
         memory = self.memory
         real = within.words[index]
-        changed = real ^ within.shadow[index]
-        cell = memory.cells.get((within.address >> 3) + index)
+        changed = self._bytes(real ^ within.shadow[index])
+        cell, mask = memory.cells.get((within.address >> 3) + index), ALL_BYTES
         if cell is None:
+            # no kernel has been here
             cell = memory.cells[(within.address >> 3) + index] = Cell(within, index)
-        changed = self._bytes(changed)
-        mask = self._whole_words(cell, changed)
-        within.words[index] = within.shadow[index]
-        self._show(cell, cell.history[-1].order)
-        last = cell.history[-1]
-        if memory._racing:
-            self._check(cell, mask, changed, last)
-        order = last.order + 1.0
+        else:
+            mask = self._whole_words(cell, changed)
+            within.words[index] = within.shadow[index]
+            self._show(cell, cell.history[-1].order)
+            if memory._racing:
+                self._check(cell, mask, changed, cell.history[-1])
+        order = cell.history[-1].order + 1.0
         message = HostMessage(real & mask, mask, changed, self.agent, order, memory.step, release)
         cell.append(message)
         cell.shown = message.order
@@ -170,7 +172,7 @@ class HostSide:
     @staticmethod
     def _bytes(changed: int) -> int:
         """All bits of the bytes that have some of ``changed``."""
-        return sum(255 << shift for shift in range(0, 64, 8) if changed >> shift & 255)
+        return int.from_bytes(changed.to_bytes(8, "little").translate(_WHOLE), "little")
 
     @staticmethod
     def _whole_words(cell: Cell, changed: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.ptx.machine.report import Uninitialised
-from tests.ptx.memory.clocks import Agent, Release, heard
+from tests.ptx.memory.clocks import Agent, Release, all_heard, heard
 from tests.ptx.memory.histories import Cell, Message, Reading, StrongMessage
 from tests.ptx.memory.knowledge import Knowledge
 from tests.ptx.memory.operation import Operation
@@ -118,27 +118,52 @@ class Weak(Knowledge):
         """What each agent reads, as one number of ``operation.nbytes`` bytes."""
         n = operation.nbytes
         self.accesses += len(addresses)
-        # all of them are of one CTA, and a load lets no time go by
-        reading = Reading(agents[0].timer.time, M64, operation, self.step)
-        values = []
-        if n == 16:
-            for agent, at in zip(agents, addresses, strict=True):
-                if operation.strong and self.random.random() < 0.5:
-                    high = self._read(agent, at + 8, M64, reading)
-                    values.append(self._read(agent, at, M64, reading) | high << 64)
-                else:
-                    low = self._read(agent, at, M64, reading)
-                    values.append(self._read(agent, at + 8, M64, reading) << 64 | low)
-        elif n == 8:
-            values = [self._read(agent, at, M64, reading) for agent, at in zip(agents, addresses, strict=True)]
+        if n > 8:
+            values = self._load_both(agents, addresses, operation)
         else:
-            ones = (1 << 8 * n) - 1
-            shared = [Reading(reading.time, ones << shift, operation, self.step) for shift in range(0, 64, 8 * n)]
-            for agent, at in zip(agents, addresses, strict=True):
-                one = shared[(at & 7) // n]
-                values.append(self._read(agent, at, one.mask, one) >> 8 * (at & 7))
+            values = self._load_same(agents, addresses, operation) or self._load_each(agents, addresses, operation)
         self._some_time_passes()
         return values
+
+    def _load_each(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
+        """A cell each, or a part of one."""
+        n, ones = operation.nbytes, (1 << 8 * operation.nbytes) - 1
+        # all of them are of one CTA, and a load lets no time go by
+        time = agents[0].timer.time
+        parts = [Reading(time, ones << shift, operation, self.step) for shift in range(0, 64, 8 * n)]
+        return [
+            self._read(agent, at, parts[(at & 7) // n]) >> 8 * (at & 7)
+            for agent, at in zip(agents, addresses, strict=True)
+        ]
+
+    def _load_both(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
+        """Two cells each."""
+        reading = Reading(agents[0].timer.time, M64, operation, self.step)
+        values = []
+        for agent, at in zip(agents, addresses, strict=True):
+            if operation.strong and self.random.random() < 0.5:
+                high = self._read(agent, at + 8, reading)
+                values.append(self._read(agent, at, reading) | high << 64)
+            else:
+                low = self._read(agent, at, reading)
+                values.append(self._read(agent, at + 8, reading) << 64 | low)
+        return values
+
+    def _load_same(self, agents: Sequence[Agent], addresses: Sequence[int], operation: Operation) -> list[int]:
+        """What a whole warp reads in one place, where all know the last write of it; else nothing."""
+        at, warp = addresses[0], agents[0].warp
+        if len(agents) != len(warp) or addresses.count(at) != len(warp):
+            return []
+        shift = 8 * (at & 7)
+        mask = (1 << 8 * operation.nbytes) - 1 << shift
+        cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
+        last = cell.history[-1]
+        if mask & ~last.mask or (last.chain and operation.strong) or not all_heard(warp, last.agent, last.time):
+            return []
+        value = last.value & mask
+        if self._racing:
+            cell.readers[warp] = Reading(agents[0].timer.time, mask, operation, self.step), value
+        return [value >> shift] * len(warp)
 
     def store(
         self, agents: Sequence[Agent], addresses: Sequence[int], values: Sequence[int], operation: Operation
@@ -199,7 +224,8 @@ class Weak(Knowledge):
         self.regions.at((address & ~7) + first, mask.bit_count() // 8)
         return self._cell(address)
 
-    def _read(self, agent: Agent, at: int, mask: int, reading: Reading) -> int:
+    def _read(self, agent: Agent, at: int, reading: Reading) -> int:
+        mask = reading.mask
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
         last = cell.history[-1]
         if (
@@ -211,7 +237,7 @@ class Weak(Knowledge):
         else:
             value = self._read_any(agent, cell, mask, reading.operation)
         if self._racing:
-            cell.readers[agent] = reading, value
+            cell.readers[agent.alone] = reading, value
         return value
 
     def _read_any(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
@@ -285,7 +311,7 @@ class Weak(Knowledge):
                 self._write(agent, at, value & M64, M64, operation, None)
                 continue
             if cell.readers:
-                if len(cell.readers) > 1 or agent not in cell.readers:
+                if len(cell.readers) > 1 or agent.alone not in cell.readers:
                     self._overwrite(agent, cell, M64, operation)
                 else:
                     cell.readers.clear()
@@ -356,17 +382,20 @@ class Weak(Knowledge):
         Args:
             touched: the bytes of ``mask`` that are certainly written.
         """
-        for reader, (reading, value) in cell.readers.items():
-            if reader is agent or not reading.mask & mask & touched or heard(agent.clock, reader, reading.time):
+        for lanes, (reading, value) in cell.readers.items():
+            if not reading.mask & mask & touched:
                 continue
-            if not (
-                (reading.mask == mask or (agent is self.host.agent and not reading.mask & ~mask))
-                and reading.operation.strong
-                and operation.strong
-                and self._includes(operation.scope, agent, reader)
-                and self._includes(reading.operation.scope, reader, agent)
-            ):
-                self.races.with_read(cell, reader, reading, value, mask & touched, agent, operation, self.step)
+            for reader in lanes:
+                if reader is agent or heard(agent.clock, reader, reading.time):
+                    continue
+                if not (
+                    (reading.mask == mask or (agent is self.host.agent and not reading.mask & ~mask))
+                    and reading.operation.strong
+                    and operation.strong
+                    and self._includes(operation.scope, agent, reader)
+                    and self._includes(reading.operation.scope, reader, agent)
+                ):
+                    self.races.with_read(cell, reader, reading, value, mask & touched, agent, operation, self.step)
         if mask & touched == M64:
             cell.readers.clear()
         else:

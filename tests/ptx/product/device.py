@@ -68,6 +68,10 @@ class ModelMemory(InterpretedMemory):
         self._memory.register(f"device memory of rank {self._rank}", address, nbytes)
         return address
 
+    def free(self, address: int) -> None:
+        self._memory.unregister(address)
+        super().free(address)
+
 
 def cover(memory: Any, name: str, address: int, nbytes: int) -> None:
     """Register what is not registered yet of ``nbytes`` bytes from ``address``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,10 +25,14 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.gpu_direct import GpuReach
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.gpu.context import GpuContext
+from uccl_ep_serving.gpu.streams import HostOrder, StreamOrder
+from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.kernels import select
 from uccl_ep_serving.kernels.triton import launch, low_latency, normal
 from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
+from uccl_ep_serving.protocol.context import FAILURE_PROXY_DIED
 from uccl_ep_serving.protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
+from uccl_ep_serving.proxy.loop import DIED
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Seconds of the machine's clock that a kernel waits for a peer.
@@ -70,6 +74,20 @@ class _Barrier:
         return place
 
 
+class _Order(HostOrder):
+    """Kernels of an operation are launched one behind the other; the host waits for the last of them."""
+
+    def __init__(self, synchronise: Callable[[], None]) -> None:
+        self._synchronise = synchronise
+
+    def run(
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+    ) -> EventOverlap:
+        event = super().run(launch, tensors, own_stream=own_stream, finish=finish)
+        self._synchronise()
+        return event
+
+
 class ModelGroup(FakeGroup):
     """Ranks whose kernels run on ``machine``.
 
@@ -92,7 +110,7 @@ class ModelGroup(FakeGroup):
     ) -> None:
         self.machine, self.compiled = machine, compiled
         self._here = threading.local()
-        self._kept: list[GpuContext] = []
+        self._kept: list[object] = []
         settings = settings or Settings(timeout=TIMEOUT, window="host")
         plan = NormalPlan(ranks, 16, **_SMALL)
         super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
@@ -104,7 +122,11 @@ class ModelGroup(FakeGroup):
         """The machine steps the proxies."""
 
     def _step(self, rank: int, proxy: int) -> bool:
-        return bool(self.services) and self.services[rank].step(proxy) > 0
+        if not self.services:
+            return False
+        done = self.services[rank].step(proxy)
+        # what the thread of a proxy does that ends by itself
+        return self.spaces[rank].fail(FAILURE_PROXY_DIED, arrived=proxy) if done == DIED else done > 0
 
     def join(self, rank: int, segments: list[Segment], layout: WindowLayout, endpoints: Any) -> Any:
         if rank == 0:
@@ -118,22 +140,27 @@ class ModelGroup(FakeGroup):
             self.machine.memory.unregister(region.start)
         super().build(room)
 
-    def gpu(self, runtime: DirectRuntime) -> GpuContext:
+    def gpu(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> GpuContext:
         """What the modes of a rank share on its device."""
-        found = GpuContext(runtime, torch.device("cpu"))  # type: ignore[arg-type]
+        order = order or _Order(self.synchronise)
+        found = GpuContext(runtime, torch.device("cpu"), order)  # type: ignore[arg-type]
         found.memory = ModelMemory(self.machine.memory, runtime.rank)
         # what it maps stays mapped until the last rank has ended
         self._kept.append(found)
         return found
 
-    def low_latency(self, runtime: DirectRuntime) -> LowLatencyGpu:
-        """Low-latency mode of a rank."""
-        return LowLatencyGpu(runtime, self.gpu(runtime))  # type: ignore[arg-type]
+    def low_latency(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> LowLatencyGpu:
+        """Low-latency mode of a rank; ``order``: of its kernels, where it is another one."""
+        return LowLatencyGpu(runtime, self.gpu(runtime, order))  # type: ignore[arg-type]
 
     def launch(self, one: launch.Launch) -> None:
         """In place of ``Launch.run``: what Triton's launcher would hand to the driver runs on the machine."""
         ready = self.compiled.ready(one)
-        self.machine.launch(self._here.rank, ready.kernel, one.grid, ready.arguments, ready.shared)
+        self.machine.launch_later(self._here.rank, ready.kernel, one.grid, ready.arguments, ready.shared)
+
+    def synchronise(self) -> None:
+        """Waits until all that the calling rank has launched is over."""
+        self.machine.synchronise(self._here.rank)
 
     def run(self, body: Callable[[Any], Any], seconds: float = 100.0, limit_steps: int = 5_000_000) -> list[Any]:
         """Run ``body`` as one host thread per rank; returns results by rank, raises the first failure.
@@ -145,7 +172,9 @@ class ModelGroup(FakeGroup):
         def of(rank: int) -> Callable[[], Any]:
             def here() -> Any:
                 self._here.rank = rank
-                with Allocations(self.machine.memory, f"rank {rank}"):
+                # the machine looks at what a rank that has ended has left, as long as others launch
+                self._kept.append(allocations := Allocations(self.machine.memory, f"rank {rank}"))
+                with allocations:
                     return body(ModelRuntime(self, rank, self.settings))
 
             return here

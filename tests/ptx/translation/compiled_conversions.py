@@ -1,23 +1,29 @@
-"""``python compiled_conversions.py``: PTX of the kernels around our conversions, by name, as one JSON object. A process
-of its own because Triton must not be the interpreter here."""
+"""``python compiled_conversions.py``: by name, as one JSON object, PTX of the kernels around our conversions, and how
+much shared memory each takes. A process of its own because Triton must not be the interpreter here."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
-from tests.kernels.conversion_kernels import to_e4m3, to_e4m3fnuz
+from tests.kernels.conversion_kernels import quantise, to_e4m3, to_e4m3fnuz
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.words import CUDA
 
+#: Blocks of 128 values of a program of ``quantise``.
+GROUPS = 4
+
 
 def main() -> None:
+    at = 1 << 40
+    options = {"BACKEND": CUDA.value, "grid": (1,), "num_warps": 4}
     with compiling_for(GPUS["sm_90"]):
-        kernels = {kernel.__name__: kernel for kernel in (to_e4m3, to_e4m3fnuz)}
-        built = {
-            name: kernel.warmup(1 << 40, 1 << 40, BLOCK=1024, BACKEND=CUDA.value, grid=(1,), num_warps=4)
-            for name, kernel in kernels.items()
-        }
-    print(json.dumps({name: one.asm["ptx"] for name, one in built.items()}))
+        built = {kernel.__name__: kernel.warmup(at, at, BLOCK=1024, **options) for kernel in (to_e4m3, to_e4m3fnuz)}
+        for rounded, fnuz in itertools.product((False, True), repeat=2):
+            built[f"quantise {rounded} {fnuz}"] = quantise.warmup(
+                at, at, at, GROUPS=GROUPS, ROUND=rounded, FNUZ=fnuz, **options
+            )
+    print(json.dumps({name: {"ptx": one.asm["ptx"], "shared": one.metadata.shared} for name, one in built.items()}))
 
 
 if __name__ == "__main__":

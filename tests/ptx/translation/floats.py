@@ -62,15 +62,21 @@ def single_bits(code: Code, value: str, flushed: bool, saturated: bool = False) 
 
 
 def _arithmetic(code: Code, one: Instruction) -> None:
-    """add, sub, mul, fma: rounded once, to nearest even; of f32x2 each half for itself."""
+    """add, sub, mul, fma: rounded once, to nearest even; of f32x2 each half for itself. Of f32 with f16 or bf16, as
+    sm_100 has it, all inputs but the last are of 16 bits."""
     modifiers = Modifiers(one)
     modifiers.one_of("rn") if one.opcode == "fma" else modifiers.maybe("rn")
     flushed, saturated = bool(modifiers.maybe("ftz")), bool(modifiers.maybe("sat"))
     kind = modifiers.one_of("f32", *(() if saturated else ("f32x2",)), *(() if flushed or saturated else ("f64",)))
+    narrow = modifiers.maybe("f16", "bf16") if kind == "f32" and one.opcode != "mul" and not flushed else ""
     modifiers.end()
     d, *inputs = operands(one, 4 if one.opcode == "fma" else 3)
     if kind != "f32x2":
-        value = _result(code, one.opcode, [code.read(operand, WIDTHS[kind]) for operand in inputs], kind, flushed)
+        given = [code.read(operand, WIDTHS[kind]) for operand in (inputs[-1:] if narrow else inputs)]
+        if narrow:
+            wide = [code.value(f"bitcast float {real(code, operand, narrow)} to i32") for operand in inputs[:-1]]
+            given = wide + given
+        value = _result(code, one.opcode, given, kind, flushed)
         store_real(code, d, value, kind, flushed, saturated)
         return
     pairs = [code.read(operand, 64) for operand in inputs]

@@ -235,3 +235,24 @@ def test_it_is_ptx() -> None:
 )
 def test_the_rounding_here(value: Fraction, bits: int) -> None:
     assert rounded(value) == bits
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_single_precision_with_halves(kind: str) -> None:
+    """Of sm_100: the inputs of 16 bits are widened, and the result is rounded once."""
+    texts = [f"add.rn.f32.{kind} D, A, C", f"sub.f32.{kind} D, A, C", f"fma.rn.f32.{kind} D, A, B, C"]
+    tried = Instructions(texts, (kind, kind, "f32"), "f32")
+    assert not assemble(tried.text)
+    halves = np.arange(0, 1 << 16, 37, dtype=np.uint32)
+    others = np.resize(np.array(CORNERS, np.uint32), len(halves))
+    a, b = halves, halves[::-1]
+    wide = [
+        one.astype(np.uint16).view(np.float16).astype(np.float32) if kind == "f16" else (one << 16).view(np.float32)
+        for one in (a, b)
+    ]
+    bits = [one.view(np.uint32).tolist() for one in wide]
+    found = tried.run(a, b, others)
+    for name, got in zip(("add", "sub", "fma"), found, strict=True):
+        second = bits[1] if name == "fma" else others.tolist()
+        want = [arithmetic(name, *one) for one in zip(bits[0], second, others.tolist(), strict=True)]
+        assert got.tolist() == want

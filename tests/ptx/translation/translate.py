@@ -138,7 +138,7 @@ def _lowered(program: Program, weak: bool, stored: Collection[str]) -> Code:
 def _instruction(code: Code, one: Instruction) -> None:
     code.instruction = one
     lower = _LOWERINGS.get(one.opcode)
-    if one.opcode in _ALIKE and not (one.modifiers and one.modifiers[-1].startswith("f")):
+    if one.opcode in _ALIKE and not any(name.startswith("f") for name in one.modifiers):
         lower = INTEGERS[one.opcode]
     if lower is None:
         raise one.error("unknown instruction")
