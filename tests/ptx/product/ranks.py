@@ -92,7 +92,8 @@ class ModelGroup(FakeGroup):
     ) -> None:
         self.machine, self.compiled = machine, compiled
         self._here = threading.local()
-        self._kept: list[GpuContext] = []
+        #: What ranks have mapped stays mapped until the last of them has ended.
+        self.contexts: list[GpuContext] = []
         settings = settings or Settings(timeout=TIMEOUT, window="host")
         plan = NormalPlan(ranks, 16, **_SMALL)
         super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
@@ -122,8 +123,7 @@ class ModelGroup(FakeGroup):
         """What the modes of a rank share on its device."""
         found = GpuContext(runtime, torch.device("cpu"))  # type: ignore[arg-type]
         found.memory = ModelMemory(self.machine.memory, runtime.rank)
-        # what it maps stays mapped until the last rank has ended
-        self._kept.append(found)
+        self.contexts.append(found)
         return found
 
     def low_latency(self, runtime: DirectRuntime) -> LowLatencyGpu:

@@ -16,6 +16,7 @@ from tests.support import ll_cases
 from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
+from uccl_ep_serving.config import Settings
 
 #: Kernels write mapped windows themselves, or a proxy does, over the fake transport at its worst.
 PATHS = ("mapped", "proxied")
@@ -55,10 +56,19 @@ def machine_of(memory: str, seed: int) -> Machine:
     )
 
 
-def group_of(machine: Machine, compiled: Compiled, ranks: int, path: str) -> ModelGroup:
+def group_of(
+    machine: Machine, compiled: Compiled, ranks: int, path: str, settings: Settings | None = None
+) -> ModelGroup:
     """``ranks`` ranks that reach each other by ``path``."""
-    mapped = path == "mapped"
-    return ModelGroup(machine, compiled, ranks, seed=machine.seed, adversary=HOSTILE, mapped=lambda rank, peer: mapped)
+    return ModelGroup(
+        machine,
+        compiled,
+        ranks,
+        seed=machine.seed,
+        adversary=HOSTILE,
+        settings=settings,
+        mapped=lambda rank, peer: path == "mapped",
+    )
 
 
 def play(
