@@ -13,9 +13,7 @@ from tests.rules.mutation import ROOT
 __all__ = ["execute"]
 
 
-def execute(
-    names: Sequence[str], sources: Mapping[Path, str], directory: Path | None = None
-) -> dict[str, ModuleType]:
+def execute(names: Sequence[str], sources: Mapping[Path, str], directory: Path | None = None) -> dict[str, ModuleType]:
     """By name, new modules: each sees those before it in place of the product's.
 
     Args:

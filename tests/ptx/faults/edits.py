@@ -92,11 +92,11 @@ def faults_of(text: str) -> Iterator[Fault]:
                 if re.match(which, one.name):
                     found[kind, one.source].append(one.line)
     for (kind, source), lines in found.items():
-        doubled = kind == "barrier" and all(_is_doubled(program.code, line, lines) for line in lines)
+        doubled = kind == "barrier" and all(is_doubled(program.code, line, lines) for line in lines)
         yield Fault(program.name, kind, source, tuple(lines), doubled)
 
 
-def _is_doubled(code: Sequence[Instruction | Label], line: int, gone: Sequence[int]) -> bool:
+def is_doubled(code: Sequence[Instruction | Label], line: int, gone: Sequence[int]) -> bool:
     """Whether all threads that come to the barrier on ``line`` come to another one, not on a line of ``gone``, just
     before or just after it, and access no memory in between."""
     at = next(place for place, one in enumerate(code) if isinstance(one, Instruction) and one.line == line)

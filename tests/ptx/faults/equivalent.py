@@ -110,6 +110,22 @@ EQUIVALENT = (
         "the flag of the message was acquired before; only a notice that lands on the one that is read needs it",
     ),
 )
+#: What no scene comes to, or where what it would change does not happen in one: by a part of a line of the source.
+BEYOND = {
+    "fail(": "only a failure comes to it",
+    "fail_at(": "only a failure comes to it",
+    "late, stream = messages_": "only a failure comes to it",
+    "report_id(": "only an id of no expert comes to it",
+    "sticky_code(": "only a failure stores the code",
+    "acquire(ring + _TAIL": "only a full ring comes to it",
+    "last = acquire_each(": "only a failure comes to it",
+    "now = acquire_each(": "only a peer that has not taken four notices comes to it",
+}
+
+
+def beyond(fault: Fault) -> str:
+    """Why no scene shows ``fault``; "" where one should."""
+    return next((why for part, why in BEYOND.items() if any(part in text for text in fault.texts)), "")
 
 
 def reason_for(fault: Fault) -> str:

@@ -1,23 +1,25 @@
-"""Whether the model machine notices that a kernel is wrong, by the scenes that come to what is wrong, cheapest first."""
+"""Whether the model machine notices that a kernel is wrong, by scenes that come to what is wrong, cheapest first."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tests.ptx.faults.edits import Fault, faults_of
-from tests.ptx.faults.equivalent import reason_for
+from tests.ptx.faults.equivalent import beyond, reason_for
 from tests.ptx.faults.scenes import SCENES, WITHIN, Scene
 from tests.ptx.machine.report import HostStuck, MachineError, NotModelled
-from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.test_low_latency import compiled
 from uccl_ep_serving.errors import UcclEpError
 
 #: Seeds of sequentially consistent memory that show which lines of a kernel's text a scene comes to.
 _LOOKS = 2
 #: How a fault ends.
-NOTICED, EQUIVALENT, UNREACHED, UNNOTICED = "noticed", "equivalent", "not reached", "UNNOTICED"
+NOTICED, EQUIVALENT, UNREACHED = "noticed", "equivalent", "not reached"
+UNEXPECTED, UNNOTICED = "NOT REACHED", "UNNOTICED"
+#: Those that are a failure of the proof.
+UNEXPLAINED = (UNEXPECTED, UNNOTICED)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Verdict:
 
     Attributes:
         end: of those above.
-        by: the error's class, or why the fault changes nothing.
+        by: the error's class, or why the fault changes nothing, or why no scene shows it.
         scene: that noticed. seed: its seed.
         trials: runs until then.
     """
@@ -73,13 +75,13 @@ def scenes_of(fault: Fault) -> list[Scene]:
     return [scene for scene in SCENES if any((fault.kernel, line) in reached(scene) for line in fault.lines)]
 
 
-def noticed(kernels: Compiled, scene: Scene, memory: str, seed: int) -> str:
-    """What is raised, by the name of its class; "" where nothing is.
+def raised(run: Callable[[], object]) -> str:
+    """What ``run`` raises, by the name of its class; "" where nothing is wrong.
 
     Raises what only says that the machine is at its end.
     """
     try:
-        scene.play(kernels, memory, seed)
+        run()
     except (NotModelled, HostStuck):
         raise
     except (MachineError, UcclEpError, AssertionError, IndexError, RuntimeError) as error:
@@ -91,14 +93,14 @@ def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
     """Plays all scenes that come to ``fault`` with one seed, then with the next."""
     if reason := reason_for(fault):
         return Verdict(EQUIVALENT, reason)
-    scenes = scenes_of(fault)
+    scenes = [] if (why := beyond(fault)) else scenes_of(fault)
     if not scenes:
-        return Verdict(UNREACHED)
+        return Verdict(UNREACHED if why else UNEXPECTED, why)
     edited = compiled("weak").edited(fault.edit)
     trials = 0
     for seed in range(seeds):
         for scene in scenes:
             trials += 1
-            if by := noticed(edited, scene, "weak", seed):
+            if by := raised(functools.partial(scene.play, edited, "weak", seed)):
                 return Verdict(NOTICED, by, str(scene), seed, trials)
     return Verdict(UNNOTICED, trials=trials)

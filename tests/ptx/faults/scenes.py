@@ -1,7 +1,8 @@
-"""What ranks do while a kernel of theirs is wrong: each scene a program for every rank, small, and as hard as it can be."""
+"""What ranks do while a kernel of theirs is wrong: a program for each, small, on a machine that is hard on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.ptx.machine.machine import Machine
@@ -14,6 +15,8 @@ from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.proxy.stats import proxy_counters
 
+#: Plays something on a machine with these kernels, this memory and this seed.
+Play = Callable[[Compiled, str, int], Machine]
 #: A fault is noticed within so many seeds of a scene; the kernels as they are pass ten times as many.
 WITHIN = 3
 CASE = Case(tokens=4, experts=4, topk=2, counts=(4, 3))
@@ -90,5 +93,7 @@ SCENES = (
     Scene("two in flight", "mapped", _TOGETHER),
     Scene("two in flight", "proxied", _TOGETHER, channels=2),
 )
+#: Every command is put into a slot that had one before.
+LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
 #: Kernels wait for room in the ring of two channels.
 FULL_RING = Scene("a full ring", "proxied", (_layers(2),) * 2, channels=2, ring_slots=4)

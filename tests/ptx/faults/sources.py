@@ -69,9 +69,7 @@ def changed(*changes: Change) -> dict[Path, str]:
         module, _, function = change.function.partition(".")
         path = _DIRECTORY / f"{module}.py"
         source = sources.get(path) or (ROOT / path).read_text()
-        (node,) = [
-            one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name == function
-        ]
+        (node,) = [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name == function]
         lines = source.split("\n")
         body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
         assert change.before in body, f"{change.function} has no {change.before!r}"
@@ -113,9 +111,7 @@ PARITIES: dict[str, tuple[Change, ...]] = {
         Change("ll_message.combine_arrival", "+ (number & 1) * peek", "+ (number & 0) * peek"),
         Change("ll_combine.sum_rows", _PARITY, _NO_PARITY),
     ),
-    "a combine is summed from where the other parity lands": (
-        Change("ll_combine.sum_rows", _PARITY, _OTHER_PARITY),
-    ),
+    "a combine is summed from where the other parity lands": (Change("ll_combine.sum_rows", _PARITY, _OTHER_PARITY),),
     "dispatches of both parities are packed in one place": (
         Change("routing._place_dispatches", "parity * peek(state + S_DISPATCH_SEND_STEP)", "0"),
     ),
