@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup, ModelRuntime
+from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.proxy.stats import proxy_counters
+from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Plays something on a machine with these kernels, this memory and this seed.
 Play = Callable[[Compiled, str, int], Machine]
@@ -35,6 +37,7 @@ class Scene:
         path: of :data:`trials.PATHS`.
         channels: that a message is striped over.
         ring_slots: of each ring.
+        adversary: of the wire.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Scene:
     programs: tuple[str, ...]
     channels: int = 1
     ring_slots: int = 1024
+    adversary: Adversary = HOSTILE
 
     def __str__(self) -> str:
         return f"{self.name}, {self.path}"
@@ -57,7 +61,7 @@ class Scene:
         if isinstance(machine.memory, Weak):
             machine.memory.host.settled, machine.memory.host.newest_first = _SETTLED, seed % 2 == 0
         settings = Settings(timeout=TIMEOUT, window="host", channels=self.channels, ring_slots=self.ring_slots)
-        with trials.group_of(machine, compiled, len(self.programs), self.path, settings) as group:
+        with trials.group_of(machine, compiled, len(self.programs), self.path, settings, self.adversary) as group:
             machine.actor("who reads the proxies' counters", lambda: _no_ring_is_less_than_empty(group))
 
             def body(runtime: ModelRuntime) -> None:
@@ -84,14 +88,16 @@ _TOGETHER = (
     "D D d0 d1 D D d2 d3 C0 C1 c0 c1 C2 C3 c2 c3",
     "D D d1 d0 D D d3 d2 C0 C1 c1 c0 C2 C3 c3 c2",
 )
+#: Writes complete so late that kernels wait for it.
+_LINGERING = replace(HOSTILE, linger=0.95)
 #: The cheapest first.
 SCENES = (
     Scene("a layer", "mapped", (_layers(1),) * 2),
     Scene("a layer", "proxied", (_layers(1),) * 2, channels=2),
     Scene("layers", "mapped", (_layers(3),) * 2),
-    Scene("layers", "proxied", (_layers(3),) * 2, channels=2),
+    Scene("layers", "proxied", (_layers(3),) * 2, channels=2, adversary=_LINGERING),
     Scene("two in flight", "mapped", _TOGETHER),
-    Scene("two in flight", "proxied", _TOGETHER, channels=2),
+    Scene("two in flight", "proxied", _TOGETHER, channels=2, adversary=_LINGERING),
 )
 #: Every command is put into a slot that had one before.
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
