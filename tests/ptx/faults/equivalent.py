@@ -80,6 +80,12 @@ EQUIVALENT = (
         "of up to 32 ranks the lane that reads a place is the one that has stored it",
     ),
     Equivalent(
+        ("prepare_combine",),
+        ("acquire",),
+        ("messages_arrived(", "arrived = wait_messages("),
+        "that the message is there frees space; what it holds is read by a later kernel, which acquires it itself",
+    ),
+    Equivalent(
         ("route", "prepare_combine"),
         ("acquire",),
         ("messages_completed(",),

@@ -15,7 +15,7 @@ judge = pytest.importorskip("tests.ptx.faults.judge", reason="needs Triton")
 from tests.ptx.faults.edits import Fault, faults_of, is_doubled  # noqa: E402
 from tests.ptx.faults.equivalent import BEYOND, EQUIVALENT  # noqa: E402
 from tests.ptx.faults.scenes import FULL_RING, SCENES, WITHIN, Scene  # noqa: E402
-from tests.ptx.machine.report import MachineError  # noqa: E402
+from tests.ptx.machine.report import DataRace, MachineError  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
 from tests.ptx.texts import text  # noqa: E402
 from tests.ptx.translation.program import parse  # noqa: E402
@@ -44,7 +44,7 @@ HELD: dict[str, tuple[str, ...]] = {
     [
         ("bar.sync 0;\nadd.s64 %rd3, %rd1, %rd2;\nbar.sync 0;", True),
         ("bar.sync 0;\nld.global.b64 %rd3, [%rd1];\nbar.sync 0;", False),
-        ("bar.sync 0;\n$L1:\nbar.sync 0;", False),
+        ("setp.eq.s32 %p1, %r1, 0;\n@%p1 bra $L1;\nbar.sync 0;\n$L1:\nbar.sync 0;", False),
         ("setp.eq.s32 %p1, %r1, 0;\nbar.sync 0;\n@%p1 bra $L1;\nbar.sync 0;\n$L1:", False),
         ("bar.sync 0;", False),
     ],
@@ -59,8 +59,9 @@ def test_a_barrier_beside_another(body: str, doubled: bool) -> None:
 
 
 def test_a_fault_of_a_kernel_is_noticed() -> None:
-    faults = [one for one in judge.faults("pack_dispatch", "both of an atomic") if not judge.reason_for(one)]
-    assert [judge.judge(one).end for one in faults] == [judge.NOTICED]
+    (fault,) = judge.faults("pack_dispatch", "both of an atomic")
+    with pytest.raises(DataRace, match="pack_dispatch"):
+        SCENES[0].play(compiled("weak").edited(fault.edit), "weak", 0)
 
 
 @pytest.mark.model
