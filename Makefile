@@ -17,7 +17,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
-.PHONY: test-triton test-model test-driver test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak chaos fuzz mutants docs release env env-sglang env-vllm clean
+.PHONY: test-triton test-model test-driver test-gpu test-vllm test-vllm-versions test-engine test-all suites lint format bench bench-serving soak chaos fuzz kernel-faults mutants docs release env env-sglang env-vllm clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -37,6 +37,7 @@ help:
 	@echo "make soak                     2,000 adversarial cases and 10,000 checked layers, memory held flat"
 	@echo "make chaos                    1,000 seeded faults of running groups: kills, stops, cut and garbled connections"
 	@echo "make fuzz                     10,000,000 mutated frames and handshakes: no crash, no write outside the window, no growth"
+	@echo "make kernel-faults            each order, scope and barrier of low latency's compiled kernels taken away on the model machine"
 	@echo "make mutants                  random one-line mutants of the product: do the quick tests notice them"
 	@echo "make suites                   seconds of every suite, into the table of CONTRIBUTING.md"
 	@echo "make docs                     regenerate the tables in the documentation"
@@ -147,6 +148,10 @@ chaos: env
 # writes benchmarks/results/fuzz.json and RESULTS.md; a quarter of an hour, less where it goes on from a run of the same commit
 fuzz: env
 	@failed=0; $(BIN)/python -m tests.fuzz $(ARGS) || failed=1; $(BIN)/python benchmarks/run.py --render && exit $$failed
+
+# writes benchmarks/results/kernel_faults.json and RESULTS.md; an hour, less where it goes on from a run of the same commit
+kernel-faults: env
+	@failed=0; $(BIN)/python -m tests.ptx.faults $(ARGS) || failed=1; $(BIN)/python benchmarks/run.py --render && exit $$failed
 
 # writes benchmarks/results/mutants.json and CONTRIBUTING.md's table: ten mutants more of a seed, half an hour at most; what
 # was tried is not tried again. ARGS="--count 50 --minutes 300", ARGS=--again for those that survived. One that survives

@@ -178,6 +178,14 @@ def mutated(ways: Mapping[str, Way], files: Mapping[str, Path], address: int) ->
     return sources
 
 
+def removed(rule: str, way: Way, path: Path) -> str:
+    """The source of ``path`` with ``rule`` out of force for good: for kernels that are compiled for a device."""
+    source = (ROOT / path).read_text()
+    node, _ = held(source, rule)
+    before, after = way.around(_Switch("True", "&", "|"), " " * node.col_offset)
+    return _edited(source, [_Edit(node if way.whole else _value(node, way.part), before, after)])
+
+
 def _edited(source: str, edits: list[_Edit]) -> str:
     """Around a statement comes what is put around its parts; of two edits of one text the first is the inner one."""
     text = source.encode()

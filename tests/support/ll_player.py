@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from tests.support.ll_cases import (
     Case,
     check_combined,
@@ -14,7 +16,7 @@ from tests.support.ll_cases import (
     received_values,
     weights_at_dispatch,
 )
-from uccl_ep_serving.oracle import low_latency_dispatch
+from uccl_ep_serving.oracle import LowLatencyInput, low_latency_dispatch
 
 
 class Player:
@@ -48,10 +50,14 @@ class Player:
         case = self.cases[number % len(self.cases)]
         case = replace(case, seed=number, routing=self.routings.get(number, case.routing))
         inputs = case.inputs()
+        self.dispatch_of(case, inputs, inputs[self.rank].topk_idx)
+
+    def dispatch_of(self, case: Case, inputs: list[LowLatencyInput], topk_idx: torch.Tensor) -> None:
+        """``inputs`` are what is expected of each rank, ``topk_idx`` what this one gives."""
         mine = inputs[self.rank]
         rows, count, handle, _, hook = self.low_latency.dispatch(
             mine.x,
-            mine.topk_idx,
+            topk_idx,
             case.tokens,
             case.experts,
             topk_weights=weights_at_dispatch(case, mine),

@@ -216,6 +216,7 @@ class Warp:
 
     def _carry_out(self, decoded: Decoded, lanes: list[int]) -> bool:
         kind = decoded.kind
+        decoded.reached = True
         self.machine.memory.step = self.machine.steps
         if kind in ("load", "store", "atomic", "fence"):
             accesses.carry_out(self, decoded, lanes)

@@ -20,6 +20,7 @@ class Decoded:
             "nap" or "active".
         bits: of one element of an access.
         shared: the address is an offset in the CTA's shared memory.
+        reached: some thread has come to it.
     """
 
     __slots__ = (
@@ -34,12 +35,14 @@ class Decoded:
         "op",
         "operation",
         "parts",
+        "reached",
         "shared",
         "signed",
     )
 
     def __init__(self, event: Any) -> None:
         self.event = event
+        self.reached = False
         self.number: int = event.number
         self.op: str = event.op
         self.parts: list[str] = [one for one in event.parts if one != "cta" or event.parts[0] not in ("bar", "barrier")]

@@ -217,6 +217,15 @@ class Machine:
             self._decoded[kernel] = {number: Decoded(event) for number, event in kernel.events.items()}
         return self._decoded[kernel]
 
+    def reached(self) -> frozenset[tuple[str, int]]:
+        """Names of kernels, and lines of their PTX, at which some thread has stopped so far."""
+        return frozenset(
+            (kernel.program.name, one.event.line)
+            for kernel, events in self._decoded.items()
+            for one in events.values()
+            if one.reached
+        )
+
     def digest(self) -> str:
         """Of all steps so far: the same for the same seed, on any machine and in any process."""
         return self._trace.hexdigest()

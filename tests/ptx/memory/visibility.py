@@ -23,15 +23,22 @@ if TYPE_CHECKING:
 
 #: of a byte: all of its bits where it has one
 _WHOLE = bytes([0] + [255] * 255)
-#: cells shown in a step in which a kernel that has exited settles
+#: cells shown in a step in which a kernel that has exited settles; so many are usual
 SETTLED = 64
 
 
 class HostSide:
-    """The host as an agent, and the stores that are on their way to it."""
+    """The host as an agent, and the stores that are on their way to it.
+
+    Attributes:
+        settled: cells shown in a step in which a kernel that has exited settles; below 1: the chance that one is.
+        newest_first: not any, but those that it has stored last.
+    """
 
     def __init__(self, memory: Weak) -> None:
         self.memory = memory
+        self.settled: float = SETTLED
+        self.newest_first = False
         self.agent = clocks.host_agent()
         #: by the rank that stored: cells whose last writes the host does not see
         self._late: dict[int, dict[Cell, None]] = {}
@@ -76,8 +83,11 @@ class HostSide:
         late = self._late.get(rank)
         if not late:
             return True
+        if self.settled < 1 and self.memory.random.random() >= self.settled:
+            return False
         cells = list(late)
-        for cell in self.memory.random.sample(cells, min(SETTLED, len(cells))):
+        count = min(max(int(self.settled), 1), len(cells))
+        for cell in cells[-count:] if self.newest_first else self.memory.random.sample(cells, count):
             self._show(cell, cell.history[-1].order)
         return False
 

@@ -40,20 +40,24 @@ class Compiled:
         self._weak, self._gpu = weak, GPUS[gpu]
         self._edit: Edit = lambda name, text: text
         self._kernels: dict[str, Kernel] = {}
+        #: of an edit, gone with it
+        self._edited: dict[str, Kernel] = {}
 
     def edited(self, edit: Edit) -> Compiled:
         """The same with other kernels where ``edit`` changes them."""
         other = copy.copy(self)
-        other._edit = edit
+        other._edit, other._edited = edit, {}
         return other
 
     def ready(self, launch: Launch) -> Ready:
         """The way of a launch through Triton, specialized for its arguments, up to the driver."""
         with compiling_for(self._gpu):
             built = launch.build()
-        text = self._edit(built.metadata.name, built.asm["ptx"])
-        if text not in self._kernels:
-            self._kernels[text] = Kernel(text, self._weak)
+        given = built.asm["ptx"]
+        text = self._edit(built.metadata.name, given)
+        kept = self._kernels if text == given else self._edited
+        if text not in kept:
+            kept[text] = Kernel(text, self._weak)
         passed = [built.src.signature[name] != "constexpr" for name in launch.kernel.arg_names[: len(launch.arguments)]]
         arguments = [value for value, kept in zip(launch.arguments, passed, strict=True) if kept]
-        return Ready(self._kernels[text], arguments, built.metadata.shared)
+        return Ready(kept[text], arguments, built.metadata.shared)

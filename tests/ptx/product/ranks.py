@@ -111,6 +111,8 @@ class ModelGroup(FakeGroup):
         self.machine, self.compiled = machine, compiled
         self._here = threading.local()
         self._kept: list[object] = []
+        #: What ranks have mapped stays mapped until the last of them has ended.
+        self.contexts: list[GpuContext] = []
         settings = settings or Settings(timeout=TIMEOUT, window="host")
         plan = NormalPlan(ranks, 16, **_SMALL)
         super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
@@ -145,8 +147,7 @@ class ModelGroup(FakeGroup):
         order = order or _Order(self.synchronise)
         found = GpuContext(runtime, torch.device("cpu"), order)  # type: ignore[arg-type]
         found.memory = ModelMemory(self.machine.memory, runtime.rank)
-        # what it maps stays mapped until the last rank has ended
-        self._kept.append(found)
+        self.contexts.append(found)
         return found
 
     def low_latency(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> LowLatencyGpu:

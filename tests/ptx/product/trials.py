@@ -18,6 +18,7 @@ from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
+from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Kernels write mapped windows themselves, or a proxy does, over the fake transport at its worst.
 PATHS = ("mapped", "proxied")
@@ -58,7 +59,12 @@ def machine_of(memory: str, seed: int) -> Machine:
 
 
 def group_of(
-    machine: Machine, compiled: Compiled, ranks: int, path: str, settings: Settings | None = None
+    machine: Machine,
+    compiled: Compiled,
+    ranks: int,
+    path: str,
+    settings: Settings | None = None,
+    adversary: Adversary = HOSTILE,
 ) -> ModelGroup:
     """``ranks`` ranks that reach each other by ``path``."""
     return ModelGroup(
@@ -66,7 +72,7 @@ def group_of(
         compiled,
         ranks,
         seed=machine.seed,
-        adversary=HOSTILE,
+        adversary=adversary,
         settings=settings,
         mapped=lambda rank, peer: path == "mapped",
     )

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from tests.ptx.product.compiled import Edit
-from tests.ptx.translation.program import Instruction, parse
+from tests.ptx.translation.program import Instruction, Label, parse
+from tests.support.source_tree import ROOT
+from uccl_ep_serving.kernels.triton.kernel import PREFIX
 
 #: By kind: which instructions, and what is put for what in them; "" takes the instruction away.
 KINDS: dict[str, tuple[str, str, str]] = {
@@ -45,6 +48,18 @@ class Fault:
     kind: str
     source: str
     lines: tuple[int, ...]
+    #: each of its barriers stands beside another one that stays, with no access to memory in between
+    doubled: bool = False
+
+    @property
+    def short(self) -> str:
+        """The kernel's name in the source."""
+        return self.kernel.removeprefix(PREFIX)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What stands on the line of the source, and on those of its callers: that outlasts a move of lines."""
+        return tuple(_line_of(file, int(number)) for file, number in re.findall(r"([\w.]+):(\d+)", self.source))
 
     def __str__(self) -> str:
         return f"{self.kernel}: without the {self.kind} of {self.source}"
@@ -54,11 +69,6 @@ class Fault:
         """Makes the kernel wrong."""
         _, old, new = KINDS[self.kind]
         return self._changing(lambda line: line.replace(old, new, 1) if old else re.sub(r"\S.*;", "", line, count=1))
-
-    @property
-    def trap(self) -> Edit:
-        """Stops the kernel where it would be wrong: a run that passes all the same does not come there."""
-        return self._changing(lambda line: f"trap; {line}")
 
     def _changing(self, change: object) -> Edit:
         def edit(name: str, text: str) -> str:
@@ -82,4 +92,35 @@ def faults_of(text: str) -> Iterator[Fault]:
                 if re.match(which, one.name):
                     found[kind, one.source].append(one.line)
     for (kind, source), lines in found.items():
-        yield Fault(program.name, kind, source, tuple(lines))
+        doubled = kind == "barrier" and all(is_doubled(program.code, line, lines) for line in lines)
+        yield Fault(program.name, kind, source, tuple(lines), doubled)
+
+
+def is_doubled(code: Sequence[Instruction | Label], line: int, gone: Sequence[int]) -> bool:
+    """Whether all threads that come to the barrier on ``line`` come to another one, not on a line of ``gone``, just
+    before or just after it, and access no memory in between."""
+    at = next(place for place, one in enumerate(code) if isinstance(one, Instruction) and one.line == line)
+    return any(_meets_a_barrier(code[at + 1 :] if step > 0 else code[:at][::-1], gone) for step in (1, -1))
+
+
+def _meets_a_barrier(rest: Sequence[Instruction | Label], gone: Sequence[int]) -> bool:
+    for one in rest:
+        if isinstance(one, Label) or one.opcode in ("bra", "ret", "exit", "trap"):
+            return False
+        if one.name == "bar.sync" and one.line not in gone:
+            return one.guard is None
+        if one.opcode in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix") and "param" not in one.modifiers:
+            return False
+    return False
+
+
+def _line_of(file: str, number: int) -> str:
+    """Of a file of our kernels; of Triton's library the file's name."""
+    lines = _lines(file)
+    return lines[number - 1].strip() if lines else file
+
+
+@cache
+def _lines(file: str) -> list[str]:
+    path = ROOT / "kernels" / "triton" / file
+    return path.read_text().splitlines() if path.exists() else []

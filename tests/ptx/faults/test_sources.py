@@ -1,0 +1,101 @@
+"""Bits of laps and parities, and rules of kernels for devices, taken out of the source: compiled, and noticed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
+
+from tests.ptx.faults.failures import FAILURES  # noqa: E402
+from tests.ptx.faults.judge import raised  # noqa: E402
+from tests.ptx.faults.scenes import LAPS, SCENES, WITHIN, Play  # noqa: E402
+from tests.ptx.product.test_low_latency import compiled  # noqa: E402
+from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
+from tests.rules.mutation import find, removed  # noqa: E402
+
+_LAYER, _LAYERS = SCENES[0].play, SCENES[2].play
+#: What shows that a kernel does not hold a rule.
+RULES: dict[str, Play] = {
+    "low latency: a receive waits for every unmasked peer": _LAYER,
+    "a wait ends when the sticky error is set": FAILURES["released"],
+    "low latency: the send kernel counts its message": _LAYERS,
+    "low latency: an expert id is compared before it is cut to 32 bits": FAILURES["ids of no expert"],
+    "low latency: the host is told of an expert id out of range": FAILURES["ids of no expert"],
+    "low latency: a message of another shape is refused": FAILURES["another shape"],
+}
+_OF_THE_HOST = "the host's rule: ranks on the machine have no control plane"
+ELSEWHERE = {
+    "a waiting kernel leaves memory of the host alone most of the time": "a matter of speed: no result differs",
+    "low latency: the host releases kernels that wait for a peer which wants other windows": _OF_THE_HOST,
+    "control: the host releases kernels that wait for a peer which is in the other mode": _OF_THE_HOST,
+}
+"""Rules that the model machine cannot show, and why not."""
+
+
+def notices(plays: list[Play]) -> bool:
+    """Whether one of some runs fails: on either memory, of as many seeds as faults of the PTX get."""
+    return any(
+        raised(lambda play=play, memory=memory, seed=seed: play(compiled(memory), memory, seed))  # type: ignore[misc]
+        for memory in ("sequential", "weak")
+        for seed in range(WITHIN)
+        for play in plays
+    )
+
+
+def test_the_same_sources_serve(tmp_path: Path) -> None:
+    """What is compiled of them is right, so that a mutant fails by its mutation."""
+    with sources.serving({}, tmp_path):
+        _LAYER(compiled("sequential"), "sequential", 0)
+
+
+def test_a_lap_of_a_ring(tmp_path: Path) -> None:
+    with sources.serving(sources.changed(*sources.LAPS["the lap bit is the other one"]), tmp_path):
+        assert raised(lambda: LAPS.play(compiled("sequential"), "sequential", 0)) == "PeerTimeout"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mutant", sources.LAPS)
+def test_every_lap_bit(mutant: str, tmp_path: Path) -> None:
+    """By the first seed, on the memory that is quick."""
+    with sources.serving(sources.changed(*sources.LAPS[mutant]), tmp_path):
+        assert raised(lambda: LAPS.play(compiled("sequential"), "sequential", 0))
+
+
+@pytest.mark.model
+def test_laps_as_they_are() -> None:
+    for seed in range(10 * WITHIN):
+        LAPS.play(compiled("sequential"), "sequential", seed)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mutant", sources.PARITIES)
+def test_every_parity(mutant: str, tmp_path: Path) -> None:
+    with sources.serving(sources.changed(*sources.PARITIES[mutant]), tmp_path):
+        assert notices([scene.play for scene in SCENES])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("memory", ["sequential", "weak"])
+def test_failures_as_they_are(memory: str, failure: str) -> None:
+    for seed in range(WITHIN):
+        FAILURES[failure](compiled(memory), memory, seed)
+
+
+def test_every_rule_of_low_latency_is_here() -> None:
+    assert {rule for rule in DEVICE_MUTANTS if not rule.startswith("normal mode: ")} == {*RULES, *ELSEWHERE}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("rule", RULES)
+def test_a_kernel_without_a_rule(rule: str, tmp_path: Path) -> None:
+    path = find(DEVICE_MUTANTS)[rule]
+    with sources.serving({path: removed(rule, DEVICE_MUTANTS[rule].way, path)}, tmp_path):
+        assert notices([RULES[rule]])
