@@ -103,3 +103,5 @@ SCENES = (
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
 #: Kernels wait for room in the ring of two channels.
 FULL_RING = Scene("a full ring", "proxied", (_layers(2),) * 2, channels=2, ring_slots=4)
+#: A notice takes the last slot, or waits for it.
+FULL_OF_NOTICES = Scene("notices in a full ring", "proxied", _TOGETHER, ring_slots=2)

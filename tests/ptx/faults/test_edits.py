@@ -14,8 +14,8 @@ judge = pytest.importorskip("tests.ptx.faults.judge", reason="needs Triton")
 
 from tests.ptx.faults.edits import Fault, faults_of, is_doubled  # noqa: E402
 from tests.ptx.faults.equivalent import BEYOND, EQUIVALENT  # noqa: E402
-from tests.ptx.faults.scenes import FULL_RING, SCENES, WITHIN, Scene  # noqa: E402
-from tests.ptx.machine.report import DataRace, MachineError  # noqa: E402
+from tests.ptx.faults.scenes import FULL_OF_NOTICES, FULL_RING, SCENES, WITHIN, Scene  # noqa: E402
+from tests.ptx.machine.report import DataRace  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
 from tests.ptx.texts import text  # noqa: E402
 from tests.ptx.translation.program import parse  # noqa: E402
@@ -93,12 +93,9 @@ def test_kernels_as_they_are_pass_ten_times_as_many_seeds(scene: Scene) -> None:
         scene.play(compiled("weak"), "weak", seed)
 
 
-@pytest.mark.model
-@pytest.mark.xfail(
-    raises=MachineError,
-    strict=True,
-    reason="wait_room: lanes read a ring's tail while the first of them stores it",
-)
-def test_a_full_ring() -> None:
-    for seed in range(WITHIN):
-        FULL_RING.play(compiled("weak"), "weak", seed)
+@pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])
+@pytest.mark.parametrize("scene", [FULL_RING, FULL_OF_NOTICES], ids=str)
+def test_kernels_wait_for_room(scene: Scene, memory: str) -> None:
+    """No lane reads where a ring ends while another one stores it, and a notice needs no more than its own slot."""
+    for seed in range(WITHIN if memory == "weak" else 1):
+        scene.play(compiled(memory), memory, seed)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from uccl_ep_serving.kernels.triton.context import is_live, landing_window, own_rank, rank_count
-from uccl_ep_serving.kernels.triton.launch import Launch
+from uccl_ep_serving.kernels.triton.launch import Launch, Variant
 from uccl_ep_serving.kernels.triton.normal_rows import RowShape, copy_rows
 from uccl_ep_serving.kernels.triton.normal_step import message_at, send_message, wait_counts
 from uccl_ep_serving.kernels.triton.words import clock_ns, settle
@@ -201,14 +201,19 @@ def exchange_rows(
         _tell(context, state, _READ_STREAM, sent, sent_step, landed, landed_step, 0, number)
 
 
-#: By name: kernels with their programs and warps.
+#: By name: kernels with their programs.
 FORMS = {
-    "one kernel": ((exchange_rows, 1, 1),),
-    "a kernel each": ((put_rows, 2, 2), (tell_rows, 1, 1), (take_rows, 2, 2), (tell_read, 1, 1)),
+    "one kernel": ((Variant(exchange_rows, {}), 1),),
+    "a kernel each": (
+        (Variant(put_rows, {}, 2), 2),
+        (Variant(tell_rows, {}), 1),
+        (Variant(take_rows, {}, 2), 2),
+        (Variant(tell_read, {}), 1),
+    ),
 }
 
 
 def launches(form: str, context: int, state: int, x: int, out: int, places: Places, number: int) -> list[Launch]:
     """Exchange ``number``, from 1: addresses as for the kernels."""
     arguments = (context, state, x, out, *places, number)
-    return [Launch(kernel, (programs,), arguments, {}, warps=warps) for kernel, programs, warps in FORMS[form]]
+    return [Launch(kernel, (programs, 1, 1), arguments) for kernel, programs in FORMS[form]]
