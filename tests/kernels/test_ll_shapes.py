@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.kernels.test_ll_orders import group_of
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import FakeGroup
-from tests.support.ll_cases import Case, arguments, check_combined, run_rank
+from tests.support.ll_cases import Case, arguments, check_combined, reserve, run_rank
 from tests.support.ll_player import Player, program_of
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, ProtocolError
@@ -27,21 +27,6 @@ SHAPES = (
     Case(tokens=3, counts=(3, 1), hidden=392, experts=12, topk=6, dtype=torch.float32),
     Case(tokens=4, counts=(0, 4), hidden=512, experts=24, topk=8, fp8=True, reduced=False),
 )
-
-
-def reserve(low_latency: LowLatency, case: Case) -> None:
-    """Room for ``case``."""
-    low_latency.reserve(
-        case.tokens,
-        case.hidden,
-        case.experts,
-        case.topk,
-        dtype=case.dtype,
-        use_fp8=case.fp8,
-        round_scale=case.round_scale or case.ue8m0,
-        use_ue8m0=case.ue8m0,
-        with_topk_weights=case.reduced,
-    )
 
 
 def play_shapes(kind: str, programs: list[str], shapes: list[Case], seed: int = 0) -> None:

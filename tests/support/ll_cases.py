@@ -209,3 +209,16 @@ def check_combined(case: Case, inputs: list[LowLatencyInput], rank: int, combine
     assert torch.equal(combined, expected_combined(case, inputs, rank))
     tolerance = 9e-4 if case.fp8 else 1e-5
     assert calc_diff(combined, exact_combined(case, inputs[rank])) < tolerance
+
+
+def reserve(low_latency: Any, case: Case) -> None:
+    """Room for ``case`` in the windows, and its kernels: nothing is rebuilt while something is in flight."""
+    low_latency.reserve(
+        case.tokens,
+        case.hidden,
+        case.experts,
+        case.topk,
+        dtype=case.dtype,
+        with_topk_weights=case.reduced,
+        **case.options,
+    )

@@ -17,7 +17,6 @@ from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Kernels write mapped windows themselves, or a proxy does, over the fake transport at its worst.
@@ -91,26 +90,11 @@ def play(
         def body(runtime: ModelRuntime) -> None:
             low_latency = group.low_latency(runtime)
             for case in cases:
-                reserve(low_latency, case)
+                ll_cases.reserve(low_latency, case)
             Player(low_latency, runtime.rank, *cases).play(programs[runtime.rank])
 
         group.run(body, limit_steps=LIMIT_STEPS)
     return Outcome(machine.digest(), machine.steps)
-
-
-def reserve(low_latency: LowLatencyGpu, case: Case) -> None:
-    """Room for ``case`` in the windows, so that they are not rebuilt while something is in flight."""
-    low_latency.reserve(
-        case.tokens,
-        case.hidden,
-        case.experts,
-        case.topk,
-        dtype=case.dtype,
-        use_fp8=case.fp8,
-        round_scale=case.options["round_scale"],
-        use_ue8m0=case.ue8m0,
-        with_topk_weights=case.reduced,
-    )
 
 
 def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, count: int = 2) -> Outcome:
