@@ -151,7 +151,7 @@ def test_a_rank_that_answers_nothing_is_found_out() -> None:
 
     error, took = in_meshes(3, body)[0]
     assert (type(error), error.peers) == (PeerTimeout, (1,))
-    assert "answers nothing there: it is stopped, its host is gone, or no packet gets through" in str(error)
+    assert "nothing is answered there: one of the two is stopped, its host is gone, or no packet gets through" in str(error)
     assert 0.3 < took < 5.0
 
 
@@ -169,6 +169,17 @@ def test_the_cause_reaches_all() -> None:
             "mem0: status 12" if error is one else error.cause,
         )
     assert "rank 0 has no connection to it: mem0: status 12" in str(one)
+    assert isinstance(two, Evicted)
+
+
+def test_the_cause_reaches_all_where_only_the_lost_rank_has_seen_it() -> None:
+    def body(mesh: ControlMesh, exchange: ThreadExchange) -> Any:
+        return mesh.liveness.settle(_lost(0, "mem2: status 12")) if mesh.rank == 2 else _answer(mesh)
+
+    *others, two = in_meshes(3, body)
+    for error, named in zip(others, ("this rank", "rank 0"), strict=True):
+        assert (type(error), error.peers, error.cause) == (PeerLost, (2,), "mem2: status 12")
+        assert f"it has no connection to {named}: mem2: status 12" in str(error)
     assert isinstance(two, Evicted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -142,9 +143,10 @@ def test_an_error_that_nobody_foresaw_outside_of_frames_is_told_to_all() -> None
             if exchange.rank == 0:
                 assert mesh._mending is not None
                 mesh._mending.let_in = unforeseen  # type: ignore[method-assign]
+                found = threading.Event()
+                mesh.on_shortage = lambda why: found.set()
                 with socket.create_connection((mesh.address, mesh.port)):
-                    pass
-            # rank 0's part of the first may be out before it knows
+                    assert found.wait(_LONG)
             with pytest.raises(UcclEpError) as caught:
                 _two_steps(mesh)
             return caught.value

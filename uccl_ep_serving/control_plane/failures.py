@@ -173,8 +173,8 @@ class Liveness:
 
     def _words(self, peer: int, lost: LostRank) -> str:
         loss, by, report = lost
-        rank = "this rank" if by == self._rank else f"rank {by}"
-        cause = report.causes.get(peer, "") if report is not None else ""
+        rank = self._named(by)
+        cause = _cause(peer, lost)
         if loss is None:
             return f"{rank} goes on without it"
         if loss.rule == "ended" and peer in self.departed:
@@ -186,9 +186,14 @@ class Liveness:
         if loss.rule == "accused":
             return f"{rank} {cause}"
         if loss.rule == "unreachable":
-            answers = "it answers nothing there: it is stopped, its host is gone, or no packet gets through"
+            answers = "nothing is answered there: one of the two is stopped, its host is gone, or no packet gets through"
+            if by == peer and report is not None:
+                return f"it has no connection to {self._named(min(report.down))}: {cause or answers}"
             return f"{rank} has no connection to it: {cause or answers}"
         return f"it is silent, and has not begun the operation in which {rank} waits for it"
+
+    def _named(self, rank: int) -> str:
+        return "this rank" if rank == self._rank else f"rank {rank}"
 
     def check(self, phase: str) -> None:
         """Raise what was agreed on when a peer that is not masked is lost. Waits for it where something has failed.
@@ -234,13 +239,12 @@ class Liveness:
         where, how = f"{phase}, rank {self._rank}", self.how_gone(peer)
         wait = report.waits if report is not None else None
         channel = wait.channel if wait is not None and wait.peer == peer else -1
-        cause = report.causes.get(peer, "") if report is not None else ""
+        cause = _cause(peer, self.lost[peer])
         silent = loss is not None and loss.rule in ("silent", "unreachable") and not cause
         if silent and wait is not None and wait.peer == peer:
             counts = f": {wait.arrived} messages arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
-            rank = "this rank" if by == self._rank else f"rank {by}"
             return PeerTimeout(
-                f"{where}: rank {peer} is silent ({how}; {rank} waits in {wait.phase}{counts}{others}). Likely cause: "
+                f"{where}: rank {peer} is silent ({how}; {self._named(by)} waits in {wait.phase}{counts}{others}). Likely cause: "
                 f"rank {peer} has not made the same call, is stuck, or the network drops its traffic. "
                 f"{after_silence(peer)}",
                 peer=peer,
@@ -283,6 +287,16 @@ class Liveness:
         """``peer`` cannot take part, and ``why``, after "this rank"; what was agreed on then."""
         self.observe(lambda report: report.grown(accused={peer}, causes={peer: why}))
         return self.answer(phase)
+
+
+def _cause(peer: int, lost: LostRank) -> str:
+    """What the rank that saw it says of the loss of ``peer``, "" for nothing."""
+    loss, by, report = lost
+    if report is None:
+        return ""
+    if loss is not None and loss.rule == "unreachable" and by == peer:
+        return report.causes.get(min(report.down), "")
+    return report.causes.get(peer, "")
 
 
 def _add(report: Report, error: PeerError, departed: bool) -> Report:

@@ -32,7 +32,7 @@ class Loss(NamedTuple):
 
     Attributes:
         rule: "ended", "failed", "accused", "unreachable" or "silent".
-        by: the rank that has seen it.
+        by: the rank that has seen it; an unreachable one itself where no other one has.
     """
 
     rule: str
@@ -90,8 +90,8 @@ def _add_unreachable(heard: Mapping[int, Report], members: frozenset[int], lost:
                 down.setdefault(peer, set()).add(rank)
     left = _most_connected(frozenset((rank, peer) for rank in down for peer in down[rank] if rank < peer))
     for rank in sorted(down.keys() - left):
-        others = sorted(down[rank])
-        by = next((other for other in others if other in left and other in heard), others[0])
+        seen_by = [other for other in sorted(down[rank]) if other in heard and rank in heard[other].down]
+        by = next((other for other in seen_by if other in left), seen_by[0] if seen_by else rank)
         lost[rank] = Loss("unreachable", by)
 
 
