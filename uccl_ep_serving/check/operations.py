@@ -99,7 +99,7 @@ def _low_latency(place: Place, buffer: Buffer, given: list[oracle.LowLatencyInpu
     rank, device, tokens, experts = buffer.rank, place.device, PLAN.tokens, PLAN.experts
     x, ids, weights = (one.to(device) for one in (given[rank].x, given[rank].topk_idx, given[rank].topk_weights))
     rows, count, handle, event, _ = buffer.low_latency_dispatch(
-        x, ids, tokens, experts, use_fp8=False, topk_weights=weights if reduced else None
+        x, ids, tokens, experts, use_fp8=False, topk_weights=weights if reduced else None, deterministic=True
     )
     event.current_stream_wait()
     assert isinstance(rows, torch.Tensor)

@@ -88,6 +88,7 @@ class LowLatencyGpu:
         return_recv_hook: bool = False,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        deterministic: bool | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """The arguments of :meth:`LowLatency.dispatch`. Ids outside -1 .. experts - 1 count as -1, and the next call
         raises ConfigError (in the interpreter this one). ``x``, ``topk_idx`` and ``topk_weights`` are read in the order
