@@ -354,8 +354,8 @@ SETTINGS: tuple[Variable, ...] = (
         "deterministic",
         _flag,
         False,
-        "1: low-latency dispatch gives an expert its rows by source rank, whatever arrives first; 0: each source's rows "
-        "as they come. Combined tokens are the same to the bit",
+        "1: low-latency dispatch gives an expert its rows by source rank, whatever arrives first; 0: those of each "
+        "source as they come. Combined tokens are the same to the bit",
     ),
     Variable("timeout", _seconds(0.05, 86400), False, "seconds that a wait for a peer may last before PeerTimeout"),
     Variable(

@@ -1,8 +1,9 @@
 """Which messages have been read: the acknowledgements that this rank sends and receives.
 
-The same rules as :mod:`..cpu.ll_message`; all of this runs in one program of one warp, LANES peers at a time. A rank
-first tells every peer what that peer may be waiting for, then waits itself: two ranks that wait for each other's word
-have both spoken. Normally every header has said all in time, and nothing here touches memory of the host.
+The same rules as :mod:`..cpu.ll_message`. All that concerns a peer is done by the program that serves it, in one lane.
+It first tells the peer what that may be waiting for, then waits itself: two ranks that wait for each other's word have
+both spoken, also where a rank serves its peers one after the other, since all go through pairs of ranks in the same
+order. Normally every header has said all in time, and nothing here touches memory of the host.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from .blocks import (
     S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
-    S_FREE,
     S_NOTICE_RECV,
     S_NOTICE_SEND,
-    S_PARTS,
     S_SINK,
     T_COMBINE_BASE,
     T_COMBINE_COME,
@@ -41,7 +40,6 @@ from .blocks import (
 )
 from .context import (
     arrived_address,
-    channel_count,
     completed_address,
     is_live,
     landing_window,
@@ -51,19 +49,20 @@ from .context import (
     stream_of,
     window_address,
 )
-from .publish import put_writes, store_flags, wait_room
+from .publish import put_command, store_flags
 from .wait import (
     FAILURE_PEER_TIMEOUT,
     FAILURE_PROTOCOL,
     GO_ON,
     TOO_LATE,
     end_spin,
+    fail,
     fail_at,
     messages_arrived,
     refuse,
     wait_messages,
 )
-from .words import acquire_each, any_of, int64s, peek, poke, settle
+from .words import acquire, acquire_each, any_of, int64s, peek, poke, settle
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _NOTICE, _NOTICE_SLOTS = tl.constexpr(NOTICE_STREAM), tl.constexpr(NOTICE_SLOTS)
@@ -254,6 +253,13 @@ def _recv_acks(
 
 
 @triton.jit
+def one_lane(peer: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """(``peer`` and the ones behind it; True in the lane of ``peer`` alone)."""
+    lane = tl.arange(0, LANES).to(tl.int64)
+    return peer + lane, lane == 0
+
+
+@triton.jit
 def _wait_acks(
     context: tl.tensor,
     state: tl.tensor,
@@ -263,8 +269,9 @@ def _wait_acks(
     PHASE: tl.constexpr,
     start: tl.tensor,
     BACKEND: tl.constexpr,
-) -> None:
-    """Wait until each of the ``live`` peers has said that ``needed`` own messages of the phase are read."""
+) -> tl.tensor:
+    """Wait until each of the ``live`` peers has said that ``needed`` own messages of the phase are read. False after a
+    failure."""
     placed = peek(state + S_COMBINE_NUMBER)
     if PHASE == _COMBINE:
         # the message being sent has its place in the peers' route already
@@ -285,133 +292,130 @@ def _wait_acks(
         last = _recv_acks(context, state, peers, live, PHASE)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
         fail_at(context, state, code, peers, live & (last < needed), _NOTICE, last, needed, BACKEND)
+    return ending == GO_ON
 
 
 @triton.jit
-def wait_spaces(
+def wait_space(
     context: tl.tensor,
     state: tl.tensor,
+    peer: tl.tensor,
     PHASE: tl.constexpr,
     start: tl.tensor,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
-) -> None:
-    """Wait until the next message of the phase may be packed and published: every peer has read the one before last,
-    own writes that a NIC may still repeat are over, the rings have room."""
+) -> tl.tensor:
+    """Wait until the next message of the phase to ``peer`` may be packed: the peer has read the one before last, and own
+    writes that a NIC may still repeat are over. False after a failure."""
+    ranks = rank_count(context)
+    good = tl.full((), 1, tl.int1)
     if PHASE == _DISPATCH:
         number = peek(state + S_DISPATCH_NUMBER)
-        over = number - 2
     else:
-        # completed here: the peer may take this message as the proof that nothing of the one before is repeated; it
-        # also frees this parity's staging, since the previous call waited likewise for the one before that
         number = peek(state + S_COMBINE_NUMBER)
-        over = number - 1
-    ranks, me = rank_count(context), own_rank(context)
-    for first in range(0, ranks, LANES):
-        peers = first + tl.arange(0, LANES).to(tl.int64)
-        live = is_live(context, peers) & (peers != me)
-        _wait_acks(context, state, peers, live, number - 1, PHASE, start, BACKEND)
-        if over >= 0:
-            wait_messages(context, state, peers, live, PHASE, over, 0, start, False, BACKEND)
-    channels = channel_count(context)
-    for channel in range(channels):
-        # as if every channel had the same ring
-        commands = ranks * channels * peek(state + S_PARTS)
-        wait_room(context, state, stream_of(PHASE, number) + channel, commands, start, BACKEND)
+    peers, mine = one_lane(peer, LANES)
+    if peer != own_rank(context):
+        good = _wait_acks(context, state, peers, mine, number - 1, PHASE, start, BACKEND)
+    if peer_window(context, peer) == 0:
+        # rule: low latency: a combine waits for the completion of the one before
+        if good & (number > 0) & (PHASE == _COMBINE):
+            # completed here: the peer may take this message as the proof that nothing of the one before is repeated
+            good = wait_messages(context, state, peers, mine, PHASE, number - 1, 0, start, False, BACKEND)
+        # rule: low latency: staging is packed again only when its last writes completed, to whomever they went
+        if number > 1:
+            for first in range(0, ranks, LANES):
+                others = first + tl.arange(0, LANES).to(tl.int64)
+                live = is_live(context, others)
+                if good:
+                    good = wait_messages(context, state, others, live, PHASE, number - 2, 0, start, False, BACKEND)
+    return good
 
 
 @triton.jit
-def _send_notices(
+def _send_notice(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
+    peer: tl.tensor,
     dispatched: tl.tensor,
     combined: tl.tensor,
     start: tl.tensor,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
-) -> None:
-    """Tell the ``chosen`` peers both counts now."""
-    sent_at = int64s(state_table(context, state, T_NOTICES_SENT, peers))
-    sent = tl.load(sent_at, mask=chosen, other=0)
-    inside = tl.where(chosen, peers, 0)
-    mapped = peer_window(context, inside)
-    proxied = chosen & (mapped == 0)
-    # the slot's previous notice has left this rank for good
-    address = tl.where(proxied, completed_address(context, inside, _NOTICE), state + S_SINK)
-    needed = tl.where(proxied, sent - _NOTICE_SLOTS + 1, -(1 << 60))
+) -> tl.tensor:
+    """Tell ``peer`` both counts now. False after a failure."""
+    sent_at = state_table(context, state, T_NOTICES_SENT, peer)
+    sent, mapped = peek(sent_at), peer_window(context, peer)
+    needed = sent - _NOTICE_SLOTS + 1
     ending, checked = tl.full((), 0, tl.int32), start
-    done = acquire_each(address, BACKEND)
-    present = tl.min((done >= needed).to(tl.int32), axis=0)
-    while (present == 0) & (ending == GO_ON):
-        ending, checked = end_spin(context, start, checked, BACKEND)
-        now = acquire_each(address, BACKEND)
-        present = tl.min((now >= needed).to(tl.int32), axis=0)
-    if present == 0:
-        last = acquire_each(address, BACKEND)
-        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        fail_at(context, state, code, peers, chosen & (done < needed), _NOTICE, last, needed, BACKEND)
-    elif wait_room(context, state, _NOTICE, tl.sum(proxied.to(tl.int64), axis=0), start, BACKEND):
+    if mapped == 0:
+        # the slot's previous notice has left this rank for good
+        address = completed_address(context, peer, _NOTICE)
+        done = acquire(address, BACKEND)
+        while (done < needed) & (ending == GO_ON):
+            ending, checked = end_spin(context, start, checked, BACKEND)
+            done = acquire(address, BACKEND)
+        if ending != GO_ON:
+            code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
+            fail(context, state, code, peer, _NOTICE, done, needed, BACKEND)
+    if ending == GO_ON:
         slot = sent % _NOTICE_SLOTS
-        source = peek(state + S_NOTICE_SEND) + (inside * _NOTICE_SLOTS + slot) * _HEADER
+        source = peek(state + S_NOTICE_SEND) + (peer * _NOTICE_SLOTS + slot) * _HEADER
         target = peek(state + S_NOTICE_RECV) + (own_rank(context) * _NOTICE_SLOTS + slot) * _HEADER
-        notice = tl.where(proxied, window_address(context) + source, mapped + target)
-        zero = tl.zeros_like(peers)
-        tl.store(int64s(notice + _TAG), zero + _NOTICE_TAG, mask=chosen)
-        tl.store(int64s(notice + _NUMBER), sent, mask=chosen)
-        tl.store(int64s(notice + _CONSUMED_DISPATCH), zero + dispatched, mask=chosen)
-        tl.store(int64s(notice + _CONSUMED_COMBINE), zero + combined, mask=chosen)
+        notice = tl.where(mapped != 0, mapped + target, window_address(context) + source)
+        # every thread has read how many were sent, and that the slot's last one is gone
         settle(BACKEND)
-        store_flags(context, state, peers, chosen & (mapped != 0), _NOTICE, sent + 1, BACKEND)
-        put_writes(context, state, peers, proxied, _NOTICE, source, target, zero + _HEADER, proxied, BACKEND)
-        tl.store(sent_at, sent + 1, mask=chosen)
-        tl.store(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), zero + dispatched, mask=chosen)
-        tl.store(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), zero + combined, mask=chosen)
+        poke(notice + _TAG, tl.full((), _NOTICE_TAG, tl.int64))
+        poke(notice + _NUMBER, sent)
+        poke(notice + _CONSUMED_DISPATCH, dispatched)
+        poke(notice + _CONSUMED_COMBINE, combined)
+        poke(sent_at, sent + 1)
+        poke(state_table(context, state, T_SENT_ACK_DISPATCH, peer), dispatched)
+        poke(state_table(context, state, T_SENT_ACK_COMBINE, peer), combined)
+        settle(BACKEND)
+        if mapped != 0:
+            peers, mine = one_lane(peer, LANES)
+            store_flags(context, state, peers, mine, _NOTICE, sent + 1, BACKEND)
+        else:
+            one = tl.full((), 1, tl.int64)
+            put_command(
+                context, state, peer, _NOTICE, source, target, one * _HEADER, one, start, LANES, BACKEND
+            )
+    return ending == GO_ON
 
 
 @triton.jit
-def ack_dispatches(
-    context: tl.tensor, state: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Before a dispatch: notices to the peers that were not told that their dispatch before last is read."""
+def tell_dispatches_read(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Before a dispatch: a notice to ``peer`` when it was not told that its dispatch before last is read. (Own combine
+    messages that are free; False after a failure.)"""
     needed = peek(state + S_DISPATCH_NUMBER) - 1
-    ranks, me, read = rank_count(context), own_rank(context), peek(state + S_DISPATCH_READ)
     free = free_spaces(context, state, LANES)
-    poke(state + S_FREE, free)
-    for first in range(0, ranks, LANES):
-        peers = first + tl.arange(0, LANES).to(tl.int64)
-        live = is_live(context, peers) & (peers != me)
-        sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), mask=live, other=1 << 60)
-        if any_of(sent_ack < needed) != 0:
-            _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)
+    good = tl.full((), 1, tl.int1)
+    if (peer != own_rank(context)) & (peek(state_table(context, state, T_SENT_ACK_DISPATCH, peer)) < needed):
+        good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start, LANES, BACKEND)
+    return free, good
 
 
 @triton.jit
-def ack_combines(
-    context: tl.tensor, state: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Before a combine: wait until the space of the one before last is free, and tell the peers that were not told."""
-    number = peek(state + S_COMBINE_NUMBER)
-    needed = number - 1
-    ranks, me = rank_count(context), own_rank(context)
+def tell_combines_free(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Before a combine: wait until the space of the one before last is free, and tell ``peer`` when it was not told.
+    (Own combine messages that are free; False after a failure.)"""
+    needed = peek(state + S_COMBINE_NUMBER) - 1
+    ranks = rank_count(context)
     free = free_spaces(context, state, LANES)
+    good = tl.full((), 1, tl.int1)
     if free < needed:
         # known to be free once every peer's previous message has arrived, see spaces_free
-        arrived = needed >= 0
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
             live = is_live(context, peers)
-            if arrived:
-                arrived = wait_messages(context, state, peers, live, _COMBINE, needed, 0, start, True, BACKEND)
-            come = int64s(state_table(context, state, T_COMBINE_COME + (needed & 1), peers))
-            tl.store(come, tl.zeros_like(peers) + needed // 2 + 1, mask=live)
+            if good:
+                good = wait_messages(context, state, peers, live, _COMBINE, needed, 0, start, True, BACKEND)
         free = needed
-    poke(state + S_FREE, free)
-    for first in range(0, ranks, LANES):
-        peers = first + tl.arange(0, LANES).to(tl.int64)
-        live = is_live(context, peers) & (peers != me)
-        sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), mask=live, other=1 << 60)
-        if any_of(sent_ack < needed) != 0:
-            read = peek(state + S_DISPATCH_READ)
-            _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)
+    told = peek(state_table(context, state, T_SENT_ACK_COMBINE, peer))
+    if good & (peer != own_rank(context)) & (told < needed):
+        good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start, LANES, BACKEND)
+    return free, good

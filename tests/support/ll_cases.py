@@ -128,7 +128,9 @@ def row_order(layout_range: torch.Tensor, want: LowLatencyReceived) -> list[torc
     assert torch.equal(counts, want.layout_range & 0xFFFFFFFF)
     order = []
     for expert, number in enumerate(want.count.tolist()):
-        parts = [torch.arange(int(end - count), int(end)) for end, count in zip(ends[expert], counts[expert], strict=True)]
+        parts = [
+            torch.arange(int(end - count), int(end)) for end, count in zip(ends[expert], counts[expert], strict=True)
+        ]
         order.append(torch.cat(parts))
         assert torch.equal(order[-1].sort().values, torch.arange(number))
     return order

@@ -157,6 +157,7 @@ class LowLatencyGpu:
             outputs.layout_range.data_ptr(),
             counts_address,
             waits_address,
+            self._runtime.settings.deterministic if deterministic is None else deterministic,
         )
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range),
