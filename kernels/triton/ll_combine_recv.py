@@ -21,7 +21,6 @@ from .blocks import (
     S_COMBINE_READ,
     S_COMBINE_RECV,
     S_COMBINE_RECV_STEP,
-    S_SINK,
     T_COMBINE_COME,
     route_table,
     state_table,
@@ -32,8 +31,8 @@ from .ll_counts import mark_read, one_lane
 from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
 from .programs import COMBINE_RECV, await_ready, stamp_of, tell_ready
 from .quant import load_together, store_floats
-from .wait import refuse, wait_messages
-from .words import arrives_last, clock_ns, floats, int64s, peek, poke, uniform
+from .wait import FAILURE_PROTOCOL, fail, wait_messages
+from .words import acquire, arrives_last, clock_ns, floats, int64s, peek, poke, uniform
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -58,7 +57,7 @@ def _hear(
     live = is_live(context, peer)
     if good & live:
         peers, mine = one_lane(peer, LANES)
-        good = wait_messages(context, state, peers, mine, _COMBINE, number, waited, start, True, BACKEND)
+        good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True, BACKEND)
         if good:
             come_at = state_table(context, state, T_COMBINE_COME + (number & 1), peer)
             come = peek(come_at)
@@ -67,15 +66,16 @@ def _hear(
             poke(come_at, tl.maximum(come, number // 2 + 1))
             region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
             header = landing_window(context, peer) + region + peek(route_table(context, route, R_RETURN_BASE, peer))
-            header = tl.where(mine, header, state + S_SINK)
+            told, rows = acquire(header + AT_CODING, BACKEND), acquire(header + AT_ROWS, BACKEND)
+            got, expected = check_header(context, state, route, peer, header, number, _TAG, BACKEND)
             coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
-            got = tl.load(int64s(header + AT_CODING), mask=mine, other=coding)
-            rows = tl.load(int64s(header + AT_ROWS), mask=mine, other=0)
-            refused = check_header(context, state, route, peers, mine, stream, header, number, _TAG, BACKEND)
-            refused |= refuse(context, state, peers, got != coding, stream, MARK | got & LOW, MARK | coding, BACKEND)
-            expected = peek(route_table(context, route, R_COUNTS if REDUCED else R_PAIRS, peer))
-            refused |= refuse(context, state, peers, mine & (rows != expected), stream, rows, expected, BACKEND)
-            good = refused == 0
+            if (got == expected) & (told != coding):
+                got, expected = MARK | told & LOW, expected * 0 + (MARK | coding)
+            if got == expected:
+                got, expected = rows, peek(route_table(context, route, R_COUNTS if REDUCED else R_PAIRS, peer))
+            good = got == expected
+            if good == 0:
+                fail(context, state, FAILURE_PROTOCOL, peer, stream, got, expected, BACKEND)
     tell_ready(context, state, peer, stamp_of(COMBINE_RECV, number), good & live, BACKEND)
 
 

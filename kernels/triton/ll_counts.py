@@ -40,6 +40,7 @@ from .blocks import (
 )
 from .context import (
     arrived_address,
+    channel_count,
     completed_address,
     is_live,
     landing_window,
@@ -57,12 +58,9 @@ from .wait import (
     TOO_LATE,
     end_spin,
     fail,
-    fail_at,
-    messages_arrived,
-    refuse,
     wait_messages,
 )
-from .words import acquire, acquire_each, any_of, int64s, peek, poke, settle
+from .words import acquire, int64s, peek, poke, settle
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _NOTICE, _NOTICE_SLOTS = tl.constexpr(NOTICE_STREAM), tl.constexpr(NOTICE_SLOTS)
@@ -78,6 +76,7 @@ assert Notice.CONSUMED_DISPATCH == LowLatencyHeader.CONSUMED_DISPATCH
 assert Notice.CONSUMED_COMBINE == LowLatencyHeader.CONSUMED_COMBINE
 #: Besides GO_ON, TOO_LATE and RELEASED: a peer's claim was refused, and the failure is reported already.
 _REFUSED = tl.constexpr(3)
+_LARGEST = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
@@ -112,186 +111,138 @@ def free_spaces(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr) -> tl
 def take_acks(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
+    peer: tl.tensor,
     header: tl.tensor,
-    stream: tl.tensor,
-    dispatched: tl.tensor,
-    combined: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Larger of the counts known and those in the headers of ``chosen`` peers, and 1 when a claim cannot be."""
-    sent = peek(state + S_DISPATCH_NUMBER)
-    returned = peek(state + S_COMBINE_NUMBER)
-    where = tl.where(chosen, header, state + S_SINK)
+    """Note the counts in a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
     # acquire: a newer notice may be landing on this one, and its count allows its space to be written as well
-    claim = acquire_each(where + tl.where(chosen, _CONSUMED_DISPATCH, 0), BACKEND)
-    claim_combine = acquire_each(where + tl.where(chosen, _CONSUMED_COMBINE, 0), BACKEND)
-    bad = chosen & ((claim < 0) | (claim > sent) | (claim_combine < 0) | (claim_combine > returned))
-    broken = any_of(bad)
-    if broken != 0:
-        wrong = (claim < 0) | (claim > sent)
-        fail_at(
-            context,
-            state,
-            FAILURE_PROTOCOL,
-            peers,
-            bad,
-            stream,
-            tl.where(wrong, claim, claim_combine),
-            tl.where(wrong, sent, returned),
-            BACKEND,
-        )
-    good = chosen & (bad == 0)
-    return (
-        tl.where(good, tl.maximum(dispatched, claim), dispatched),
-        tl.where(good, tl.maximum(combined, claim_combine), combined),
-        broken,
-    )
+    dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
+    combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
+    sent, returned = peek(state + S_DISPATCH_NUMBER), peek(state + S_COMBINE_NUMBER)
+    dispatched_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
+    combined_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
+    known, known_combined = peek(dispatched_at), peek(combined_at)
+    wrong = (dispatched < 0) | (dispatched > sent)
+    wrong_combined = (combined < 0) | (combined > returned)
+    # every thread has read what one of them is about to overwrite
+    settle(BACKEND)
+    if (wrong == 0) & (wrong_combined == 0):
+        poke(dispatched_at, tl.maximum(known, dispatched))
+        poke(combined_at, tl.maximum(known_combined, combined))
+    settle(BACKEND)
+    # a negative count is told as one that is too large
+    claim = tl.where(wrong, dispatched, combined) & _LARGEST
+    return tl.where(wrong | wrong_combined, claim, -1), tl.where(wrong, sent, returned)
 
 
 @triton.jit
 def _listen(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
+    peer: tl.tensor,
     PHASE: tl.constexpr,
-    number: tl.tensor,
-    wanted: tl.tensor,
+    placed: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Note the counts in the headers of message ``number``, where it has arrived although it is not received yet; 1
-    when a claim was refused."""
-    listen = live & (tl.zeros_like(peers) + wanted.to(tl.int64) != 0)
-    count, _ = messages_arrived(context, state, peers, listen, PHASE, number, BACKEND)
-    here = listen & (count >= number // 2 + 1)
-    settle(BACKEND)
-    inside = tl.where(live, peers, 0)
-    if PHASE == _DISPATCH:
-        slot = (number & 1) * rank_count(context) + inside
-        header = landing_window(context, inside) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
-        tag = _DISPATCH_TAG
-    else:
-        region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
-        base = peek(state_table(context, state, T_COMBINE_BASE + (number & 1), inside))
-        header = landing_window(context, inside) + region + base
-        tag = _COMBINE_TAG
-    # a header that is not the expected one is refused when its message is received
-    here = here & (tl.load(int64s(header + _TAG), mask=here, other=0) == tag)
-    here = here & (tl.load(int64s(header + _NUMBER), mask=here, other=-1) == number)
-    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
-    settle(BACKEND)
-    dispatched = tl.load(dispatched_at, mask=live, other=0)
-    combined = tl.load(combined_at, mask=live, other=0)
-    stream = stream_of(PHASE, number)
-    dispatched, combined, broken = take_acks(context, state, peers, here, header, stream, dispatched, combined, BACKEND)
-    tl.store(dispatched_at, dispatched, mask=live)
-    tl.store(combined_at, combined, mask=live)
-    return broken
+    """Note the counts in the headers of messages of ``peer`` that have arrived although they are not received yet.
+    (Claim, most and stream of what cannot be, as of :func:`take_acks`.)
+
+    ``placed``: messages before this number have a known place.
+    """
+    first, ahead = peek(state + S_DISPATCH_READ), peek(state + S_DISPATCH_AHEAD)
+    if PHASE == _COMBINE:
+        first, ahead = peek(state + S_COMBINE_READ), peek(state + S_COMBINE_AHEAD)
+    claim, most = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
+    stream = tl.full((), 0, tl.int64)
+    for step in range(3):
+        number = first + step
+        if (number < placed) & ((step != 1) | (ahead == 0)) & (claim < 0):
+            count = tl.full((), 1 << 60, tl.int64)
+            for channel in range(channel_count(context)):
+                address = arrived_address(context, peer, stream_of(PHASE, number) + channel)
+                count = tl.minimum(count, acquire(address, BACKEND))
+            if count >= number // 2 + 1:
+                if PHASE == _DISPATCH:
+                    slot = (number & 1) * rank_count(context) + peer
+                    header = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+                else:
+                    header = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
+                    header += peek(state_table(context, state, T_COMBINE_BASE + (number & 1), peer))
+                header += landing_window(context, peer)
+                tag: tl.constexpr = _DISPATCH_TAG if PHASE == _DISPATCH else _COMBINE_TAG
+                # a header that is not the expected one is refused when its message is received
+                same = (acquire(header + _TAG, BACKEND) == tag) & (acquire(header + _NUMBER, BACKEND) == number)
+                if same:
+                    claim, most = take_acks(context, state, peer, header, BACKEND)
+                    stream = stream_of(PHASE, number)
+    return claim, most, stream
 
 
 @triton.jit
 def _read_acks(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    placed: tl.tensor,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, placed: tl.tensor, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """Look at everything the peers may have said, and note it in the state block; 1 when a claim was refused.
+    """Look at everything that ``peer`` may have said, and note it in the state block. (Claim, most and stream of what
+    cannot be, as of :func:`take_acks`.)
 
     ``placed``: combine messages before this number have a known place (COMBINE_BASE*).
     """
-    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
-    read_at = int64s(state_table(context, state, T_NOTICES_READ, peers))
-    dispatched = tl.load(dispatched_at, mask=live, other=0)
-    combined = tl.load(combined_at, mask=live, other=0)
-    notices_read = tl.load(read_at, mask=live, other=0)
-    inside = tl.where(live, peers, 0)
-    address = arrived_address(context, inside, _NOTICE)
-    notices = acquire_each(tl.where(live, address, state + S_SINK), BACKEND)
+    notices = acquire(arrived_address(context, peer, _NOTICE), BACKEND)
+    read_at = state_table(context, state, T_NOTICES_READ, peer)
+    claim, most = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
+    stream = most + _NOTICE
+    fresh = notices > peek(read_at)
     settle(BACKEND)
-    fresh = live & (notices > notices_read)
-    # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
-    slot = inside * _NOTICE_SLOTS + tl.where(fresh, notices - 1, 0) % _NOTICE_SLOTS
-    notice = landing_window(context, inside) + peek(state + S_NOTICE_RECV) + slot * _HEADER
-    tag = tl.load(int64s(notice), mask=fresh, other=_NOTICE_TAG)
-    strange = refuse(context, state, peers, tag != _NOTICE_TAG, _NOTICE, tag, _NOTICE_TAG, BACKEND)
-    dispatched, combined, broken = take_acks(
-        context, state, peers, fresh & (tag == _NOTICE_TAG), notice, _NOTICE, dispatched, combined, BACKEND
-    )
-    broken = broken | strange
-    notices_read = tl.where(fresh, notices, notices_read)
-    tl.store(dispatched_at, dispatched, mask=live)
-    tl.store(combined_at, combined, mask=live)
-    tl.store(read_at, notices_read, mask=live)
-    first, ahead = peek(state + S_DISPATCH_READ), peek(state + S_DISPATCH_AHEAD)
-    for step in range(3):
-        wanted = (first + step <= peek(state + S_DISPATCH_NUMBER)) & ((step != 1) | (ahead == 0))
-        broken = broken | _listen(context, state, peers, live, _DISPATCH, first + step, wanted, BACKEND)
-    first, ahead = peek(state + S_COMBINE_READ), peek(state + S_COMBINE_AHEAD)
-    for step in range(3):
-        wanted = (first + step < placed) & ((step != 1) | (ahead == 0))
-        broken = broken | _listen(context, state, peers, live, _COMBINE, first + step, wanted, BACKEND)
-    return broken
-
-
-@triton.jit
-def _recv_acks(
-    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, PHASE: tl.constexpr
-) -> tl.tensor:
-    """Own messages of the phase that the peers say they have read."""
-    if PHASE == _COMBINE:
-        table = T_RECV_ACK_COMBINE
-    else:
-        table = T_RECV_ACK_DISPATCH
-    return tl.load(int64s(state_table(context, state, table, peers)), mask=live, other=1 << 60)
-
-
-@triton.jit
-def one_lane(peer: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """(``peer`` and the ones behind it; True in the lane of ``peer`` alone)."""
-    lane = tl.arange(0, LANES).to(tl.int64)
-    return peer + lane, lane == 0
+    if fresh:
+        poke(read_at, notices)
+        # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
+        slot = peer * _NOTICE_SLOTS + (notices - 1) % _NOTICE_SLOTS
+        notice = landing_window(context, peer) + peek(state + S_NOTICE_RECV) + slot * _HEADER
+        tag = acquire(notice + _TAG, BACKEND)
+        if tag == _NOTICE_TAG:
+            claim, most = take_acks(context, state, peer, notice, BACKEND)
+        else:
+            claim, most = tag & _LARGEST, most + _NOTICE_TAG
+    if claim < 0:
+        dispatches = peek(state + S_DISPATCH_NUMBER) + 1
+        claim, most, stream = _listen(context, state, peer, _DISPATCH, dispatches, BACKEND)
+    if claim < 0:
+        claim, most, stream = _listen(context, state, peer, _COMBINE, placed, BACKEND)
+    return claim, most, stream
 
 
 @triton.jit
 def _wait_acks(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
+    peer: tl.tensor,
     needed: tl.tensor,
     PHASE: tl.constexpr,
     start: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until each of the ``live`` peers has said that ``needed`` own messages of the phase are read. False after a
-    failure."""
+    """Wait until ``peer`` has said that ``needed`` own messages of the phase are read. False after a failure."""
     placed = peek(state + S_COMBINE_NUMBER)
+    acked_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
     if PHASE == _COMBINE:
-        # the message being sent has its place in the peers' route already
+        # the message being sent has its place in the peer's route already
         placed += 1
+        acked_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
     ending, checked = tl.full((), 0, tl.int32), start
-    acked = _recv_acks(context, state, peers, live, PHASE)
-    present = tl.min((acked >= needed).to(tl.int32), axis=0)
-    while (present == 0) & (ending == GO_ON):
-        broken = _read_acks(context, state, peers, live, placed, BACKEND)
+    acked, expected, stream = peek(acked_at), needed, tl.full((), 0, tl.int64) + _NOTICE
+    while (acked < needed) & (ending == GO_ON):
+        claim, most, told = _read_acks(context, state, peer, placed, BACKEND)
         settle(BACKEND)
-        now = _recv_acks(context, state, peers, live, PHASE)
-        present = tl.min((now >= needed).to(tl.int32), axis=0)
-        if broken != 0:
+        acked = peek(acked_at)
+        if claim >= 0:
             ending = tl.full((), _REFUSED, tl.int32)
-        elif present == 0:
+            acked, expected, stream = claim, most, told
+        elif acked < needed:
             ending, checked = end_spin(context, start, checked, BACKEND)
-    if (ending != GO_ON) & (ending != _REFUSED):
-        last = _recv_acks(context, state, peers, live, PHASE)
-        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        fail_at(context, state, code, peers, live & (last < needed), _NOTICE, last, needed, BACKEND)
+    if ending != GO_ON:
+        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, tl.where(ending == _REFUSED, FAILURE_PROTOCOL, 0))
+        fail(context, state, code, peer, stream, acked, expected, BACKEND)
     return ending == GO_ON
 
 
@@ -313,22 +264,28 @@ def wait_space(
         number = peek(state + S_DISPATCH_NUMBER)
     else:
         number = peek(state + S_COMBINE_NUMBER)
-    peers, mine = one_lane(peer, LANES)
     if peer != own_rank(context):
-        good = _wait_acks(context, state, peers, mine, number - 1, PHASE, start, BACKEND)
-    if peer_window(context, peer) == 0:
+        good = _wait_acks(context, state, peer, number - 1, PHASE, start, BACKEND)
+    # rule: low latency: staging is packed again only when its last writes completed, to whomever they went
+    over = number - 2
+    if PHASE == _COMBINE:
         # rule: low latency: a combine waits for the completion of the one before
-        if good & (number > 0) & (PHASE == _COMBINE):
-            # completed here: the peer may take this message as the proof that nothing of the one before is repeated
-            good = wait_messages(context, state, peers, mine, PHASE, number - 1, 0, start, False, BACKEND)
-        # rule: low latency: staging is packed again only when its last writes completed, to whomever they went
-        if number > 1:
-            for first in range(0, ranks, LANES):
-                others = first + tl.arange(0, LANES).to(tl.int64)
-                live = is_live(context, others)
-                if good:
-                    good = wait_messages(context, state, others, live, PHASE, number - 2, 0, start, False, BACKEND)
+        # the peer may take this message as the proof that nothing of the one before is repeated
+        over = number - 1
+    if (peer_window(context, peer) == 0) & (over >= 0):
+        for first in range(0, ranks, LANES):
+            others = first + tl.arange(0, LANES).to(tl.int64)
+            live = is_live(context, others)
+            if good:
+                good = wait_messages(context, state, others, live, live, PHASE, over, 0, start, False, BACKEND)
     return good
+
+
+@triton.jit
+def one_lane(peer: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """(``peer`` and the ones behind it; True in the lane of ``peer`` alone)."""
+    lane = tl.arange(0, LANES).to(tl.int64)
+    return peer + lane, lane == 0
 
 
 @triton.jit
@@ -413,7 +370,7 @@ def tell_combines_free(
             peers = first + tl.arange(0, LANES).to(tl.int64)
             live = is_live(context, peers)
             if good:
-                good = wait_messages(context, state, peers, live, _COMBINE, needed, 0, start, True, BACKEND)
+                good = wait_messages(context, state, peers, live, live, _COMBINE, needed, 0, start, True, BACKEND)
         free = needed
     told = peek(state_table(context, state, T_SENT_ACK_COMBINE, peer))
     if good & (peer != own_rank(context)) & (told < needed):

@@ -42,16 +42,15 @@ from .blocks import (
     S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
-    S_SINK,
     route_table,
 )
 from .context import has_failed, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
-from .ll_counts import mark_read, one_lane
+from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header
 from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, stamp_of, tell_ready
-from .wait import FAILURE_PROTOCOL, fail, refuse, wait_messages
-from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uniform
+from .wait import FAILURE_PROTOCOL, fail, wait_messages
+from .words import acquire, aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -77,35 +76,37 @@ def _take_header(
     message: tl.tensor,
     TOPK: tl.constexpr,
     CODING: tl.constexpr,
-    LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Check what ``source`` says, and note it in the route block. 1 when it is refused."""
-    stream, most = stream_of(_DISPATCH, number), peek(route + P_TOKENS)
-    peers, mine = one_lane(source, LANES)
-    header = tl.where(mine, message, state + S_SINK)
-    coding = tl.load(int64s(header + AT_CODING), mask=mine, other=CODING)
-    told = tl.load(int64s(header + AT_ROWS), mask=mine, other=0)
-    back = tl.load(int64s(header + AT_RETURN_OFFSET), mask=mine, other=0)
-    refused = check_header(context, state, route, peers, mine, stream, header, number, _TAG, BACKEND)
-    wrong = (coding & ~_WEIGHTED) != CODING
-    refused |= refuse(context, state, peers, wrong, stream, MARK | coding & LOW, MARK | CODING, BACKEND)
+    """Check what ``source`` says, and note it in the route block. False when it is refused."""
+    most = peek(route + P_TOKENS)
+    coding = acquire(message + AT_CODING, BACKEND)
+    told = acquire(message + AT_ROWS, BACKEND)
+    back = acquire(message + AT_RETURN_OFFSET, BACKEND)
+    got, expected = check_header(context, state, route, source, message, number, _TAG, BACKEND)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
-    refused |= refuse(context, state, peers, rows > most, stream, rows, most, BACKEND)
-    wrong = (pairs < 0) | (pairs > rows * TOPK)
-    refused |= refuse(context, state, peers, wrong, stream, pairs, rows * TOPK, BACKEND)
-    form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED)
+    form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
     room = peek(state + S_COMBINE_RECV_STEP) - HEADER - returned * peek(route + P_ROW)
-    wrong = (back < 0) | ((back & 15) != 0) | (back > room)
-    refused |= refuse(context, state, peers, wrong & mine, stream, back, 0, BACKEND)
-    tl.store(int64s(route_table(context, route, R_RECEIVED, peers)), rows, mask=mine)
-    tl.store(int64s(route_table(context, route, R_RETURN_TO, peers)), back, mask=mine)
-    tl.store(int64s(route_table(context, route, R_RETURN_FORM, peers)), form.to(tl.int64), mask=mine)
-    tl.store(int64s(route_table(context, route, R_RETURN_ROWS, peers)), returned, mask=mine)
+    if (got == expected) & ((coding & ~_WEIGHTED) != CODING):
+        got, expected = MARK | coding & LOW, expected * 0 + (MARK | CODING)
+    if (got == expected) & (rows > most):
+        got, expected = rows, most
+    if (got == expected) & ((pairs < 0) | (pairs > rows * TOPK)):
+        got, expected = pairs, rows * TOPK
+    if (got == expected) & ((back < 0) | ((back & 15) != 0) | (back > room)):
+        got, expected = back, tl.where(back == 0, 1, 0).to(tl.int64)
+    good = got == expected
+    if good:
+        poke(route_table(context, route, R_RECEIVED, source), rows)
+        poke(route_table(context, route, R_RETURN_TO, source), back)
+        poke(route_table(context, route, R_RETURN_FORM, source), form)
+        poke(route_table(context, route, R_RETURN_ROWS, source), returned)
+    else:
+        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), got, expected, BACKEND)
     # all threads read them again
     settle(BACKEND)
-    return refused
+    return good
 
 
 @triton.jit
@@ -120,34 +121,34 @@ def _lay_out(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Where the rows of ``source`` begin with each expert, and how many there are. 1 when the counts are refused."""
+    """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are refused."""
     ranks, rows = rank_count(context), peek(route_table(context, route, R_RECEIVED, source))
     local, most = peek(route + P_EXPERTS) // ranks, peek(route + P_TOKENS).to(tl.int32)
     filled = route + peek(route + P_ROUTE_FILLED)
     counts = _message(context, state, number, source) + HEADER
-    refused = tl.full((), 0, tl.int32)
+    refused = tl.full((), 0, tl.int64)
     for first in range(0, local, LANES):
         expert = first + tl.arange(0, LANES).to(tl.int64)
         inside = expert < local
         count = tl.load(int32s(counts + 4 * expert), mask=inside, other=0)
         wrong = (count < 0) | (count > rows)
-        claim = tl.max(tl.where(wrong, count.to(tl.int64) & LOW, 0), axis=0)
-        if claim != 0:
-            fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), claim, rows, BACKEND)
-            refused = tl.full((), 1, tl.int32)
+        refused = tl.maximum(refused, tl.max(tl.where(wrong, count.to(tl.int64) & LOW, 0), axis=0))
         count = tl.where(wrong, 0, count)
         begin = tl.atomic_add(int32s(filled + 4 * expert), count, mask=inside, sem="relaxed", scope="gpu")
         if in_order != 0:
             begin = tl.zeros([LANES], tl.int32)
-            for lower in range(source):
-                if is_live(context, lower.to(tl.int64)):
-                    theirs = _message(context, state, number, lower.to(tl.int64)) + HEADER
+            for step in range(source):
+                lower = source - 1 - step
+                if is_live(context, lower):
+                    theirs = _message(context, state, number, lower) + HEADER
                     ahead = tl.load(int32s(theirs + 4 * expert), mask=inside, other=0)
                     # a rank that lies is refused by the program that hears it
                     begin += tl.minimum(tl.maximum(ahead, 0), most)
         entry = (begin.to(tl.int64) << 32) | count.to(tl.int64)
         tl.store(int64s(layout_range + 8 * (expert * ranks + source)), entry, mask=inside)
-    return refused
+    if refused != 0:
+        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), refused, rows, BACKEND)
+    return refused == 0
 
 
 @triton.jit
@@ -172,27 +173,20 @@ def _hear(
     live = is_live(context, source)
     if good:
         if live:
-            peers, mine = one_lane(source, LANES)
-            good = wait_messages(context, state, peers, mine, _DISPATCH, number, waited, start, True, BACKEND)
-            if good & (in_order != 0):
-                # rule: low latency: where order is asked for, the rows of lower ranks are counted first
-                for first in range(0, source, LANES):
-                    others = first + tl.arange(0, LANES).to(tl.int64)
-                    lower = is_live(context, others) & (others < source)
-                    if good:
-                        good = wait_messages(
-                            context, state, others, lower, _DISPATCH, number, 0, start, True, BACKEND
-                        )
+            # rule: low latency: where order is asked for, the rows of lower ranks are counted first
+            for first in range(0, source + 1, LANES):
+                peers = first + tl.arange(0, LANES).to(tl.int64)
+                mine = peers == source
+                awaited = is_live(context, peers) & (mine | (peers < source * in_order))
+                if good:
+                    good = wait_messages(
+                        context, state, peers, awaited, mine, _DISPATCH, number, waited, start, True, BACKEND
+                    )
             if good:
                 message = _message(context, state, number, source)
-                refused = _take_header(
-                    context, state, route, source, number, message, TOPK, CODING, LANES, BACKEND
-                )
-                if refused == 0:
-                    refused = _lay_out(
-                        context, state, route, source, number, layout_range, in_order, LANES, BACKEND
-                    )
-                good = refused == 0
+                good = _take_header(context, state, route, source, number, message, TOPK, CODING, BACKEND)
+                if good:
+                    good = _lay_out(context, state, route, source, number, layout_range, in_order, LANES, BACKEND)
         else:
             # a lost source has sent nothing, and nothing returns to it
             zero = tl.full((), 0, tl.int64)

@@ -134,6 +134,7 @@ def _serve(
     topk_idx: tl.tensor,
     tokens: tl.tensor,
     columns: tl.tensor,
+    start: tl.tensor,
     ROW_BYTES: tl.constexpr,
     CODING: tl.constexpr,
     REDUCED: tl.constexpr,
@@ -142,10 +143,10 @@ def _serve(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
-) -> None:
-    """What one of the first programs does for its destination. Its arguments are those of the kernel."""
+) -> tl.tensor:
+    """What one of the first programs does for its destination. True when it is the last to do something for that. Its
+    arguments are those of the kernel."""
     peer = tl.program_id(0).to(tl.int64)
-    start = clock_ns(BACKEND)
     ranks, number = rank_count(context), peek(state + S_DISPATCH_NUMBER)
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
     local, live = experts // ranks, is_live(context, peer)
@@ -181,12 +182,13 @@ def _serve(
                 expert = first + tl.arange(0, LANES).to(tl.int64)
                 tl.store(int32s(message + HEADER + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
     tell_ready(context, state, peer, stamp, good & live, BACKEND)
+    last = tl.full((), 0, tl.int1)
     if good:
         if live:
-            if finish_one(context, state, peer) == rows * columns:
-                _publish(context, state, peer, number, start, LANES, BACKEND)
+            last = finish_one(context, state, peer) == rows * columns
         else:
             _done(context, state, peer, number, BACKEND)
+    return last
 
 
 @triton.jit
@@ -221,20 +223,6 @@ def _done(context: tl.tensor, state: tl.tensor, peer: tl.tensor, number: tl.tens
     if last_peer(context, state, peer, rank_count(context), BACKEND):
         # rule: low latency: the send kernel counts its message
         poke(state + S_DISPATCH_NUMBER, number + 1)
-
-
-@triton.jit
-def _publish(
-    context: tl.tensor,
-    state: tl.tensor,
-    peer: tl.tensor,
-    number: tl.tensor,
-    start: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
-) -> None:
-    publish_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
-    _done(context, state, peer, number, BACKEND)
 
 
 @triton.jit
@@ -321,8 +309,11 @@ def dispatch_send(
     program = tl.program_id(0).to(tl.int64) - ranks
     blocks = (tokens + ROWS - 1) // ROWS
     columns = (tl.num_programs(0) - ranks) // tl.maximum(blocks, 1)
+    start = clock_ns(BACKEND)
+    rank = tl.full([ROWS, SLOTS], -1, tl.int32)
+    last = tl.zeros([ROWS, SLOTS], tl.int1)
     if program < 0:
-        _serve(
+        mine = _serve(
             context,
             state,
             plan,
@@ -330,6 +321,7 @@ def dispatch_send(
             topk_idx,
             tokens,
             columns,
+            start,
             ROW_BYTES,
             CODING,
             REDUCED,
@@ -339,8 +331,9 @@ def dispatch_send(
             LANES,
             BACKEND,
         )
+        rank += tl.program_id(0) + 1
+        last |= mine
     else:
-        start = clock_ns(BACKEND)
         experts = peek(plan + P_EXPERTS)
         local = experts // ranks
         column = program % columns
@@ -416,10 +409,13 @@ def dispatch_send(
             settle(BACKEND)
             many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=first, other=0)
             last = first & (finish(context, state, peers, first) == many * columns)
-            peer = tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0)
-            while peer != _NOBODY:
-                _publish(context, state, peer.to(tl.int64), number, start, LANES, BACKEND)
-                peer = tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0)
+    peer = tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0)
+    while peer != _NOBODY:
+        number = peek(state + S_DISPATCH_NUMBER)
+        publish_message(context, state, peer.to(tl.int64), _DISPATCH, number, start, LANES, BACKEND)
+        rest = last & (rank > peer)
+        _done(context, state, peer.to(tl.int64), number, BACKEND)
+        peer = tl.min(tl.ravel(tl.where(rest, rank, _NOBODY)), axis=0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Low-latency messages: where they are packed, what their headers say, and how they are published.
 
 What a received header claims is read once and checked, and the copy is what later programs use: the peer could change
-it. One thread reads a word of it, so that no two threads of a program can have read different ones.
+it. Threads agree on what they have read of it (:func:`.words.acquire`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from .blocks import (
     T_MESSAGE_BYTES,
     T_MESSAGE_FROM,
     T_MESSAGE_TO,
-    T_RECV_ACK_COMBINE,
-    T_RECV_ACK_DISPATCH,
     T_SENT_ACK_COMBINE,
     T_SENT_ACK_DISPATCH,
     state_table,
@@ -29,8 +27,7 @@ from .blocks import (
 from .context import channel_count, flag_address, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
 from .publish import put_command
-from .wait import refuse
-from .words import int64s, peek, poke, release_each, settle
+from .words import acquire, peek, poke, release_each, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
@@ -161,35 +158,27 @@ def check_header(
     context: tl.tensor,
     state: tl.tensor,
     route: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    stream: tl.tensor,
+    peer: tl.tensor,
     header: tl.tensor,
     number: tl.tensor,
     TAG: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """The message is of this kind, plan and number; and what it says of the receiver's own messages. 1 when it is
-    refused.
-
-    ``live``: the one lane that has a peer, whose header is at ``header`` there.
-    """
+    """The message is of this kind, plan and number; and what it says of the receiver's own messages. (A word that is
+    refused, and what it should be: the same where nothing is.)"""
     # before any of them is checked: a window in host memory is waited for once
-    got_tag = tl.load(int64s(header + AT_TAG), mask=live, other=0)
-    got_plan = tl.load(int64s(header + AT_PLAN), mask=live, other=0)
-    got_number = tl.load(int64s(header + AT_NUMBER), mask=live, other=0)
+    got_tag = acquire(header + AT_TAG, BACKEND)
+    got_plan = acquire(header + AT_PLAN, BACKEND)
+    got_number = acquire(header + AT_NUMBER, BACKEND)
     plan = peek(route + P_PLAN)
-    refused = refuse(context, state, peers, live & (got_tag != TAG), stream, got_tag, TAG, BACKEND)
-    # rule: low latency: a message of another shape is refused
-    refused |= refuse(context, state, peers, live & (got_plan != plan), stream, got_plan, plan, BACKEND)
-    refused |= refuse(context, state, peers, live & (got_number != number), stream, got_number, number, BACKEND)
-    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
-    dispatched = tl.load(dispatched_at, mask=live, other=0)
-    combined = tl.load(combined_at, mask=live, other=0)
-    dispatched, combined, broken = take_acks(
-        context, state, peers, live, header, stream, dispatched, combined, BACKEND
-    )
-    tl.store(dispatched_at, dispatched, mask=live)
-    tl.store(combined_at, combined, mask=live)
-    return refused | broken
+    got, expected = got_tag, tl.full((), TAG, tl.int64)
+    if got == expected:
+        # rule: low latency: a message of another shape is refused
+        got, expected = got_plan, plan
+    if got == expected:
+        got, expected = got_number, number
+    if got == expected:
+        claim, most = take_acks(context, state, peer, header, BACKEND)
+        if claim >= 0:
+            got, expected = claim, most
+    return got, expected

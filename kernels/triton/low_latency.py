@@ -25,9 +25,10 @@ from .ll_dispatch_send import dispatch_send
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
 #: Elements of a comparison that a program holds, and in the interpreter, where an operation costs the same for few.
-_COMPARED, _COMPARED_AT_ONCE = 8192, 1 << 20
-#: Words (or values) of a row that a program moves at a time, and its threads: 16 bytes of BF16 each, 8 of FP8.
-_BLOCK, _THREADS = 1024, 128
+_COMPARED, _COMPARED_AT_ONCE = 1024, 1 << 20
+#: Words (or values) of a row that a program moves at a time, and values that it sums: a program is one warp, so that
+#: whatever it exchanges between its threads takes no barrier, and needs several loads of each on their way.
+_BLOCK, _SUMMED = 1024, 512
 #: A multiple of 16 like the real ones, for compiling ahead.
 _ANY_ADDRESS = 1 << 40
 #: Slots of a token whose rows are loaded together, by the expert's rank and by the token's: with more, ptxas spills.
@@ -57,11 +58,10 @@ class TritonLowLatencyKernels:
         # In the interpreter an operation costs the same for one row and for many.
         self._rows = 16 if self.target.interpreted else 1
         self._slots = _power_of_two(plan.topk)
-        self._warps = _THREADS // self.target.warp
         self._common = {
             "TOPK": plan.topk,
             "ROWS": self._rows,
-            "LANES": self.target.warp if self.target.interpreted else _THREADS,
+            "LANES": self.target.warp,
             "BACKEND": self.target.backend,
         }
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
@@ -169,7 +169,6 @@ class TritonLowLatencyKernels:
                 "OTHERS": self._compared(self._rows * slots * slots),
                 **self._common,
             },
-            self._warps,
         )
         return variant, -(-values // block)
 
@@ -209,7 +208,6 @@ class TritonLowLatencyKernels:
                 "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
                 **self._common,
             },
-            self._warps,
         )
 
     def combine_send(
@@ -228,10 +226,9 @@ class TritonLowLatencyKernels:
                 "ROW_BYTES": row_bytes(plan.hidden, dtype),
                 "DTYPE": dtype,
                 "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
-                "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
+                "BLOCK": min(_SUMMED, _power_of_two(plan.hidden)),
                 **self._common,
             },
-            self._warps,
             fused=False,
         )
 
@@ -256,7 +253,7 @@ class TritonLowLatencyKernels:
     def _make_combine_recv(self, dtype: int, reduced: bool) -> tuple[Variant, int]:
         """Its kernel, and programs that a row has work for."""
         plan = self.plan
-        block = min(_BLOCK, _power_of_two(plan.hidden))
+        block = min(_SUMMED, _power_of_two(plan.hidden))
         variant = Variant(
             combine_recv,
             {
@@ -269,7 +266,6 @@ class TritonLowLatencyKernels:
                 "BLOCK": block,
                 **self._common,
             },
-            self._warps,
             fused=False,
         )
         return variant, -(-plan.hidden // block)

@@ -139,7 +139,7 @@ def put_command(
     """
     ring, head_at = ring_address(context, stream), head_address(context, stream)
     capacity = peek(head_at + 16)
-    index = tl.atomic_add(int64s(head_at), 1, sem="acq_rel", scope="gpu")
+    index = tl.atomic_add(int64s(head_at), 1, sem="relaxed", scope="gpu")
     # acquired by whoever noted it: what the slot held was read before
     tail = tl.atomic_max(int64s(head_at + 8), 0, sem="acq_rel", scope="gpu")
     ending, checked = tl.full((), 0, tl.int32), start

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from .kernel import kernel
-from .words import int32s, int64s, poke, uint8s
+from .wait import report_id
+from .words import int32s, int64s, peek, poke, uint8s
 
 
 # any number of tokens with the same compiled code
