@@ -22,6 +22,7 @@ assert host.COMBINE_AHEAD < 24
 # what the running kernel counts to know its last program: peers that are done with, or programs; 0 between kernels [all]
 ARRIVALS = next(_word)
 SINK = next(_word)  # takes stores that cannot be predicated [all]
+TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
 PARTS = next(_word)  # most commands that a channel of one message needs [host, once]
 
 #: Word at which the tables of int64[ranks] start.

@@ -29,7 +29,7 @@ from .context import has_failed, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read, one_lane
 from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
-from .programs import COMBINE_RECV, await_ready, stamp_of, tell_ready
+from .programs import COMBINE_RECV, await_ready, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
 from .words import acquire, arrives_last, clock_ns, floats, int64s, peek, poke, uniform
@@ -43,6 +43,7 @@ def _hear(
     context: tl.tensor,
     state: tl.tensor,
     route: tl.tensor,
+    peer: tl.tensor,
     number: tl.tensor,
     waited: tl.tensor,
     DTYPE: tl.constexpr,
@@ -52,7 +53,7 @@ def _hear(
 ) -> None:
     """What one of the first programs does for its rank, whose rows must be those that this one was promised."""
     start = clock_ns(BACKEND)
-    peer, stream = tl.program_id(0).to(tl.int64), stream_of(_COMBINE, number)
+    stream = stream_of(_COMBINE, number)
     good = uniform(has_failed(context).to(tl.int32), BACKEND) == 0
     live = is_live(context, peer)
     if good & live:
@@ -99,6 +100,7 @@ def combine_recv(
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
@@ -108,22 +110,23 @@ def combine_recv(
     Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
     order. Rounded once; a token without experts is zero, and so is one whose rows do not come.
 
-    Eight arguments of a launch, eleven constants.
+    Eight arguments of a launch, twelve constants.
 
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.
         out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes; ROW_BYTES a row on the wire.
         waited: int64[R] to which the nanoseconds waited for each rank are added, or 0.
         TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
-        LANES: threads, except in the interpreter.
+        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     tokens, waited = tokens.to(tl.int64), waited.to(tl.int64)
     ranks, number = rank_count(context), peek(ticket)
-    if tl.program_id(0) < ranks:
-        _hear(context, state, route, number, waited, DTYPE, REDUCED, LANES, BACKEND)
+    mine = program_number(state, IN_ORDER)
+    if mine < ranks:
+        _hear(context, state, route, mine, number, waited, DTYPE, REDUCED, LANES, BACKEND)
     else:
         columns: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-        program = tl.program_id(0).to(tl.int64) - ranks
+        program = mine - ranks
         token = program // columns * ROWS + tl.arange(0, ROWS).to(tl.int64)
         value = program % columns * BLOCK + tl.arange(0, BLOCK)[None, :]
         _sum_rows(

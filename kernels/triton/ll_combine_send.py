@@ -37,7 +37,7 @@ from .kernel import kernel
 from .ll_counts import tell_combines_free, wait_space
 from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
-from .programs import COMBINE_SEND, await_ready, finish_one, last_peer, stamp_of, tell_ready
+from .programs import COMBINE_SEND, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uniform
 
@@ -88,7 +88,7 @@ def _serve(
             message = place_message(context, state, source, staging, target, rows * ROW_BYTES + HEADER)
             coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
             nowhere = tl.full((), 0, tl.int64)
-            write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG)
+            write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
     tell_ready(context, state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
     if good & (live == 0):
         _done(context, state, source, number, BACKEND)
@@ -116,22 +116,25 @@ def combine_send(
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     """Send the next combine message to every source; grid (R * any,). Compile without fused multiply-add: product and
-    sum are rounded separately, as everywhere else. Six arguments of a launch, nine constants.
+    sum are rounded separately, as everywhere else. Six arguments of a launch, ten constants.
 
     Args:
         ticket: address of the int64 where the message number is stored, for the receive.
         x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a row
             on the wire.
         layout_range: int64[L, R] of the dispatch.
-        TOGETHER: slots whose rows are loaded together. LANES: threads, except in the interpreter.
+        TOGETHER: slots whose rows are loaded together. IN_ORDER: programs start in the order of their numbers. LANES:
+            threads, except in the interpreter.
     """
     start = clock_ns(BACKEND)
     ranks = rank_count(context)
-    source, part = tl.program_id(0).to(tl.int64) % ranks, tl.program_id(0).to(tl.int64) // ranks
+    program = program_number(state, IN_ORDER)
+    source, part = program % ranks, program // ranks
     tokens = peek(route_table(context, route, R_RECEIVED, source))
     parts = tl.num_programs(0).to(tl.int64) // ranks
     # a program that has no row is none of those that are counted

@@ -48,7 +48,7 @@ from .context import has_failed, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header
-from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, stamp_of, tell_ready
+from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
 from .words import acquire, aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uniform
 
@@ -254,10 +254,11 @@ def dispatch_recv(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch, nine constants.
+    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch, ten constants.
 
     Args:
         recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps; ROW_BYTES each on the wire.
@@ -266,11 +267,13 @@ def dispatch_recv(
         stats: int32[L] to which counts are added, or 0. waited: int64[R] to which the nanoseconds waited for each
             source are added, or 0.
         in_order: 1 = an expert's rows stand by source rank, 0 = by arrival.
-        CODING: DTYPE_* that the rows must have. LANES: threads, except in the interpreter.
+        CODING: DTYPE_* that the rows must have. IN_ORDER: programs start in the order of their numbers. LANES: threads,
+            except in the interpreter.
     """
     stats, waited, in_order = stats.to(tl.int64), waited.to(tl.int64), in_order.to(tl.int64)
     ranks, number = rank_count(context), peek(route)
-    source, part = tl.program_id(0).to(tl.int64) % ranks, tl.program_id(0).to(tl.int64) // ranks
+    program = program_number(state, IN_ORDER)
+    source, part = program % ranks, program // ranks
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
     if part == 0:
         good = _hear(

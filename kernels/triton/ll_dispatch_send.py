@@ -46,7 +46,7 @@ from .context import has_failed, is_live, own_rank, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
-from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peer, stamp_of, tell_ready
+from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_floats, quantise_blocks
 from .wait import report_id
 from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
@@ -134,6 +134,7 @@ def _serve(
     topk_idx: tl.tensor,
     tokens: tl.tensor,
     columns: tl.tensor,
+    peer: tl.tensor,
     start: tl.tensor,
     ROW_BYTES: tl.constexpr,
     CODING: tl.constexpr,
@@ -146,7 +147,6 @@ def _serve(
 ) -> tl.tensor:
     """What one of the first programs does for its destination. True when it is the last to do something for that. Its
     arguments are those of the kernel."""
-    peer = tl.program_id(0).to(tl.int64)
     ranks, number = rank_count(context), peek(state + S_DISPATCH_NUMBER)
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
     local, live = experts // ranks, is_live(context, peer)
@@ -176,7 +176,7 @@ def _serve(
             message = place_message(context, state, peer, source, target, first_row + rows * token)
             coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
             told = (pairs << _PAIRS_SHIFT) | rows
-            write_header(context, state, plan, peer, message, number, told, coding, base, free, _TAG)
+            write_header(context, state, plan, peer, message, number, told, coding, base, free, _TAG, BACKEND)
             # of experts that no token names; the others' are written with their last rows
             for first in range(0, local, LANES):
                 expert = first + tl.arange(0, LANES).to(tl.int64)
@@ -289,11 +289,12 @@ def dispatch_send(
     BLOCK: tl.constexpr,
     COUNTED: tl.constexpr,
     OTHERS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     """Send the next dispatch message to every rank and fill a route block; grid (R + ceil(tokens / ROWS) * columns,),
-    any number of columns. Eight arguments of a launch, fifteen constants.
+    any number of columns. Eight arguments of a launch, sixteen constants.
 
     Args:
         plan: sizes of the operation, which later kernels find in the route block.
@@ -302,18 +303,19 @@ def dispatch_send(
         CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
         SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
             two, at least 128. COUNTED, OTHERS: tokens whose ids are read together, for a destination and for own slots.
-        LANES: threads, except in the interpreter.
+        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     tokens = tokens.to(tl.int64)
     ranks = rank_count(context)
-    program = tl.program_id(0).to(tl.int64) - ranks
+    mine = program_number(state, IN_ORDER)
+    program = mine - ranks
     blocks = (tokens + ROWS - 1) // ROWS
     columns = (tl.num_programs(0) - ranks) // tl.maximum(blocks, 1)
     start = clock_ns(BACKEND)
     rank = tl.full([ROWS, SLOTS], -1, tl.int32)
     last = tl.zeros([ROWS, SLOTS], tl.int1)
     if program < 0:
-        mine = _serve(
+        done = _serve(
             context,
             state,
             plan,
@@ -321,6 +323,7 @@ def dispatch_send(
             topk_idx,
             tokens,
             columns,
+            mine,
             start,
             ROW_BYTES,
             CODING,
@@ -331,8 +334,8 @@ def dispatch_send(
             LANES,
             BACKEND,
         )
-        rank += tl.program_id(0) + 1
-        last |= mine
+        rank += mine.to(tl.int32) + 1
+        last |= done
     else:
         experts = peek(plan + P_EXPERTS)
         local = experts // ranks

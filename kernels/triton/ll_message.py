@@ -77,10 +77,13 @@ def write_header(
     return_offset: tl.tensor,
     free: tl.tensor,
     TAG: tl.constexpr,
+    BACKEND: tl.constexpr,
 ) -> None:
-    """The header at address ``message``; ``plan`` is a plan block or a route with its copy. Eleven arguments: blocks and
+    """The header at address ``message``; ``plan`` is a plan block or a route with its copy. Twelve arguments: blocks and
     the words of a header."""
     read = peek(state + S_DISPATCH_READ)
+    # every thread has read what the peer was told before
+    settle(BACKEND)
     poke(message + AT_TAG, tl.full((), TAG, tl.int64))
     poke(message + AT_NUMBER, number)
     poke(message + AT_ROWS, rows)

@@ -61,6 +61,7 @@ class TritonLowLatencyKernels:
         self._common = {
             "TOPK": plan.topk,
             "ROWS": self._rows,
+            "IN_ORDER": self.target.in_order,
             "LANES": self.target.warp,
             "BACKEND": self.target.backend,
         }

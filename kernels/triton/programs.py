@@ -4,8 +4,8 @@ The first programs of a kernel serve one peer each: they do all that is said to 
 The others move rows. Each of those waits until the program that serves a peer says that its rows may be moved, and the
 last to move a row for a peer goes on with what follows for that peer alone.
 
-A program waits for one with a lower number only. A device starts programs in the order of their numbers (CUB's scans
-rely on it, too), so that one that is waited for runs, or is over. Triton's interpreter runs them one after the other.
+A program waits for one with a lower number only. Programs start in the order of their numbers, so that one that is
+waited for runs, or is over: where a device does not promise that, they take their numbers as they start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import S_ARRIVALS, S_SINK, T_FINISHED, T_READY, state_table
+from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
 from .context import stream_of, wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
 from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
@@ -27,6 +27,19 @@ COMBINE_SEND, COMBINE_RECV = tl.constexpr(2), tl.constexpr(3)
 def stamp_of(KERNEL: tl.constexpr, number: tl.tensor) -> tl.tensor:
     """What READY holds while message ``number`` is moved by this kernel; no other kernel has used it in this epoch."""
     return ((number << 2) | KERNEL) + 1
+
+
+@triton.jit
+def program_number(state: tl.tensor, IN_ORDER: tl.constexpr) -> tl.tensor:
+    """Number of this program, 0 .. tl.num_programs(0) - 1, once a kernel."""
+    if IN_ORDER:
+        return tl.program_id(0).to(tl.int64)
+    else:
+        number = tl.atomic_add(int64s(state + S_TICKETS), 1, sem="relaxed", scope="gpu")
+        if number == tl.num_programs(0) - 1:
+            # nobody takes one any more
+            tl.atomic_xchg(int64s(state + S_TICKETS), 0, sem="relaxed", scope="gpu")
+        return number
 
 
 @triton.jit
