@@ -433,8 +433,10 @@ def dispatch_recv(
         unpacked = get(route, block.UNPACKED)
         for source in range(ranks):
             taken = ll.route_word(context, route, block.TAKEN, source)
+            if peek(taken) != 0:
+                continue
             # rule: where order is asked for, a source is unpacked after those before it
-            if peek(taken) != 0 or (in_order and source != get(route, block.UNPACKED)):
+            if in_order and source != get(route, block.UNPACKED):
                 continue
             if is_masked(context, source):
                 _skip_masked(context, route, source, recv_count, layout_range)

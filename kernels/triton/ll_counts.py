@@ -266,10 +266,10 @@ def wait_space(
         number = peek(state + S_COMBINE_NUMBER)
     if peer != own_rank(context):
         good = _wait_acks(context, state, peer, number - 1, PHASE, start, BACKEND)
-    # rule: low latency: staging is packed again only when its last writes completed, to whomever they went
+    # staging is packed again only when its last writes completed, to whomever they went
     over = number - 2
     if PHASE == _COMBINE:
-        # rule: low latency: a combine waits for the completion of the one before
+        # a combine waits for the completion of the one before
         # the peer may take this message as the proof that nothing of the one before is repeated
         over = number - 1
     if (peer_window(context, peer) == 0) & (over >= 0):

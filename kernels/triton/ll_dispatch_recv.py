@@ -173,7 +173,7 @@ def _hear(
     live = is_live(context, source)
     if good:
         if live:
-            # rule: low latency: where order is asked for, the rows of lower ranks are counted first
+            # where order is asked for, the rows of lower ranks are counted first
             for first in range(0, source + 1, LANES):
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 mine = peers == source
@@ -410,12 +410,14 @@ def _copy(
         for index in range(TOPK):
             # one more, so that 0 is none
             place = tl.sum(tl.where(tl.arange(0, SLOTS)[None, :] == index, row + 1, 0), axis=1)
-            here = (place > 0)[:, None]
-            place = tl.maximum(place - 1, 0)
-            target = recv_x + place * PAYLOAD
-            tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here & (word < words))
-            if groups > 0:
-                group = word - words
-                expert, position = place // capacity, place % capacity
-                column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
-                tl.store(int32s(column), part, mask=here & (group >= 0) & (group < groups))
+            # most slots of a token live elsewhere
+            if tl.max(place, axis=0) > 0:
+                here = (place > 0)[:, None]
+                place = tl.maximum(place - 1, 0)
+                target = recv_x + place * PAYLOAD
+                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here & (word < words))
+                if groups > 0:
+                    group = word - words
+                    expert, position = place // capacity, place % capacity
+                    column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
+                    tl.store(int32s(column), part, mask=here & (group >= 0) & (group < groups))

@@ -456,14 +456,16 @@ def _write_rows(
             group = lowest // _GROUP + tl.arange(0, groups)[None, :]
             for index in range(TOPK):
                 row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
-                chosen = (row != 0)[:, None]
-                tl.store(aligned(row, tl.uint8)[:, None] + (lowest + value), codes, mask=chosen & inside)
-                wanted = chosen & (group < HIDDEN // _GROUP)
-                if CODING == _FP8:
-                    tl.store(int32s(row[:, None] + HIDDEN) + group, scales, mask=wanted)
-                else:
-                    exponents = (scales >> 23).to(tl.uint8)
-                    tl.store(uint8s(row[:, None] + HIDDEN + group), exponents, mask=wanted)
+                # several slots of a token may have one rank
+                if tl.max(row, axis=0) != 0:
+                    chosen = (row != 0)[:, None]
+                    tl.store(aligned(row, tl.uint8)[:, None] + (lowest + value), codes, mask=chosen & inside)
+                    wanted = chosen & (group < HIDDEN // _GROUP)
+                    if CODING == _FP8:
+                        tl.store(int32s(row[:, None] + HIDDEN) + group, scales, mask=wanted)
+                    else:
+                        exponents = (scales >> 23).to(tl.uint8)
+                        tl.store(uint8s(row[:, None] + HIDDEN + group), exponents, mask=wanted)
     else:
         words: tl.constexpr = HIDDEN * (4 if SOURCE == _F32 else 2) // 4
         for lowest in range(column * BLOCK, words, columns * BLOCK):
@@ -472,4 +474,5 @@ def _write_rows(
             given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
             for index in range(TOPK):
                 row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
-                tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)
+                if tl.max(row, axis=0) != 0:
+                    tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)

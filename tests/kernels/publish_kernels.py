@@ -16,12 +16,12 @@ import triton.language as tl
 
 from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
-from uccl_ep_serving.kernels.triton.context import peer_window, rank_count
-from uccl_ep_serving.kernels.triton.publish import put_messages, put_writes, store_flags
+from uccl_ep_serving.kernels.triton.ll_message import publish_message
+from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.command import Command, decode
-from uccl_ep_serving.protocol.ring import HEAD, SLOTS, lap_of, ring_bytes
+from uccl_ep_serving.protocol.ring import SLOTS, lap_of, ring_bytes
 from uccl_ep_serving.protocol.streams import STREAMS
 
 RANKS, LANES, SLOTS_OF_RING, HIP = 5, 8, 16, 2
@@ -42,12 +42,9 @@ def _assembly(
 
 @triton.jit
 def put(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """A message of 32 bytes for each peer."""
-    peers = tl.arange(0, LANES).to(tl.int64)
-    live = peers < rank_count(context)
-    mapped = peer_window(context, tl.where(live, peers, 0)) != 0
-    zero, none = tl.zeros_like(peers), tl.full((), 0, tl.int64)
-    put_messages(context, state, peers, live, mapped, none, none, zero + 64, zero + 128, zero + 32, none + 1, BACKEND)
+    """The message for the peer that this program serves."""
+    none = tl.full((), 0, tl.int64)
+    publish_message(context, state, tl.program_id(0).to(tl.int64), 0, none, none, LANES, BACKEND)
 
 
 @triton.jit
@@ -76,7 +73,15 @@ class _Bench:
     """A context whose rings and flags the test reads, and a state block of which only the sink may change."""
 
     def __init__(self) -> None:
-        self.state = np.full(normal_device.STATE_WORDS + blocks.STATE_WORDS, UNTOUCHED, dtype=np.int64)
+        words = max(normal_device.STATE_WORDS, blocks.STATE_WORDS)
+        self.state = np.full(words + len(blocks.STATE_TABLES) * RANKS, UNTOUCHED, dtype=np.int64)
+        # of each peer's message in low latency
+        messages = {"MESSAGE_FROM": 64, "MESSAGE_TO": 128, "MESSAGE_BYTES": 32}
+        for table, value in messages.items():
+            first = blocks.STATE_WORDS + blocks.STATE_TABLES.index(table) * RANKS
+            self.state[first : first + RANKS] = value
+        self.state[blocks.PARTS] = 1
+        self.before = self.state.copy()
         self.ring = np.zeros(ring_bytes(SLOTS_OF_RING) // 8, dtype=np.int64)
         self.head = np.array([0, 0, SLOTS_OF_RING], dtype=np.int64)
         self.flags = np.zeros(RANKS, dtype=np.int64)
@@ -87,6 +92,8 @@ class _Bench:
         self.context[ctx.RANKS], self.context[ctx.FLAG] = RANKS, places.ctypes.data
         self.context[ctx.CHANNELS] = 1
         self.context[ctx.RING], self.context[ctx.HEADS] = rings.ctypes.data, heads.ctypes.data
+        self.no_error = np.zeros(8, dtype=np.int64)
+        self.context[ctx.ERROR] = self.no_error.ctypes.data
         self.kept = (rings, heads, places)
 
     def publish(self, peers: list[int], flags: bool) -> None:
@@ -104,11 +111,11 @@ class _Bench:
         self.context[ctx.PEER_WINDOW] = windows.ctypes.data
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tl, "inline_asm_elementwise", _assembly)
-            put[(1,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
+            put[(RANKS,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
 
     def commands(self) -> list[Command]:
         found = []
-        for index in range(int(self.ring[HEAD // 8])):
+        for index in range(int(self.head[0])):
             low, high = (int(word) for word in self.ring[SLOTS // 8 + 2 * index :][:2])
             assert low & 1 == high & 1 == lap_of(index, SLOTS_OF_RING)
             found.append(decode(low, high))
@@ -116,7 +123,7 @@ class _Bench:
 
     def changed(self) -> list[int]:
         """Words of the state block that something was stored to."""
-        return [int(word) for word in np.flatnonzero(self.state != UNTOUCHED)]
+        return [int(word) for word in np.flatnonzero(self.state != self.before)]
 
 
 def run() -> tuple[list[Command], list[int], list[int]]:
