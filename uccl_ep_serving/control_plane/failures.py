@@ -186,7 +186,9 @@ class Liveness:
         if loss.rule == "accused":
             return f"{rank} {cause}"
         if loss.rule == "unreachable":
-            answers = "nothing is answered there: one of the two is stopped, its host is gone, or no packet gets through"
+            answers = (
+                "nothing is answered there: one of the two is stopped, its host is gone, or no packet gets through"
+            )
             if by == peer and report is not None:
                 return f"it has no connection to {self._named(min(report.down))}: {cause or answers}"
             return f"{rank} has no connection to it: {cause or answers}"
@@ -244,8 +246,8 @@ class Liveness:
         if silent and wait is not None and wait.peer == peer:
             counts = f": {wait.arrived} messages arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
             return PeerTimeout(
-                f"{where}: rank {peer} is silent ({how}; {self._named(by)} waits in {wait.phase}{counts}{others}). Likely cause: "
-                f"rank {peer} has not made the same call, is stuck, or the network drops its traffic. "
+                f"{where}: rank {peer} is silent ({how}; {self._named(by)} waits in {wait.phase}{counts}{others}). "
+                f"Likely cause: rank {peer} has not made the same call, is stuck, or the network drops its traffic. "
                 f"{after_silence(peer)}",
                 peer=peer,
                 peers=lost,
