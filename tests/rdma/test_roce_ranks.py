@@ -91,8 +91,8 @@ def test_a_failed_queue_pair_ends_the_pair_by_name_and_a_new_group_is_built_in_t
 
     with install(network, monkeypatch, lambda rank: roce_nics(network, rank), "roce") as here:
         zero, one = run_ranks(network, here, FORCED, fails)
-        # the device, its queue pair, the status in words and its usual cause: of that end whose NIC noticed first; of the
-        # two ends the higher one is lost
+        # the device, its queue pair, the status in words and its usual cause, of that end whose NIC noticed first; of
+        # the two ends the higher one is lost
         start = r"low-latency [a-z ]+, rank 0: rank 1 is gone \(.*roce, mem[01]r[01] port 1, GID 1.*queue"
         assert re.match(start, zero), zero
         assert re.search(r"work completion status 12, transport retry counter exceeded: no acknowledgement", zero), zero
