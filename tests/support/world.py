@@ -177,9 +177,18 @@ class Link:
     consumed: int = 0
     _pending: list[Command] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # looked up once: a link asks at every step of its two ranks
+        proxy = proxy_of(self.stream, self.world.settings.proxies)
+        self._producer = self.world.producer(self.sender, self.stream)
+        self._completed = self.world.services[self.sender].states[proxy].completed
+        self._arrived = self.world.services[self.receiver].states[proxy].arrived
+
     def produce(self) -> None:
         """Put as much into the ring as rules and room allow."""
-        producer = self.world.producer(self.sender, self.stream)
+        if not self._pending and (self.sent == len(self.sizes) or self.consumed <= self.sent - self.slots):
+            return
+        producer = self._producer
         while True:
             while self._pending and producer.room:
                 producer.put(self._pending.pop(0))
@@ -187,7 +196,7 @@ class Link:
                 return
             if self.consumed <= self.sent - self.slots:
                 return
-            completed = self.world.completed(self.sender, self.receiver, self.stream)
+            completed = int(self._completed[self.receiver, self.stream])
             # Covers the send slot and the receive slot: neither may be touched by a late repeat.
             if self.wait_completed and completed <= self.sent - self.slots:
                 return
@@ -214,13 +223,14 @@ class Link:
             )
         self.sent += 1
 
-    def consume(self) -> None:
-        """Check every message that ``arrived`` covers, then free its slot."""
-        arrived = self.world.arrived(self.receiver, self.sender, self.stream)
+    def consume(self) -> bool:
+        """Check every message that ``arrived`` covers, then free its slot. False when there was none."""
+        before, arrived = self.consumed, int(self._arrived[self.sender, self.stream])
         assert arrived <= self.sent, f"{self}: arrived {arrived} of {self.sent} sent"
         while self.consumed < arrived:
             self.verify(self.consumed)
             self.consumed += 1
+        return self.consumed != before
 
     def verify(self, number: int) -> None:
         """Every byte of message ``number`` is in its receive slot."""
@@ -240,7 +250,7 @@ class Link:
     @property
     def finished(self) -> bool:
         """Everything was consumed and has completed locally."""
-        return self.done and self.world.completed(self.sender, self.receiver, self.stream) == len(self.sizes)
+        return self.done and int(self._completed[self.receiver, self.stream]) == len(self.sizes)
 
 
 def attach(world: World, links: Sequence[Link]) -> Callable[[int], None]:
@@ -254,8 +264,7 @@ def attach(world: World, links: Sequence[Link]) -> Callable[[int], None]:
 
     def watch(rank: int) -> None:
         for link in by_receiver.get(rank, ()):
-            link.consume()
-            if world.fabric.alive(link.sender):
+            if link.consume() and world.fabric.alive(link.sender):
                 link.produce()
         if world.fabric.alive(rank):
             for link in by_sender.get(rank, ()):
