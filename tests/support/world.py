@@ -178,11 +178,7 @@ class Link:
     _pending: list[Command] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # looked up once: a link asks at every step of its two ranks
-        proxy = proxy_of(self.stream, self.world.settings.proxies)
         self._producer = self.world.producer(self.sender, self.stream)
-        self._completed = self.world.services[self.sender].states[proxy].completed
-        self._arrived = self.world.services[self.receiver].states[proxy].arrived
 
     def produce(self) -> None:
         """Put as much into the ring as rules and room allow."""
@@ -196,7 +192,7 @@ class Link:
                 return
             if self.consumed <= self.sent - self.slots:
                 return
-            completed = int(self._completed[self.receiver, self.stream])
+            completed = self.world.completed(self.sender, self.receiver, self.stream)
             # Covers the send slot and the receive slot: neither may be touched by a late repeat.
             if self.wait_completed and completed <= self.sent - self.slots:
                 return
@@ -225,7 +221,7 @@ class Link:
 
     def consume(self) -> bool:
         """Check every message that ``arrived`` covers, then free its slot. False when there was none."""
-        before, arrived = self.consumed, int(self._arrived[self.sender, self.stream])
+        before, arrived = self.consumed, self.world.arrived(self.receiver, self.sender, self.stream)
         assert arrived <= self.sent, f"{self}: arrived {arrived} of {self.sent} sent"
         while self.consumed < arrived:
             self.verify(self.consumed)
@@ -250,7 +246,7 @@ class Link:
     @property
     def finished(self) -> bool:
         """Everything was consumed and has completed locally."""
-        return self.done and int(self._completed[self.receiver, self.stream]) == len(self.sizes)
+        return self.done and self.world.completed(self.sender, self.receiver, self.stream) == len(self.sizes)
 
 
 def attach(world: World, links: Sequence[Link]) -> Callable[[int], None]:
