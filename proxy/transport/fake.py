@@ -149,6 +149,21 @@ class FakeFabric:
         """Called by :meth:`FakeEndpoint.connect`: peers can reach (rank, proxy) from now on."""
         self._table[rank * self.proxies + proxy] = context
 
+    def linger(self, always: bool) -> None:
+        """``always``: no sender sees SENT from now on; else as soon as a write has landed."""
+        self._memory.view(np.int64)[data.FABRIC_LINGER // 8] = always << 32
+
+    def sources(self) -> set[tuple[int, int, int]]:
+        """(number, address, bytes) of every write under way: until its sender sees SENT that memory may be read."""
+        flights = self._flights.view(np.int64).reshape(-1, data.FLIGHT_BYTES // 8)
+        flights = flights[: int(self._memory.view(np.int64)[data.FABRIC_TOP // 8])]
+        over = flights[:, data.FLIGHT_STAGE // 8] & (data.OVER | data.LOST) != 0
+        numbers = np.flatnonzero((flights[:, data.FLIGHT_HOLDERS // 8] > 0) & ~over)
+        return {
+            (int(number), int(flights[number, data.FLIGHT_LOCAL // 8]), int(flights[number, data.FLIGHT_NBYTES // 8]))
+            for number in numbers
+        }
+
     def kill(self, rank: int) -> None:
         """``rank`` vanishes as by SIGKILL: it does nothing any more, and its peers see DOWN."""
         self._alive[rank] = 0

@@ -151,7 +151,9 @@ def test_a_rank_that_answers_nothing_is_found_out() -> None:
 
     error, took = in_meshes(3, body)[0]
     assert (type(error), error.peers) == (PeerTimeout, (1,))
-    assert "nothing is answered there: one of the two is stopped, its host is gone, or no packet gets through" in str(error)
+    assert "nothing is answered there: one of the two is stopped, its host is gone, or no packet gets through" in str(
+        error
+    )
     assert 0.3 < took < 5.0
 
 

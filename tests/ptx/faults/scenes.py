@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup, ModelRuntime
-from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.proxy.stats import proxy_counters
-from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Plays something on a machine with these kernels, this memory and this seed.
 Play = Callable[[Compiled, str, int], Machine]
@@ -37,7 +35,7 @@ class Scene:
         path: of :data:`trials.PATHS`.
         channels: that a message is striped over.
         ring_slots: of each ring.
-        adversary: of the wire.
+        held: writes complete only when a kernel has waited for that.
     """
 
     name: str
@@ -45,7 +43,7 @@ class Scene:
     programs: tuple[str, ...]
     channels: int = 1
     ring_slots: int = 1024
-    adversary: Adversary = HOSTILE
+    held: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}, {self.path}"
@@ -61,7 +59,9 @@ class Scene:
         if isinstance(machine.memory, Weak):
             machine.memory.host.settled, machine.memory.host.newest_first = _SETTLED, seed % 2 == 0
         settings = Settings(timeout=TIMEOUT, window="host", channels=self.channels, ring_slots=self.ring_slots)
-        with trials.group_of(machine, compiled, len(self.programs), self.path, settings, self.adversary) as group:
+        with trials.group_of(machine, compiled, len(self.programs), self.path, settings) as group:
+            if self.held:
+                machine.actor("who holds completions back", _holding(machine, group))
             machine.actor("who reads the proxies' counters", lambda: _no_ring_is_less_than_empty(group))
 
             def body(runtime: ModelRuntime) -> None:
@@ -69,6 +69,21 @@ class Scene:
 
             group.run(body, limit_steps=trials.LIMIT_STEPS)
         return machine
+
+
+def _holding(machine: Machine, group: ModelGroup) -> Callable[[], bool]:
+    """No write completes but while a kernel waits for one, be it of another rank."""
+    since: dict[object, int] = {}
+
+    def step() -> bool:
+        running = [one for rank in range(group.ranks) if (one := machine.running(rank))]
+        asking = [one for one in running if one.kernel.program.name in _ASKING]
+        for one in asking:
+            since.setdefault(one, machine.steps)
+        group.fabric.linger(not any(machine.steps - since[one] > _WAITS for one in asking))
+        return False
+
+    return step
 
 
 def _no_ring_is_less_than_empty(group: ModelGroup) -> bool:
@@ -88,16 +103,16 @@ _TOGETHER = (
     "D D d0 d1 D D d2 d3 C0 C1 c0 c1 C2 C3 c2 c3",
     "D D d1 d0 D D d3 d2 C0 C1 c1 c0 C2 C3 c3 c2",
 )
-#: Writes complete so late that kernels wait for it.
-_LINGERING = replace(HOSTILE, linger=0.95)
+#: Kernels that wait until own writes are over, and steps after which they do nothing else.
+_ASKING, _WAITS = ("uccl_ep_route", "uccl_ep_prepare_combine"), 3000
 #: The cheapest first.
 SCENES = (
     Scene("a layer", "mapped", (_layers(1),) * 2),
     Scene("a layer", "proxied", (_layers(1),) * 2, channels=2),
     Scene("layers", "mapped", (_layers(3),) * 2),
-    Scene("layers", "proxied", (_layers(3),) * 2, channels=2, adversary=_LINGERING),
+    Scene("layers", "proxied", (_layers(3),) * 2, channels=2, held=True),
     Scene("two in flight", "mapped", _TOGETHER),
-    Scene("two in flight", "proxied", _TOGETHER, channels=2, adversary=_LINGERING),
+    Scene("two in flight", "proxied", _TOGETHER, channels=2, held=True),
 )
 #: Every command is put into a slot that had one before.
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)

@@ -143,6 +143,10 @@ class Machine:
         self._wait(lambda: stream.idle, f"the stream of rank {rank}")
         self.memory.host_waited(rank)
 
+    def running(self, rank: int) -> Launched | None:
+        """What runs on ``rank``'s stream."""
+        return self._streams[rank].queue[0] if not self.is_idle(rank) else None
+
     def is_idle(self, rank: int) -> bool:
         """Whether nothing is left on ``rank``'s stream."""
         return rank not in self._streams or self._streams[rank].idle
@@ -342,9 +346,12 @@ class Machine:
         self.memory.host_stepped()
 
     def _pass_time(self) -> None:
-        """A machine on which all wait doubles its ticks every ``patience`` steps, or goes to where a sleeper wakes."""
+        """A machine on which all wait doubles its ticks every ``patience`` steps, or goes to where a sleeper wakes.
+
+        Not while a store is on its way: nobody's deadline comes before what he waits for, only because that is late.
+        """
         idle = self.steps - self._idle_since
-        if idle < self.patience:
+        if idle < self.patience or self.memory.catch_up():
             return
         faster = self.tick_ns << min(idle // self.patience, 40)
         self.now_ns += min(faster, LONGEST_TICK_NS)

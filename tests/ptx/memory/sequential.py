@@ -68,7 +68,12 @@ class Sequential:
 
     def host_waited(self, rank: int) -> None: ...
 
+    def catch_up(self) -> bool:
+        return False
+
     def host_stepped(self) -> None: ...
+
+    def host_read(self, address: int, nbytes: int) -> None: ...
 
     def new_block(self, launch: Any, block: str, count: int) -> list[Agent]:
         timer = Timer()

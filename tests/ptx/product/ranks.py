@@ -126,7 +126,11 @@ class ModelGroup(FakeGroup):
     def _step(self, rank: int, proxy: int) -> bool:
         if not self.services:
             return False
+        before = self.fabric.sources()
         done = self.services[rank].step(proxy)
+        # of a write that has begun, or is over now: in between it may be read at any time
+        for _, address, nbytes in before ^ self.fabric.sources():
+            self.machine.memory.host_read(address, nbytes)
         # what the thread of a proxy does that ends by itself
         return self.spaces[rank].fail(FAILURE_PROXY_DIED, arrived=proxy) if done == DIED else done > 0
 
