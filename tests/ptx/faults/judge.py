@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tests.ptx.faults.edits import Fault, faults_of
-from tests.ptx.faults.equivalent import beyond, reason_for
-from tests.ptx.faults.scenes import SCENES, WITHIN, Scene
+from tests.ptx.faults.equivalent import reason_for
+from tests.ptx.faults.failures import FAILURES
+from tests.ptx.faults.scenes import SCENES, WITHIN, Play
 from tests.ptx.machine.report import HostStuck, MachineError, NotModelled
 from tests.ptx.product.test_low_latency import compiled
 from uccl_ep_serving.errors import UcclEpError
 
-#: Seeds of sequentially consistent memory that show which lines of a kernel's text a scene comes to.
-_LOOKS = 2
+#: All that is played, by name: what is right, and what must fail as it is promised.
+PLAYS: dict[str, Play] = {**{str(scene): scene.play for scene in SCENES}, **FAILURES}
 #: How a fault ends.
-NOTICED, EQUIVALENT, UNREACHED = "noticed", "equivalent", "not reached"
-UNEXPECTED, UNNOTICED = "NOT REACHED", "UNNOTICED"
+NOTICED, EQUIVALENT = "noticed", "equivalent"
+UNREACHED, UNNOTICED = "NOT REACHED", "UNNOTICED"
 #: Those that are a failure of the proof.
-UNEXPLAINED = (UNEXPECTED, UNNOTICED)
+UNEXPLAINED = (UNREACHED, UNNOTICED)
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Verdict:
 
     Attributes:
         end: of those above.
-        by: the error's class, or why the fault changes nothing, or why no scene shows it.
-        scene: that noticed. seed: its seed.
+        by: the error's class, or why the fault changes nothing.
+        scene: of :data:`PLAYS`, that noticed. seed: its seed.
         trials: runs until then.
     """
 
@@ -62,17 +63,15 @@ def faults(kernel: str = "", kind: str = "") -> Iterator[Fault]:
 
 
 @functools.cache
-def reached(scene: Scene) -> frozenset[tuple[str, int]]:
-    """Names of kernels and lines of their PTX that a scene comes to."""
-    found: frozenset[tuple[str, int]] = frozenset()
-    for seed in range(_LOOKS):
-        found |= scene.play(compiled("sequential"), "sequential", seed).reached()
-    return found
+def looks() -> list[tuple[str, frozenset[tuple[str, int]]]]:
+    """What is played, the cheapest first, each with the names of kernels and lines of their PTX that it comes to."""
+    machines = {name: play(compiled("sequential"), "sequential", 0) for name, play in PLAYS.items()}
+    return [(name, machines[name].reached()) for name in sorted(machines, key=lambda name: machines[name].steps)]
 
 
-def scenes_of(fault: Fault) -> list[Scene]:
+def plays_of(fault: Fault) -> list[str]:
     """Those that come to what is wrong."""
-    return [scene for scene in SCENES if any((fault.kernel, line) in reached(scene) for line in fault.lines)]
+    return [name for name, reached in looks() if any((fault.kernel, line) in reached for line in fault.lines)]
 
 
 def raised(run: Callable[[], object]) -> str:
@@ -90,17 +89,17 @@ def raised(run: Callable[[], object]) -> str:
 
 
 def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
-    """Plays all scenes that come to ``fault`` with one seed, then with the next."""
+    """Plays all that comes to ``fault`` with one seed, then with the next."""
     if reason := reason_for(fault):
         return Verdict(EQUIVALENT, reason)
-    scenes = [] if (why := beyond(fault)) else scenes_of(fault)
-    if not scenes:
-        return Verdict(UNREACHED if why else UNEXPECTED, why)
+    plays = plays_of(fault)
+    if not plays:
+        return Verdict(UNREACHED)
     edited = compiled("weak").edited(fault.edit)
     trials = 0
     for seed in range(seeds):
-        for scene in scenes:
+        for name in plays:
             trials += 1
-            if by := raised(functools.partial(scene.play, edited, "weak", seed)):
-                return Verdict(NOTICED, by, str(scene), seed, trials)
+            if by := raised(functools.partial(PLAYS[name], edited, "weak", seed)):
+                return Verdict(NOTICED, by, name, seed, trials)
     return Verdict(UNNOTICED, trials=trials)

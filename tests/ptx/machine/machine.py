@@ -143,10 +143,6 @@ class Machine:
         self._wait(lambda: stream.idle, f"the stream of rank {rank}")
         self.memory.host_waited(rank)
 
-    def running(self, rank: int) -> Launched | None:
-        """What runs on ``rank``'s stream."""
-        return self._streams[rank].queue[0] if not self.is_idle(rank) else None
-
     def is_idle(self, rank: int) -> bool:
         """Whether nothing is left on ``rank``'s stream."""
         return rank not in self._streams or self._streams[rank].idle
@@ -205,6 +201,11 @@ class Machine:
     def progress(self) -> None:
         """Something happened but waiting."""
         self._idle_since = self.steps
+
+    @property
+    def waited(self) -> int:
+        """Steps since anything happened but waiting."""
+        return self.steps - self._idle_since
 
     def record(self, warp: Warp, number: int, lanes: Sequence[int]) -> None:
         """A step for the digest: which lanes carry which event out."""
@@ -350,10 +351,9 @@ class Machine:
 
         Not while a store is on its way: nobody's deadline comes before what he waits for, only because that is late.
         """
-        idle = self.steps - self._idle_since
-        if idle < self.patience or self.memory.catch_up():
+        if self.waited < self.patience or self.memory.catch_up():
             return
-        faster = self.tick_ns << min(idle // self.patience, 40)
+        faster = self.tick_ns << min(self.waited // self.patience, 40)
         self.now_ns += min(faster, LONGEST_TICK_NS)
 
     def _nobody(self) -> None:

@@ -27,7 +27,7 @@ class Sequential:
     Kernels that were translated to stop only at ordered accesses carry plain ones out themselves, unseen.
     """
 
-    every_access = False
+    every_access = behind = False
 
     def __init__(self) -> None:
         self.regions = Regions()

@@ -209,7 +209,8 @@ def test_the_host_writes_half_of_what_a_kernel_reads_the_other_half_of() -> None
 def test_who_overwrites_what_a_nic_reads_must_have_heard_of_it(look: str, told: bool) -> None:
     """A kernel stores a word, and the next one stores it again once the host says that it was read."""
     first = "st.global.b64 [%rd1], 1;\n"
-    again = f"$L1:\n{look}.global.b64 %rd3, [%rd1+64];\nsetp.eq.u64 %p1, %rd3, 0;\n@%p1 bra $L1;\nst.global.b64 [%rd1], 2;\n"
+    wait = f"$L1:\n{look}.global.b64 %rd3, [%rd1+64];\nsetp.eq.u64 %p1, %rd3, 0;\n@%p1 bra $L1;\n"
+    again = wait + "st.global.b64 [%rd1], 2;\n"
     raced = 0
     for seed in range(10):
         words = memory(32)
@@ -231,7 +232,7 @@ def test_who_overwrites_what_a_nic_reads_must_have_heard_of_it(look: str, told: 
 
 
 def test_no_deadline_comes_before_a_store_that_is_late() -> None:
-    """A kernel stores and waits for the host, which answers what it sees; its stores come late, and time goes faster."""
+    """A kernel stores and waits for the host, which answers what it sees, while time goes faster."""
     for seed in range(10):
         words = memory(32)
         machine = Machine(seed, Weak(lag=1e-9), patience=50)

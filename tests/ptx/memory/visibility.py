@@ -71,6 +71,11 @@ class HostSide:
         else:
             self._show(cell, message.order)
 
+    @property
+    def behind(self) -> bool:
+        """Whether some store is late."""
+        return any(self._late.values())
+
     def show_some(self) -> bool:
         """One cell, drawn at random, becomes what it was at some time since the host saw it last, or is now. False
         where nothing was left to show."""

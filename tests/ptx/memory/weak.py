@@ -112,6 +112,11 @@ class Weak(Knowledge):
         """Nothing happens but waiting: one late store becomes visible. False where none is late."""
         return self.host.show_some()
 
+    @property
+    def behind(self) -> bool:
+        """Whether the host does not see some store yet."""
+        return self.host.behind
+
     def host_stepped(self) -> None:
         """A host thread or a proxy has had its turn."""
         self.host.look()
