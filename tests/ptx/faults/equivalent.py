@@ -48,6 +48,10 @@ _FAILING = (*_WAITING, "count_rows")
 _COUNT_OF_A_HEADER = (
     "the flag of that message was acquired before, and its header stays until this rank says that it has read it"
 )
+_COUNT_OF_A_NOTICE = (
+    "the flag of a notice that was acquired covers its words; those of a later one a mapped peer stores weakly, so "
+    "that an acquire of them orders nothing, and a proxied peer is reached by commands that depend on the count"
+)
 EQUIVALENT = (
     Equivalent(
         ("sum_rows", "unpack_rows"),
@@ -122,17 +126,14 @@ EQUIVALENT = (
         "what is put into a slot depends on the tail that was read, and the proxy's tail on the slot: out of thin air "
         "comes no value; both sides' accesses of a slot are strong, so there is no race",
     ),
-    Equivalent(
-        ("dispatch_arrival", "combine_arrival"),
-        ("acquire", "scope of an acquire"),
-        ("claim = acquire_each(",),
-        _COUNT_OF_A_HEADER,
-    ),
-    Equivalent(
-        ("dispatch_arrival", "combine_arrival"),
-        ("acquire", "scope of an acquire"),
-        ("claim_combine = acquire_each(",),
-        _COUNT_OF_A_HEADER,
+    *(
+        Equivalent(kernels, kinds, (claim, *where), why)
+        for claim in ("claim = acquire_each(", "claim_combine = acquire_each(")
+        for kernels, kinds, where, why in (
+            (("dispatch_arrival", "combine_arrival"), ("acquire", "scope of an acquire"), (), _COUNT_OF_A_HEADER),
+            (_SENDING, ("acquire", "scope of an acquire"), ("peers, here, header",), _COUNT_OF_A_HEADER),
+            (_SENDING, ("acquire",), ("take_acks(", "_read_acks("), _COUNT_OF_A_NOTICE),
+        )
     ),
 )
 

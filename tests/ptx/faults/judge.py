@@ -16,6 +16,8 @@ from uccl_ep_serving.errors import UcclEpError
 
 #: All that is played, by name: what is right, and what must fail as it is promised.
 PLAYS: dict[str, Play] = {**{str(scene): scene.play for scene in SCENES}, **FAILURES}
+#: Of failures that come to the same lines, so many are played: what every wait does is no matter of which.
+_FAILURES = 6
 #: How a fault ends.
 NOTICED, EQUIVALENT = "noticed", "equivalent"
 UNREACHED, UNNOTICED = "NOT REACHED", "UNNOTICED"
@@ -70,8 +72,10 @@ def looks() -> list[tuple[str, frozenset[tuple[str, int]]]]:
 
 
 def plays_of(fault: Fault) -> list[str]:
-    """Those that come to what is wrong."""
-    return [name for name, reached in looks() if any((fault.kernel, line) in reached for line in fault.lines)]
+    """Those that come to what is wrong, the cheapest first; of failures some."""
+    found = [name for name, reached in looks() if any((fault.kernel, line) in reached for line in fault.lines)]
+    failures = [name for name in found if name in FAILURES]
+    return [name for name in found if name not in failures[_FAILURES:]]
 
 
 def raised(run: Callable[[], object]) -> str:
