@@ -86,9 +86,7 @@ def test_kernels_as_they_are_pass_ten_times_as_many_seeds(scene: Scene) -> None:
         scene.play(compiled("weak"), "weak", seed)
 
 
-@pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])
 @pytest.mark.parametrize("scene", [FULL_RING, FULL_OF_NOTICES], ids=str)
-def test_kernels_wait_for_room(scene: Scene, memory: str) -> None:
+def test_kernels_wait_for_room(scene: Scene) -> None:
     """No lane reads where a ring ends while another one stores it, and a notice needs no more than its own slot."""
-    for seed in range(WITHIN if memory == "weak" else 1):
-        scene.play(compiled(memory), memory, seed)
+    scene.play(compiled("sequential"), "sequential", 0)
