@@ -107,6 +107,21 @@ EQUIVALENT = (
         ("settle(BACKEND)", "wait_messages("),
         "each lane reads the message that it has acquired itself, and kernels that follow read the rest",
     ),
+    *(
+        Equivalent(
+            _SENDING,
+            ("barrier",),
+            ("settle(BACKEND)", caller),
+            "each lane reads what it has acquired or stored itself, and tells of what it has stored itself",
+        )
+        for caller in ("_send_notices(", "_listen(", "_read_acks(", "_wait_acks(")
+    ),
+    Equivalent(
+        ("route",),
+        ("release", "scope of a release"),
+        ("report_address(context) + ERROR_IDS",),
+        "the word says all, and the host sees every store of a kernel that has ended",
+    ),
     Equivalent(
         ("prepare_combine",),
         ("barrier",),

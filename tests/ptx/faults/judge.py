@@ -76,10 +76,10 @@ def plays_of(fault: Fault) -> Iterator[str]:
     """Those that come to what is wrong; of failures some."""
     failures = 0
     for name in PLAYS:
-        if failures < _FAILURES or name in _SCENES:
-            if any((fault.kernel, line) in reached(name) for line in fault.lines):
-                failures += name in FAILURES
-                yield name
+        wanted = failures < _FAILURES or name in _SCENES
+        if wanted and any((fault.kernel, line) in reached(name) for line in fault.lines):
+            failures += name in FAILURES
+            yield name
 
 
 def raised(run: Callable[[], object]) -> str:
