@@ -31,7 +31,7 @@ HELD: dict[str, tuple[str, ...]] = {
     "route": _ALL,
     "pack_dispatch": _BARRIERS + _ATOMICS + _RELEASES,
     "dispatch_arrival": _ALL,
-    "count_rows": _BARRIERS + _ATOMICS + _RELEASES,
+    "count_rows": _ALL,
     "unpack_rows": _BARRIERS + _ATOMICS,
     "prepare_combine": _ALL,
     "pack_combine": _BARRIERS + _ATOMICS + _RELEASES,
