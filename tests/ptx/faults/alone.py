@@ -132,15 +132,19 @@ def hide(group: ModelGroup, addresses: Sequence[int], most: int) -> None:
     service, real, turns = group.services[0], dict[int, int](), itertools.count()
     step = service.step
 
+    def cover() -> None:
+        for address in addresses:
+            real[address] = peek(address)
+            poke(address, min(real[address], most - next(turns) % 2))
+
     def hiding(proxy: int) -> int:
         for address, value in real.items():
             poke(address, value)
         done = step(proxy)
-        for address in addresses:
-            real[address] = peek(address)
-            poke(address, min(real[address], most - next(turns) % 2))
+        cover()
         return done
 
+    cover()
     service.step = hiding  # type: ignore[method-assign]
 
 

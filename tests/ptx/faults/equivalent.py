@@ -72,6 +72,12 @@ EQUIVALENT = (
         "who finds the verdict set reads nothing that was written before it, and kernels that follow wait for all",
     ),
     Equivalent(
+        _FAILING,
+        ("barrier",),
+        ("tl.atomic_xchg(int64s(verdict_address(",),
+        "Triton puts it for the order of the atomic, which nobody needs; one warp exchanges the result by shuffles",
+    ),
+    Equivalent(
         ("dispatch_arrival", "prepare_combine", "combine_arrival"),
         ("scope of an atomic",),
         ("tl.atomic_xchg(int64s(verdict_address(",),

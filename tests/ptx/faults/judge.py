@@ -59,8 +59,8 @@ def texts() -> Mapping[str, str]:
 
 
 def faults(kernel: str = "", kind: str = "") -> Iterator[Fault]:
-    """All ways to make kernels wrong; of one kernel, or one kind."""
-    for text in texts().values():
+    """All ways to make kernels wrong, short kernels first; of one kernel, or one kind."""
+    for text in sorted(texts().values(), key=len):
         for fault in faults_of(text):
             if kernel in ("", fault.short) and kind in ("", fault.kind):
                 yield fault

@@ -122,6 +122,8 @@ class Lie:
             def ended(error: UcclEpError) -> None:
                 assert isinstance(error, ProtocolError), error
                 assert error.peer == 1, error
+                # all words of it, and not some
+                assert "got 0x0" not in str(error), error
 
             run(group, self.programs, first, ended)
         return machine
