@@ -40,7 +40,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, landing_window, own_rank, rank_count, stream_of
+from .context import has_failed, has_failed_now, landing_window, own_rank, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read
 from .ll_message import DISPATCH_TAG, WEIGHTED, send_messages
@@ -257,7 +257,7 @@ def count_rows(
         recv_count: int32[L], zero at first; layout_range: int64[L, R]; stats: int32[L] to which counts are added, or 0.
         BLOCK: tokens read together. EXPERTS: experts laid out together, a power of two.
     """
-    if has_failed(context) == 0:
+    if has_failed_now(context, BACKEND) == 0:
         expert, source = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         ranks, me, number = rank_count(context), own_rank(context), peek(route)
         local, most = peek(route + P_EXPERTS) // ranks, peek(route + P_TOKENS)

@@ -39,7 +39,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, is_live, own_rank, peer_window, rank_count, window_address
+from .context import has_failed_now, is_live, own_rank, peer_window, rank_count, window_address
 from .kernel import kernel
 from .ll_counts import ack_dispatches, wait_spaces
 from .wait import report_id
@@ -254,7 +254,7 @@ def route(
     """
     tokens = tokens.to(tl.int64)
     program = tl.program_id(0).to(tl.int64)
-    if has_failed(context) == 0:
+    if has_failed_now(context, BACKEND) == 0:
         if program == 0:
             start = clock_ns(BACKEND)
             word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
