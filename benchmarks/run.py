@@ -39,8 +39,7 @@ from benchmarks import (
 )
 from benchmarks.cards import load_cards, load_targets, missed_reasons, target_rows
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.launch import RankFailed
-from uccl_ep_serving.bench.peers import mpi_missing
+from uccl_ep_serving.bench.launch import RankFailed, mpi_missing
 from uccl_ep_serving.bench.report import markdown, markdown_table, plot
 from uccl_ep_serving.cli.bench import run_standalone
 from uccl_ep_serving.errors import UcclEpError

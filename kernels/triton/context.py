@@ -164,3 +164,9 @@ def sticky_code_once(context: tl.tensor) -> tl.tensor:
 def has_failed(context: tl.tensor) -> tl.tensor:
     """True when an earlier kernel has failed: nothing is valid any more, and nothing may be written."""
     return peek(verdict_address(context)) != 0
+
+
+@triton.jit
+def has_failed_now(context: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """The same where another program of this kernel may fail meanwhile. For kernels of one warp."""
+    return acquire(verdict_address(context), BACKEND) != 0

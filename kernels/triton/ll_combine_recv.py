@@ -25,7 +25,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, is_live, landing_window, rank_count, stream_of
+from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read, one_lane
 from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
@@ -54,7 +54,7 @@ def _hear(
     """What one of the first programs does for its rank, whose rows must be those that this one was promised."""
     start = clock_ns(BACKEND)
     stream = stream_of(_COMBINE, number)
-    good = uniform(has_failed(context).to(tl.int32), BACKEND) == 0
+    good = has_failed_now(context, BACKEND) == 0
     live = is_live(context, peer)
     if good & live:
         peers, mine = one_lane(peer, LANES)
@@ -151,7 +151,7 @@ def combine_recv(
             BACKEND,
         )
     if arrives_last(state + S_ARRIVALS, tl.num_programs(0).to(tl.int64), BACKEND):
-        if uniform(has_failed(context).to(tl.int32), BACKEND) == 0:
+        if has_failed_now(context, BACKEND) == 0:
             mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
 
 

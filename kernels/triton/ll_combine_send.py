@@ -32,7 +32,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, is_live, rank_count, stream_of
+from .context import has_failed_now, is_live, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_combines_free, wait_space
 from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
@@ -68,7 +68,7 @@ def _serve(
     poke(state_table(context, state, T_COMBINE_BASE + parity, source), base)
     # the place is read again while waiting
     settle(BACKEND)
-    good = uniform(has_failed(context).to(tl.int32), BACKEND) == 0
+    good = has_failed_now(context, BACKEND) == 0
     live = is_live(context, source)
     if good & live:
         free, good = tell_combines_free(context, state, source, start, LANES, BACKEND)

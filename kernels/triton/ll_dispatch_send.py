@@ -42,7 +42,7 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import has_failed, is_live, own_rank, rank_count, stream_of
+from .context import has_failed_now, is_live, own_rank, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
@@ -153,7 +153,7 @@ def _serve(
     rows, pairs, rows_below, pairs_below, wrong = _count_rows(
         context, topk_idx, tokens, experts, peer, TOPK, SLOTS, BLOCK
     )
-    good = uniform(has_failed(context).to(tl.int32), BACKEND) == 0
+    good = has_failed_now(context, BACKEND) == 0
     if peer == 0:
         _begin_route(context, state, plan, route, number, local, wrong, experts, LANES, BACKEND)
     # the experts' output may have another dtype than the tokens: space for the widest that was planned

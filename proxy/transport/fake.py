@@ -12,10 +12,11 @@ may repeat its immediate: so a sender that reuses a send slot too early corrupts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import BootstrapError, ConfigError
 from ..state import aligned_zeros
@@ -148,6 +149,28 @@ class FakeFabric:
     def attach(self, rank: int, proxy: int, context: int) -> None:
         """Called by :meth:`FakeEndpoint.connect`: peers can reach (rank, proxy) from now on."""
         self._table[rank * self.proxies + proxy] = context
+
+    def _flying(self) -> NDArray[np.int64]:
+        """[writes, words] of all that were ever under way, those that are over included."""
+        flights = self._flights.view(np.int64).reshape(-1, data.FLIGHT_BYTES // 8)
+        return flights[: int(self._memory.view(np.int64)[data.FABRIC_TOP // 8])]
+
+    def sources(self) -> set[tuple[int, int, int]]:
+        """(number, address, bytes) of every write under way: until its sender sees SENT that memory may be read."""
+        flights = self._flying()
+        over = flights[:, data.FLIGHT_STAGE // 8] & (data.OVER | data.LOST) != 0
+        numbers = np.flatnonzero((flights[:, data.FLIGHT_HOLDERS // 8] > 0) & ~over)
+        return {
+            (int(number), int(flights[number, data.FLIGHT_LOCAL // 8]), int(flights[number, data.FLIGHT_NBYTES // 8]))
+            for number in numbers
+        }
+
+    def hold(self, wanted: Callable[[int], bool], back: bool) -> None:
+        """Keep SENT ``back`` of writes that have arrived and whose bytes are ``wanted``, or let it come."""
+        for flight in self._flying():
+            stage = int(flight[data.FLIGHT_STAGE // 8])
+            if stage & data.SEEN and not stage & data.OVER and wanted(int(flight[data.FLIGHT_NBYTES // 8])):
+                flight[data.FLIGHT_STAGE // 8] = stage & ~data.LANDED if back else stage | data.LANDED
 
     def kill(self, rank: int) -> None:
         """``rank`` vanishes as by SIGKILL: it does nothing any more, and its peers see DOWN."""

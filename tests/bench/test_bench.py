@@ -19,9 +19,17 @@ from benchmarks.cards import Target, load_cards, load_targets, missed_reasons, t
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench import report as bench_report
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.launch import RankFailed, free_port, launched_by, local_place, prepare_rank, run_ranks
+from uccl_ep_serving.bench.launch import (
+    RankFailed,
+    free_port,
+    launched_by,
+    local_place,
+    mpi_launcher,
+    prepare_rank,
+    run_ranks,
+)
 from uccl_ep_serving.bench.machine import describe
-from uccl_ep_serving.bench.peers import mpi_launcher, why_not
+from uccl_ep_serving.bench.peers import why_not
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData, compare
 from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.statistics import all_ratios, ratios, summary

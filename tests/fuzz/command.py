@@ -16,6 +16,7 @@ from tests.fuzz.parent import blocks
 from tests.fuzz.subject import Wrong
 from tests.fuzz.subjects import SUBJECTS
 from tests.soak.soak_samples import Sample, not_flat
+from tests.support.kept import same_commit, write
 from uccl_ep_serving.bench.machine import describe
 
 __all__ = ["Results", "app", "wrongs"]
@@ -48,9 +49,7 @@ class Results:
     def cases(self, name: str) -> int:
         """How many of a subject have been run at this commit: those from 0 on."""
         one, commit = self.subjects.get(name), self._machine["commit"]
-        # "+" stands for sources that differ from the commit
-        known = one is not None and one["commit"] == commit and bool(commit) and not commit.endswith("+")
-        return int(one["cases"]) if known and one is not None else 0
+        return int(one["cases"]) if one is not None and same_commit(one["commit"], commit) else 0
 
     def begin(self, name: str) -> None:
         """A process begins: what it holds is a list of its own."""
@@ -70,11 +69,7 @@ class Results:
             before = one["rows"].get(kind, [0] * len(row))
             one["rows"][kind] = [a + b for a, b in zip(before, row, strict=True)]
         one["held"][-1].append(block["held"])
-        machine = {**self._machine, "load_after": describe()["load"]}
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in self.subjects.items())
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(f'{{"machine": {json.dumps(machine)},\n"subjects": {{\n{rows}\n}}}}\n')
-        partial.replace(self._file)
+        write(self._file, self._machine, "subjects", self.subjects)
 
 
 def wrongs(held: list[list[int]]) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.support.interpreter import interpret
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol import relay
@@ -17,7 +17,7 @@ from uccl_ep_serving.protocol.streams import NORMAL_DISPATCH, NORMAL_GRANT, NORM
 
 
 def _modules() -> tuple[Any, Any]:
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from tests.kernels import node_stand, node_step_kernels
 
     return node_stand, node_step_kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.support import bodies
+from tests.support.interpreter import interpret
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
 HIDDEN, TOPK = 64, 3
@@ -45,7 +45,7 @@ def gradients(exchange: StoreExchange, overrides: dict[str, Any], crossed: bool)
     """
     training, rank, ranks = example(), exchange.rank, exchange.size
     if overrides.get("device") == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"
+        interpret()
     buffer = bodies.opened(exchange, {"timeout": 120.0, "connect_timeout": 120.0, **overrides})
     local = 2
     count = local * ranks

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
 import time
 import weakref
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.support import bodies, ll_cases
+from tests.support.interpreter import interpret
 from tests.support.ll_replay import Layer, RecordingOrder
 from uccl_ep_serving.buffer import Backend, Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
@@ -45,7 +45,7 @@ def serve_interpreted(buffer: Buffer, order: Any = None) -> Any:
 
 def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
     """A Buffer whose kernels are Triton's, interpreted."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     return bodies.opened(exchange, {"device": "interpreter", "timeout": 60.0, "connect_timeout": 60.0, **overrides})
 
 
@@ -114,7 +114,7 @@ def in_two_windows(exchange: StoreExchange, overrides: dict[str, Any], cases: li
 
 def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: int, cases: list[ll_cases.Case]) -> int:
     """The same with at most so many programs in a kernel that has one for several rows."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from uccl_ep_serving.kernels.triton import low_latency
 
     with pytest.MonkeyPatch.context() as patch:
@@ -124,7 +124,7 @@ def with_programs(exchange: StoreExchange, overrides: dict[str, Any], programs: 
 
 def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[ll_cases.Case]) -> int:
     """Odd ranks run Triton's kernels and even ones Numba's, over one wire and in windows that all have sized ahead."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     if exchange.rank % 2:
         serve_interpreted(buffer)
@@ -241,7 +241,7 @@ def two_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 
 def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times: int) -> int:
     """What a graph would hold, run once and then replayed without the host."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order = RecordingOrder()
     serve_interpreted(buffer, order)
@@ -258,7 +258,7 @@ def replays(exchange: StoreExchange, overrides: dict[str, Any], form: str, times
 
 def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case: ll_cases.Case) -> str:
     """Rank 1 opens no memory of other devices. What was raised; empty when windows in host memory served instead."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from uccl_ep_serving.gpu.memory import InterpretedMemory
 
     class Apart(InterpretedMemory):
@@ -286,7 +286,7 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
     """Rank 1 cannot pin its memory for the first operation. Rank ``late`` comes to it when the other has begun, or has
     failed; -1 = neither, since all do it together. What was raised; the second operation and all later ones are right.
     """
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from uccl_ep_serving.gpu.memory import InterpretedMemory
 
     buffer, rank, store = opened(exchange, overrides), exchange.rank, exchange._store
@@ -350,7 +350,7 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
 
 def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """What a graph cannot capture is refused before anything moves; what has run once is captured."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order: Any = RecordingOrder()
     serve_interpreted(buffer, order)
@@ -411,7 +411,7 @@ def combine_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 
 def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str) -> str:
     """A kernel of ``phase`` cannot be launched. What every call after it is told, until there are new windows."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from uccl_ep_serving.kernels.triton.launch import Launch
 
     buffer = opened(exchange, overrides)
@@ -445,7 +445,7 @@ def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str
 def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
     """A graph is replayed after other sizes were dispatched: it moves nothing and touches nothing, and a check between
     replays says that it must be captured again, until one is. Returns what was raised."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 60.0, **overrides})
     order = RecordingOrder()
     gpu = serve_interpreted(buffer, order)
@@ -478,7 +478,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
 
 def replay_beside_a_silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
     """Rank 1 does not replay: rank 0's kernels end at their deadline, and a check between replays names it."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     buffer = bodies.opened(exchange, {"device": "cpu", "timeout": 3.0, **overrides})
     order = RecordingOrder()
     serve_interpreted(buffer, order)

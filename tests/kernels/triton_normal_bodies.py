@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import random
 import time
 import weakref
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import bodies, ll_cases, normal_cases
 from tests.support.device_model import Device, begin_capture, install
+from tests.support.interpreter import interpret
 from tests.support.ll_replay import RecordingOrder
 from tests.support.normal_cases import Case, same_bits
 from uccl_ep_serving.buffer import Buffer, Config
@@ -36,7 +36,7 @@ from uccl_ep_serving.modes.normal_gpu import NormalGpu
 
 def opened(exchange: StoreExchange, overrides: dict[str, Any], device: str = "interpreter") -> Buffer:
     """A Buffer whose kernels are Triton's, interpreted, or the CPU's."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     return bodies.opened(exchange, {"device": device, "timeout": 120.0, "connect_timeout": 120.0, **overrides})
 
 

@@ -26,7 +26,7 @@ from uccl_ep_serving.preflight import facts, loopback, rank, ways
 from uccl_ep_serving.preflight.job import Finding, Job, Place
 from uccl_ep_serving.preflight.meeting import Meeting
 from uccl_ep_serving.preflight.names import Names
-from uccl_ep_serving.preflight.rank import Outcome
+from uccl_ep_serving.preflight.outcome import Outcome
 from uccl_ep_serving.preflight.turns import WIRE
 from uccl_ep_serving.proxy.service import proxy_groups
 from uccl_ep_serving.proxy.transport.verbs import codes

@@ -14,7 +14,7 @@ from uccl_ep_serving.preflight import node
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job
 from uccl_ep_serving.preflight.node import run_node
-from uccl_ep_serving.preflight.rank import Outcome
+from uccl_ep_serving.preflight.outcome import Outcome
 
 FACTS = Facts(0, "host-a", {}, {}, "10.0.0.1", "eth0", 1500)
 JOBS = [Job(2, 0, 1, local, "", 0, 60.0) for local in range(2)]

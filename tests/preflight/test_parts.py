@@ -18,7 +18,7 @@ from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun
 from uccl_ep_serving.preflight.meeting import meet
 from uccl_ep_serving.preflight.names import Names, gather_names, unreachable
-from uccl_ep_serving.preflight.rank import Outcome
+from uccl_ep_serving.preflight.outcome import Outcome
 from uccl_ep_serving.preflight.reach import Listener, try_peers
 from uccl_ep_serving.preflight.wire import WINDOW_BYTES, Wire, WrongBytes, rounds
 

@@ -94,6 +94,25 @@ def test_nothing_is_repeated_after_sent() -> None:
     assert not (group.windows[1][:64] == 99).any()
 
 
+def test_sent_is_held_back_of_some_and_says_until_when_a_source_is_read() -> None:
+    fabric, group = open_fabric(2, 4096, Adversary())
+    traffic = Traffic(group)
+    for number, nbytes in enumerate((64, 128)):
+        traffic.add(0, 1, source=nbytes, target=0, nbytes=nbytes)
+        assert traffic.try_post(number)
+    start = group.windows[0].ctypes.data
+    assert {(address - start, nbytes) for _, address, nbytes in fabric.sources()} == {(64, 64), (128, 128)}
+    arrived = 0
+    while arrived < 2:
+        arrived += sum(event.kind == ARRIVED for event in traffic.ports[1].poll())
+    fabric.hold(lambda nbytes: nbytes == 64, back=True)
+    assert sum(event.kind == SENT for _ in range(50) for event in traffic.ports[0].poll()) == 1
+    assert [nbytes for _, _, nbytes in fabric.sources()] == [64]
+    fabric.hold(lambda nbytes: nbytes == 64, back=False)
+    assert [event.kind for event in traffic.ports[0].poll()] == [SENT]
+    assert fabric.sources() == set()
+
+
 def test_a_dropped_write_is_told_and_a_lost_one_is_not() -> None:
     for adversary, expected in ((Adversary(drop=1.0), [DOWN]), (Adversary(lose=1.0), [SENT])):
         _, group = open_fabric(2, 4096, adversary)

@@ -8,6 +8,7 @@ around what is there, with a switch, so that one compiled copy serves all rules,
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -115,13 +116,19 @@ def held(source: str, rule: str) -> tuple[ast.stmt, ast.FunctionDef]:
     at = next(number for number, line in enumerate(lines) if line.strip() == f"# rule: {rule}")
     while lines[at].lstrip().startswith("#"):
         at += 1
-    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    statements = _statements(source)
     below = [node for node in statements if node.lineno == at + 1]
     assert below, f"no statement begins below '# rule: {rule}'"
     functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
     around = [node for node in functions if node.lineno <= at < (node.end_lineno or 0)]
     assert around, f"'# rule: {rule}' stands in no function"
     return below[0], max(around, key=lambda node: node.lineno)
+
+
+@functools.cache
+def _statements(source: str) -> list[ast.stmt]:
+    """All of ``source``, which holds many rules."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
 
 
 def _value(node: ast.stmt, part: int | None) -> ast.expr:
@@ -149,10 +156,16 @@ def _switch(path: Path, function: ast.FunctionDef, address: int, number: int) ->
 
 def _is_compiled(path: Path, function: ast.FunctionDef) -> bool:
     """Whether Numba compiles ``function``: by a decorator, or as one of an endpoint's C functions."""
-    calls = (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call))
-    given = [name for call in calls if ast.unparse(call.func).endswith("DataFunctions") for name in call.args]
     marks = [ast.unparse(mark).rpartition(".")[2] for mark in function.decorator_list]
-    return "compiled" in marks or "inlined" in marks or function.name in map(ast.unparse, given)
+    return "compiled" in marks or "inlined" in marks or function.name in _of_endpoints((ROOT / path).read_text())
+
+
+@functools.cache
+def _of_endpoints(source: str) -> frozenset[str]:
+    """The functions of ``source`` that are given to an endpoint."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    given = [name for call in calls if ast.unparse(call.func).endswith("DataFunctions") for name in call.args]
+    return frozenset(map(ast.unparse, given))
 
 
 def mutated(ways: Mapping[str, Way], files: Mapping[str, Path], address: int) -> dict[Path, str]:

@@ -6,7 +6,6 @@ what needs streams and graphs.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import psutil
 import torch
 
 from tests.support import bodies, ll_cases, normal_cases
+from tests.support.interpreter import interpret
 from tests.support.ll_replay import Layer
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
@@ -82,7 +82,7 @@ def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
     if device_of(overrides).type == "cuda":
         torch.cuda.set_device(0)
     else:
-        os.environ["TRITON_INTERPRET"] = "1"
+        interpret()
     return bodies.opened(exchange, {"device": "cuda", "timeout": SECONDS, "connect_timeout": 120.0, **overrides})
 
 

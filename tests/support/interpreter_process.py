@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable
 from typing import Any
+
+from tests.support.interpreter import interpret
 
 __all__ = ["interpreted"]
 
 
 def _run(body: Callable[..., Any], arguments: tuple[Any, ...], results: Any) -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     try:
         results.send(body(*arguments))
     except BaseException as error:

@@ -177,9 +177,14 @@ class Link:
     consumed: int = 0
     _pending: list[Command] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._producer = self.world.producer(self.sender, self.stream)
+
     def produce(self) -> None:
         """Put as much into the ring as rules and room allow."""
-        producer = self.world.producer(self.sender, self.stream)
+        if not self._pending and (self.sent == len(self.sizes) or self.consumed <= self.sent - self.slots):
+            return
+        producer = self._producer
         while True:
             while self._pending and producer.room:
                 producer.put(self._pending.pop(0))
@@ -214,13 +219,14 @@ class Link:
             )
         self.sent += 1
 
-    def consume(self) -> None:
-        """Check every message that ``arrived`` covers, then free its slot."""
-        arrived = self.world.arrived(self.receiver, self.sender, self.stream)
+    def consume(self) -> bool:
+        """Check every message that ``arrived`` covers, then free its slot. False when there was none."""
+        before, arrived = self.consumed, self.world.arrived(self.receiver, self.sender, self.stream)
         assert arrived <= self.sent, f"{self}: arrived {arrived} of {self.sent} sent"
         while self.consumed < arrived:
             self.verify(self.consumed)
             self.consumed += 1
+        return self.consumed != before
 
     def verify(self, number: int) -> None:
         """Every byte of message ``number`` is in its receive slot."""
@@ -254,8 +260,7 @@ def attach(world: World, links: Sequence[Link]) -> Callable[[int], None]:
 
     def watch(rank: int) -> None:
         for link in by_receiver.get(rank, ()):
-            link.consume()
-            if world.fabric.alive(link.sender):
+            if link.consume() and world.fabric.alive(link.sender):
                 link.produce()
         if world.fabric.alive(rank):
             for link in by_sender.get(rank, ()):

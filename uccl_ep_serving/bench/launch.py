@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +15,17 @@ from collections.abc import Mapping, Sequence
 
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["RankFailed", "die_with_parent", "free_port", "launched_by", "local_place", "prepare_rank", "run_ranks"]
+__all__ = [
+    "RankFailed",
+    "die_with_parent",
+    "free_port",
+    "launched_by",
+    "local_place",
+    "mpi_launcher",
+    "mpi_missing",
+    "prepare_rank",
+    "run_ranks",
+]
 
 #: What mpirun tells the processes that it starts (rank, size): Open MPI, then MPICH and Intel MPI.
 _MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
@@ -38,6 +50,23 @@ def launched_by(environment: Mapping[str, str]) -> tuple[str, int, int]:
         if rank in environment and size in environment:
             return "mpirun", int(environment[rank]), int(environment[size])
     return "", 0, 0
+
+
+def mpi_launcher() -> str:
+    """Path of mpirun or mpiexec, "" when there is none.
+
+    One beside the interpreter goes first: mpi4py loads the MPI library of its own environment when there is one, and
+    the ranks of one library started by another's launcher would each find themselves alone.
+    """
+    places = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places) or ""
+
+
+def mpi_missing() -> str:
+    """What this machine lacks for MPI, "" when it has all."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    return "" if mpi_launcher() else "no mpirun or mpiexec on PATH"
 
 
 def free_port() -> int:

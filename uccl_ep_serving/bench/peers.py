@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from uccl_ep_serving.bench.any_order import AnyOrderLowLatency
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.launch import local_place
+from uccl_ep_serving.bench.launch import local_place, mpi_missing
 from uccl_ep_serving.bench.problem import FlatProblem, LowLatencyProblem, payload, sent_rows
 from uccl_ep_serving.bench.subjects import NormalSubject, Phases, Subject, finish, read
 
@@ -29,8 +27,6 @@ __all__ = [
     "CollectiveSubject",
     "gpus_missing",
     "mpi_all_to_all",
-    "mpi_launcher",
-    "mpi_missing",
     "open_deepep",
     "open_peer",
     "torch_all_to_all",
@@ -46,16 +42,6 @@ _MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SUM_BYTES = 1 << 20
 
 
-def mpi_launcher() -> str:
-    """Path of mpirun or mpiexec, "" when there is none.
-
-    One beside the interpreter goes first: mpi4py loads the MPI library of its own environment when there is one, and
-    the ranks of one library started by another's launcher would each find themselves alone.
-    """
-    places = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    return shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places) or ""
-
-
 def gpus_missing(card: Card) -> str:
     """What this host lacks for a GPU for each of its ranks, "" when it has them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -63,13 +49,6 @@ def gpus_missing(card: Card) -> str:
         return "no CUDA device"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", card.ranks))
     return f"{count} CUDA devices for {here} ranks on this host" if count < here else ""
-
-
-def mpi_missing() -> str:
-    """What this machine lacks for MPI, "" when it has all."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed"
-    return "" if mpi_launcher() else "no mpirun or mpiexec on PATH"
 
 
 def _why_not_mpi(card: Card) -> str:

@@ -17,7 +17,15 @@ import typer
 from rich.console import Console
 
 from uccl_ep_serving.bench.card import PATHS, Card
-from uccl_ep_serving.bench.launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
+from uccl_ep_serving.bench.launch import (
+    RankFailed,
+    die_with_parent,
+    launched_by,
+    mpi_launcher,
+    mpi_missing,
+    prepare_rank,
+    run_ranks,
+)
 from uccl_ep_serving.bench.report import plot, require_matplotlib, tables
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
@@ -76,8 +84,6 @@ def rank_main(job: str) -> int:
 
 def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout: float = 600.0) -> None:
     """Start the ranks of ``card`` on this host and wait for them. Raises RankFailed."""
-    from uccl_ep_serving.bench.peers import mpi_launcher, mpi_missing
-
     mpirun = mpi_launcher() if "mpi" in card.against and not mpi_missing() else ""
     job = {"card": card.as_dict(), "json": json_file, "plot": plot_file, "timeout": timeout, "parent": os.getpid()}
     run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], card.ranks, timeout, mpirun)

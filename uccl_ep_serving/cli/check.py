@@ -80,8 +80,7 @@ def _gpu_alone(only: str, seconds: float, as_json: bool) -> int:
 
 
 def _gpus() -> int:
-    import torch
-
+    from uccl_ep_serving.cli.doctor.gpus import for_cpus_only
     from uccl_ep_serving.config import Settings
     from uccl_ep_serving.errors import ConfigError
 
@@ -89,7 +88,11 @@ def _gpus() -> int:
         on_cpu = Settings.from_environment().device == "cpu"
     except ConfigError:
         on_cpu = False  # said by the ranks
-    return 0 if on_cpu else torch.cuda.device_count()
+    if on_cpu or for_cpus_only():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _alone(node: int) -> Iterator[Finding]:

@@ -19,7 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.launch import RankFailed, die_with_parent, launched_by, prepare_rank, run_ranks
+from uccl_ep_serving.bench.launch import (
+    RankFailed,
+    die_with_parent,
+    launched_by,
+    mpi_launcher,
+    mpi_missing,
+    prepare_rank,
+    run_ranks,
+)
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.names import BACKENDS
@@ -123,8 +131,6 @@ def rank_main(job: str) -> int:
 
 def run_standalone(plan: Plan, directory: Path, timeout: float = 600.0) -> None:
     """Make the missing starts of ``plan`` on this host, one after another. Raises RankFailed, ConfigError."""
-    from uccl_ep_serving.bench.peers import mpi_launcher, mpi_missing
-
     mpirun = mpi_launcher() if "mpi" in plan.backends and not mpi_missing() else ""
     with open_directory(directory, plan, describe()):
         for number in missing_starts(directory, plan):

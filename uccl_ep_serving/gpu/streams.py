@@ -60,6 +60,9 @@ class StreamOrder(Protocol):
             finish: make the current stream wait for it; else the caller waits for the event.
         """
 
+    def look(self) -> None:
+        """Raise the driver's error where a kernel has failed: RuntimeError. Waits for nothing."""
+
 
 class HostOrder:
     """In Triton's interpreter a kernel is over when its launch returns."""
@@ -79,6 +82,9 @@ class HostOrder:
     ) -> EventOverlap:
         launch()
         return EventOverlap()
+
+    def look(self) -> None:
+        pass
 
 
 class GpuOrder:
@@ -115,6 +121,10 @@ class GpuOrder:
     @property
     def stream(self) -> Any:
         return self._own
+
+    def look(self) -> None:
+        # whatever is asked of a context that a kernel has broken fails
+        self._own.query()
 
     @contextlib.contextmanager
     def operation(self, previous: EventOverlap | None, *, own_stream: bool) -> Iterator[None]:

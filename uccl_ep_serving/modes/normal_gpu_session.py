@@ -202,7 +202,7 @@ class NormalGpuSession:
 
         Raises:
             ConfigError: the ranks were given different operations; nothing was sent and the group goes on.
-            TransportError: the device has not run the opening in time.
+            TransportError: the device has failed, or has not run the opening in time.
             UcclEpError: what a kernel has reported.
         """
         runtime, device = self._runtime, self._gpu.memory.device
@@ -212,6 +212,7 @@ class NormalGpuSession:
             if now - watched > SLICE_NS * 1e-9:
                 watched = now
                 runtime.space.watch()
+                self._look(form.name)
             if now - begun > runtime.settings.timeout + _GRACE:
                 raise TransportError(
                     f"{form.name}: {device} has not run the opening within {now - begun:.0f} s. Likely cause: other "
@@ -228,6 +229,17 @@ class NormalGpuSession:
                 "of which no report has reached the host. Likely cause: that kernel was stopped, or the memory of its "
                 f"report was overwritten; the log of the device has its first error. {REBUILD_GROUP}"
             )
+
+    def _look(self, phase: str) -> None:
+        """Raise what the driver says of a kernel that failed: no report of it would reach the host."""
+        try:
+            self._gpu.order.look()
+        except RuntimeError as error:
+            raise TransportError(
+                f"{phase}: a kernel has failed on {self._gpu.memory.device}: {error}. Likely cause: an address that is "
+                "not mapped, in this kernel or in one that ran before on this device. Next step: find the first that "
+                "failed (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1)"
+            ) from error
 
     def end(self, form: RowFormat, tokens: int, remote_rows: int, started: int, reads_back: bool) -> None:
         """Count an operation that is launched, and raise what its opening has told where the host has waited for it; in

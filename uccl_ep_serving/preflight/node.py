@@ -16,7 +16,7 @@ import msgspec
 
 from ..check import faults
 from .job import Finding, Job
-from .rank import Outcome
+from .outcome import Outcome
 
 __all__ = ["run_node"]
 

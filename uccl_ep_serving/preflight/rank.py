@@ -18,32 +18,14 @@ from .links import links_of
 from .loopback import try_nic
 from .meeting import Meeting, meet
 from .modes import MODES, try_mode
+from .outcome import Outcome
 from .reach import Listener, try_peers
 from .ways import JOB, try_way, ways_of
 
-__all__ = ["Outcome", "examine", "run"]
+__all__ = ["examine", "run"]
 
 Say = Callable[[str], None]
 _T = TypeVar("_T")
-
-
-class Outcome(msgspec.Struct):
-    """What all ranks have found.
-
-    Attributes:
-        findings: each once, in the order of parts and ranks.
-        known: facts of each rank; empty where the ranks did not meet.
-        routes: how each rank reaches each of the others as a job would; empty where they did not come so far.
-    """
-
-    findings: list[Finding]
-    known: list[Facts] = []
-    routes: list[dict[int, str]] = []
-
-    @property
-    def passed(self) -> bool:
-        """Nothing stands in the way."""
-        return not any(one.fault for one in self.findings)
 
 
 def run(job: Job, say: Say) -> Outcome:

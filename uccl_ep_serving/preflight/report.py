@@ -14,8 +14,7 @@ from rich.table import Table
 from ..bench.launch import free_port
 from .job import Finding, Job, of_torchrun
 from .node import run_node
-from .rank import Outcome
-from .rank import run as run_rank
+from .outcome import Outcome
 
 __all__ = ["run"]
 
@@ -51,6 +50,9 @@ def run(
         say("this node")
         job = msgspec.structs.replace(job, doctor=tuple(doctor(job.node)))
     if torchrun:
+        # imports torch, which who only starts ranks does not need
+        from .rank import run as run_rank
+
         outcome = run_rank(job, say)
     else:
         if job.nodes == 1:

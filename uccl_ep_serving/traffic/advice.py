@@ -18,12 +18,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..native.cache import places, trusted, usable
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Shape", "Verdict", "advise", "device_name", "find", "store", "transport_name"]
 
@@ -97,6 +98,8 @@ class Verdict:
 def device_name(device: torch.device) -> str:
     """The kind of device of tensors: the name of a GPU, or of the processor with the number of its cores."""
     if device.type == "cuda":
+        import torch
+
         return str(torch.cuda.get_device_name(device))
     return _cpu()
 

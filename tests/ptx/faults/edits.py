@@ -7,6 +7,7 @@ in functions that it inlines.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,12 +43,14 @@ class Fault:
         kind: of :data:`KINDS`.
         source: the line of the kernel's source, and of its callers.
         lines: of the text, from 1.
+        digest: of the text: other sizes make other ones, which stay as they are.
     """
 
     kernel: str
     kind: str
     source: str
     lines: tuple[int, ...]
+    digest: int
     #: each of its barriers stands beside another one that stays, with no access to memory in between
     doubled: bool = False
 
@@ -72,7 +75,7 @@ class Fault:
 
     def _changing(self, change: object) -> Edit:
         def edit(name: str, text: str) -> str:
-            if name != self.kernel:
+            if name != self.kernel or zlib.crc32(text.encode()) != self.digest:
                 return text
             lines = text.split("\n")
             for number in self.lines:
@@ -93,7 +96,7 @@ def faults_of(text: str) -> Iterator[Fault]:
                     found[kind, one.source].append(one.line)
     for (kind, source), lines in found.items():
         doubled = kind == "barrier" and all(is_doubled(program.code, line, lines) for line in lines)
-        yield Fault(program.name, kind, source, tuple(lines), doubled)
+        yield Fault(program.name, kind, source, tuple(lines), zlib.crc32(text.encode()), doubled)
 
 
 def is_doubled(code: Sequence[Instruction | Label], line: int, gone: Sequence[int]) -> bool:

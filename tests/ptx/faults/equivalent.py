@@ -43,10 +43,14 @@ def _fits(where: Sequence[str], texts: Sequence[str]) -> bool:
 
 
 _WAITING = ("route", "dispatch_arrival", "prepare_combine", "combine_arrival")
-#: No access to memory that follows is a load of what the other side has written.
-_STORES_ONLY = (
-    "it lets own stores come after the other side's reads, and no store comes before a load here that decides on it "
-    "(load buffering is not modelled)"
+_SENDING = ("route", "prepare_combine")
+_FAILING = (*_WAITING, "count_rows")
+_COUNT_OF_A_HEADER = (
+    "the flag of that message was acquired before, and its header stays until this rank says that it has read it"
+)
+_COUNT_OF_A_NOTICE = (
+    "the flag of a notice that was acquired covers its words; those of a later one a mapped peer stores weakly, so "
+    "that an acquire of them orders nothing, and a proxied peer is reached by commands that depend on the count"
 )
 EQUIVALENT = (
     Equivalent(
@@ -62,6 +66,42 @@ EQUIVALENT = (
         "the code alone ends the wait: nothing is read that was written before it",
     ),
     Equivalent(
+        _FAILING,
+        _ORDER_OF_AN_ATOMIC,
+        ("tl.atomic_xchg(int64s(verdict_address(",),
+        "who finds the verdict set reads nothing that was written before it, and kernels that follow wait for all",
+    ),
+    Equivalent(
+        _FAILING,
+        ("barrier",),
+        ("tl.atomic_xchg(int64s(verdict_address(",),
+        "Triton puts it for the order of the atomic, which nobody needs; one warp exchanges the result by shuffles",
+    ),
+    Equivalent(
+        ("dispatch_arrival", "prepare_combine", "combine_arrival"),
+        ("scope of an atomic",),
+        ("tl.atomic_xchg(int64s(verdict_address(",),
+        "the kernel is one program",
+    ),
+    Equivalent(
+        ("route", "count_rows"),
+        ("acquire", "scope of an acquire"),
+        ("acquire(verdict_address(",),
+        "the verdict alone counts, and is of programs of one GPU",
+    ),
+    Equivalent(
+        _WAITING,
+        ("acquire",),
+        ("late, stream = messages_",),
+        "the wait has failed: the count only says whom to name",
+    ),
+    Equivalent(
+        _SENDING,
+        ("acquire",),
+        ("last = acquire_each(",),
+        "the wait has failed: the count is only told",
+    ),
+    Equivalent(
         ("pack_combine", "sum_rows"),
         ("barrier",),
         ("parts = load_together(",),
@@ -72,6 +112,21 @@ EQUIVALENT = (
         ("barrier",),
         ("settle(BACKEND)", "wait_messages("),
         "each lane reads the message that it has acquired itself, and kernels that follow read the rest",
+    ),
+    *(
+        Equivalent(
+            _SENDING,
+            ("barrier",),
+            ("settle(BACKEND)", caller),
+            "each lane reads what it has acquired or stored itself, and tells of what it has stored itself",
+        )
+        for caller in ("_send_notices(", "_listen(", "_read_acks(", "_wait_acks(")
+    ),
+    Equivalent(
+        ("route",),
+        ("release", "scope of a release"),
+        ("report_address(context) + ERROR_IDS",),
+        "the word says all, and the host sees every store of a kernel that has ended",
     ),
     Equivalent(
         ("prepare_combine",),
@@ -86,52 +141,22 @@ EQUIVALENT = (
         "that the message is there frees space; what it holds is read by a later kernel, which acquires it itself",
     ),
     Equivalent(
-        ("route", "prepare_combine"),
-        ("acquire",),
-        ("messages_completed(",),
-        _STORES_ONLY,
-    ),
-    Equivalent(
-        ("route", "prepare_combine"),
-        ("acquire",),
-        ("done = acquire_each(address, BACKEND)", "_send_notices("),
-        _STORES_ONLY,
-    ),
-    Equivalent(
-        ("route", "prepare_combine"),
+        _SENDING,
         ("acquire",),
         ("acquire(ring + _TAIL, BACKEND)",),
-        _STORES_ONLY,
+        "what is put into a slot depends on the tail that was read, and the proxy's tail on the slot: out of thin air "
+        "comes no value; both sides' accesses of a slot are strong, so there is no race",
     ),
-    Equivalent(
-        _WAITING,
-        ("acquire", "scope of an acquire"),
-        ("claim = acquire_each(",),
-        "the flag of the message was acquired before; only a notice that lands on the one that is read needs it",
-    ),
-    Equivalent(
-        _WAITING,
-        ("acquire", "scope of an acquire"),
-        ("claim_combine = acquire_each(",),
-        "the flag of the message was acquired before; only a notice that lands on the one that is read needs it",
+    *(
+        Equivalent(kernels, kinds, (claim, *where), why)
+        for claim in ("claim = acquire_each(", "claim_combine = acquire_each(")
+        for kernels, kinds, where, why in (
+            (("dispatch_arrival", "combine_arrival"), ("acquire", "scope of an acquire"), (), _COUNT_OF_A_HEADER),
+            (_SENDING, ("acquire", "scope of an acquire"), ("peers, here, header",), _COUNT_OF_A_HEADER),
+            (_SENDING, ("acquire",), ("take_acks(", "_read_acks("), _COUNT_OF_A_NOTICE),
+        )
     ),
 )
-#: What no scene comes to, or where what it would change does not happen in one: by a part of a line of the source.
-BEYOND = {
-    "fail(": "only a failure comes to it",
-    "fail_at(": "only a failure comes to it",
-    "late, stream = messages_": "only a failure comes to it",
-    "report_id(": "only an id of no expert comes to it",
-    "sticky_code(": "only a failure stores the code",
-    "acquire(ring + _TAIL": "only a full ring comes to it",
-    "last = acquire_each(": "only a failure comes to it",
-    "now = acquire_each(": "only a peer that has not taken four notices comes to it",
-}
-
-
-def beyond(fault: Fault) -> str:
-    """Why no scene shows ``fault``; "" where one should."""
-    return next((why for part, why in BEYOND.items() if any(part in text for text in fault.texts)), "")
 
 
 def reason_for(fault: Fault) -> str:

@@ -14,8 +14,8 @@ from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.protocol.message import HEADER_BYTES
 from uccl_ep_serving.proxy.stats import proxy_counters
-from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Plays something on a machine with these kernels, this memory and this seed.
 Play = Callable[[Compiled, str, int], Machine]
@@ -24,9 +24,18 @@ WITHIN = 3
 CASE = Case(tokens=4, experts=4, topk=2, counts=(4, 3))
 #: Of a kernel's late stores the host gets to see so few that proxies look amid them: one in a fifth of its turns. Of
 #: every other seed those come first that were stored last: a command before what it is about.
-_SETTLED = 0.2
+SETTLED = 0.2
 #: Of the turns, at least so many are the proxies': else most are those of kernels that wait for them.
-_HOST_SHARE = 0.2
+HOST_SHARE = 0.2
+#: Steps of waiting after which the clock goes faster where writes are held back, and after which they complete.
+_PATIENCE, _HELD = 400, 1500
+#: Which writes are held back, by their bytes.
+HELD: dict[str, Callable[[int], bool]] = {
+    "messages": lambda nbytes: nbytes != HEADER_BYTES,
+    "notices": lambda nbytes: nbytes == HEADER_BYTES,
+}
+#: Nothing is repeated: that would be something else than waiting.
+_SLOW = replace(HOSTILE, duplicate=0.0, linger=0.9)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Scene:
         path: of :data:`trials.PATHS`.
         channels: that a message is striped over.
         ring_slots: of each ring.
-        adversary: of the wire.
+        held: of :data:`HELD`: those complete only when everybody has waited for long.
     """
 
     name: str
@@ -45,7 +54,7 @@ class Scene:
     programs: tuple[str, ...]
     channels: int = 1
     ring_slots: int = 1024
-    adversary: Adversary = HOSTILE
+    held: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}, {self.path}"
@@ -57,11 +66,17 @@ class Scene:
         """
         machine = trials.machine_of(memory, seed)
         if self.path == "proxied":
-            machine.host_share = max(machine.host_share, _HOST_SHARE)
+            machine.host_share = max(machine.host_share, HOST_SHARE)
         if isinstance(machine.memory, Weak):
-            machine.memory.host.settled, machine.memory.host.newest_first = _SETTLED, seed % 2 == 0
+            machine.memory.host.settled, machine.memory.host.newest_first = SETTLED, seed % 2 == 0
         settings = Settings(timeout=TIMEOUT, window="host", channels=self.channels, ring_slots=self.ring_slots)
-        with trials.group_of(machine, compiled, len(self.programs), self.path, settings, self.adversary) as group:
+        with trials.group_of(
+            machine, compiled, len(self.programs), self.path, settings, _SLOW if self.held else HOSTILE
+        ) as group:
+            if self.held:
+                machine.patience = _PATIENCE
+                wanted = HELD[self.held]
+                group.stepped = lambda: group.fabric.hold(wanted, machine.waited < _HELD or machine.memory.behind)
             machine.actor("who reads the proxies' counters", lambda: _no_ring_is_less_than_empty(group))
 
             def body(runtime: ModelRuntime) -> None:
@@ -88,20 +103,27 @@ _TOGETHER = (
     "D D d0 d1 D D d2 d3 C0 C1 c0 c1 C2 C3 c2 c3",
     "D D d1 d0 D D d3 d2 C0 C1 c1 c0 C2 C3 c3 c2",
 )
-#: Writes complete so late that kernels wait for it.
-_LINGERING = replace(HOSTILE, linger=0.95)
-#: The cheapest first.
-SCENES = (
-    Scene("a layer", "mapped", (_layers(1),) * 2),
-    Scene("a layer", "proxied", (_layers(1),) * 2, channels=2),
-    Scene("layers", "mapped", (_layers(3),) * 2),
-    Scene("layers", "proxied", (_layers(3),) * 2, channels=2, adversary=_LINGERING),
-    Scene("two in flight", "mapped", _TOGETHER),
-    Scene("two in flight", "proxied", _TOGETHER, channels=2, adversary=_LINGERING),
-)
+#: So many pairs of dispatches in flight that a fifth notice takes the slot of the first.
+_PAIRS = " ".join(f"D D d{2 * number} d{2 * number + 1}" for number in range(6))
+#: The same of combines.
+_RETURNS = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for number in range(6))
 #: Every command is put into a slot that had one before.
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
 #: Kernels wait for room in the ring of two channels.
 FULL_RING = Scene("a full ring", "proxied", (_layers(2),) * 2, channels=2, ring_slots=4)
 #: A notice takes the last slot, or waits for it.
 FULL_OF_NOTICES = Scene("notices in a full ring", "proxied", _TOGETHER, ring_slots=2)
+SCENES = (
+    Scene("a layer", "mapped", (_layers(1),) * 2),
+    Scene("a layer", "proxied", (_layers(1),) * 2, channels=2),
+    Scene("layers", "mapped", (_layers(3),) * 2),
+    Scene("layers", "proxied", (_layers(3),) * 2, channels=2),
+    Scene("two in flight", "mapped", _TOGETHER),
+    Scene("two in flight", "proxied", _TOGETHER, channels=2),
+    Scene("dispatches that end late", "proxied", ("D d0 D D d1 d2",) * 2, held="messages"),
+    Scene("combines that end late", "proxied", ("D d0 C0 C0 c0 c1",) * 2, held="messages"),
+    Scene("notices of dispatches that end late", "proxied", (_PAIRS,) * 2, held="notices"),
+    Scene("notices of combines that end late", "proxied", (_RETURNS,) * 2, held="notices"),
+    FULL_RING,
+    FULL_OF_NOTICES,
+)

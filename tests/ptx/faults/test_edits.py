@@ -1,4 +1,5 @@
-"""Each order, scope and barrier of low latency's PTX taken away in turn: noticed, or a sentence says why not."""
+"""Each order, scope and barrier of low latency's PTX taken away in turn, as ``make kernel-faults`` judges all of them:
+noticed, or a sentence says why not."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ pytestmark = [
 judge = pytest.importorskip("tests.ptx.faults.judge", reason="needs Triton")
 
 from tests.ptx.faults.edits import Fault, faults_of, is_doubled  # noqa: E402
-from tests.ptx.faults.equivalent import BEYOND, EQUIVALENT  # noqa: E402
+from tests.ptx.faults.equivalent import EQUIVALENT  # noqa: E402
 from tests.ptx.faults.scenes import FULL_OF_NOTICES, FULL_RING, SCENES, WITHIN, Scene  # noqa: E402
 from tests.ptx.machine.report import DataRace  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
@@ -30,7 +31,7 @@ HELD: dict[str, tuple[str, ...]] = {
     "route": _ALL,
     "pack_dispatch": _BARRIERS + _ATOMICS + _RELEASES,
     "dispatch_arrival": _ALL,
-    "count_rows": _BARRIERS + _ATOMICS + _RELEASES,
+    "count_rows": _ALL,
     "unpack_rows": _BARRIERS + _ATOMICS,
     "prepare_combine": _ALL,
     "pack_combine": _BARRIERS + _ATOMICS + _RELEASES,
@@ -73,17 +74,9 @@ def test_all_that_kernels_hold_is_tried() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("kernel", "kind"), [(kernel, kind) for kernel, kinds in HELD.items() for kind in kinds])
-def test_every_fault_is_noticed(kernel: str, kind: str) -> None:
-    verdicts = {str(fault): judge.judge(fault) for fault in judge.faults(kernel, kind)}
-    assert {name: one for name, one in verdicts.items() if one.end in judge.UNEXPLAINED} == {}
-
-
-@pytest.mark.model
 def test_every_reason_is_of_some_fault() -> None:
     faults: list[Fault] = list(judge.faults())
     assert [one for one in EQUIVALENT if not any(one.holds(fault) for fault in faults)] == []
-    assert [part for part in BEYOND if not any(part in line for one in faults for line in one.texts)] == []
 
 
 @pytest.mark.model
@@ -93,9 +86,7 @@ def test_kernels_as_they_are_pass_ten_times_as_many_seeds(scene: Scene) -> None:
         scene.play(compiled("weak"), "weak", seed)
 
 
-@pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])
 @pytest.mark.parametrize("scene", [FULL_RING, FULL_OF_NOTICES], ids=str)
-def test_kernels_wait_for_room(scene: Scene, memory: str) -> None:
+def test_kernels_wait_for_room(scene: Scene) -> None:
     """No lane reads where a ring ends while another one stores it, and a notice needs no more than its own slot."""
-    for seed in range(WITHIN if memory == "weak" else 1):
-        scene.play(compiled(memory), memory, seed)
+    scene.play(compiled("sequential"), "sequential", 0)

@@ -96,7 +96,6 @@ class Barriers:
             agents = [block.agents[thread] for thread in threads]
             whole = len(threads) == block.count
             block.machine.memory.barrier(agents, agents[0].block_key if whole else None, barrier.views)
-        block.machine.progress()
         block.resume(threads)
 
     def _check_aligned(self, barrier: Barrier) -> None:

@@ -105,6 +105,7 @@ class Warp:
 
     Attributes:
         waiting: lanes that wait for others, and at which event.
+        stored: the stores, atomics and fences that it has come to.
         place: its index among the machine's warps that can move, -1 while it cannot.
     """
 
@@ -116,6 +117,7 @@ class Warp:
         self.pending = block.pending[first : first + self.count]
         self.agents = block.agents[first : first + self.count]
         self.waiting: dict[int, Decoded] = {}
+        self.stored: set[Decoded] = set()
         self.place = -1
         #: where each lane that waits for lanes of this warp meets them
         self._masks: dict[int, int] = {}
@@ -220,7 +222,9 @@ class Warp:
         self.machine.memory.step = self.machine.steps
         if kind in ("load", "store", "atomic", "fence"):
             accesses.carry_out(self, decoded, lanes)
-            if kind != "load":
+            # a store that comes again and again is of a loop that waits
+            if kind != "load" and decoded not in self.stored:
+                self.stored.add(decoded)
                 self.machine.progress()
             self.go_on(lanes)
             return True

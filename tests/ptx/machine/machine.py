@@ -202,6 +202,11 @@ class Machine:
         """Something happened but waiting."""
         self._idle_since = self.steps
 
+    @property
+    def waited(self) -> int:
+        """Steps since anything happened but waiting."""
+        return self.steps - self._idle_since
+
     def record(self, warp: Warp, number: int, lanes: Sequence[int]) -> None:
         """A step for the digest: which lanes carry which event out."""
         block = warp.block
@@ -342,11 +347,13 @@ class Machine:
         self.memory.host_stepped()
 
     def _pass_time(self) -> None:
-        """A machine on which all wait doubles its ticks every ``patience`` steps, or goes to where a sleeper wakes."""
-        idle = self.steps - self._idle_since
-        if idle < self.patience:
+        """A machine on which all wait doubles its ticks every ``patience`` steps, or goes to where a sleeper wakes.
+
+        Not while a store is on its way: nobody's deadline comes before what he waits for, only because that is late.
+        """
+        if self.waited < self.patience or self.memory.catch_up():
             return
-        faster = self.tick_ns << min(idle // self.patience, 40)
+        faster = self.tick_ns << min(self.waited // self.patience, 40)
         self.now_ns += min(faster, LONGEST_TICK_NS)
 
     def _nobody(self) -> None:

@@ -148,13 +148,15 @@ def test_the_clock_is_the_machines() -> None:
     assert 0 < seen[1] < 1
 
 
-def test_a_deadline_in_a_kernel_comes() -> None:
-    """The kernel gives up after 100 s of a machine on which nothing else happens."""
-    body = """
+@pytest.mark.parametrize("again", ["", "st.global.b64 [%rd1+8], 1;\nbar.sync 0;\n"])
+def test_a_deadline_in_a_kernel_comes(again: str) -> None:
+    """The kernel gives up after 100 s of a machine on which nothing else happens; what it does in each round of its
+    loop is waiting too."""
+    body = f"""
 mov.u64 %rd3, %globaltimer;
 add.s64 %rd3, %rd3, 100000000000;
 $L0:
-mov.u64 %rd4, %globaltimer;
+{again}mov.u64 %rd4, %globaltimer;
 setp.lt.u64 %p1, %rd4, %rd3;
 @%p1 bra $L0;
 st.global.b64 [%rd1], 1;

@@ -92,3 +92,5 @@ def decode(event: MemoryEvent) -> Operation:
 INITIAL = Operation("the value at the start", "store", 8, Scope.SYS)
 #: x86 stores are strong, at system scope, and release what came before them
 HOST_STORE = Operation("a store of the host", "store", 8, Scope.SYS, release=True)
+#: what a NIC reads, in any order
+HOST_LOAD = Operation("a read of the host's or a NIC's", "load", 8, Scope.NONE)

@@ -27,7 +27,7 @@ class Sequential:
     Kernels that were translated to stop only at ordered accesses carry plain ones out themselves, unseen.
     """
 
-    every_access = False
+    every_access = behind = False
 
     def __init__(self) -> None:
         self.regions = Regions()
@@ -68,7 +68,12 @@ class Sequential:
 
     def host_waited(self, rank: int) -> None: ...
 
+    def catch_up(self) -> bool:
+        return False
+
     def host_stepped(self) -> None: ...
+
+    def host_read(self, address: int, nbytes: int) -> None: ...
 
     def new_block(self, launch: Any, block: str, count: int) -> list[Agent]:
         timer = Timer()

@@ -201,3 +201,51 @@ def test_the_host_writes_half_of_what_a_kernel_reads_the_other_half_of() -> None
     machine.host(0, host)
     machine.run()
     assert halves[1] > 1
+
+
+@pytest.mark.parametrize(
+    ("look", "told"), [("ld.acquire.sys", True), ("ld.relaxed.sys", False), ("ld.acquire.gpu", False)]
+)
+def test_who_overwrites_what_a_nic_reads_must_have_heard_of_it(look: str, told: bool) -> None:
+    """A kernel stores a word, and the next one stores it again once the host says that it was read."""
+    first = "st.global.b64 [%rd1], 1;\n"
+    wait = f"$L1:\n{look}.global.b64 %rd3, [%rd1+64];\nsetp.eq.u64 %p1, %rd3, 0;\n@%p1 bra $L1;\n"
+    again = wait + "st.global.b64 [%rd1], 2;\n"
+    raced = 0
+    for seed in range(10):
+        words = memory(32)
+        machine = Machine(seed, Weak(races="keep"), host_share=0.4)
+        machine.memory.register("words", words.ctypes.data, words.nbytes)
+
+        def body(machine: Machine = machine, words: np.ndarray = words) -> None:
+            machine.launch(0, kernel(first, 1), (1,), [words.ctypes.data, 0])
+            machine.launch_later(0, kernel(again, 1), (1,), [words.ctypes.data, 0])
+            machine.sleep(1e-6)
+            machine.memory.host_read(words.ctypes.data, 8)
+            words[8] = 1
+            machine.synchronise(0)
+
+        machine.host(0, body)
+        machine.run(limit_steps=20_000)
+        raced += any("a NIC's" in str(race) for race in machine.memory.races.found)
+    assert bool(raced) == (not told)
+
+
+def test_no_deadline_comes_before_a_store_that_is_late() -> None:
+    """A kernel stores and waits for the host, which answers what it sees, while time goes faster."""
+    for seed in range(10):
+        words = memory(32)
+        machine = Machine(seed, Weak(lag=1e-9), patience=50)
+        machine.memory.register("words", words.ctypes.data, words.nbytes)
+        wait = "$L1:\nld.acquire.sys.global.b64 %rd3, [%rd1+64];\nsetp.eq.u64 %p1, %rd3, 0;\n@%p1 bra $L1;\n"
+
+        def body(machine: Machine = machine, words: np.ndarray = words, wait: str = wait) -> bool:
+            machine.launch_later(0, kernel("st.global.b64 [%rd1], 1;\n" + wait, 1), (1,), [words.ctypes.data, 0])
+            seen = machine.wait_until(lambda: words[0] == 1, "the store", timeout_s=10.0)
+            words[8] = 1
+            machine.synchronise(0)
+            return seen
+
+        thread = machine.host(0, body)
+        machine.run(limit_steps=20_000)
+        assert thread.result

@@ -5,7 +5,8 @@ that ends a release pattern at system scope after everything that the release kn
 kernel has ended, or behind a ``fence.sc.sys``. The host reads real memory, so what is late is not there yet.
 
 The host's stores are found by comparing real memory with what the model knows of it, after each step of a host thread
-or proxy. Each is a release at system scope of all that the host knows of, as x86 has it.
+or proxy. Each is a release at system scope of all that the host knows of, as x86 has it. What it reads is told by the
+harness, where somebody may overwrite it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from tests.ptx.memory import clocks
 from tests.ptx.memory.clocks import Release, View, heard
-from tests.ptx.memory.histories import ALL_BYTES, Cell, HostMessage, Message
-from tests.ptx.memory.operation import HOST_STORE, Scope
+from tests.ptx.memory.histories import ALL_BYTES, Cell, HostMessage, Message, Reading
+from tests.ptx.memory.operation import HOST_LOAD, HOST_STORE, Scope
 from tests.ptx.memory.regions import Region
 
 if TYPE_CHECKING:
@@ -70,13 +71,21 @@ class HostSide:
         else:
             self._show(cell, message.order)
 
-    def show_some(self) -> None:
-        """One cell, drawn at random, becomes what it was at some time since the host saw it last, or is now."""
+    @property
+    def behind(self) -> bool:
+        """Whether some store is late."""
+        return any(self._late.values())
+
+    def show_some(self) -> bool:
+        """One cell, drawn at random, becomes what it was at some time since the host saw it last, or is now. False
+        where nothing was left to show."""
         late = [cell for cells in self._late.values() for cell in cells]
-        if late:
-            cell = self.memory.random.choice(late)
-            orders = [one.order for one in cell.history if one.order > cell.shown]
-            self._show(cell, self.memory.random.choice(orders))
+        if not late:
+            return False
+        cell = self.memory.random.choice(late)
+        orders = [one.order for one in cell.history if one.order > cell.shown]
+        self._show(cell, self.memory.random.choice(orders))
+        return True
 
     def settle(self, rank: int) -> bool:
         """Shows some of what ``rank`` has stored. True where nothing was left to show."""
@@ -136,7 +145,19 @@ class HostSide:
             return []
         return [one for one in message.own + message.chain if one.scope == Scope.SYS]
 
-    # -- the host's stores
+    # -- the host's accesses
+
+    def read(self, address: int, nbytes: int) -> None:
+        """The host, or a NIC for it, reads: who overwrites that must have heard of it. By no order of its own, since a
+        NIC has none."""
+        memory = self.memory
+        # what the host has told before says nothing of it
+        self.agent.timer.time += 1
+        stamp = Reading(self.agent.timer.time, ALL_BYTES, HOST_LOAD, memory.step)
+        for key in range(address >> 3, address + nbytes + 7 >> 3):
+            cell = memory.cells.get(key)
+            if cell is not None:
+                cell.readers[self.agent.alone] = stamp, cell.region.words[cell.index]
 
     def look(self, everywhere: bool = False) -> None:
         """Takes in what the host has written, in watched regions or ``everywhere``."""

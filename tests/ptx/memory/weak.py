@@ -108,9 +108,22 @@ class Weak(Knowledge):
         """All threads have exited: shows the host some of what is late. True once nothing is."""
         return self.host.settle(launch.rank)
 
+    def catch_up(self) -> bool:
+        """Nothing happens but waiting: one late store becomes visible. False where none is late."""
+        return self.host.show_some()
+
+    @property
+    def behind(self) -> bool:
+        """Whether the host does not see some store yet."""
+        return self.host.behind
+
     def host_stepped(self) -> None:
         """A host thread or a proxy has had its turn."""
         self.host.look()
+
+    def host_read(self, address: int, nbytes: int) -> None:
+        """In this turn the host or a NIC has read ``nbytes`` from ``address``, or may have."""
+        self.host.read(address, nbytes)
 
     # -- accesses; a batch is one instruction of some lanes of a warp
 

@@ -1,6 +1,6 @@
 """Rows from every rank to every rank by what all kernels of normal mode share: rows are copied, told of, waited for.
 
-In one kernel of one warp, as ``normal_finish.finish`` does it, or in one for each part, as the other kernels do.
+In one launch of one warp, as ``normal_finish.finish`` does it, or in one for each part, as the other kernels do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from uccl_ep_serving.protocol.streams import NORMAL_DISPATCH, NORMAL_NOTIFY
 
 _ROWS_STREAM, _READ_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_NOTIFY)
 _CUDA, _LANES = tl.constexpr(1), tl.constexpr(32)
+#: What a kernel does.
+_PUT, _TELL, _TAKE, _TELL_READ, _WHOLE = (tl.constexpr(part) for part in range(5))
 #: Rows for a peer, and their words of 4 bytes: not as many as a program moves at a time.
 ROWS, WORDS = 7, 20
 _ROW = tl.constexpr(4 * WORDS)
@@ -120,7 +122,7 @@ def _tell(
 
 
 @triton.jit(do_not_specialize=["number"])
-def put_rows(
+def exchange(
     context: tl.int64,
     state: tl.int64,
     x: tl.int64,
@@ -130,86 +132,35 @@ def put_rows(
     landed: tl.int64,
     landed_step: tl.int64,
     number: tl.int64,
+    PART: tl.constexpr,
 ) -> None:
-    _put(context, x, sent, sent_step, landed, landed_step, tl.program_id(0), tl.num_programs(0))
-
-
-@triton.jit(do_not_specialize=["number"])
-def tell_rows(
-    context: tl.int64,
-    state: tl.int64,
-    x: tl.int64,
-    out: tl.int64,
-    sent: tl.int64,
-    sent_step: tl.int64,
-    landed: tl.int64,
-    landed_step: tl.int64,
-    number: tl.int64,
-) -> None:
-    _tell(context, state, _ROWS_STREAM, sent, sent_step, landed, landed_step, _BYTES, number.to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["number"])
-def take_rows(
-    context: tl.int64,
-    state: tl.int64,
-    x: tl.int64,
-    out: tl.int64,
-    sent: tl.int64,
-    sent_step: tl.int64,
-    landed: tl.int64,
-    landed_step: tl.int64,
-    number: tl.int64,
-) -> None:
-    _take(context, out, landed, landed_step, tl.program_id(0), tl.num_programs(0))
-
-
-@triton.jit(do_not_specialize=["number"])
-def tell_read(
-    context: tl.int64,
-    state: tl.int64,
-    x: tl.int64,
-    out: tl.int64,
-    sent: tl.int64,
-    sent_step: tl.int64,
-    landed: tl.int64,
-    landed_step: tl.int64,
-    number: tl.int64,
-) -> None:
-    _tell(context, state, _READ_STREAM, sent, sent_step, landed, landed_step, 0, number.to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["number"])
-def exchange_rows(
-    context: tl.int64,
-    state: tl.int64,
-    x: tl.int64,
-    out: tl.int64,
-    sent: tl.int64,
-    sent_step: tl.int64,
-    landed: tl.int64,
-    landed_step: tl.int64,
-    number: tl.int64,
-) -> None:
-    """All of it; one warp."""
+    """One part of exchange ``number``, or all of it; one warp but for rows, which any programs share."""
     number = number.to(tl.int64)
-    _put(context, x, sent, sent_step, landed, landed_step, 0, 1)
-    settle(_CUDA)
-    if _tell(context, state, _ROWS_STREAM, sent, sent_step, landed, landed_step, _BYTES, number):
-        _take(context, out, landed, landed_step, 0, 1)
-        settle(_CUDA)
+    if PART == _PUT:
+        _put(context, x, sent, sent_step, landed, landed_step, tl.program_id(0), tl.num_programs(0))
+    elif PART == _TELL:
+        _tell(context, state, _ROWS_STREAM, sent, sent_step, landed, landed_step, _BYTES, number)
+    elif PART == _TAKE:
+        _take(context, out, landed, landed_step, tl.program_id(0), tl.num_programs(0))
+    elif PART == _TELL_READ:
         _tell(context, state, _READ_STREAM, sent, sent_step, landed, landed_step, 0, number)
+    else:
+        _put(context, x, sent, sent_step, landed, landed_step, 0, 1)
+        settle(_CUDA)
+        if _tell(context, state, _ROWS_STREAM, sent, sent_step, landed, landed_step, _BYTES, number):
+            _take(context, out, landed, landed_step, 0, 1)
+            settle(_CUDA)
+            _tell(context, state, _READ_STREAM, sent, sent_step, landed, landed_step, 0, number)
+
+
+def _part(number: tl.constexpr, warps: int = 1) -> Variant:
+    return Variant(exchange, {"PART": number.value}, warps)
 
 
 #: By name: kernels with their programs.
 FORMS = {
-    "one kernel": ((Variant(exchange_rows, {}), 1),),
-    "a kernel each": (
-        (Variant(put_rows, {}, 2), 2),
-        (Variant(tell_rows, {}), 1),
-        (Variant(take_rows, {}, 2), 2),
-        (Variant(tell_read, {}), 1),
-    ),
+    "one kernel": ((_part(_WHOLE), 1),),
+    "a kernel each": ((_part(_PUT, 2), 2), (_part(_TELL), 1), (_part(_TAKE, 2), 2), (_part(_TELL_READ), 1)),
 }
 
 

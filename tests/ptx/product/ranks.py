@@ -113,6 +113,8 @@ class ModelGroup(FakeGroup):
         self._kept: list[object] = []
         #: What ranks have mapped stays mapped until the last of them has ended.
         self.contexts: list[GpuContext] = []
+        #: Called after each turn of a proxy.
+        self.stepped: Callable[[], object] = lambda: None
         settings = settings or Settings(timeout=TIMEOUT, window="host")
         plan = NormalPlan(ranks, 16, **_SMALL)
         super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
@@ -126,7 +128,12 @@ class ModelGroup(FakeGroup):
     def _step(self, rank: int, proxy: int) -> bool:
         if not self.services:
             return False
+        before = self.fabric.sources()
         done = self.services[rank].step(proxy)
+        self.stepped()
+        # of a write that has begun, or is over now: in between it may be read at any time
+        for _, address, nbytes in before ^ self.fabric.sources():
+            self.machine.memory.host_read(address, nbytes)
         # what the thread of a proxy does that ends by itself
         return self.spaces[rank].fail(FAILURE_PROXY_DIED, arrived=proxy) if done == DIED else done > 0
 
@@ -153,6 +160,12 @@ class ModelGroup(FakeGroup):
     def low_latency(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> LowLatencyGpu:
         """Low-latency mode of a rank; ``order``: of its kernels, where it is another one."""
         return LowLatencyGpu(runtime, self.gpu(runtime, order))  # type: ignore[arg-type]
+
+    @property
+    def calling(self) -> int:
+        """The rank whose host thread asks."""
+        rank: int = self._here.rank
+        return rank
 
     def launch(self, one: launch.Launch) -> None:
         """In place of ``Launch.run``: what Triton's launcher would hand to the driver runs on the machine."""

@@ -92,13 +92,16 @@ class Address:
 
 Operand = Register | Immediate | Symbol | Sink | Vector | Pair | Address
 
-_NAME = r"[A-Za-z_$%][\w$.]*"
-_INTEGER = r"[+-]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?"
+_NAME = re.compile(r"[A-Za-z_$%][\w$.]*")
+_INTEGER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?")
+_OCTAL = re.compile(r"([+-]?)0([0-7]+)")
+_FLOATING = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
+_ADDRESS = re.compile(rf"({_NAME.pattern})\s*(?:\+\s*({_INTEGER.pattern}))?")
 
 
 def _integer(text: str) -> int:
     digits = text.rstrip("U")
-    octal = re.fullmatch(r"([+-]?)0([0-7]+)", digits)
+    octal = _OCTAL.fullmatch(digits)
     return int(octal[1] + octal[2], 8) if octal else int(digits, 0)
 
 
@@ -112,6 +115,9 @@ def parse_operand(text: str, registers: Mapping[str, str]) -> Operand:
         PtxError: no known form.
     """
     text = text.strip()
+    # first of all what most of them are
+    if (name := registers.get(text)) is not None:
+        return Register(name)
     if text == "_":
         return Sink()
     if text.startswith("{") and text.endswith("}"):
@@ -123,20 +129,17 @@ def parse_operand(text: str, registers: Mapping[str, str]) -> Operand:
         return Pair(parse_operand(first, registers), parse_operand(second, registers))
     if text.startswith("!") and text[1:].strip() in registers:
         return Register(registers[text[1:].strip()], negated=True)
-    if re.fullmatch(_INTEGER, text):
+    if _INTEGER.fullmatch(text):
         return Immediate(_integer(text))
-    floating = re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text)
-    if floating:
+    if floating := _FLOATING.fullmatch(text):
         return Immediate(int(floating[1] or floating[2], 16), "f32" if floating[1] else "f64")
-    if text in registers:
-        return Register(registers[text])
-    if re.fullmatch(_NAME, text):
+    if _NAME.fullmatch(text):
         return Symbol(text)
     raise PtxError(f"operand {text!r}")
 
 
 def _address(text: str, registers: Mapping[str, str]) -> Address:
-    found = re.fullmatch(rf"({_NAME})\s*(?:\+\s*({_INTEGER}))?", text)
+    found = _ADDRESS.fullmatch(text)
     if not found:
         raise PtxError(f"address [{text}]")
     name, digits = found.groups()
@@ -146,6 +149,8 @@ def _address(text: str, registers: Mapping[str, str]) -> Address:
 
 def split_operands(text: str) -> list[str]:
     """At the commas outside of braces and brackets."""
+    if "{" not in text and "[" not in text:
+        return text.split(",") if text.strip() else []
     parts, depth, word = [], 0, ""
     for character in text:
         depth += (character in "[{") - (character in "]}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import ChainMap
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import PurePath
@@ -159,7 +158,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 
 @dataclass(slots=True)
 class _Scope:
-    """What is declared between two braces: names, each with the one that it has in the whole program."""
+    """What may be named between two braces, each with the name that it has in the whole program."""
 
     suffix: str
     registers: dict[str, str]
@@ -182,7 +181,7 @@ class _Body:
         self.program = program
         self.files = files
         self.scopes: list[_Scope] = []
-        self.registers: ChainMap[str, str] = ChainMap()
+        self.registers: dict[str, str] = {}
         self.opened = 0
         self.callers: dict[_Place, _Place | None] = {}
         self.source = ""
@@ -217,7 +216,7 @@ class _Body:
                     self._open(text, place)
                 else:
                     self.scopes.pop()
-                    self.registers = self.registers.parents
+                    self.registers = self.scopes[-1].registers if self.scopes else {}
             elif kind in "{}:":
                 statement += kind
             elif ".loc" in kind:
@@ -235,8 +234,8 @@ class _Body:
                 break
             if depth == 1 and found[1]:
                 labels[found[1]] = found[1] + suffix
-        self.scopes.append(_Scope(suffix, {}, labels))
-        self.registers = self.registers.new_child(self.scopes[-1].registers)
+        self.registers = dict(self.registers)
+        self.scopes.append(_Scope(suffix, self.registers, labels))
 
     def _close(self) -> None:
         """The whole kernel is read: labels of the debugger go, and the dynamic part of shared memory comes last."""

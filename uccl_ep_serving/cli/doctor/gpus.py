@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from uccl_ep_serving.check.machine import present
@@ -18,7 +17,7 @@ from uccl_ep_serving.check.stamp import COMMAND, State, directory, look
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
 from uccl_ep_serving.cli.doctor.software import package
 
-__all__ = ["gpus"]
+__all__ = ["for_cpus_only", "gpus"]
 
 #: Under which names Triton comes with the builds of torch for other devices.
 _TRITON = ("pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
@@ -30,10 +29,9 @@ def gpus() -> Iterator[Finding]:
 
     With ``UCCL_EP_DEVICE=cpu`` what GPUs need is worth a note only.
     """
-    spec = importlib.util.find_spec("torch")
-    if spec is None:
+    if importlib.util.find_spec("torch") is None:
         return
-    if "torch" not in sys.modules and _cpu_build(spec):
+    if for_cpus_only():
         yield _no_device("torch is a CPU build")
         return
     import torch
@@ -80,10 +78,14 @@ def _check_on_record() -> Finding:
     return Finding("GPU check", record.why, status, f"{COMMAND}; {first}")
 
 
-def _cpu_build(torch: ModuleSpec) -> bool:
-    """True when torch's own version file names no GPU that it is built for: importing torch to be told takes long."""
+def for_cpus_only() -> bool:
+    """True when torch is not imported, and its own version file names no GPU that it is built for: importing it to be
+    told takes long."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or "torch" in sys.modules:
+        return False
     try:
-        built = runpy.run_path(str(Path(torch.origin or "").with_name("version.py")))
+        built = runpy.run_path(str(Path(spec.origin or "").with_name("version.py")))
         return built["cuda"] is None and built["hip"] is None
     except (OSError, KeyError, ValueError):
         return False  # not known without torch

@@ -1,0 +1,163 @@
+"""Every claim that low latency's kernels check, made false: refused, and whose it was is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tests.ptx.faults.alone import before_launch, meeting, peek, poke, run
+from tests.ptx.faults.scenes import CASE, Play
+from tests.ptx.machine.machine import Machine
+from tests.ptx.product.compiled import Compiled
+from tests.ptx.product.ranks import ModelGroup
+from uccl_ep_serving.errors import ProtocolError, UcclEpError
+from uccl_ep_serving.kernels.blocks import low_latency as block
+from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
+from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, NOTICE, ll_stream
+
+__all__ = ["LIES"]
+
+_RANKS = 2
+
+
+class Seen(NamedTuple):
+    """What the host finds in rank 0's memory of what rank 1 has sent."""
+
+    group: ModelGroup
+    state: int
+
+    def _word(self, word: int) -> int:
+        return peek(self.state + 8 * word)
+
+    @property
+    def _window(self) -> int:
+        return int(self.group.spaces[0].window)
+
+    def arrived(self, stream: int) -> int:
+        """Address of the count."""
+        return int(self.group.spaces[0]._arrived[1, stream])
+
+    def dispatch(self, number: int) -> int:
+        """Where dispatch message ``number`` lies, once it is there."""
+        self._wait(ll_stream(LL_DISPATCH, number, 0), number)
+        slot = (number & 1) * _RANKS + 1
+        return self._window + self._word(block.DISPATCH_RECV) + slot * self._word(block.DISPATCH_SLOT)
+
+    def combine(self, number: int) -> int:
+        """Where combine message ``number`` lies, once it is there."""
+        self._wait(ll_stream(LL_COMBINE, number, 0), number)
+        region = self._word(block.COMBINE_RECV) + (number & 1) * self._word(block.COMBINE_RECV_STEP)
+        table = STATE_TABLES.index("COMBINE_BASE") + (number & 1)
+        return self._window + region + self._word(STATE_WORDS + table * _RANKS + 1)
+
+    def notice(self) -> int:
+        """Where the first notice goes."""
+        return self._window + self._word(block.NOTICE_RECV) + NOTICE_SLOTS * HEADER_BYTES
+
+    def _wait(self, stream: int, number: int) -> None:
+        address, machine = self.arrived(stream), self.group.machine
+        assert machine.wait_until(lambda: peek(address) > number // 2, f"message {number}", timeout_s=1.0)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a parity of what returns."""
+        return self._word(block.COMBINE_RECV_STEP)
+
+
+#: Told what the host finds, it writes what is false.
+Tell = Callable[[Seen], None]
+
+
+def _of_dispatch(number: int, word: int, value: int) -> Tell:
+    return lambda seen: poke(seen.dispatch(number) + 8 * word, value)
+
+
+def _of_combine(number: int, word: int, value: int) -> Tell:
+    return lambda seen: poke(seen.combine(number) + 8 * word, value)
+
+
+def _of_notice(tag: int, claim: int) -> Tell:
+    def tell(seen: Seen) -> None:
+        notice = seen.notice()
+        for word, value in {Notice.TAG: tag, Notice.NUMBER: 0, Notice.CONSUMED_DISPATCH: claim}.items():
+            poke(notice + 8 * word, value)
+        poke(notice + 8 * Notice.CONSUMED_COMBINE, 0)
+        poke(seen.arrived(NOTICE), 1)
+
+    return tell
+
+
+def _too_far(seen: Seen) -> None:
+    poke(seen.dispatch(0) + 8 * LowLatencyHeader.RETURN_OFFSET, seen.room - HEADER_BYTES)
+
+
+def _foreign_expert(seen: Seen) -> None:
+    # behind the header: the first token's index, then its experts
+    poke(seen.dispatch(0) + HEADER_BYTES + 4, CASE.experts - 1, nbytes=4)
+
+
+@dataclass(frozen=True)
+class Lie:
+    """What rank 1 claims, as far as rank 0 sees.
+
+    Attributes:
+        programs: of both ranks (:class:`tests.support.ll_player.Player`).
+        kernel, number: the launch of rank 0 before which it is told.
+    """
+
+    programs: tuple[str, str]
+    kernel: str
+    number: int
+    tell: Tell
+
+    def play(self, compiled: Compiled, memory: str, seed: int) -> Machine:
+        """The machine on which it was refused."""
+        with meeting(compiled, memory, seed) as (machine, group):
+
+            def first() -> None:
+                before_launch(group, self.kernel, self.number, lambda given: self.tell(Seen(group, given[1])))
+
+            def ended(error: UcclEpError) -> None:
+                assert isinstance(error, ProtocolError), error
+                assert error.peer == 1, error
+                # all words of it, and not some
+                assert "got 0x0" not in str(error), error
+
+            run(group, self.programs, first, ended)
+        return machine
+
+
+_HEADER = {
+    "tag": (LowLatencyHeader.TAG, 1),
+    "plan": (LowLatencyHeader.PLAN, 1),
+    "number": (LowLatencyHeader.NUMBER, 4),
+    "coding": (LowLatencyHeader.CODING, 7),
+    "rows": (LowLatencyHeader.ROWS, CASE.tokens + 1),
+    "claim": (LowLatencyHeader.CONSUMED_DISPATCH, 9),
+}
+_DISPATCH, _COMBINE = ("D d0", "D"), ("D d0 C0 c0", "D d0 C0")
+_CLAIM = LowLatencyHeader.CONSUMED_COMBINE
+_THIRD = "D d0 C0 C0 c0 C0"
+_LIES: dict[str, Lie] = {
+    **{
+        f"dispatch, {name}": Lie(_DISPATCH, "dispatch_arrival", 0, _of_dispatch(0, *word))
+        for name, word in {**_HEADER, "return offset": (LowLatencyHeader.RETURN_OFFSET, 8)}.items()
+    },
+    "dispatch, room": Lie(_DISPATCH, "dispatch_arrival", 0, _too_far),
+    "dispatch, expert": Lie(_DISPATCH, "dispatch_arrival", 0, _foreign_expert),
+    **{
+        f"combine, {name}": Lie(_COMBINE, "combine_arrival", 0, _of_combine(0, *word)) for name, word in _HEADER.items()
+    },
+    "notice, tag, dispatch": Lie(("D d0 D D", "D d0"), "route", 2, _of_notice(1, 0)),
+    "notice, claim, dispatch": Lie(("D d0 D D", "D d0"), "route", 2, _of_notice(Notice.TAG_VALUE, 9)),
+    "next dispatch, claim, dispatch": Lie(("D d0 D D", "D d0 D"), "route", 2, _of_dispatch(1, _CLAIM, 9)),
+    "next combine, claim, dispatch": Lie(("D d0 C0 D D", "D d0 C0"), "route", 2, _of_combine(0, _CLAIM, 9)),
+    "notice, tag, combine": Lie((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _of_notice(1, 0)),
+    "notice, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _of_notice(Notice.TAG_VALUE, 9)),
+    "next dispatch, claim, combine": Lie((_THIRD, "D d0 C0 C0 D"), "prepare_combine", 2, _of_dispatch(1, _CLAIM, 9)),
+    "next combine, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _of_combine(1, _CLAIM, 9)),
+}
+LIES: dict[str, Play] = {f"a lie: {name}": lie.play for name, lie in _LIES.items()}
+"""By where the claim stands, what it is, and who looks."""

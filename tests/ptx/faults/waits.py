@@ -1,0 +1,136 @@
+"""Every wait of low latency's kernels, for what never comes: it ends at its deadline, or when the host says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tests.ptx.faults.alone import before_launch, hide, meeting, peek, poke, release, run
+from tests.ptx.faults.scenes import Play
+from tests.ptx.machine.machine import Machine
+from tests.ptx.product.compiled import Compiled
+from tests.ptx.product.ranks import TIMEOUT, ModelGroup
+from uccl_ep_serving.errors import PeerLost, PeerTimeout, TransportError, UcclEpError
+from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.protocol.context import HEADS
+from uccl_ep_serving.protocol.message import NOTICE_SLOTS
+from uccl_ep_serving.protocol.ring import TAIL
+from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, NOTICE, ll_stream
+
+__all__ = ["WAITS"]
+
+#: ns of the machine within which a kernel ends that the host releases.
+_SOON_NS = 1e9
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What rank 0's last kernels wait for in vain.
+
+    Attributes:
+        programs: of each rank (:class:`tests.support.ll_player.Player`).
+        kernel, number: the launch of rank 0 that waits.
+        counts: addresses of counts that stay where they are, which is at most at ``most``.
+        path, ring_slots: how peers are reached.
+        notices: what rank 0 takes for its notices under way when it comes to that launch.
+        known: of the ring's tail, what it knows then, and sees; -1: it sees ``most`` from the beginning.
+        error, told: what it raises at its deadline.
+    """
+
+    programs: tuple[str, ...]
+    kernel: str
+    number: int
+    counts: Callable[[ModelGroup], list[int]]
+    most: int = 0
+    path: str = "mapped"
+    ring_slots: int = 1024
+    notices: int = 0
+    known: int = -1
+    error: type[UcclEpError] = PeerTimeout
+    told: str = "rank 1 is silent"
+
+    def play(self, compiled: Compiled, memory: str, seed: int, *, released: bool) -> Machine:
+        """The machine on which the wait ended as it must."""
+        ranks, reached = len(self.programs), {"path": self.path, "ring_slots": self.ring_slots}
+        with meeting(compiled, memory, seed, ranks=ranks, soon=not released, **reached) as (machine, group):
+            begin, since = release(machine, group)
+
+            def waits(arguments: tuple[int, ...]) -> None:
+                if self.notices:
+                    table = STATE_TABLES.index("NOTICES_SENT")
+                    poke(arguments[1] + 8 * (STATE_WORDS + table * ranks + 1), self.notices)
+                if self.known >= 0:
+                    poke(peek(peek(arguments[0] + 8 * HEADS) + 8 * NOTICE) + 8, self.known)
+                    hide(group, self.counts(group), self.known)
+                if released:
+                    begin()
+
+            def first() -> None:
+                if self.known < 0:
+                    hide(group, self.counts(group), self.most)
+                before_launch(group, self.kernel, self.number, waits)
+
+            def ended(error: UcclEpError) -> None:
+                if released:
+                    assert isinstance(error, PeerLost), error
+                    assert machine.now_ns - since() < _SOON_NS, f"{TIMEOUT} s were waited all the same"
+                else:
+                    assert isinstance(error, self.error), error
+                    assert self.told in str(error), error
+                    # all words of it, and not some
+                    assert " 0 needed" not in str(error), error
+                    assert not isinstance(error, PeerTimeout) or error.arrived < error.expected, error
+
+            run(group, self.programs, first, ended)
+        return machine
+
+
+def _arrived(*streams: int) -> Callable[[ModelGroup], list[int]]:
+    return lambda group: [int(group.spaces[0]._arrived[1, stream]) for stream in streams]
+
+
+def _completed(stream: int) -> Callable[[ModelGroup], list[int]]:
+    return lambda group: [int(group.spaces[0]._completed[1, stream])]
+
+
+def _tail(group: ModelGroup) -> list[int]:
+    return [int(group.spaces[0]._ring[NOTICE]) + TAIL]
+
+
+_D0, _D1 = ll_stream(LL_DISPATCH, 0, 0), ll_stream(LL_DISPATCH, 1, 0)
+_C0, _C1 = ll_stream(LL_COMBINE, 0, 0), ll_stream(LL_COMBINE, 1, 0)
+_NO_ROOM = {"path": "proxied", "error": TransportError, "told": "commands"}
+_THIRD = "D d0 C0 C0 c0 C0"
+_WAITS: dict[str, Wait] = {
+    "a dispatch": Wait(("D d0 D d1", "D d0"), "dispatch_arrival", 1, _arrived(_D1)),
+    "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_arrival", 0, _arrived(_C0)),
+    "that a dispatch is read": Wait(("D d0 D D", "D d0"), "route", 2, _arrived(NOTICE, _D1, _C0)),
+    "that a combine is read": Wait((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _arrived(NOTICE, _D1)),
+    "the combine before": Wait((_THIRD, "D d0 C0"), "prepare_combine", 2, _arrived(_C1)),
+    "the end of a dispatch of its own": Wait(("D d0 D D", "D d0 D"), "route", 2, _completed(_D0), path="proxied"),
+    "the end of a combine of its own": Wait(
+        ("D d0 C0 C0", "D d0 C0"), "prepare_combine", 1, _completed(_C0), path="proxied"
+    ),
+    "the end of a notice, dispatch": Wait(
+        ("D D d0 D", "D"), "route", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
+    ),
+    "the end of a notice, combine": Wait(
+        (_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
+    ),
+    "room for a dispatch": Wait(("D D", "D"), "route", 1, _tail, ring_slots=2, **_NO_ROOM),
+    "room for a combine": Wait(
+        ("D d0 C0 C0", "D d0 C0"), "prepare_combine", 1, _tail, most=1, ring_slots=2, **_NO_ROOM
+    ),
+    # as if a message left no slot, which it only does where there are two peers
+    "room for notices, dispatch": Wait(("D D d0 D", "D"), "route", 2, _tail, known=0, ring_slots=2, **_NO_ROOM),
+    "room for notices, combine": Wait(
+        (_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _tail, known=1, ring_slots=2, **_NO_ROOM
+    ),
+}
+WAITS: dict[str, Play] = {
+    f"{how}: {name}": partial(wait.play, released=released)
+    for name, wait in _WAITS.items()
+    for how, released in (("in vain", False), ("released", True))
+}
+"""By what is waited for, and how that ends."""
