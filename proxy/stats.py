@@ -17,7 +17,6 @@ from .ring import commands_in
 from .sequence import HELD, MESSAGES, PREFIX
 from .state import ProxyState, read
 
-
 #: More commands than a ring has.
 _ALL = 1 << 62
 

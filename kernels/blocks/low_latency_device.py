@@ -19,7 +19,8 @@ from . import low_latency as host
 # ``STATE``: the words of the host's block, then these, with SINK where normal mode has it
 _word = count(24)
 assert host.COMBINE_AHEAD < 24
-# what the running kernel counts to know its last program: peers that are done with, or programs; 0 between kernels [all]
+# what the running kernel counts to know its last program: peers that are done with, or programs; 0 between kernels
+# [all]
 ARRIVALS = next(_word)
 SINK = next(_word)  # takes stores that cannot be predicated [all]
 TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]

@@ -197,9 +197,7 @@ def dispatch_send(
                     continue
                 message = message_address(context, peer, source, target)
                 _pack_header(context, route, peer, message, coding)
-                _pack_rows(
-                    context, route, peer, message, topk_idx, weights, rows, stride, payload, row_bytes
-                )
+                _pack_rows(context, route, peer, message, topk_idx, weights, rows, stride, payload, row_bytes)
                 poke(message + ll.AT_NUMBER, number)
                 ll.write_acks(context, state, peer, message, free)
                 poke(packed, number + 1)
@@ -445,9 +443,7 @@ def dispatch_recv(
                 message = slots + ((number & 1) * ranks + source) * get(state, block.DISPATCH_SLOT)
                 status = _take_header(context, state, route, source, number, message, coding)
                 if status == STATUS_OK:
-                    status = _place_rows(
-                        context, route, source, message, row_bytes, recv_count, src_info, layout_range
-                    )
+                    status = _place_rows(context, route, source, message, row_bytes, recv_count, src_info, layout_range)
                 if status != STATUS_OK:
                     return status
                 _unpack_rows(context, route, source, message, coding, recv_x, payload, row_bytes, scales)

@@ -30,8 +30,8 @@ class Target:
         backend: 0 interpreter, 1 CUDA, 2 ROCm.
         warp: lanes of a warp.
         fnuz: True on gfx942, whose FP8 is e4m3fnuz.
-        in_order: programs start in the order of their numbers. On CUDA they do (CUB's scans rely on it, too), and in the
-            interpreter, which runs one after the other; on ROCm dies of one device take them in turn.
+        in_order: programs start in the order of their numbers. On CUDA they do (CUB's scans rely on it, too), and in
+            the interpreter, which runs one after the other; on ROCm dies of one device take them in turn.
     """
 
     backend: int

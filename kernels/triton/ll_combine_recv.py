@@ -1,7 +1,7 @@
 """Low-latency combine, receiving: one kernel sums the rows that come back for each token, as soon as those are there.
 
-The first R programs hear one rank each: they wait for its message and check what it claims. Each of the others sums some
-values of some tokens once the ranks that have those tokens' experts are heard.
+The first R programs hear one rank each: they wait for its message and check what it claims. Each of the others sums
+some values of some tokens once the ranks that have those tokens' experts are heard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
 from .programs import COMBINE_RECV, await_ready, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import acquire, arrives_last, clock_ns, floats, int64s, peek, poke, uniform
+from .words import acquire, arrives_last, clock_ns, floats, int64s, peek, poke
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -177,8 +177,8 @@ def _sum_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Sum values ``value`` [1, BLOCK] of tokens ``token`` [ROWS]. Its arguments are those of the kernel that it is a part
-    of."""
+    """Sum values ``value`` [1, BLOCK] of tokens ``token`` [ROWS]. Its arguments are those of the kernel that it is a
+    part of."""
     width: tl.constexpr = 4 if DTYPE == _F32 else 2
     returns = route + peek(route + P_ROUTE_RETURNS)
     slot = tl.arange(0, SLOTS)[None, :]
@@ -214,4 +214,6 @@ def _sum_rows(
                 part = factors[step][:, None] * part
             total = tl.where(there[step][:, None], total + part, total)
     total = tl.where(lacking[:, None] != 0, 0.0, total)
-    store_floats(out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE, BACKEND)
+    store_floats(
+        out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE, BACKEND
+    )

@@ -39,7 +39,7 @@ from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
 from .programs import COMBINE_SEND, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
-from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _REDUCED, _F32 = tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -125,8 +125,8 @@ def combine_send(
 
     Args:
         ticket: address of the int64 where the message number is stored, for the receive.
-        x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a row
-            on the wire.
+        x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a
+            row on the wire.
         layout_range: int64[L, R] of the dispatch.
         TOGETHER: slots whose rows are loaded together. IN_ORDER: programs start in the order of their numbers. LANES:
             threads, except in the interpreter.
@@ -207,8 +207,8 @@ def _pack_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Pack each of ``parts`` parts of the rows for ``source``, from address ``first_row`` on. Its arguments are those of
-    the kernel that it is a part of."""
+    """Pack each of ``parts`` parts of the rows for ``source``, from address ``first_row`` on. Its arguments are those
+    of the kernel that it is a part of."""
     ranks, most = rank_count(context), peek(route + P_TOKENS)
     capacity = ranks * most
     width: tl.constexpr = 4 if DTYPE == _F32 else 2

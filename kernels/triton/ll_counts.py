@@ -27,7 +27,6 @@ from .blocks import (
     S_DISPATCH_SLOT,
     S_NOTICE_RECV,
     S_NOTICE_SEND,
-    S_SINK,
     T_COMBINE_BASE,
     T_COMBINE_COME,
     T_NOTICES_READ,
@@ -256,8 +255,8 @@ def wait_space(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until the next message of the phase to ``peer`` may be packed: the peer has read the one before last, and own
-    writes that a NIC may still repeat are over. False after a failure."""
+    """Wait until the next message of the phase to ``peer`` may be packed: the peer has read the one before last, and
+    own writes that a NIC may still repeat are over. False after a failure."""
     ranks = rank_count(context)
     good = tl.full((), 1, tl.int1)
     if PHASE == _DISPATCH:
@@ -334,9 +333,7 @@ def _send_notice(
             store_flags(context, state, peers, mine, _NOTICE, sent + 1, BACKEND)
         else:
             one = tl.full((), 1, tl.int64)
-            put_command(
-                context, state, peer, _NOTICE, source, target, one * _HEADER, one, start, LANES, BACKEND
-            )
+            put_command(context, state, peer, _NOTICE, source, target, one * _HEADER, one, start, LANES, BACKEND)
     return ending == GO_ON
 
 

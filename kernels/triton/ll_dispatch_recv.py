@@ -1,5 +1,5 @@
-"""Low-latency dispatch, receiving: one kernel puts the rows of each source where DeepEP has them, as the source's message
-comes.
+"""Low-latency dispatch, receiving: one kernel puts the rows of each source where DeepEP has them, as the source's
+message comes.
 
 The rows of a local expert are contiguous, and those of one source follow each other in its token order. The first R
 programs hear one source each: they wait for its message, check what it claims, and give its rows their places with each
@@ -121,7 +121,8 @@ def _lay_out(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are refused."""
+    """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are
+    refused."""
     ranks, rows = rank_count(context), peek(route_table(context, route, R_RECEIVED, source))
     local, most = peek(route + P_EXPERTS) // ranks, peek(route + P_TOKENS).to(tl.int32)
     filled = route + peek(route + P_ROUTE_FILLED)
@@ -276,9 +277,7 @@ def dispatch_recv(
     source, part = program % ranks, program // ranks
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
     if part == 0:
-        good = _hear(
-            context, state, route, source, layout_range, waited, in_order, TOPK, CODING, LANES, BACKEND
-        )
+        good = _hear(context, state, route, source, layout_range, waited, in_order, TOPK, CODING, LANES, BACKEND)
     else:
         one = source + tl.zeros([1], tl.int64)
         ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
@@ -339,8 +338,8 @@ def _copy_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Copy each of ``parts`` parts of the rows of ``source`` to their places, and keep what a combine needs of the metas.
-    Its arguments are those of the kernel that it is a part of."""
+    """Copy each of ``parts`` parts of the rows of ``source`` to their places, and keep what a combine needs of the
+    metas. Its arguments are those of the kernel that it is a part of."""
     ranks, most = rank_count(context), peek(route + P_TOKENS)
     capacity, local = ranks * most, peek(route + P_EXPERTS) // ranks
     meta_size, tokens = peek(route + P_META), peek(route_table(context, route, R_RECEIVED, source))
@@ -396,8 +395,8 @@ def _copy(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy wire rows at ``source`` [ROWS] to rows ``row`` [ROWS, SLOTS] of recv_x, counted over all experts, -1 for none.
-    Twelve arguments: tensors and what fixes their form."""
+    """Copy wire rows at ``source`` [ROWS] to rows ``row`` [ROWS, SLOTS] of recv_x, counted over all experts, -1 for
+    none. Twelve arguments: tensors and what fixes their form."""
     words: tl.constexpr = PAYLOAD // 4
     scale_words: tl.constexpr = 1 if CODING == _FP8 else 4
     quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)

@@ -1,5 +1,5 @@
-"""Low-latency dispatch, sending: one kernel routes every token, casts it once, writes it into the message of each of its
-ranks and publishes each message as soon as its last row is written.
+"""Low-latency dispatch, sending: one kernel routes every token, casts it once, writes it into the message of each of
+its ranks and publishes each message as soon as its last row is written.
 
 The first R programs serve one destination each: they count its rows, place its message and its answer, wait until its
 space is free and write its header. Each of the others has some values of some tokens. It counts, over the ids of all
@@ -49,7 +49,7 @@ from .ll_message import HEADER, offset_among, place_message, publish_message, wr
 from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_floats, quantise_blocks
 from .wait import report_id
-from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
+from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uint8s
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -60,7 +60,7 @@ _NOBODY = tl.constexpr(1 << 30)
 #: Fields of a count of what precedes a slot: rows of its rank, rows of its expert, rows of its expert in all, and above
 #: these the (token, slot) pairs of its rank.
 _FIELD, _IN_FIELD = tl.constexpr(14), tl.constexpr((1 << 14) - 1)
-assert 1 << 14 > MAX_LOW_LATENCY_TOKENS
+assert MAX_LOW_LATENCY_TOKENS < 1 << 14
 
 
 @triton.jit
@@ -204,8 +204,8 @@ def _begin_route(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """The head of the route block, for later kernels, and what the host is told. Ten arguments, those of the kernel that
-    it is a part of."""
+    """The head of the route block, for later kernels, and what the host is told. Ten arguments, those of the kernel
+    that it is a part of."""
     word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
     sizes = tl.load(int64s(plan + 8 * word))
     tl.store(int64s(route + 8 * word), tl.where(word == 0, number, sizes))
@@ -299,7 +299,8 @@ def dispatch_send(
     Args:
         plan: sizes of the operation, which later kernels find in the route block.
         x: [tokens, HIDDEN] of dtype SOURCE, contiguous, on a multiple of 16 bytes. topk_idx: int64[tokens, TOPK].
-        weights: float32[tokens, TOPK], or 0 when not REDUCED: destinations return one row per token when they are there.
+        weights: float32[tokens, TOPK], or 0 when not REDUCED: destinations return one row per token when they are
+            there.
         CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
         SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
             two, at least 128. COUNTED, OTHERS: tokens whose ids are read together, for a destination and for own slots.
@@ -345,9 +346,7 @@ def dispatch_send(
         inside = (token[:, None] < tokens) & (slot < TOPK)
         ids, _ = _expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
         rank = _ranks_of(context, ids, experts)
-        seen = _count_before(
-            context, topk_idx, tokens, experts, token, ids, rank, TOPK, SLOTS, ROWS, OTHERS
-        )
+        seen = _count_before(context, topk_idx, tokens, experts, token, ids, rank, TOPK, SLOTS, ROWS, OTHERS)
         row, pairs = seen & _IN_FIELD, seen >> (3 * _FIELD)
         position, named = (seen >> _FIELD) & _IN_FIELD, (seen >> (2 * _FIELD)) & _IN_FIELD
         within = _earlier_equal(rank, SLOTS)
@@ -441,8 +440,8 @@ def _write_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the ``first``
-    slot of a rank. Its arguments are those of the kernel that it is a part of."""
+    """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the
+    ``first`` slot of a rank. Its arguments are those of the kernel that it is a part of."""
     if (CODING == _FP8) | (CODING == _UE8M0):
         width: tl.constexpr = 4 if SOURCE == _F32 else 2
         groups: tl.constexpr = BLOCK // _GROUP

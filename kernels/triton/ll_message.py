@@ -44,8 +44,8 @@ _PIECE = tl.constexpr(64)
 
 @triton.jit
 def offset_among(peer: tl.tensor, before: tl.tensor) -> tl.tensor:
-    """Where the part for ``peer`` of a region begins: ``before`` bytes are needed by lower ranks. Each begins on a cache
-    line, within 64 bytes a rank that the layout reserves for that."""
+    """Where the part for ``peer`` of a region begins: ``before`` bytes are needed by lower ranks. Each begins on a
+    cache line, within 64 bytes a rank that the layout reserves for that."""
     return (before // 64 + peer) * 64
 
 
@@ -53,8 +53,8 @@ def offset_among(peer: tl.tensor, before: tl.tensor) -> tl.tensor:
 def place_message(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, source: tl.tensor, target: tl.tensor, nbytes: tl.tensor
 ) -> tl.tensor:
-    """Note where the message to ``peer`` is packed: in its window at ``target`` when that is mapped, else in the own one
-    at ``source``; that address."""
+    """Note where the message to ``peer`` is packed: in its window at ``target`` when that is mapped, else in the own
+    one at ``source``; that address."""
     mapped = peer_window(context, peer)
     at = tl.where(mapped != 0, mapped + target, window_address(context) + source)
     poke(state_table(context, state, T_MESSAGE_AT, peer), at)
@@ -79,8 +79,8 @@ def write_header(
     TAG: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """The header at address ``message``; ``plan`` is a plan block or a route with its copy. Twelve arguments: blocks and
-    the words of a header."""
+    """The header at address ``message``; ``plan`` is a plan block or a route with its copy. Twelve arguments: blocks
+    and the words of a header."""
     read = peek(state + S_DISPATCH_READ)
     # every thread has read what the peer was told before
     settle(BACKEND)

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
-from .context import stream_of, wait_limit
+from .context import wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
-from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
+from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, poke, settle, uniform
 
 #: Kernels, as stamps tell them apart.
 DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
@@ -46,7 +46,8 @@ def program_number(state: tl.tensor, IN_ORDER: tl.constexpr) -> tl.tensor:
 def tell_ready(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.tensor, BACKEND: tl.constexpr
 ) -> None:
-    """Tell the other programs that they may work for ``peer``, or that they must not; they see all that this one did."""
+    """Tell the other programs that they may work for ``peer``, or that they must not; they see all that this one
+    did."""
     settle(BACKEND)
     told = tl.where(good, stamp, -stamp)
     tl.atomic_xchg(int64s(state_table(context, state, T_READY, peer)), told, sem="release", scope="gpu")
@@ -111,7 +112,9 @@ def finish_one(context: tl.tensor, state: tl.tensor, peer: tl.tensor) -> tl.tens
 
 
 @triton.jit
-def last_peer(context: tl.tensor, state: tl.tensor, peer: tl.tensor, ranks: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def last_peer(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, ranks: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
     """``peer`` is done with: True for the last of ``ranks`` peers."""
     poke(state_table(context, state, T_FINISHED, peer), 0)
     return arrives_last(state + S_ARRIVALS, ranks, BACKEND)

@@ -175,7 +175,8 @@ def wait_room(
     start: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until the ring that owns ``stream`` has room for ``commands`` more, of one program. False after a failure."""
+    """Wait until the ring that owns ``stream`` has room for ``commands`` more, of one program. False after a
+    failure."""
     ring, head_at = ring_address(context, stream), head_address(context, stream)
     head, tail, capacity = peek(head_at), peek(head_at + 8), peek(head_at + 16)
     ending, checked = tl.full((), 0, tl.int32), start

@@ -6,12 +6,11 @@ programs run. Expert ``e`` lives on rank ``e // (E / R)``; -1 means "no expert".
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from .kernel import kernel
 from .wait import report_id
-from .words import int32s, int64s, peek, poke, uint8s
+from .words import int32s, int64s, poke, uint8s
 
 
 # any number of tokens with the same compiled code

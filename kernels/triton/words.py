@@ -125,10 +125,10 @@ def any_of(chosen: tl.tensor) -> tl.tensor:
 def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """A count at one ``address``, int64, acquire at system scope, the same in every thread.
 
-    The count only grows. Every thread acquires for itself, and the least of what they read is returned. One writer stores
-    the count, each time with release: whatever it did before it stored the least it has also done before it stored what
-    a thread has read, and that thread's later loads and stores come after its own acquire. So no barrier is needed.
-    """
+    The count only grows. Every thread acquires for itself, and the least of what they read is returned. One writer
+    stores the count, each time with release: whatever it did before it stored the least it has also done before it
+    stored what a thread has read, and that thread's later loads and stores come after its own acquire. So no barrier
+    is needed."""
     if BACKEND == INTERPRETER:
         return tl.load(int64s(address))
     else:
