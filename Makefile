@@ -149,8 +149,7 @@ chaos: env
 fuzz: env
 	@failed=0; $(BIN)/python -m tests.fuzz $(ARGS) || failed=1; $(BIN)/python benchmarks/run.py --render && exit $$failed
 
-# writes benchmarks/results/kernel_faults.json and RESULTS.md; half an hour on a quiet core, less where it goes on from a run
-# of the same commit
+# writes benchmarks/results/kernel_faults.json and RESULTS.md; never timed to its end. It goes on from a run of the same commit
 kernel-faults: env
 	@failed=0; $(BIN)/python -m tests.ptx.faults $(ARGS) || failed=1; $(BIN)/python benchmarks/run.py --render && exit $$failed
 

@@ -50,20 +50,9 @@ def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
 
 
 def modes(buffer: Buffer) -> Any:
-    """The facade under the names that ``ll_cases.run_rank`` calls."""
-    return SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
-
-
-def reserve(buffer: Buffer, case: ll_cases.Case) -> None:
-    """Room for ``case``, and its kernels."""
-    buffer.reserve_low_latency(
-        case.tokens,
-        case.hidden,
-        case.experts,
-        case.topk,
-        dtype=case.dtype,
-        with_topk_weights=case.reduced,
-        **case.options,
+    """The facade under the names that ``ll_cases`` calls."""
+    return SimpleNamespace(
+        reserve=buffer.reserve_low_latency, dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine
     )
 
 
@@ -129,7 +118,7 @@ def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], c
     if exchange.rank % 2:
         serve_interpreted(buffer)
     for case in cases:
-        reserve(buffer, case)
+        ll_cases.reserve(modes(buffer), case)
     epoch = buffer.runtime.epoch
     for case in cases:
         inputs = case.inputs()
@@ -375,14 +364,14 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     assert torch.allclose(out, given.x * given.topk_weights.sum(dim=1, keepdim=True))
     epoch = buffer.runtime.epoch
     with refused:
-        reserve(buffer, narrow)
+        ll_cases.reserve(modes(buffer), narrow)
     with pytest.raises(ConfigError, match=r"no room for .*tokens=9.* and a graph is being captured\. Next step"):
-        reserve(buffer, dataclasses.replace(narrow, tokens=9))
+        ll_cases.reserve(modes(buffer), dataclasses.replace(narrow, tokens=9))
     order.capturing = False
-    reserve(buffer, narrow)
+    ll_cases.reserve(modes(buffer), narrow)
     order.capturing = True
     # what was reserved is captured without having run, in the windows that are there
-    reserve(buffer, narrow)
+    ll_cases.reserve(modes(buffer), narrow)
     rows, _, handle = dispatch(buffer, narrow, other)
     out, _, _ = buffer.low_latency_combine(rows, other.topk_idx, other.topk_weights, handle)
     assert torch.allclose(out.float(), other.x.float() * other.topk_weights, rtol=0.02)

@@ -7,12 +7,15 @@ the copy, throws one switch after the other and runs the test that must notice.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.rules.mutation import ROOT, SOURCE, Mutant, Rules, find, mutated
 
@@ -51,13 +54,17 @@ def write_copy(directory: Path, mutants: Rules[Mutant]) -> None:
         (directory / path).write_text(source)
 
 
-def run_without_rules(directory: Path, module: str, table: str, mutants: Rules[Mutant]) -> dict[str, int]:
-    """Exit status of each rule's test without the rule; the copy is compiled once, into a cache of its own.
+def run_without_rules(request: pytest.FixtureRequest, module: str, table: str) -> dict[str, int]:
+    """Exit status of each rule's test without the rule, of the rules that tests of this session name; the copy is
+    compiled once, into a cache of its own.
 
     Args:
-        directory: empty, for the copy.
-        module, table: where the process finds ``mutants``.
+        module, table: where the rules are, and the process finds them.
     """
+    directory: Path = request.getfixturevalue("tmp_path_factory").mktemp("mutants")
+    named = {item.callspec.params.get("rule") for item in request.session.items if hasattr(item, "callspec")}
+    everything: Rules[Mutant] = getattr(importlib.import_module(module), table)
+    mutants = Rules(everything.places, {rule: one for rule, one in everything.items() if rule in named})
     write_copy(directory, mutants)
     result = directory / "results.json"
     environment = {
@@ -66,7 +73,7 @@ def run_without_rules(directory: Path, module: str, table: str, mutants: Rules[M
         "UCCL_EP_CACHE_DIR": str(directory / "cache"),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rules.mutant_runner", str(result), module, table],
+        [sys.executable, "-m", "tests.rules.mutant_runner", str(result), module, table, *mutants],
         cwd=directory,
         env=environment,
         capture_output=True,

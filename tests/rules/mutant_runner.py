@@ -1,6 +1,6 @@
 """Runs the tests of a table of mutants on the copy of the package that stands first on ``sys.path``.
 
-mutant_runner RESULT MODULE TABLE    for example tests.rules.kernel_mutants MUTANTS
+mutant_runner RESULT MODULE TABLE RULE...    for example tests.rules.kernel_mutants MUTANTS "a full ring takes nothing"
 
 Writes JSON: {"": exit status of all tests with all rules in force, rule: exit status of its test without it}.
 """
@@ -30,7 +30,9 @@ def main() -> None:
     import uccl_ep_serving
 
     assert ROOT not in Path(str(uccl_ep_serving.__file__)).parents, "the package itself runs, not its copy"
-    mutants = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])
+    table = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])
+    # in the order of the copy, which numbers them
+    mutants = {rule: table[rule] for rule in sys.argv[4:]}
     switch = ctypes.c_int64.from_address(SWITCH)
     results = {"": run(sorted({mutant.test for mutant in mutants.values()}))}
     for number, (name, mutant) in enumerate(mutants.items(), start=1):

@@ -8,33 +8,20 @@ import pytest
 
 from tests.rules.device_mutants import DEVICE_MUTANTS
 from tests.rules.mutant_copy import run_without_rules
-from tests.rules.mutation import Mutant, Rules
 from tests.rules.node_mutants import NODE_MUTANTS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-#: By the module that holds them: the name of the table there, and the table.
-TABLES: dict[str, tuple[str, Rules[Mutant]]] = {
-    "tests.rules.device_mutants": ("DEVICE_MUTANTS", DEVICE_MUTANTS),
-    "tests.rules.node_mutants": ("NODE_MUTANTS", NODE_MUTANTS),
-}
-
-
-def _results(module: str, paths: pytest.TempPathFactory) -> dict[str, int]:
+@pytest.fixture(scope="module")
+def without_device_rules(request: pytest.FixtureRequest) -> dict[str, int]:
     """Exit status of each rule's test without the rule."""
-    name, table = TABLES[module]
-    return run_without_rules(paths.mktemp("mutants"), module, name, table)
+    return run_without_rules(request, "tests.rules.device_mutants", "DEVICE_MUTANTS")
 
 
 @pytest.fixture(scope="module")
-def without_device_rules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    return _results("tests.rules.device_mutants", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def without_node_rules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    return _results("tests.rules.node_mutants", tmp_path_factory)
+def without_node_rules(request: pytest.FixtureRequest) -> dict[str, int]:
+    return run_without_rules(request, "tests.rules.node_mutants", "NODE_MUTANTS")
 
 
 @pytest.mark.mutants

@@ -9,9 +9,9 @@ from tests.rules.mutant_copy import run_without_rules
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def results(request: pytest.FixtureRequest) -> dict[str, int]:
     """Exit status of each rule's test without the rule."""
-    return run_without_rules(tmp_path_factory.mktemp("mutants"), "tests.rules.kernel_mutants", "MUTANTS", MUTANTS)
+    return run_without_rules(request, "tests.rules.kernel_mutants", "MUTANTS")
 
 
 @pytest.mark.mutants

@@ -9,9 +9,9 @@ from tests.rules.nic_mutants import NIC_MUTANTS
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def results(request: pytest.FixtureRequest) -> dict[str, int]:
     """Exit status of each rule's test without the rule."""
-    return run_without_rules(tmp_path_factory.mktemp("nics"), "tests.rules.nic_mutants", "NIC_MUTANTS", NIC_MUTANTS)
+    return run_without_rules(request, "tests.rules.nic_mutants", "NIC_MUTANTS")
 
 
 @pytest.mark.mutants

@@ -9,9 +9,9 @@ from tests.rules.tcp_mutants import TCP_MUTANTS
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+def results(request: pytest.FixtureRequest) -> dict[str, int]:
     """Exit status of each rule's test without the rule."""
-    return run_without_rules(tmp_path_factory.mktemp("tcp"), "tests.rules.tcp_mutants", "TCP_MUTANTS", TCP_MUTANTS)
+    return run_without_rules(request, "tests.rules.tcp_mutants", "TCP_MUTANTS")
 
 
 @pytest.mark.mutants
