@@ -67,6 +67,7 @@ ROUTE_WEIGHTS = next(_word)  # float32 [R, T, K]: router weights that came with 
 ROUTE_BEFORE = next(_word)  # int32 [R, T]: (token, slot) pairs of the source before this token [dispatch_recv]
 # int32 [L]: rows that sources have placed for the local expert [dispatch_send: 0, dispatch_recv]
 ROUTE_FILLED = next(_word)
+LOCAL = next(_word)  # experts of a rank, L
 
 # ``ROUTE``: the message number of the dispatch at word 0 and a copy of the plan [dispatch_send], then tables of
 # int64[ranks], then the arrays
@@ -112,6 +113,7 @@ class DevicePlan:
         words = torch.zeros(ROUTE_WORDS, dtype=torch.int64)
         for word, value in host.plan_words(plan).items():
             words[word] = value
+        words[LOCAL] = plan.local_experts
         at = 8 * (ROUTE_WORDS + len(ROUTE_TABLES) * ranks)
         for word, nbytes in (
             (ROUTE_RETURNS, 8 * tokens * topk),

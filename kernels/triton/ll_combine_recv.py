@@ -207,7 +207,7 @@ def _sum_rows(
             if not REDUCED:
                 factor = tl.load(floats(weights + 4 * at), mask=inside, other=0.0)
                 factors += (factor,)  # type: ignore[assignment]
-        parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER)
+        parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER, BACKEND)
         for step in tl.static_range(TOGETHER):
             part = parts[step]
             if not REDUCED:

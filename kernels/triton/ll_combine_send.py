@@ -39,7 +39,7 @@ from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
 from .programs import COMBINE_SEND, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
-from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _REDUCED, _F32 = tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -134,9 +134,9 @@ def combine_send(
     start = clock_ns(BACKEND)
     ranks = rank_count(context)
     program = program_number(state, IN_ORDER)
-    source, part = program % ranks, program // ranks
+    part, source = divide(program, ranks)
     tokens = peek(route_table(context, route, R_RECEIVED, source))
-    parts = tl.num_programs(0).to(tl.int64) // ranks
+    parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
     working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
     if part < working:
@@ -147,7 +147,7 @@ def combine_send(
             one = source + tl.zeros([1], tl.int64)
             stamp, stream = stamp_of(COMBINE_SEND, number), stream_of(_COMBINE, number)
             ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
-            good = tl.max(ready.to(tl.int32), axis=0) != 0
+            good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
         if good:
             first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
             _pack_rows(
@@ -235,7 +235,7 @@ def _pack_rows(
                         sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
                         there += (place >= 0,)  # type: ignore[assignment]
                         factors += (factor,)  # type: ignore[assignment]
-                    parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
+                    parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
                     for step in tl.static_range(TOGETHER):
                         sum_ = total + factors[step][:, None] * parts_[step]
                         total = tl.where(there[step][:, None], sum_, total)

@@ -24,8 +24,8 @@ from ...protocol.message import (
 )
 from ...protocol.streams import LL_DISPATCH
 from .blocks import (
-    P_EXPERTS,
     P_FIRST_ROW,
+    P_LOCAL,
     P_META,
     P_ROUTE_BEFORE,
     P_ROUTE_FILLED,
@@ -50,7 +50,7 @@ from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header
 from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import acquire, aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import acquire, aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -124,7 +124,7 @@ def _lay_out(
     """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are
     refused."""
     ranks, rows = rank_count(context), peek(route_table(context, route, R_RECEIVED, source))
-    local, most = peek(route + P_EXPERTS) // ranks, peek(route + P_TOKENS).to(tl.int32)
+    local, most = peek(route + P_LOCAL), peek(route + P_TOKENS).to(tl.int32)
     filled = route + peek(route + P_ROUTE_FILLED)
     counts = _message(context, state, number, source) + HEADER
     refused = tl.full((), 0, tl.int64)
@@ -196,9 +196,9 @@ def _hear(
             poke(route_table(context, route, R_RETURN_FORM, source), zero)
             poke(route_table(context, route, R_RETURN_ROWS, source), zero)
             ranks = rank_count(context)
-            for first in range(0, peek(route + P_EXPERTS) // ranks, LANES):
+            for first in range(0, peek(route + P_LOCAL), LANES):
                 expert = first + tl.arange(0, LANES).to(tl.int64)
-                inside = expert < peek(route + P_EXPERTS) // ranks
+                inside = expert < peek(route + P_LOCAL)
                 none = tl.zeros([LANES], tl.int64)
                 tl.store(int64s(layout_range + 8 * (expert * ranks + source)), none, mask=inside)
     tell_ready(context, state, source, stamp_of(DISPATCH_RECV, number), good & live, BACKEND)
@@ -222,7 +222,7 @@ def _close(
         # what the others have stored, or have found wrong
         settle(BACKEND)
         good = has_failed_now(context, BACKEND) == 0
-        filled, local = route + peek(route + P_ROUTE_FILLED), peek(route + P_EXPERTS) // ranks
+        filled, local = route + peek(route + P_ROUTE_FILLED), peek(route + P_LOCAL)
         for first in range(0, local, LANES):
             expert = first + tl.arange(0, LANES).to(tl.int64)
             inside = expert < local
@@ -274,17 +274,17 @@ def dispatch_recv(
     stats, waited, in_order = stats.to(tl.int64), waited.to(tl.int64), in_order.to(tl.int64)
     ranks, number = rank_count(context), peek(route)
     program = program_number(state, IN_ORDER)
-    source, part = program % ranks, program // ranks
+    part, source = divide(program, ranks)
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
     if part == 0:
         good = _hear(context, state, route, source, layout_range, waited, in_order, TOPK, CODING, LANES, BACKEND)
     else:
         one = source + tl.zeros([1], tl.int64)
         ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
-        good = tl.max(ready.to(tl.int32), axis=0) != 0
+        good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
     if good:
         tokens = peek(route_table(context, route, R_RECEIVED, source))
-        parts = tl.num_programs(0).to(tl.int64) // ranks
+        parts = divide(tl.num_programs(0), ranks)[0]
         # a program that has no row is none of those that are counted
         working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
         if part < working:
@@ -341,7 +341,7 @@ def _copy_rows(
     """Copy each of ``parts`` parts of the rows of ``source`` to their places, and keep what a combine needs of the
     metas. Its arguments are those of the kernel that it is a part of."""
     ranks, most = rank_count(context), peek(route + P_TOKENS)
-    capacity, local = ranks * most, peek(route + P_EXPERTS) // ranks
+    capacity, local = ranks * most, peek(route + P_LOCAL)
     meta_size, tokens = peek(route + P_META), peek(route_table(context, route, R_RECEIVED, source))
     reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
     returned = peek(route_table(context, route, R_RETURN_ROWS, source))
@@ -417,6 +417,6 @@ def _copy(
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here & (word < words))
                 if groups > 0:
                     group = word - words
-                    expert, position = place // capacity, place % capacity
+                    expert, position = divide(place, capacity)
                     column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
                     tl.store(int32s(column), part, mask=here & (group >= 0) & (group < groups))

@@ -27,6 +27,7 @@ from ..blocks.low_latency_device import ROUTE_WORDS
 from .blocks import (
     P_EXPERTS,
     P_FIRST_ROW,
+    P_LOCAL,
     P_META,
     P_ROUTE_EARLIER,
     P_ROUTE_FILLED,
@@ -54,7 +55,7 @@ from .ll_message import HEADER, LOW, offset_among, place_message, publish_messag
 from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_floats, quantise_blocks
 from .wait import report_id
-from .words import aligned, clock_ns, floats, int32s, int64s, peek, poke, settle, uint8s
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -85,10 +86,9 @@ def _expert_ids(
 
 
 @triton.jit
-def _ranks_of(context: tl.tensor, ids: tl.tensor, experts: tl.tensor) -> tl.tensor:
+def _ranks_of(context: tl.tensor, ids: tl.tensor, local: tl.tensor) -> tl.tensor:
     """Rank of each expert, int32, -1 for none and for a masked one."""
-    local = (experts // rank_count(context)).to(tl.int32)
-    rank = tl.where(ids >= 0, ids // local, -1)
+    rank = tl.where(ids >= 0, ids // local.to(tl.int32), -1)
     return tl.where((rank >= 0) & is_live(context, tl.where(rank >= 0, rank, 0).to(tl.int64)), rank, -1)
 
 
@@ -149,50 +149,69 @@ def _serve(
 ) -> tl.tensor:
     """What one of the first programs does for its destination. True when it is the last to do something for that. Its
     arguments are those of the kernel."""
-    ranks, number = rank_count(context), peek(state + S_DISPATCH_NUMBER)
+    number, live = peek(state + S_DISPATCH_NUMBER), is_live(context, peer)
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
-    local, live = experts // ranks, is_live(context, peer)
+    local = peek(plan + P_LOCAL)
     earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
     listed, wrong = _list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK, LANES)
-    # to a lost rank nothing goes
-    listed = tl.where(live, listed, 0)
-    rows, pairs = listed & LOW, listed >> 32
     good = has_failed_now(context, BACKEND) == 0
     if peer == 0:
         _begin_route(context, state, plan, route, number, local, wrong, experts, LANES, BACKEND)
-    # packed messages and returned rows lie close together, in whatever order
-    place = rows | (pairs << _FIELD) | (tl.full((), 1, tl.int64) << (2 * _FIELD))
-    placed = tl.atomic_add(int64s(state + S_PLACED), place, sem="relaxed", scope="gpu")
-    before, rows_before = placed >> (2 * _FIELD), placed & _IN_FIELD
-    back = rows_before if REDUCED else (placed >> _FIELD) & _IN_FIELD
-    # the experts' output may have another dtype than the tokens: space for the widest that was planned
-    base = offset_among(before, before * HEADER + back * peek(plan + P_ROW))
-    poke(route_table(context, route, R_COUNTS, peer), rows)
-    poke(route_table(context, route, R_PAIRS, peer), pairs)
-    poke(route_table(context, route, R_RETURN_BASE, peer), base)
+    # to a lost rank nothing goes
+    _place(context, state, plan, route, peer, number & 1, tl.where(live, listed, 0), ROW_BYTES, REDUCED)
+    # read again, so that nothing of it is kept while waiting
+    settle(BACKEND)
+    rows = int64s(route_table(context, route, R_COUNTS, peer))
     if good & live:
         free, good = tell_dispatches_read(context, state, peer, start, LANES, BACKEND)
         if good:
             good = wait_space(context, state, peer, _DISPATCH, start, LANES, BACKEND)
         if good:
-            parity, token = number & 1, peek(plan + P_META) + ROW_BYTES
-            first_row = peek(plan + P_FIRST_ROW)
-            source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
-            source += offset_among(before, before * first_row + rows_before * token)
-            slot = parity * ranks + own_rank(context)
-            target = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
-            message = place_message(context, state, peer, source, target, first_row + rows * token)
+            message = peek(state_table(context, state, T_MESSAGE_AT, peer))
+            told = (peek(route_table(context, route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
             coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
-            told = (pairs << _PAIRS_SHIFT) | rows
-            write_header(context, state, plan, peer, message, number, told, coding, base, free, _TAG, BACKEND)
+            back = peek(route_table(context, route, R_RETURN_BASE, peer))
+            write_header(context, state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
     tell_ready(context, state, peer, stamp, good & live, BACKEND)
     last = tl.full((), 0, tl.int1)
     if good:
         if live:
-            last = finish_one(context, state, peer) == rows * columns
+            last = finish_one(context, state, peer) == tl.load(rows) * columns
         else:
             _done(context, state, peer, number, BACKEND)
     return last
+
+
+@triton.jit
+def _place(
+    context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    route: tl.tensor,
+    peer: tl.tensor,
+    parity: tl.tensor,
+    listed: tl.tensor,
+    ROW_BYTES: tl.constexpr,
+    REDUCED: tl.constexpr,
+) -> None:
+    """Where the message to ``peer`` with its ``listed`` rows and pairs is packed, and where its answer comes: close to
+    those of other peers, in whatever order."""
+    rows, pairs = listed & LOW, listed >> 32
+    placed = rows | (pairs << _FIELD) | (tl.full((), 1, tl.int64) << (2 * _FIELD))
+    placed = tl.atomic_add(int64s(state + S_PLACED), placed, sem="relaxed", scope="gpu")
+    peers, rows_before = placed >> (2 * _FIELD), placed & _IN_FIELD
+    back = rows_before if REDUCED else (placed >> _FIELD) & _IN_FIELD
+    # the experts' output may have another dtype than the tokens: space for the widest that was planned
+    base = offset_among(peers, peers * HEADER + back * peek(plan + P_ROW))
+    poke(route_table(context, route, R_COUNTS, peer), rows)
+    poke(route_table(context, route, R_PAIRS, peer), pairs)
+    poke(route_table(context, route, R_RETURN_BASE, peer), base)
+    row, first_row = peek(plan + P_META) + ROW_BYTES, peek(plan + P_FIRST_ROW)
+    source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
+    source += offset_among(peers, peers * first_row + rows_before * row)
+    slot = parity * rank_count(context) + own_rank(context)
+    target = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+    place_message(context, state, peer, source, target, first_row + rows * row)
 
 
 @triton.jit
@@ -243,7 +262,7 @@ def _publish(
     """The last row for ``peer`` is written."""
     # what this program has acquired with its last piece of work: for all threads
     settle(BACKEND)
-    number, local = peek(state + S_DISPATCH_NUMBER), peek(plan + P_EXPERTS) // rank_count(context)
+    number, local = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL)
     counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
     for first in range(0, local, LANES):
         expert = first + tl.arange(0, LANES).to(tl.int64)
@@ -330,7 +349,7 @@ def dispatch_send(
     mine = program_number(state, IN_ORDER)
     program = mine - ranks
     blocks = (tokens + ROWS - 1) // ROWS
-    columns = (tl.num_programs(0) - ranks) // tl.maximum(blocks, 1)
+    columns = divide(tl.num_programs(0) - ranks, tl.maximum(blocks, 1))[0]
     start = clock_ns(BACKEND)
     rank = tl.full([ROWS, SLOTS], -1, tl.int32)
     last = tl.zeros([ROWS, SLOTS], tl.int1)
@@ -355,14 +374,13 @@ def dispatch_send(
         rank += mine.to(tl.int32) + 1
         last |= done
     else:
-        experts = peek(plan + P_EXPERTS)
-        local = experts // ranks
-        column = program % columns
-        token = program // columns * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        experts, local = peek(plan + P_EXPERTS), peek(plan + P_LOCAL)
+        block, column = divide(program, columns)
+        token = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         slot = tl.arange(0, SLOTS)[None, :]
         inside = (token[:, None] < tokens) & (slot < TOPK)
         ids, _ = _expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
-        rank = _ranks_of(context, ids, experts)
+        rank = _ranks_of(context, ids, local)
         goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
         ready = goes
         # nobody waits for a program that has no row: the others may have ended the operation
@@ -430,10 +448,10 @@ def dispatch_send(
         settle(BACKEND)
         many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=first, other=0)
         last = first & (finish(context, state, peers, first) == many * columns)
-    peer = tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0)
+    peer = uniform(tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0), BACKEND)
     while peer != _NOBODY:
         _publish(context, state, plan, peer.to(tl.int64), start, LANES, BACKEND)
-        peer = tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0)
+        peer = uniform(tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0), BACKEND)
 
 
 @triton.jit
@@ -472,7 +490,7 @@ def _write_rows(
             for index in range(TOPK):
                 row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
                 # several slots of a token may have one rank
-                if tl.max(row, axis=0) != 0:
+                if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
                     chosen = (row != 0)[:, None]
                     tl.store(aligned(row, tl.uint8)[:, None] + (lowest + value), codes, mask=chosen & inside)
                     wanted = chosen & (group < HIDDEN // _GROUP)
@@ -489,5 +507,5 @@ def _write_rows(
             given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
             for index in range(TOPK):
                 row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
-                if tl.max(row, axis=0) != 0:
+                if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
                     tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)

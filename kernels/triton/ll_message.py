@@ -27,7 +27,7 @@ from .blocks import (
 from .context import channel_count, flag_address, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
 from .publish import put_command
-from .words import acquire, peek, poke, release_each, settle
+from .words import acquire, divide, peek, poke, release_each, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
@@ -129,7 +129,8 @@ def publish_message(
         source = peek(state_table(context, state, T_MESSAGE_FROM, peer))
         target = peek(state_table(context, state, T_MESSAGE_TO, peer))
         nbytes = peek(state_table(context, state, T_MESSAGE_BYTES, peer))
-        piece = (((nbytes + channels - 1) // channels + _PIECE - 1) // _PIECE) * _PIECE
+        lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
+        piece = lines * _PIECE
         parts = peek(state + S_PARTS)
         for channel in range(channels):
             begin = tl.minimum(channel * piece, nbytes)

@@ -88,11 +88,11 @@ def put_writes(
     head, capacity = peek(head_at), peek(head_at + 16)
     take = chosen.to(tl.int64)
     index = head + tl.cumsum(take, axis=0) - take
-    lap = ((index // capacity) + 1) & 1
+    lap = ((index & capacity) == 0).to(tl.int64)
     low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
     high = lap | ((target // _UNIT) << _TARGET) | (peers << _RANK) | (stream << _STREAM)
     high = high | _KIND | (last.to(tl.int64) << _LAST)
-    slots = ring + _SLOTS + (index % capacity) * _COMMAND_BYTES
+    slots = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
     # every thread has read the head; and it is stored before any thread reads it again, or stores a command
     settle(BACKEND)
     poke(head_at, head + tl.sum(take, axis=0))
@@ -154,7 +154,7 @@ def put_command(
             code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
             fail(context, state, code, -1, stream, tail, index + 1 - capacity, BACKEND)
     if ending == GO_ON:
-        lap = ((index // capacity) + 1) & 1
+        lap = ((index & capacity) == 0).to(tl.int64)
         low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
         high = lap | ((target // _UNIT) << _TARGET) | (peer << _RANK) | (stream << _STREAM)
         high = high | _KIND | (last << _LAST)
@@ -162,7 +162,7 @@ def put_command(
         settle(BACKEND)
         lane = tl.arange(0, LANES).to(tl.int64)
         zero = tl.zeros_like(lane)
-        slot = zero + ring + _SLOTS + (index % capacity) * _COMMAND_BYTES
+        slot = zero + ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
         _store_commands(slot, zero + low, zero + high, lane == 0, state + S_SINK, BACKEND)
 
 

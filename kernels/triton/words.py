@@ -75,6 +75,14 @@ def poke(address: tl.tensor, value: tl.tensor) -> None:
 
 
 @triton.jit
+def divide(number: tl.tensor, by: tl.tensor) -> tl.tensor:
+    """(Quotient, rest), int64, of values from 0 to 2^31 - 1: a division of 64 bits takes five times as long, and
+    registers for a call."""
+    number, by = number.to(tl.int32), by.to(tl.int32)
+    return (number // by).to(tl.int64), (number % by).to(tl.int64)
+
+
+@triton.jit
 def clock_ns(BACKEND: tl.constexpr) -> tl.tensor:
     """A clock in nanoseconds that all programs share. Its steps are up to a microsecond on CUDA, 10 ns on ROCm."""
     if BACKEND == INTERPRETER:

@@ -29,9 +29,10 @@ from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, NormalNotify
 
-#: Bytes that a kernel which copies may spill: with Triton 3.8 on sm_90 these are four registers of `move_rows`, which
-#: has 32 KiB on their way to a program.
-_SPILLED = 16
+#: Bytes that a kernel which copies may spill. With Triton 3.8 on sm_90 these are four registers of `move_rows`, which
+#: has 32 KiB on their way to a program; those of low latency, of one warp, keep a few addresses of outer loops in local
+#: memory, since ptxas would not take more registers than let 24 to 32 of their programs run on a multiprocessor.
+_SPILLED = 64
 
 #: That the caller allows.
 PROGRAMS = 20
