@@ -239,7 +239,8 @@ def _count_before(
     ROWS: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> tl.tensor:
-    """Of each own slot [ROWS, SLOTS]: what other tokens have of its rank and expert, as fields of one int64."""
+    """Of each own slot [ROWS, SLOTS]: what other tokens have of its rank and expert, as fields of one int64. Its
+    arguments are those of the kernel and what that knows of its own slots."""
     seen = tl.zeros([ROWS, SLOTS, OTHERS], tl.int64)
     slot = tl.arange(0, SLOTS)[None, :]
     own_rank_ = tl.expand_dims(tl.expand_dims(rank, 2), 3)
