@@ -32,9 +32,7 @@ class AnyOrderLowLatency(LowLatencySubject):
     def __init__(self, name: str, buffer: Any, problem: LowLatencyProblem, device: torch.device) -> None:
         super().__init__(name, buffer, problem, device, weights_at_dispatch=False)
 
-    def _check_rows(
-        self, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
-    ) -> float:
+    def _check_rows(self, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor) -> float:
         try:
             return super()._check_rows(variant, rows, scales, counts)
         except WrongData:

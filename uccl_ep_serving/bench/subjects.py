@@ -235,9 +235,7 @@ class LowLatencySubject(_BufferSubject):
         self._received = self._combined = None
         return worst
 
-    def _check_rows(
-        self, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor
-    ) -> float:
+    def _check_rows(self, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor) -> float:
         return self._problem.check_dispatch(self.name, variant, rows, scales, counts)
 
     def _check_combined(self, variant: int, combined: torch.Tensor) -> float:

@@ -206,9 +206,7 @@ _LIES: dict[str, Lie] = {
         f"dispatch, {name}": Lie(_DISPATCH, "dispatch_recv", 0, _of_meta(_PAIRS, value), EXPANDED)
         for name, value in {"pairs before none": -1, "pairs behind all": CASE.tokens * CASE.topk}.items()
     },
-    **{
-        f"combine, {name}": Lie(_COMBINE, "combine_recv", 0, _of_combine(0, *word)) for name, word in _HEADER.items()
-    },
+    **{f"combine, {name}": Lie(_COMBINE, "combine_recv", 0, _of_combine(0, *word)) for name, word in _HEADER.items()},
     "combine, pairs": Lie(
         _COMBINE, "combine_recv", 0, _of_combine(0, LowLatencyHeader.ROWS, CASE.tokens * CASE.topk + 1), EXPANDED
     ),

@@ -85,7 +85,9 @@ _RETURNED = "peek(state + S_COMBINE_RECV_STEP)"
 #: By what they do wrong. Bits that tell one lap of a ring from the next.
 LAPS: dict[str, tuple[Change, ...]] = {
     "the lap bit never changes": (Change("publish.put_command", "((index // capacity) + 1) & 1", "(index * 0) + 1"),),
-    "the lap bit is the other one": (Change("publish.put_command", "((index // capacity) + 1)", "(index // capacity)"),),
+    "the lap bit is the other one": (
+        Change("publish.put_command", "((index // capacity) + 1)", "(index // capacity)"),
+    ),
     "the low word has no lap bit": (Change("publish.put_command", "low = lap | (", "low = ("),),
     "the high word has no lap bit": (Change("publish.put_command", "high = lap | (", "high = ("),),
     "the low word is always of the first lap": (Change("publish.put_command", "low = lap | (", "low = 1 | ("),),

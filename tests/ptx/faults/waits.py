@@ -128,7 +128,9 @@ _WAITS: dict[str, Wait] = {
     "room for a dispatch": Wait(("D d0 D D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=2, **_NO_ROOM),
     "room for a combine": Wait(("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=2, **_NO_ROOM),
     # as if no command before had left its slot
-    "room for a notice, dispatch": Wait(("D D d0 D", "D"), "dispatch_send", 2, _tail, known=0, ring_slots=2, **_NO_ROOM),
+    "room for a notice, dispatch": Wait(
+        ("D D d0 D", "D"), "dispatch_send", 2, _tail, known=0, ring_slots=2, **_NO_ROOM
+    ),
     "room for a notice, combine": Wait(
         (_THIRD, "D d0 C0 C0"), "combine_send", 2, _tail, known=1, ring_slots=2, **_NO_ROOM
     ),
