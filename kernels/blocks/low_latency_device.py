@@ -12,7 +12,7 @@ from itertools import count
 import torch
 
 from ...protocol.command import MAX_WRITE_BYTES
-from ...protocol.layout import LowLatencyPlan, WindowLayout
+from ...protocol.layout import MAX_EXPERTS, LowLatencyPlan, WindowLayout
 from ...protocol.message import round_up
 from . import low_latency as host
 
@@ -25,6 +25,9 @@ ARRIVALS = next(_word)
 SINK = next(_word)  # takes stores that cannot be predicated [all]
 TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
 PARTS = next(_word)  # most commands that a channel of one message needs [host, once]
+# rows, pairs and destinations that have their place among the messages of the running dispatch, in bit fields; 0
+# between kernels [dispatch_send]
+PLACED = next(_word)
 
 #: Word at which the tables of int64[ranks] start.
 STATE_WORDS = 32
@@ -48,11 +51,16 @@ STATE_TABLES = (
     "READY",
     "FINISHED",  # work done for the peer in the running kernel; 0 between kernels [all]
 )
+#: Behind the tables: int32[MAX_EXPERTS], slots that name the expert in the running dispatch; 0 between kernels
+#: [dispatch_send].
+EXPERT_WORDS = MAX_EXPERTS // 2
 
 # ``PLAN``, which nobody writes once it is there, so that captured graphs of any shape find theirs: the words of the
 # host's plan, then where the arrays start in a route block, in bytes
 _word = count(host.PLAN + 1)
-ROUTE_RETURNS = next(_word)  # int64 [T, K]: as in cpu/routing.py [dispatch_send]
+ROUTE_RETURNS = next(_word)  # int64 [T, K]: as in cpu/routing.py [dispatch_send, like the next]
+# int64 [R, T]: of the destination's rows, and in the upper half of its pairs, those of earlier tokens
+ROUTE_EARLIER = next(_word)
 # int32 [R, T, K]: the places of a source's metas, -1 = not here [dispatch_recv]
 ROUTE_PLACES = next(_word)
 ROUTE_WEIGHTS = next(_word)  # float32 [R, T, K]: router weights that came with the tokens [dispatch_recv]
@@ -83,7 +91,7 @@ class DeviceState:
     """
 
     def __init__(self, layout: WindowLayout, channels: int, device: torch.device) -> None:
-        words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * layout.ranks, dtype=torch.int64)
+        words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * layout.ranks + EXPERT_WORDS, dtype=torch.int64)
         for word, value in host.fixed_words(layout).items():
             words[word] = value
         assert layout.low_latency is not None
@@ -107,6 +115,7 @@ class DevicePlan:
         at = 8 * (ROUTE_WORDS + len(ROUTE_TABLES) * ranks)
         for word, nbytes in (
             (ROUTE_RETURNS, 8 * tokens * topk),
+            (ROUTE_EARLIER, 8 * ranks * tokens),
             (ROUTE_PLACES, 4 * ranks * tokens * topk),
             (ROUTE_WEIGHTS, 4 * ranks * tokens * topk),
             (ROUTE_BEFORE, 4 * ranks * tokens),

@@ -76,6 +76,8 @@ assert Notice.CONSUMED_COMBINE == LowLatencyHeader.CONSUMED_COMBINE
 #: Besides GO_ON, TOO_LATE and RELEASED: a peer's claim was refused, and the failure is reported already.
 _REFUSED = tl.constexpr(3)
 _LARGEST = tl.constexpr((1 << 63) - 1)
+#: Where a peer may have said something: its notice, and three messages of each phase.
+_PLACES = tl.constexpr(7)
 
 
 @triton.jit
@@ -136,78 +138,78 @@ def take_acks(
 
 
 @triton.jit
-def _listen(
+def _message_place(
     context: tl.tensor,
     state: tl.tensor,
     peer: tl.tensor,
-    PHASE: tl.constexpr,
+    combine: tl.tensor,
+    step: tl.tensor,
     placed: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Note the counts in the headers of messages of ``peer`` that have arrived although they are not received yet.
-    (Claim, most and stream of what cannot be, as of :func:`take_acks`.)
+    """A message of ``peer`` that is not received yet, the next of its phase or one of the two behind. (Its number; the
+    address of its header when it has arrived, else 0; its first stream.)
 
-    ``placed``: messages before this number have a known place.
+    ``placed``: combine messages before this number have a known place.
     """
-    first, ahead = peek(state + S_DISPATCH_READ), peek(state + S_DISPATCH_AHEAD)
-    if PHASE == _COMBINE:
-        first, ahead = peek(state + S_COMBINE_READ), peek(state + S_COMBINE_AHEAD)
-    claim, most = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
-    stream = tl.full((), 0, tl.int64)
-    for step in range(3):
-        number = first + step
-        if (number < placed) & ((step != 1) | (ahead == 0)) & (claim < 0):
-            count = tl.full((), 1 << 60, tl.int64)
-            for channel in range(channel_count(context)):
-                address = arrived_address(context, peer, stream_of(PHASE, number) + channel)
-                count = tl.minimum(count, acquire(address, BACKEND))
-            if count >= number // 2 + 1:
-                if PHASE == _DISPATCH:
-                    slot = (number & 1) * rank_count(context) + peer
-                    header = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
-                else:
-                    header = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
-                    header += peek(state_table(context, state, T_COMBINE_BASE + (number & 1), peer))
-                header += landing_window(context, peer)
-                tag: tl.constexpr = _DISPATCH_TAG if PHASE == _DISPATCH else _COMBINE_TAG
-                # a header that is not the expected one is refused when its message is received
-                same = (acquire(header + _TAG, BACKEND) == tag) & (acquire(header + _NUMBER, BACKEND) == number)
-                if same:
-                    claim, most = take_acks(context, state, peer, header, BACKEND)
-                    stream = stream_of(PHASE, number)
-    return claim, most, stream
+    first = peek(state + tl.where(combine, S_COMBINE_READ, S_DISPATCH_READ))
+    ahead = peek(state + tl.where(combine, S_COMBINE_AHEAD, S_DISPATCH_AHEAD))
+    number = first + step
+    parity, stream = number & 1, stream_of(tl.where(combine, _COMBINE, _DISPATCH), number)
+    header = tl.full((), 0, tl.int64)
+    if ((step != 1) | (ahead == 0)) & ((combine == 0) | (number < placed)):
+        count = tl.full((), 1 << 60, tl.int64)
+        for channel in range(channel_count(context)):
+            count = tl.minimum(count, acquire(arrived_address(context, peer, stream + channel), BACKEND))
+        if count >= number // 2 + 1:
+            if combine:
+                header = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
+                header += peek(state_table(context, state, T_COMBINE_BASE + parity, peer))
+            else:
+                slot = parity * rank_count(context) + peer
+                header = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+            header += landing_window(context, peer)
+    return number, header, stream
 
 
 @triton.jit
 def _read_acks(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, placed: tl.tensor, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """Look at everything that ``peer`` may have said, and note it in the state block. (Claim, most and stream of what
-    cannot be, as of :func:`take_acks`.)
+    """Look at everything that ``peer`` may have said, and note it in the state block: its newest notice, and headers of
+    messages that have arrived although they are not received yet. (Claim and most of what cannot be, as of
+    :func:`take_acks`, and its stream.)
 
     ``placed``: combine messages before this number have a known place (COMBINE_BASE*).
     """
-    notices = acquire(arrived_address(context, peer, _NOTICE), BACKEND)
-    read_at = state_table(context, state, T_NOTICES_READ, peer)
     claim, most = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
     stream = most + _NOTICE
-    fresh = notices > peek(read_at)
-    settle(BACKEND)
-    if fresh:
-        poke(read_at, notices)
-        # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
-        slot = peer * _NOTICE_SLOTS + (notices - 1) % _NOTICE_SLOTS
-        notice = landing_window(context, peer) + peek(state + S_NOTICE_RECV) + slot * _HEADER
-        tag = acquire(notice + _TAG, BACKEND)
-        if tag == _NOTICE_TAG:
-            claim, most = take_acks(context, state, peer, notice, BACKEND)
-        else:
-            claim, most = tag & _LARGEST, most + _NOTICE_TAG
-    if claim < 0:
-        dispatches = peek(state + S_DISPATCH_NUMBER) + 1
-        claim, most, stream = _listen(context, state, peer, _DISPATCH, dispatches, BACKEND)
-    if claim < 0:
-        claim, most, stream = _listen(context, state, peer, _COMBINE, placed, BACKEND)
+    for place in range(_PLACES):
+        if claim < 0:
+            combine, step = place > 3, tl.where(place > 3, place - 4, place - 1).to(tl.int64)
+            tag = tl.where(combine, _COMBINE_TAG, _DISPATCH_TAG).to(tl.int64)
+            if place == 0:
+                # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
+                notices = acquire(arrived_address(context, peer, _NOTICE), BACKEND)
+                slot = peer * _NOTICE_SLOTS + (notices - 1) % _NOTICE_SLOTS
+                number, tag = notices - 1, tag * 0 + _NOTICE_TAG
+                header = landing_window(context, peer) + peek(state + S_NOTICE_RECV) + slot * _HEADER
+                read_at = state_table(context, state, T_NOTICES_READ, peer)
+                fresh = notices > peek(read_at)
+                settle(BACKEND)
+                if fresh:
+                    poke(read_at, notices)
+                else:
+                    header = header * 0
+            else:
+                number, header, stream = _message_place(context, state, peer, combine, step, placed, BACKEND)
+            if header != 0:
+                told, counted = acquire(header + _TAG, BACKEND), acquire(header + _NUMBER, BACKEND)
+                if (told == tag) & ((counted == number) | (place == 0)):
+                    claim, most = take_acks(context, state, peer, header, BACKEND)
+                elif place == 0:
+                    claim, most = told & _LARGEST, tag
+                # the header of a message that is not the expected one is refused when the message is received
     return claim, most, stream
 
 

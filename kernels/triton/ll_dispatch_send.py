@@ -1,9 +1,10 @@
 """Low-latency dispatch, sending: one kernel routes every token, casts it once, writes it into the message of each of
 its ranks and publishes each message as soon as its last row is written.
 
-The first R programs serve one destination each: they count its rows, place its message and its answer, wait until its
-space is free and write its header. Each of the others has some values of some tokens. It counts, over the ids of all
-tokens, how many earlier ones go to each of its destinations and experts: the same input always gives the same messages.
+The first R programs serve one destination each: they list its rows, place its message and its answer, wait until its
+space is free and write its header. Each of the others has some values of some tokens, and writes those into their rows
+once they are listed. Among an expert's rows of this source, a token's place is the next one free or, where order is
+asked for, that of its number.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from .blocks import (
     P_EXPERTS,
     P_FIRST_ROW,
     P_META,
+    P_ROUTE_EARLIER,
     P_ROUTE_FILLED,
     P_ROUTE_RETURNS,
     P_ROW,
+    P_TOKENS,
     R_COUNTS,
     R_PAIRS,
     R_RETURN_BASE,
@@ -38,14 +41,16 @@ from .blocks import (
     S_DISPATCH_SEND,
     S_DISPATCH_SEND_STEP,
     S_DISPATCH_SLOT,
+    S_PLACED,
     T_MESSAGE_AT,
+    expert_count,
     route_table,
     state_table,
 )
 from .context import has_failed_now, is_live, own_rank, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
-from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
+from .ll_message import HEADER, LOW, offset_among, place_message, publish_message, write_header
 from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .quant import load_floats, quantise_blocks
 from .wait import report_id
@@ -57,10 +62,9 @@ _F32, _FP8, _UE8M0 = tl.constexpr(DTYPE_F32), tl.constexpr(DTYPE_FP8), tl.conste
 _GROUP, _ROUTE_WORDS = tl.constexpr(SCALE_BLOCK), tl.constexpr(ROUTE_WORDS)
 _PLACE_SHIFT, _PAIRS_SHIFT = tl.constexpr(PLACE_SHIFT), tl.constexpr(PAIRS_SHIFT)
 _NOBODY = tl.constexpr(1 << 30)
-#: Fields of a count of what precedes a slot: rows of its rank, rows of its expert, rows of its expert in all, and above
-#: these the (token, slot) pairs of its rank.
-_FIELD, _IN_FIELD = tl.constexpr(14), tl.constexpr((1 << 14) - 1)
-assert MAX_LOW_LATENCY_TOKENS < 1 << 14
+#: Fields of PLACED: rows, (token, slot) pairs, destinations. A token has at most 64 slots.
+_FIELD, _IN_FIELD = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
+assert 64 * MAX_LOW_LATENCY_TOKENS < 1 << 20
 
 
 @triton.jit
@@ -97,32 +101,32 @@ def _earlier_equal(values: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _count_rows(
-    context: tl.tensor,
+def _list_rows(
     topk_idx: tl.tensor,
     tokens: tl.tensor,
+    lowest: tl.tensor,
+    local: tl.tensor,
     experts: tl.tensor,
-    peer: tl.tensor,
+    earlier: tl.tensor,
     TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ) -> tl.tensor:
-    """(Rows for ``peer``, its (token, slot) pairs, the same of all lower ranks, smallest position of a wrong id.)"""
-    mine = tl.zeros([BLOCK, SLOTS], tl.int64)
-    lower = tl.zeros([BLOCK, SLOTS], tl.int64)
-    wrong = tl.full([BLOCK, SLOTS], 1 << 60, tl.int64)
-    slot = tl.arange(0, SLOTS)[None, :]
-    for first in range(0, tokens, BLOCK):
-        token = first + tl.arange(0, BLOCK)[:, None].to(tl.int64)
-        ids, bad = _expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
-        rank = _ranks_of(context, ids, experts)
-        row = (_earlier_equal(rank, SLOTS) == 0).to(tl.int64) << 32
-        mine += tl.where(rank == peer.to(tl.int32), row | 1, 0)
-        lower += tl.where((rank >= 0) & (rank < peer.to(tl.int32)), row | 1, 0)
-        wrong = tl.minimum(wrong, tl.where(bad, token * TOPK + slot, 1 << 60))
-    of_peer, below = tl.sum(tl.ravel(mine), axis=0), tl.sum(tl.ravel(lower), axis=0)
-    low: tl.constexpr = (1 << 32) - 1
-    return of_peer >> 32, of_peer & low, below >> 32, below & low, tl.min(tl.ravel(wrong), axis=0)
+    """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
+    upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
+    all_ = tl.full((), 0, tl.int64)
+    wrong = tl.full([LANES], _NOBODY, tl.int32)
+    for first in range(0, tokens, LANES):
+        token = first + tl.arange(0, LANES).to(tl.int64)
+        pairs = tl.zeros([LANES], tl.int32)
+        for slot in tl.static_range(TOPK):
+            ids, bad = _expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
+            at_home = ids - lowest.to(tl.int32)
+            pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
+            wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), _NOBODY))
+        some = (pairs.to(tl.int64) << 32) | (pairs > 0).to(tl.int64)
+        tl.store(int64s(earlier + 8 * token), all_ + tl.cumsum(some, axis=0) - some, mask=token < tokens)
+        all_ += tl.sum(some, axis=0)
+    return all_, tl.min(wrong, axis=0)
 
 
 @triton.jit
@@ -140,8 +144,6 @@ def _serve(
     CODING: tl.constexpr,
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
@@ -150,15 +152,21 @@ def _serve(
     ranks, number = rank_count(context), peek(state + S_DISPATCH_NUMBER)
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
     local, live = experts // ranks, is_live(context, peer)
-    rows, pairs, rows_below, pairs_below, wrong = _count_rows(
-        context, topk_idx, tokens, experts, peer, TOPK, SLOTS, BLOCK
-    )
+    earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
+    listed, wrong = _list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK, LANES)
+    # to a lost rank nothing goes
+    listed = tl.where(live, listed, 0)
+    rows, pairs = listed & LOW, listed >> 32
     good = has_failed_now(context, BACKEND) == 0
     if peer == 0:
         _begin_route(context, state, plan, route, number, local, wrong, experts, LANES, BACKEND)
+    # packed messages and returned rows lie close together, in whatever order
+    place = rows | (pairs << _FIELD) | (tl.full((), 1, tl.int64) << (2 * _FIELD))
+    placed = tl.atomic_add(int64s(state + S_PLACED), place, sem="relaxed", scope="gpu")
+    before, rows_before = placed >> (2 * _FIELD), placed & _IN_FIELD
+    back = rows_before if REDUCED else (placed >> _FIELD) & _IN_FIELD
     # the experts' output may have another dtype than the tokens: space for the widest that was planned
-    back = rows_below if REDUCED else pairs_below
-    base = offset_among(peer, peer * HEADER + back * peek(plan + P_ROW))
+    base = offset_among(before, before * HEADER + back * peek(plan + P_ROW))
     poke(route_table(context, route, R_COUNTS, peer), rows)
     poke(route_table(context, route, R_PAIRS, peer), pairs)
     poke(route_table(context, route, R_RETURN_BASE, peer), base)
@@ -170,17 +178,13 @@ def _serve(
             parity, token = number & 1, peek(plan + P_META) + ROW_BYTES
             first_row = peek(plan + P_FIRST_ROW)
             source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
-            source += offset_among(peer, peer * first_row + rows_below * token)
+            source += offset_among(before, before * first_row + rows_before * token)
             slot = parity * ranks + own_rank(context)
             target = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
             message = place_message(context, state, peer, source, target, first_row + rows * token)
             coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
             told = (pairs << _PAIRS_SHIFT) | rows
             write_header(context, state, plan, peer, message, number, told, coding, base, free, _TAG, BACKEND)
-            # of experts that no token names; the others' are written with their last rows
-            for first in range(0, local, LANES):
-                expert = first + tl.arange(0, LANES).to(tl.int64)
-                tl.store(int32s(message + HEADER + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
     tell_ready(context, state, peer, stamp, good & live, BACKEND)
     last = tl.full((), 0, tl.int1)
     if good:
@@ -214,8 +218,8 @@ def _begin_route(
         expert = first + tl.arange(0, LANES).to(tl.int64)
         tl.store(int32s(filled + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
     # rule: low latency: the host is told of an expert id out of range
-    if wrong < (1 << 60):
-        report_id(context, state, wrong, experts, BACKEND)
+    if wrong < _NOBODY:
+        report_id(context, state, wrong.to(tl.int64), experts, BACKEND)
 
 
 @triton.jit
@@ -223,40 +227,54 @@ def _done(context: tl.tensor, state: tl.tensor, peer: tl.tensor, number: tl.tens
     if last_peer(context, state, peer, rank_count(context), BACKEND):
         # rule: low latency: the send kernel counts its message
         poke(state + S_DISPATCH_NUMBER, number + 1)
+        poke(state + S_PLACED, 0)
 
 
 @triton.jit
-def _count_before(
+def _publish(
     context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    peer: tl.tensor,
+    start: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """The last row for ``peer`` is written."""
+    # what this program has acquired with its last piece of work: for all threads
+    settle(BACKEND)
+    number, local = peek(state + S_DISPATCH_NUMBER), peek(plan + P_EXPERTS) // rank_count(context)
+    counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
+    for first in range(0, local, LANES):
+        expert = first + tl.arange(0, LANES).to(tl.int64)
+        named = int32s(expert_count(context, state, peer * local + expert))
+        tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
+        tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
+    publish_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
+    _done(context, state, peer, number, BACKEND)
+
+
+@triton.jit
+def _named_before(
     topk_idx: tl.tensor,
     tokens: tl.tensor,
     experts: tl.tensor,
     token: tl.tensor,
     ids: tl.tensor,
-    rank: tl.tensor,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
-    OTHERS: tl.constexpr,
+    LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Of each own slot [ROWS, SLOTS]: what other tokens have of its rank and expert, as fields of one int64. Its
-    arguments are those of the kernel and what that knows of its own slots."""
-    seen = tl.zeros([ROWS, SLOTS, OTHERS], tl.int64)
-    slot = tl.arange(0, SLOTS)[None, :]
-    own_rank_ = tl.expand_dims(tl.expand_dims(rank, 2), 3)
-    own_id = tl.expand_dims(tl.expand_dims(ids, 2), 3)
-    local = (experts // rank_count(context)).to(tl.int32)
-    for first in range(0, tokens, OTHERS):
-        other = first + tl.arange(0, OTHERS).to(tl.int64)
-        named, _ = _expert_ids(topk_idx, other[:, None], slot, tokens, experts, TOPK)
-        named = tl.expand_dims(tl.expand_dims(named, 0), 0)
-        same = (tl.where(named >= 0, named // local, -1) == own_rank_).to(tl.int32)
-        same += (named == own_id).to(tl.int32) << 16
-        same = tl.sum(same, axis=3)
-        pairs, expert = (same & 0xFFFF).to(tl.int64), (same >= 1 << 16).to(tl.int64)
-        earlier = other[None, None, :] < token[:, None, None]
-        before = (pairs > 0).to(tl.int64) | (expert << _FIELD) | (pairs << (3 * _FIELD))
-        seen += tl.where(earlier, before, 0) + (expert << (2 * _FIELD))
+    """Of each own slot [ROWS, SLOTS], how many tokens before name the same expert."""
+    seen = tl.zeros([ROWS, SLOTS, LANES], tl.int32)
+    for first in range(0, tl.max(token, axis=0), LANES):
+        other = first + tl.arange(0, LANES).to(tl.int64)
+        found = tl.zeros([ROWS, SLOTS, LANES], tl.int1)
+        for slot in range(TOPK):
+            named, _ = _expert_ids(topk_idx, other, slot, tokens, experts, TOPK)
+            found |= named[None, None, :] == ids[:, :, None]
+        seen += (found & (other[None, None, :] < token[:, None, None])).to(tl.int32)
     return tl.sum(seen, axis=2)
 
 
@@ -267,7 +285,7 @@ def _of_slot(values: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.ten
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@kernel(do_not_specialize=["topk_idx", "weights", "tokens"])
+@kernel(do_not_specialize=["topk_idx", "weights", "tokens", "in_order"])
 def dispatch_send(
     context: tl.int64,
     state: tl.int64,
@@ -277,6 +295,7 @@ def dispatch_send(
     topk_idx: tl.int64,
     weights: tl.int64,
     tokens: tl.int64,
+    in_order: tl.int64,
     HIDDEN: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -288,23 +307,22 @@ def dispatch_send(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    OTHERS: tl.constexpr,
     IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     """Send the next dispatch message to every rank and fill a route block; grid (R + ceil(tokens / ROWS) * columns,),
-    any number of columns. Eight arguments of a launch, sixteen constants.
+    any number of columns. Nine arguments of a launch, fourteen constants.
 
     Args:
         plan: sizes of the operation, which later kernels find in the route block.
         x: [tokens, HIDDEN] of dtype SOURCE, contiguous, on a multiple of 16 bytes. topk_idx: int64[tokens, TOPK].
         weights: float32[tokens, TOPK], or 0 when not REDUCED: destinations return one row per token when they are
             there.
+        in_order: 1 = the rows of an expert stand by token, 0 = as they come.
         CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
         SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
-            two, at least 128. COUNTED, OTHERS: tokens whose ids are read together, for a destination and for own slots.
+            two, at least 128.
         IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     tokens = tokens.to(tl.int64)
@@ -331,8 +349,6 @@ def dispatch_send(
             CODING,
             REDUCED,
             TOPK,
-            SLOTS,
-            COUNTED,
             LANES,
             BACKEND,
         )
@@ -347,78 +363,77 @@ def dispatch_send(
         inside = (token[:, None] < tokens) & (slot < TOPK)
         ids, _ = _expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
         rank = _ranks_of(context, ids, experts)
-        seen = _count_before(context, topk_idx, tokens, experts, token, ids, rank, TOPK, SLOTS, ROWS, OTHERS)
-        row, pairs = seen & _IN_FIELD, seen >> (3 * _FIELD)
-        position, named = (seen >> _FIELD) & _IN_FIELD, (seen >> (2 * _FIELD)) & _IN_FIELD
+        goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
+        ready = goes
+        # nobody waits for a program that has no row: the others may have ended the operation
+        if tl.max(tl.ravel(goes.to(tl.int32)), axis=0) != 0:
+            number = peek(state + S_DISPATCH_NUMBER)
+            stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
+            ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
         within = _earlier_equal(rank, SLOTS)
-        goes = rank >= 0
         # a token goes to a rank once
-        first = goes & (within == 0)
+        first = ready & (within == 0)
+        earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * (peers * peek(plan + P_TOKENS) + token[:, None])
+        listed = tl.load(int64s(earlier), mask=ready, other=0)
+        row, pairs = listed & LOW, listed >> 32
+        message = tl.load(int64s(state_table(context, state, T_MESSAGE_AT, peers)), mask=ready, other=0)
+        meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + ROW_BYTES)
         if column == 0:
             returns = int64s(route + peek(plan + P_ROUTE_RETURNS) + 8 * (token[:, None] * TOPK + slot))
             there = rank.to(tl.int64) << 32
             if REDUCED:
                 # by rank, whatever the order of the slots: those before it, then -1
                 below = (first[:, None, :] & (rank[:, None, :] < rank[:, :, None])).to(tl.int32)
-                place = tl.sum(below, axis=2)
                 many = tl.sum(first.to(tl.int32), axis=1)[:, None]
-                tl.store(returns - slot + place, there | row, mask=first)
+                tl.store(returns - slot + tl.sum(below, axis=2), there | row, mask=first)
                 tl.store(returns, tl.full([ROWS, SLOTS], -1, tl.int64), mask=inside & (slot >= many))
             else:
-                tl.store(returns, tl.where(goes, there | (pairs + within), -1), mask=inside)
-        if tl.max(tl.ravel(goes.to(tl.int32)), axis=0) != 0:
-            number, peers = peek(state + S_DISPATCH_NUMBER), tl.where(goes, rank, 0).to(tl.int64)
-            stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
-            ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
-            first &= ready
-            message = tl.load(int64s(state_table(context, state, T_MESSAGE_AT, peers)), mask=ready, other=0)
-            meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + ROW_BYTES)
-            if column == 0:
-                tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)
-                tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
-                at_home = (ids.to(tl.int64) - peers * local).to(tl.int32)
-                place = (at_home << _PLACE_SHIFT) | position.to(tl.int32)
-                # of the destinations along axis 1, the places along axis 2
-                here = rank[:, :, None] == rank[:, None, :]
-                to = meta[:, :, None] + 8 + 4 * slot[:, None, :]
-                wanted = first[:, :, None] & (slot[:, None, :] < TOPK)
-                tl.store(int32s(to), tl.where(here, place[:, None, :], -1), mask=wanted)
-                if REDUCED:
-                    factors = tl.load(floats(weights + 4 * (token[:, None] * TOPK + slot)), mask=inside, other=0.0)
-                    some = tl.zeros([ROWS, SLOTS, SLOTS], tl.float32) + factors[:, None, :]
-                    tl.store(floats(to + 4 * TOPK), some, mask=wanted)
-                # the last token that an expert has, by one of the slots that name it
-                closing = ready & (named == position + 1) & (_earlier_equal(ids, SLOTS) == 0)
-                tl.store(int32s(message + HEADER + 4 * at_home), named.to(tl.int32), mask=closing)
-            _write_rows(
-                x,
-                token,
-                tokens,
-                meta + peek(plan + P_META),
-                first,
-                column,
-                columns,
-                HIDDEN,
-                SOURCE,
-                CODING,
-                ROUND,
-                FNUZ,
-                TOPK,
-                SLOTS,
-                ROWS,
-                BLOCK,
-                BACKEND,
-            )
-            settle(BACKEND)
-            many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=first, other=0)
-            last = first & (finish(context, state, peers, first) == many * columns)
+                tl.store(returns, tl.where(ready, there | (pairs + within), -1), mask=inside)
+            tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)
+            tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
+            # an expert has a token once
+            once, same = ready & (_earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
+            named = int32s(expert_count(context, state, tl.where(once, ids, 0).to(tl.int64)))
+            position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=once, sem="relaxed", scope="gpu")
+            if in_order != 0:
+                position = _named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
+            position = tl.sum(tl.where(same & once[:, None, :], position[:, None, :], 0), axis=2)
+            place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
+            # of the destinations along axis 1, the places along axis 2
+            here = rank[:, :, None] == rank[:, None, :]
+            to = meta[:, :, None] + 8 + 4 * slot[:, None, :]
+            wanted = first[:, :, None] & (slot[:, None, :] < TOPK)
+            tl.store(int32s(to), tl.where(here, place[:, None, :], -1), mask=wanted)
+            if REDUCED:
+                factors = tl.load(floats(weights + 4 * (token[:, None] * TOPK + slot)), mask=inside, other=0.0)
+                some = tl.zeros([ROWS, SLOTS, SLOTS], tl.float32) + factors[:, None, :]
+                tl.store(floats(to + 4 * TOPK), some, mask=wanted)
+        _write_rows(
+            x,
+            token,
+            tokens,
+            meta + peek(plan + P_META),
+            first,
+            column,
+            columns,
+            HIDDEN,
+            SOURCE,
+            CODING,
+            ROUND,
+            FNUZ,
+            TOPK,
+            SLOTS,
+            ROWS,
+            BLOCK,
+            BACKEND,
+        )
+        settle(BACKEND)
+        many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=first, other=0)
+        last = first & (finish(context, state, peers, first) == many * columns)
     peer = tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0)
     while peer != _NOBODY:
-        number = peek(state + S_DISPATCH_NUMBER)
-        publish_message(context, state, peer.to(tl.int64), _DISPATCH, number, start, LANES, BACKEND)
-        rest = last & (rank > peer)
-        _done(context, state, peer.to(tl.int64), number, BACKEND)
-        peer = tl.min(tl.ravel(tl.where(rest, rank, _NOBODY)), axis=0)
+        _publish(context, state, plan, peer.to(tl.int64), start, LANES, BACKEND)
+        peer = tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0)
 
 
 @triton.jit

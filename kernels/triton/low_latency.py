@@ -24,8 +24,6 @@ from .ll_dispatch_send import dispatch_send
 
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
-#: Elements of a comparison that a program holds, and in the interpreter, where an operation costs the same for few.
-_COMPARED, _COMPARED_AT_ONCE = 1024, 1 << 20
 #: Words (or values) of a row that a program moves at a time, and values that it sums: a program is one warp, so that
 #: whatever it exchanges between its threads takes no barrier, and needs several loads of each on their way.
 _BLOCK, _SUMMED = 1024, 512
@@ -99,7 +97,8 @@ class TritonLowLatencyKernels:
     def dispatch_ahead(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Launch, ...]:
         """Launches of a dispatch, to compile."""
         at = _ANY_ADDRESS
-        send = self.dispatch_send(at, at, at, at, at, at, at, self.plan.tokens, source, coding, round_scale, reduced)
+        formats = source, coding, round_scale, reduced
+        send = self.dispatch_send(at, at, at, at, at, at, at, self.plan.tokens, *formats, False)
         return send + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0, False)
 
     def combine_ahead(self, dtype: int, reduced: bool) -> tuple[Launch, ...]:
@@ -113,11 +112,6 @@ class TritonLowLatencyKernels:
 
     def _programs_of_a_peer(self) -> int:
         return max(min(self._blocks(self.plan.tokens), _PROGRAMS // self.plan.ranks), 1)
-
-    def _compared(self, with_each: int) -> int:
-        """Tokens, a power of two, of each of which a program compares so many pairs of slots at a time."""
-        most = _COMPARED_AT_ONCE if self.target.interpreted else _COMPARED
-        return min(max(most // with_each, 1), _power_of_two(self.plan.tokens))
 
     def dispatch_send(
         self,
@@ -133,24 +127,26 @@ class TritonLowLatencyKernels:
         coding: int,
         round_scale: bool,
         reduced: bool,
+        in_order: bool,
     ) -> tuple[Launch, ...]:
         """Send the next dispatch message to every rank.
 
-        Twelve arguments: blocks, tensors and formats, as the kernels of its launches take them.
+        Thirteen arguments: blocks, tensors and formats, as the kernels of its launches take them.
 
         Args:
             x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
             coding: DTYPE_* of the rows on the wire. reduced: weights are given (their address may be 0 without tokens).
+            in_order: the rows of an expert stand by token.
         """
         variant, columns = self._of_dispatch_send(source, coding, round_scale, reduced)
         blocks = self._blocks(tokens)
         columns = min(max(_PROGRAMS // max(blocks, 1), 1), columns)
-        arguments = (context, state, plan_block, route_block, x, topk_idx, weights, tokens)
+        arguments = (context, state, plan_block, route_block, x, topk_idx, weights, tokens, int(in_order))
         return (Launch(variant, (self.plan.ranks + blocks * columns, 1, 1), arguments),)
 
     def _make_dispatch_send(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Variant, int]:
         """Its kernel, and programs that a row has work for."""
-        plan, slots = self.plan, self._slots
+        plan = self.plan
         quantised = coding in (DTYPE_FP8, DTYPE_FP8_UE8M0)
         values = plan.hidden if quantised else plan.hidden * element_bytes(source) // 4
         block = min(_BLOCK, max(_power_of_two(values), SCALE_BLOCK))
@@ -164,10 +160,8 @@ class TritonLowLatencyKernels:
                 "ROUND": round_scale or coding == DTYPE_FP8_UE8M0,
                 "FNUZ": self.target.fnuz,
                 "REDUCED": reduced,
-                "SLOTS": slots,
+                "SLOTS": self._slots,
                 "BLOCK": block,
-                "COUNTED": self._compared(slots * slots),
-                "OTHERS": self._compared(self._rows * slots * slots),
                 **self._common,
             },
         )

@@ -121,9 +121,11 @@ def expert_output(x: torch.Tensor, rank: int) -> torch.Tensor:
     return (x.float() * factors[:, None, None]).to(x.dtype)
 
 
-def row_order(layout_range: torch.Tensor, want: LowLatencyReceived) -> list[torch.Tensor]:
-    """For each local expert, where the rows stand that the oracle has by source rank: each source's are together, and
-    nothing is between or in both of two."""
+def row_order(
+    case: Case, src_info: torch.Tensor, layout_range: torch.Tensor, want: LowLatencyReceived
+) -> list[torch.Tensor]:
+    """For each local expert, where the rows stand that the oracle has by source rank and token: each source's are
+    together, and nothing is between or in both of two."""
     ends, counts = (layout_range & 0xFFFFFFFF) + (layout_range >> 32), layout_range & 0xFFFFFFFF
     assert torch.equal(counts, want.layout_range & 0xFFFFFFFF)
     order = []
@@ -131,6 +133,8 @@ def row_order(layout_range: torch.Tensor, want: LowLatencyReceived) -> list[torc
         parts = [
             torch.arange(int(end - count), int(end)) for end, count in zip(ends[expert], counts[expert], strict=True)
         ]
+        if not case.deterministic:
+            parts = [part[src_info[expert, part].argsort(stable=True)] for part in parts]
         order.append(torch.cat(parts))
         assert torch.equal(order[-1].sort().values, torch.arange(number))
     return order
@@ -143,7 +147,7 @@ def check_received(case: Case, rows: Any, count: torch.Tensor, handle: Any, want
     assert (tokens, hidden, experts) == (case.tokens, case.hidden, case.experts)
     if case.deterministic:
         assert torch.equal(layout_range, want.layout_range)
-    order = row_order(layout_range, want)
+    order = row_order(case, src_info, layout_range, want)
     capacity = case.ranks * case.tokens
     if case.fp8:
         values, scales = rows

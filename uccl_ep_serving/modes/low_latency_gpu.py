@@ -131,6 +131,7 @@ class LowLatencyGpu:
 
         outputs = DispatchOutputs(plan, coding, device, kernels.fp8_dtype, allocate)
         route = block.new_route()
+        in_order = self._runtime.settings.deterministic if deterministic is None else deterministic
         send = kernels.dispatch_send(
             space.context,
             state.address,
@@ -144,6 +145,7 @@ class LowLatencyGpu:
             coding.dtype,
             round_scale,
             weights is not None,
+            in_order,
         )
         receive = kernels.dispatch_recv(
             space.context,
@@ -157,7 +159,7 @@ class LowLatencyGpu:
             outputs.layout_range.data_ptr(),
             counts_address,
             waits_address,
-            self._runtime.settings.deterministic if deterministic is None else deterministic,
+            in_order,
         )
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range),
