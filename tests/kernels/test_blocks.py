@@ -20,7 +20,7 @@ TRITON = Path(__file__).parents[2] / "kernels" / "triton"
 def test_tables_start_after_the_words() -> None:
     assert low_latency.COMBINE_AHEAD < low_latency.PEER_TABLES
     assert low_latency.WEIGHTS < low_latency.ROUTE_TABLES
-    assert low_latency_device.PARTS < low_latency_device.STATE_WORDS
+    assert low_latency_device.PLACED < low_latency_device.STATE_WORDS
     assert low_latency_device.ROUTE_FILLED < low_latency_device.ROUTE_WORDS
     assert normal.ROUTE < normal.OPERATION_WORDS
     assert normal.FILLED < normal.PEER_WORDS
@@ -50,6 +50,7 @@ def test_the_arrays_of_a_route_lie_apart_and_inside_it(sizes: tuple[int, ...]) -
     ranks, tokens, slots = plan.ranks, plan.tokens, plan.topk
     needed = {
         low_latency_device.ROUTE_RETURNS: 8 * tokens * slots,
+        low_latency_device.ROUTE_EARLIER: 8 * ranks * tokens,
         low_latency_device.ROUTE_PLACES: 4 * ranks * tokens * slots,
         low_latency_device.ROUTE_WEIGHTS: 4 * ranks * tokens * slots,
         low_latency_device.ROUTE_BEFORE: 4 * ranks * tokens,

@@ -53,6 +53,8 @@ _COUNT_OF_A_NOTICE = (
     "the flag of a notice that was acquired covers its words; those of a later one a mapped peer stores weakly, so "
     "that an acquire of them orders nothing, and a proxied peer is reached by commands that depend on the count"
 )
+#: Where counts of read messages are taken from a header or a notice.
+_COUNTS = (("dispatched = acquire(header",), ("combined = acquire(header",))
 _SLOT_OF_A_RING = (
     "what is put into a slot depends on the tail that was read, and the proxy's tail on the slot: out of thin air "
     "comes no value; both sides' accesses of a slot are strong, so there is no race"
@@ -130,14 +132,12 @@ EQUIVALENT = (
             ("coding = acquire(message",),
             ("told = acquire(message",),
             ("back = acquire(message",),
-            ("same = (acquire(header",),
-            ("dispatched = acquire(", "take_acks(context, state, peer, header"),
-            ("combined = acquire(", "take_acks(context, state, peer, header"),
         )
     ),
+    *(Equivalent(_RECEIVES, _ACQUIRES, where, _WORD_OF_A_HEADER) for where in _COUNTS),
     *(
-        Equivalent(_SENDS, ("acquire",), (f"{claim} = acquire(", "take_acks(context, state, peer, notice"), why)
-        for claim, why in (("dispatched", _COUNT_OF_A_NOTICE), ("combined", _COUNT_OF_A_NOTICE))
+        Equivalent(_SENDS, ("acquire",), where, _COUNT_OF_A_NOTICE)
+        for where in (*_COUNTS, ("told, counted = acquire(",))
     ),
 )
 

@@ -105,16 +105,19 @@ PARITIES: dict[str, tuple[Change, ...]] = {
     "dispatches of both parities land in one place": (
         Change("ll_dispatch_send._serve", "parity * ranks", "parity * 0"),
         Change("ll_dispatch_recv._message", _PARITY, _NO_PARITY),
-        Change("ll_counts._listen", f"{_PARITY} * rank_count", f"{_NO_PARITY} * rank_count"),
+        Change("ll_counts._message_place", "parity * rank_count", "0 * rank_count"),
     ),
     "a dispatch is unpacked from where the other parity lands": (
         Change("ll_dispatch_recv._message", _PARITY, _OTHER_PARITY),
     ),
     "combines of both parities land in one place": (
-        Change("ll_combine_send._serve", f"parity * {_RETURNED}", "0"),
+        *(
+            Change(place, f"parity * {_RETURNED}", "0")
+            for place in ("ll_counts._message_place", "ll_combine_send._serve")
+        ),
         *(
             Change(place, f"{_PARITY} * {_RETURNED}", f"{_NO_PARITY} * {_RETURNED}")
-            for place in ("ll_counts._listen", "ll_combine_recv._hear", "ll_combine_recv._sum_rows")
+            for place in ("ll_combine_recv._hear", "ll_combine_recv._sum_rows")
         ),
     ),
     "a combine is summed from where the other parity lands": (
