@@ -222,7 +222,8 @@ def wait_messages(
     ARRIVAL: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally.
+    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally. Eleven
+    arguments: whom to wait for, and what a wait tells of itself.
 
     Args:
         peers: int64 tensor of peers, one per lane. timed: those whose waits this program tells.

@@ -1,12 +1,15 @@
 """Publishing alone, with stores that no lane can leave out, as on ROCm. Imported only where Triton is the interpreter.
 
-The interpreter knows no assembly: :func:`_assembly` does what stores of it do, and passes over what only orders them.
+The interpreter knows no assembly: :func:`_assembly` does what its loads and stores do, and passes over what only orders
+them. A program has one thread there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import triton.language as tl
 
 from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
+from uccl_ep_serving.kernels.triton import words
 from uccl_ep_serving.kernels.triton.ll_message import publish_message
 from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
@@ -27,6 +31,7 @@ from uccl_ep_serving.protocol.streams import STREAMS
 RANKS, LANES, SLOTS_OF_RING, HIP = 5, 8, 16, 2
 #: What stands in every word of the state block, and must still stand there.
 UNTOUCHED = 0x5A5A5A5A
+_LOAD = re.compile(r"global_load_dwordx2 \$0, \$1, off")
 _STORE = re.compile(r"global_store_dwordx2 \$(\d+), \$(\d+), off(?: offset:(\d+))?")
 
 
@@ -37,7 +42,17 @@ def _assembly(
         where, what = (np.ravel(values[int(place) - 1].handle.data) for place in (address, value))
         for at, word in np.broadcast(where, what):
             ctypes.c_int64.from_address(int(at) + int(offset or 0)).value = int(word)
+    if _LOAD.search(text):
+        return tl.load(int64s(values[0]))
     return values[0] if values else None
+
+
+@contextlib.contextmanager
+def _assembling() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "inline_asm_elementwise", _assembly)
+        patch.setattr(words, "_threads", lambda lanes: tl.constexpr(1))
+        yield
 
 
 @triton.jit
@@ -100,8 +115,7 @@ class _Bench:
         chosen = np.zeros(LANES, dtype=np.int64)
         chosen[peers] = 1
         arguments: tuple[Any, ...] = (self.context.ctypes.data, self.state.ctypes.data, chosen.ctypes.data, 3)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tl, "inline_asm_elementwise", _assembly)
+        with _assembling():
             publish[(1,)](*arguments, FLAGS=flags, LANES=LANES, BACKEND=HIP)
 
     def put(self, mapped: list[int]) -> None:
@@ -109,8 +123,7 @@ class _Bench:
         windows = np.zeros(RANKS, dtype=np.int64)
         windows[mapped] = 1 << 40
         self.context[ctx.PEER_WINDOW] = windows.ctypes.data
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tl, "inline_asm_elementwise", _assembly)
+        with _assembling():
             put[(RANKS,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
 
     def commands(self) -> list[Command]:

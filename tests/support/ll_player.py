@@ -62,6 +62,7 @@ class Player:
             case.experts,
             topk_weights=weights_at_dispatch(case, mine),
             return_recv_hook=True,
+            deterministic=case.deterministic,
             **case.options,
         )
         self.dispatches.append(

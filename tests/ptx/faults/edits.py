@@ -24,6 +24,8 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "scope of a release": (r"st\.release\.sys\.", ".sys.", ".gpu."),
     "acquire": (r"ld\.acquire\.", ".acquire.", ".relaxed."),
     "scope of an acquire": (r"ld\.acquire\.sys\.", ".sys.", ".gpu."),
+    "scope of an acquire on the device": (r"ld\.acquire\.gpu\.", ".gpu.", ".cta."),
+    "release that an atomic is": (r"atom\.\S*\.release\.", ".release.", ".relaxed."),
     "both of an atomic": (r"atom\.\S*acq_rel", ".acq_rel.", ".relaxed."),
     "release of an atomic": (r"atom\.\S*acq_rel", ".acq_rel.", ".acquire."),
     "acquire of an atomic": (r"atom\.\S*acq_rel", ".acq_rel.", ".release."),

@@ -22,7 +22,7 @@ from tests.rules.mutation import find, removed  # noqa: E402
 
 _LAYER, _LAYERS = SCENES[0].play, SCENES[2].play
 #: Those of layers, and of two in flight.
-_SHOWING = [scene.play for scene in SCENES[:6]]
+_SHOWING = [scene.play for scene in SCENES[:8]]
 #: What shows that a kernel does not hold a rule.
 RULES: dict[str, Play] = {
     "low latency: a receive waits for every unmasked peer": _LAYER,
@@ -76,6 +76,13 @@ def test_laps_as_they_are() -> None:
 def test_every_parity(mutant: str, tmp_path: Path) -> None:
     with sources.serving(sources.changed(*sources.PARITIES[mutant]), tmp_path):
         assert notices(_SHOWING)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mutant", sources.STAMPS)
+def test_every_stamp(mutant: str, tmp_path: Path) -> None:
+    with sources.serving(sources.changed(*sources.STAMPS[mutant]), tmp_path):
+        assert notices([_LAYER, _LAYERS])
 
 
 @pytest.mark.model

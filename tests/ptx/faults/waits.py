@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tests.ptx.faults.alone import before_launch, hide, meeting, peek, poke, release, run
+from tests.ptx.faults.alone import before_launch, hide, leave_out, meeting, peek, poke, release, run
 from tests.ptx.faults.scenes import Play
 from tests.ptx.machine.machine import Machine
 from tests.ptx.product.compiled import Compiled
@@ -32,6 +32,7 @@ class Wait:
         programs: of each rank (:class:`tests.support.ll_player.Player`).
         kernel, number: the launch of rank 0 that waits.
         counts: addresses of counts that stay where they are, which is at most at ``most``.
+        absent: program of that launch that never starts; -1: all do.
         path, ring_slots: how peers are reached.
         notices: what rank 0 takes for its notices under way when it comes to that launch.
         known: of the ring's tail, what it knows then, and sees; -1: it sees ``most`` from the beginning.
@@ -41,8 +42,9 @@ class Wait:
     programs: tuple[str, ...]
     kernel: str
     number: int
-    counts: Callable[[ModelGroup], list[int]]
+    counts: Callable[[ModelGroup], list[int]] = lambda group: []
     most: int = 0
+    absent: int = -1
     path: str = "mapped"
     ring_slots: int = 1024
     notices: int = 0
@@ -63,6 +65,8 @@ class Wait:
                 if self.known >= 0:
                     poke(peek(peek(arguments[0] + 8 * HEADS) + 8 * NOTICE) + 8, self.known)
                     hide(group, self.counts(group), self.known)
+                if self.absent >= 0:
+                    leave_out(machine, self.absent)
                 if released:
                     begin()
 
@@ -102,35 +106,45 @@ _D0, _D1 = ll_stream(LL_DISPATCH, 0, 0), ll_stream(LL_DISPATCH, 1, 0)
 _C0, _C1 = ll_stream(LL_COMBINE, 0, 0), ll_stream(LL_COMBINE, 1, 0)
 _NO_ROOM = {"path": "proxied", "error": TransportError, "told": "commands"}
 _THIRD = "D d0 C0 C0 c0 C0"
+_READY = {"absent": 1, "told": "is silent"}
 _WAITS: dict[str, Wait] = {
-    "a dispatch": Wait(("D d0 D d1", "D d0"), "dispatch_arrival", 1, _arrived(_D1)),
-    "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_arrival", 0, _arrived(_C0)),
-    "that a dispatch is read": Wait(("D d0 D D", "D d0"), "route", 2, _arrived(NOTICE, _D1, _C0)),
-    "that a combine is read": Wait((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _arrived(NOTICE, _D1)),
-    "the combine before": Wait((_THIRD, "D d0 C0"), "prepare_combine", 2, _arrived(_C1)),
-    "the end of a dispatch of its own": Wait(("D d0 D D", "D d0 D"), "route", 2, _completed(_D0), path="proxied"),
+    "a dispatch": Wait(("D d0 D d1", "D d0"), "dispatch_recv", 1, _arrived(_D1)),
+    "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_recv", 0, _arrived(_C0)),
+    "that a dispatch is read": Wait(("D d0 D D", "D d0"), "dispatch_send", 2, _arrived(NOTICE, _D1, _C0)),
+    "that a combine is read": Wait((_THIRD, "D d0 C0 C0"), "combine_send", 2, _arrived(NOTICE, _D1)),
+    "the combine before": Wait((_THIRD, "D d0 C0"), "combine_send", 2, _arrived(_C1)),
+    "the end of a dispatch of its own": Wait(
+        ("D d0 D D", "D d0 D"), "dispatch_send", 2, _completed(_D0), path="proxied"
+    ),
     "the end of a combine of its own": Wait(
-        ("D d0 C0 C0", "D d0 C0"), "prepare_combine", 1, _completed(_C0), path="proxied"
+        ("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _completed(_C0), path="proxied"
     ),
     "the end of a notice, dispatch": Wait(
-        ("D D d0 D", "D"), "route", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
+        ("D D d0 D", "D"), "dispatch_send", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
     ),
     "the end of a notice, combine": Wait(
-        (_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
+        (_THIRD, "D d0 C0 C0"), "combine_send", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
     ),
-    "room for a dispatch": Wait(("D D", "D"), "route", 1, _tail, ring_slots=2, **_NO_ROOM),
-    "room for a combine": Wait(
-        ("D d0 C0 C0", "D d0 C0"), "prepare_combine", 1, _tail, most=1, ring_slots=2, **_NO_ROOM
+    "room for a dispatch": Wait(("D d0 D D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=2, **_NO_ROOM),
+    "room for a combine": Wait(("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=2, **_NO_ROOM),
+    # as if no command before had left its slot
+    "room for a notice, dispatch": Wait(
+        ("D D d0 D", "D"), "dispatch_send", 2, _tail, known=0, ring_slots=2, **_NO_ROOM
     ),
-    # as if a message left no slot, which it only does where there are two peers
-    "room for notices, dispatch": Wait(("D D d0 D", "D"), "route", 2, _tail, known=0, ring_slots=2, **_NO_ROOM),
-    "room for notices, combine": Wait(
-        (_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _tail, known=1, ring_slots=2, **_NO_ROOM
+    "room for a notice, combine": Wait(
+        (_THIRD, "D d0 C0 C0"), "combine_send", 2, _tail, known=1, ring_slots=2, **_NO_ROOM
     ),
+}
+#: Where the program that serves rank 1 never starts, the host ends nothing: the programs that wait for it do.
+_UNSERVED: dict[str, Wait] = {
+    "room in a message": Wait(("D", "D"), "dispatch_send", 0, **_READY),
+    "places of rows": Wait(("D d0", "D"), "dispatch_recv", 0, **_READY),
+    "room in what returns": Wait(("D d0 C0", "D d0"), "combine_send", 0, **_READY),
+    "what returns": Wait(("D d0 C0 c0", "D d0 C0"), "combine_recv", 0, **_READY),
 }
 WAITS: dict[str, Play] = {
     f"{how}: {name}": partial(wait.play, released=released)
     for name, wait in _WAITS.items()
     for how, released in (("in vain", False), ("released", True))
-}
+} | {f"in vain: {name}": partial(wait.play, released=False) for name, wait in _UNSERVED.items()}
 """By what is waited for, and how that ends."""
