@@ -114,12 +114,6 @@ EQUIVALENT = (
         ("report_address(context) + ERROR_IDS",),
         "the word says all, and the host sees every store of a kernel that has ended",
     ),
-    Equivalent(
-        _ALL,
-        ("acquire",),
-        ("lacks = _any_lacks(_ready_words(",),
-        "once nobody is lacking the words are read again, and that acquires them",
-    ),
     Equivalent(_SENDS, ("acquire",), ("acquire(ring + _TAIL, BACKEND)",), _SLOT_OF_A_RING),
     Equivalent(_SENDS, _ORDER_OF_AN_ATOMIC, ("tl.atomic_max(int64s(head_at + 8)",), _SLOT_OF_A_RING),
     *(

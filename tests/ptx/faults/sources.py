@@ -81,12 +81,15 @@ def changed(*changes: Change) -> dict[Path, str]:
 
 
 _PARITY, _OTHER_PARITY, _NO_PARITY = "(number & 1)", "((number + 1) & 1)", "(number & 0)"
+_PLACES = "ll_dispatch_send._place"
 _RETURNED = "peek(state + S_COMBINE_RECV_STEP)"
 #: By what they do wrong. Bits that tell one lap of a ring from the next.
 LAPS: dict[str, tuple[Change, ...]] = {
-    "the lap bit never changes": (Change("publish.put_command", "((index // capacity) + 1) & 1", "(index * 0) + 1"),),
+    "the lap bit never changes": (
+        Change("publish.put_command", "((index & capacity) == 0).to(tl.int64)", "(index * 0) + 1"),
+    ),
     "the lap bit is the other one": (
-        Change("publish.put_command", "((index // capacity) + 1)", "(index // capacity)"),
+        Change("publish.put_command", "(index & capacity) == 0", "(index & capacity) != 0"),
     ),
     "the low word has no lap bit": (Change("publish.put_command", "low = lap | (", "low = ("),),
     "the high word has no lap bit": (Change("publish.put_command", "high = lap | (", "high = ("),),
@@ -103,7 +106,7 @@ PARITIES: dict[str, tuple[Change, ...]] = {
     "a sender tells of one message less": (Change("ll_message.publish_message", "number // 2 + 1", "number // 2"),),
     "a sender tells of one message more": (Change("ll_message.publish_message", "number // 2 + 1", "number // 2 + 2"),),
     "dispatches of both parities land in one place": (
-        Change("ll_dispatch_send._serve", "parity * ranks", "parity * 0"),
+        Change(_PLACES, "parity * rank_count", "0 * rank_count"),
         Change("ll_dispatch_recv._message", _PARITY, _NO_PARITY),
         Change("ll_counts._message_place", "parity * rank_count", "0 * rank_count"),
     ),
@@ -124,7 +127,7 @@ PARITIES: dict[str, tuple[Change, ...]] = {
         Change("ll_combine_recv._sum_rows", _PARITY, _OTHER_PARITY),
     ),
     "dispatches of both parities are packed in one place": (
-        Change("ll_dispatch_send._serve", "parity * peek(state + S_DISPATCH_SEND_STEP)", "0"),
+        Change(_PLACES, "parity * peek(state + S_DISPATCH_SEND_STEP)", "0"),
     ),
     "combines of both parities are packed in one place": (
         Change("ll_combine_send._serve", "parity * peek(state + S_COMBINE_SEND_STEP)", "0"),

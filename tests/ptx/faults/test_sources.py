@@ -57,6 +57,11 @@ def test_the_same_sources_serve(tmp_path: Path) -> None:
         _LAYER(compiled("sequential"), "sequential", 0)
 
 
+def test_every_change_finds_what_it_changes() -> None:
+    for changes in (sources.LAPS | sources.PARITIES | sources.STAMPS).values():
+        assert sources.changed(*changes)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("mutant", sources.LAPS)
 def test_every_lap_bit(mutant: str, tmp_path: Path) -> None:
