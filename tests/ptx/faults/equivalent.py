@@ -102,6 +102,28 @@ EQUIVALENT = (
         ("parts_ = load_together(",),
         "it keeps the compiler from moving loads, and orders no threads",
     ),
+    *(
+        Equivalent(
+            _ALL,
+            ("barrier",),
+            (atomic,),
+            "Triton puts it beside the atomic; one of the source's own stands before it and before what follows",
+        )
+        for atomic in (
+            "tl.atomic_xchg(int64s(state_table(context, state, T_READY",
+            "before = tl.atomic_add(int64s(counter)",
+            "return tl.atomic_add(at, ",
+        )
+    ),
+    *(
+        Equivalent(
+            (kernel,),
+            ("barrier",),
+            ("settle(BACKEND)", "ready = await_ready(context, state, one"),
+            "one peer alone is waited for: each thread acquires its word for itself",
+        )
+        for kernel in ("dispatch_recv", "combine_send")
+    ),
     Equivalent(
         ("combine_recv",),
         _ORDER_OF_AN_ATOMIC,
