@@ -16,7 +16,6 @@ from .blocks import (
     R_COUNTS,
     R_PAIRS,
     R_RETURN_BASE,
-    S_ARRIVALS,
     S_COMBINE_AHEAD,
     S_COMBINE_READ,
     S_COMBINE_RECV,
@@ -32,7 +31,7 @@ from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
 from .programs import COMBINE_RECV, await_ready, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import acquire, arrives_last, clock_ns, floats, int64s, peek, poke
+from .words import acquire, clock_ns, floats, int64s, peek, poke
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -124,6 +123,9 @@ def combine_recv(
     mine = program_number(state, IN_ORDER)
     if mine < ranks:
         _hear(context, state, route, mine, number, waited, DTYPE, REDUCED, LANES, BACKEND)
+        if mine == 0:
+            # only later kernels tell others, which find all of this one done, or that it failed
+            mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
     else:
         columns: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
         program = mine - ranks
@@ -150,9 +152,6 @@ def combine_recv(
             BLOCK,
             BACKEND,
         )
-    if arrives_last(state + S_ARRIVALS, tl.num_programs(0).to(tl.int64), BACKEND):
-        if has_failed_now(context, BACKEND) == 0:
-            mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
 
 
 @triton.jit
@@ -185,8 +184,7 @@ def _sum_rows(
     given = (token[:, None] < tokens) & (slot < TOPK)
     entries = tl.load(int64s(returns + 8 * (token[:, None] * TOPK + slot)), mask=given, other=-1)
     ranks = tl.where(entries >= 0, entries >> 32, 0)
-    # of a rank that was lost since the dispatch nothing has come
-    wanted = (entries >= 0) & is_live(context, ranks)
+    wanted = entries >= 0
     stamp, stream = stamp_of(COMBINE_RECV, number), stream_of(_COMBINE, number)
     ready = await_ready(context, state, ranks, wanted, stamp, stream, BACKEND)
     lacking = tl.max((wanted & (ready == 0)).to(tl.int32), axis=1)
@@ -200,7 +198,7 @@ def _sum_rows(
             at = token * TOPK + first + step
             entry = tl.load(int64s(returns + 8 * at), mask=inside, other=-1)
             rank = tl.where(entry >= 0, entry >> 32, 0)
-            here = (entry >= 0) & is_live(context, rank)
+            here = entry >= 0
             base = landing_window(context, rank) + region + peek(route_table(context, route, R_RETURN_BASE, rank))
             sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * ROW_BYTES,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]

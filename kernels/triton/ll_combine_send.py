@@ -37,7 +37,16 @@ from .kernel import kernel
 from .ll_counts import tell_combines_free, wait_space
 from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
-from .programs import COMBINE_SEND, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
+from .programs import (
+    COMBINE_SEND,
+    await_ready,
+    finish_one,
+    last_peer,
+    may_publish,
+    program_number,
+    stamp_of,
+    tell_ready,
+)
 from .quant import load_together, store_floats
 from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
@@ -90,15 +99,7 @@ def _serve(
             nowhere = tl.full((), 0, tl.int64)
             write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
     tell_ready(context, state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
-    if good & (live == 0):
-        _done(context, state, source, number, BACKEND)
     return good & live
-
-
-@triton.jit
-def _done(context: tl.tensor, state: tl.tensor, source: tl.tensor, number: tl.tensor, BACKEND: tl.constexpr) -> None:
-    if last_peer(context, state, source, rank_count(context), BACKEND):
-        poke(state + S_COMBINE_NUMBER, number + 1)
 
 
 @kernel()
@@ -170,10 +171,15 @@ def combine_send(
                 BACKEND,
             )
             settle(BACKEND)
-            if finish_one(context, state, source) == working - 1:
-                number = peek(state + S_COMBINE_NUMBER)
+        # also where nothing may be said any more: an operation ends in every case
+        if finish_one(context, state, source) == working - 1:
+            # what this program has acquired with its piece of work: for all threads
+            settle(BACKEND)
+            number = peek(state + S_COMBINE_NUMBER)
+            if may_publish(context, state, source, stamp_of(COMBINE_SEND, number)):
                 publish_message(context, state, source, _COMBINE, number, start, LANES, BACKEND)
-                _done(context, state, source, number, BACKEND)
+            if last_peer(context, state, source, ranks, BACKEND):
+                poke(state + S_COMBINE_NUMBER, number + 1)
 
 
 @triton.jit

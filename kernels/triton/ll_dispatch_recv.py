@@ -364,7 +364,7 @@ def _copy_rows(
         pairs = tl.sum(here.to(tl.int32), axis=1)
         wrong = (origin < 0) | (origin >= most.to(tl.int32)) | (tl.sum((here & (right == 0)).to(tl.int32), axis=1) > 0)
         if reduced == 0:
-            wrong |= (before < 0) | ((before + pairs).to(tl.int64) > returned)
+            wrong |= (before < 0) | (before.to(tl.int64) + pairs > returned)
         if uniform(tl.max(wrong.to(tl.int32), axis=0), BACKEND) != 0:
             fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), lowest, tokens, BACKEND)
         else:

@@ -52,7 +52,17 @@ from .context import has_failed_now, is_live, own_rank, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, LOW, offset_among, place_message, publish_message, write_header
-from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peer, program_number, stamp_of, tell_ready
+from .programs import (
+    DISPATCH_SEND,
+    await_ready,
+    finish,
+    finish_one,
+    last_peer,
+    may_publish,
+    program_number,
+    stamp_of,
+    tell_ready,
+)
 from .quant import load_floats, quantise_blocks
 from .wait import report_id
 from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
@@ -173,13 +183,7 @@ def _serve(
             back = peek(route_table(context, route, R_RETURN_BASE, peer))
             write_header(context, state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
     tell_ready(context, state, peer, stamp, good & live, BACKEND)
-    last = tl.full((), 0, tl.int1)
-    if good:
-        if live:
-            last = finish_one(context, state, peer) == tl.load(rows) * columns
-        else:
-            _done(context, state, peer, number, BACKEND)
-    return last
+    return finish_one(context, state, peer) == tl.load(rows) * columns
 
 
 @triton.jit
@@ -242,15 +246,7 @@ def _begin_route(
 
 
 @triton.jit
-def _done(context: tl.tensor, state: tl.tensor, peer: tl.tensor, number: tl.tensor, BACKEND: tl.constexpr) -> None:
-    if last_peer(context, state, peer, rank_count(context), BACKEND):
-        # rule: low latency: the send kernel counts its message
-        poke(state + S_DISPATCH_NUMBER, number + 1)
-        poke(state + S_PLACED, 0)
-
-
-@triton.jit
-def _publish(
+def _close(
     context: tl.tensor,
     state: tl.tensor,
     plan: tl.tensor,
@@ -259,18 +255,22 @@ def _publish(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """The last row for ``peer`` is written."""
+    """Nothing is left to do for ``peer``: its message is published, if it may be."""
     # what this program has acquired with its last piece of work: for all threads
     settle(BACKEND)
     number, local = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL)
-    counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
-    for first in range(0, local, LANES):
-        expert = first + tl.arange(0, LANES).to(tl.int64)
-        named = int32s(expert_count(context, state, peer * local + expert))
-        tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
-        tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
-    publish_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
-    _done(context, state, peer, number, BACKEND)
+    if may_publish(context, state, peer, stamp_of(DISPATCH_SEND, number)):
+        counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
+        for first in range(0, local, LANES):
+            expert = first + tl.arange(0, LANES).to(tl.int64)
+            named = int32s(expert_count(context, state, peer * local + expert))
+            tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
+            tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
+        publish_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
+    if last_peer(context, state, peer, rank_count(context), BACKEND):
+        # rule: low latency: the send kernel counts its message
+        poke(state + S_DISPATCH_NUMBER, number + 1)
+        poke(state + S_PLACED, 0)
 
 
 @triton.jit
@@ -390,7 +390,8 @@ def dispatch_send(
             ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
         within = _earlier_equal(rank, SLOTS)
         # a token goes to a rank once
-        first = ready & (within == 0)
+        once = goes & (within == 0)
+        first = once & ready
         earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * (peers * peek(plan + P_TOKENS) + token[:, None])
         listed = tl.load(int64s(earlier), mask=ready, other=0)
         row, pairs = listed & LOW, listed >> 32
@@ -410,12 +411,12 @@ def dispatch_send(
             tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)
             tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
             # an expert has a token once
-            once, same = ready & (_earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
-            named = int32s(expert_count(context, state, tl.where(once, ids, 0).to(tl.int64)))
-            position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=once, sem="relaxed", scope="gpu")
+            new, same = ready & (_earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
+            named = int32s(expert_count(context, state, tl.where(new, ids, 0).to(tl.int64)))
+            position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
             if in_order != 0:
                 position = _named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
-            position = tl.sum(tl.where(same & once[:, None, :], position[:, None, :], 0), axis=2)
+            position = tl.sum(tl.where(same & new[:, None, :], position[:, None, :], 0), axis=2)
             place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
             # of the destinations along axis 1, the places along axis 2
             here = rank[:, :, None] == rank[:, None, :]
@@ -446,11 +447,12 @@ def dispatch_send(
             BACKEND,
         )
         settle(BACKEND)
-        many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=first, other=0)
-        last = first & (finish(context, state, peers, first) == many * columns)
+        many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=once, other=0)
+        # also for those to whom nothing may be said any more: an operation ends in every case
+        last = once & (finish(context, state, peers, once) == many * columns)
     peer = uniform(tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0), BACKEND)
     while peer != _NOBODY:
-        _publish(context, state, plan, peer.to(tl.int64), start, LANES, BACKEND)
+        _close(context, state, plan, peer.to(tl.int64), start, LANES, BACKEND)
         peer = uniform(tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0), BACKEND)
 
 

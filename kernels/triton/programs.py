@@ -16,7 +16,7 @@ import triton.language as tl
 from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
 from .context import wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
-from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, poke, settle, uniform
+from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
 
 #: Kernels, as stamps tell them apart.
 DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
@@ -25,7 +25,8 @@ COMBINE_SEND, COMBINE_RECV = tl.constexpr(2), tl.constexpr(3)
 
 @triton.jit
 def stamp_of(KERNEL: tl.constexpr, number: tl.tensor) -> tl.tensor:
-    """What READY holds while message ``number`` is moved by this kernel; no other kernel has used it in this epoch."""
+    """What READY holds while message ``number`` is moved by this kernel. No other kernel of the epoch has used it: a
+    send counts also a message that it could not publish."""
     return ((number << 2) | KERNEL) + 1
 
 
@@ -109,6 +110,12 @@ def finish_one(context: tl.tensor, state: tl.tensor, peer: tl.tensor) -> tl.tens
     """The same for one peer."""
     at = int64s(state_table(context, state, T_FINISHED, peer))
     return tl.atomic_add(at, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def may_publish(context: tl.tensor, state: tl.tensor, peer: tl.tensor, stamp: tl.tensor) -> tl.tensor:
+    """After all work for ``peer``: whether it was ready, so that all of it was done."""
+    return peek(state_table(context, state, T_READY, peer)) == stamp
 
 
 @triton.jit
