@@ -21,6 +21,8 @@ from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
 from tests.rules.mutation import find, removed  # noqa: E402
 
 _LAYER, _LAYERS = SCENES[0].play, SCENES[2].play
+#: Two of one kernel run one after the other.
+_TOGETHER = next(scene.play for scene in SCENES if scene.name == "two in flight")
 #: Those of layers, and of two in flight.
 _SHOWING = [scene.play for scene in SCENES[:8]]
 #: What shows that a kernel does not hold a rule.
@@ -87,7 +89,7 @@ def test_every_parity(mutant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutant", sources.STAMPS)
 def test_every_stamp(mutant: str, tmp_path: Path) -> None:
     with sources.serving(sources.changed(*sources.STAMPS[mutant]), tmp_path):
-        assert notices([_LAYER, _LAYERS])
+        assert notices([_LAYER, _TOGETHER])
 
 
 @pytest.mark.model
