@@ -89,7 +89,10 @@ def await_ready(
             lacks = _any_lacks(_ready_words(context, state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
             late = (clock_ns(BACKEND) - start > 2 * wait_limit(context)).to(tl.int32)
             if uniform(late, BACKEND) != 0:
-                fail(context, state, FAILURE_PEER_TIMEOUT, -1, stream, 0, stamp, BACKEND)
+                words = _ready_words(context, state, peers, wanted, BACKEND)
+                lacking = wanted & (words != stamp) & (words != -stamp)
+                peer = tl.max(tl.ravel(tl.where(lacking, peers, -1)), axis=0)
+                fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, 0, stamp, BACKEND)
                 lacks = 0
     words = _ready_words(context, state, peers, wanted, BACKEND)
     # each thread has acquired for itself: now for the others

@@ -12,7 +12,8 @@ from tests.ptx.machine.machine import Machine
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, TransportError, UcclEpError
-from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.kernels.blocks.low_latency import COMBINE_NUMBER, DISPATCH_NUMBER
+from uccl_ep_serving.kernels.blocks.low_latency_device import ARRIVALS, PLACED, STATE_TABLES, STATE_WORDS
 from uccl_ep_serving.protocol.context import HEADS
 from uccl_ep_serving.protocol.message import NOTICE_SLOTS
 from uccl_ep_serving.protocol.ring import TAIL
@@ -22,6 +23,8 @@ __all__ = ["WAITS"]
 
 #: ns of the machine within which a kernel ends that the host releases.
 _SOON_NS = 1e9
+#: Words of the state block that count what a kernel sends.
+_NUMBERS = {"dispatch_send": DISPATCH_NUMBER, "combine_send": COMBINE_NUMBER}
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ class Wait:
         ranks, reached = len(self.programs), {"path": self.path, "ring_slots": self.ring_slots}
         with meeting(compiled, memory, seed, ranks=ranks, soon=not released, **reached) as (machine, group):
             begin, since = release(machine, group)
+            state = [0]
 
             def waits(arguments: tuple[int, ...]) -> None:
+                state[0] = arguments[1]
                 if self.notices:
                     table = STATE_TABLES.index("NOTICES_SENT")
                     poke(arguments[1] + 8 * (STATE_WORDS + table * ranks + 1), self.notices)
@@ -85,9 +90,19 @@ class Wait:
                     # all words of it, and not some
                     assert " 0 needed" not in str(error), error
                     assert not isinstance(error, PeerTimeout) or error.arrived < error.expected, error
+                if self.absent < 0:
+                    self._check_tidy(state[0], ranks)
 
             run(group, self.programs, first, ended)
         return machine
+
+    def _check_tidy(self, state: int, ranks: int) -> None:
+        """No kernel that may follow takes what this one has left for its own."""
+        finished = state + 8 * (STATE_WORDS + STATE_TABLES.index("FINISHED") * ranks)
+        assert [peek(finished + 8 * rank) for rank in range(ranks)] == [0] * ranks
+        assert peek(state + 8 * PLACED) == peek(state + 8 * ARRIVALS) == 0
+        if self.kernel in _NUMBERS:
+            assert peek(state + 8 * _NUMBERS[self.kernel]) == self.number + 1
 
 
 def _arrived(*streams: int) -> Callable[[ModelGroup], list[int]]:
@@ -106,7 +121,7 @@ _D0, _D1 = ll_stream(LL_DISPATCH, 0, 0), ll_stream(LL_DISPATCH, 1, 0)
 _C0, _C1 = ll_stream(LL_COMBINE, 0, 0), ll_stream(LL_COMBINE, 1, 0)
 _NO_ROOM = {"path": "proxied", "error": TransportError, "told": "commands"}
 _THIRD = "D d0 C0 C0 c0 C0"
-_READY = {"absent": 1, "told": "is silent"}
+_READY = {"absent": 1}
 _WAITS: dict[str, Wait] = {
     "a dispatch": Wait(("D d0 D d1", "D d0"), "dispatch_recv", 1, _arrived(_D1)),
     "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_recv", 0, _arrived(_C0)),
