@@ -186,7 +186,7 @@ def _sum_rows(
     ranks = tl.where(entries >= 0, entries >> 32, 0)
     wanted = entries >= 0
     stamp, stream = stamp_of(COMBINE_RECV, number), stream_of(_COMBINE, number)
-    ready = await_ready(context, state, ranks, wanted, stamp, stream, BACKEND)
+    _, ready = await_ready(context, state, ranks, wanted, stamp, stream, BACKEND)
     lacking = tl.max((wanted & (ready == 0)).to(tl.int32), axis=1)
     region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
     wanted_values = ((token < tokens) & (lacking == 0))[:, None] & (value < HIDDEN)

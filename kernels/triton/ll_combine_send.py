@@ -142,12 +142,14 @@ def combine_send(
     working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
     if part < working:
         if part == 0:
+            told = tl.full((), 1, tl.int1)
             good = _serve(context, state, route, ticket, source, start, ROW_BYTES, DTYPE, LANES, BACKEND)
         else:
             number = peek(state + S_COMBINE_NUMBER)
             one = source + tl.zeros([1], tl.int64)
             stamp, stream = stamp_of(COMBINE_SEND, number), stream_of(_COMBINE, number)
-            ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
+            known, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
+            told = uniform(tl.max(known.to(tl.int32), axis=0), BACKEND) != 0
             good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
         if good:
             first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
@@ -172,14 +174,15 @@ def combine_send(
             )
             settle(BACKEND)
         # also where nothing may be said any more: an operation ends in every case
-        if finish_one(context, state, source) == working - 1:
-            # what this program has acquired with its piece of work: for all threads
-            settle(BACKEND)
-            number = peek(state + S_COMBINE_NUMBER)
-            if may_publish(context, state, source, stamp_of(COMBINE_SEND, number)):
-                publish_message(context, state, source, _COMBINE, number, start, LANES, BACKEND)
-            if last_peer(context, state, source, ranks, BACKEND):
-                poke(state + S_COMBINE_NUMBER, number + 1)
+        if told:
+            if finish_one(context, state, source) == working - 1:
+                # what this program has acquired with its piece of work: for all threads
+                settle(BACKEND)
+                number = peek(state + S_COMBINE_NUMBER)
+                if may_publish(context, state, source, stamp_of(COMBINE_SEND, number)):
+                    publish_message(context, state, source, _COMBINE, number, start, LANES, BACKEND)
+                if last_peer(context, state, source, ranks, BACKEND):
+                    poke(state + S_COMBINE_NUMBER, number + 1)
 
 
 @triton.jit

@@ -280,7 +280,7 @@ def dispatch_recv(
         good = _hear(context, state, route, source, layout_range, waited, in_order, TOPK, CODING, LANES, BACKEND)
     else:
         one = source + tl.zeros([1], tl.int64)
-        ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
+        _, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
         good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
     if good:
         tokens = peek(route_table(context, route, R_RECEIVED, source))

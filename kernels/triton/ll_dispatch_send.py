@@ -382,15 +382,15 @@ def dispatch_send(
         ids, _ = _expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
         rank = _ranks_of(context, ids, local)
         goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
-        ready = goes
+        told, ready = goes, goes
         # nobody waits for a program that has no row: the others may have ended the operation
         if tl.max(tl.ravel(goes.to(tl.int32)), axis=0) != 0:
             number = peek(state + S_DISPATCH_NUMBER)
             stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
-            ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
+            told, ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
         within = _earlier_equal(rank, SLOTS)
         # a token goes to a rank once
-        once = goes & (within == 0)
+        once = told & (within == 0)
         first = once & ready
         earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * (peers * peek(plan + P_TOKENS) + token[:, None])
         listed = tl.load(int64s(earlier), mask=ready, other=0)

@@ -78,7 +78,8 @@ def await_ready(
     stream: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until all of the ``wanted`` peers are ready or will not be; a tensor like ``peers``: which are.
+    """Wait until all of the ``wanted`` peers are ready or will not be; tensors like ``peers``: of which that is known,
+    and which are.
 
     ``peers`` has any shape. The program waited for has a limit of its own, twice which is waited here.
     """
@@ -97,7 +98,7 @@ def await_ready(
     words = _ready_words(context, state, peers, wanted, BACKEND)
     # each thread has acquired for itself: now for the others
     settle(BACKEND)
-    return wanted & (words == stamp)
+    return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == stamp)
 
 
 @triton.jit

@@ -204,7 +204,11 @@ _LIES: dict[str, Lie] = {
     },
     **{
         f"dispatch, {name}": Lie(_DISPATCH, "dispatch_recv", 0, _of_meta(_PAIRS, value), EXPANDED)
-        for name, value in {"pairs before none": -1, "pairs behind all": CASE.tokens * CASE.topk}.items()
+        for name, value in {
+            "pairs before none": -1,
+            "pairs behind all": CASE.tokens * CASE.topk,
+            "pairs that wrap": (1 << 31) - 1,
+        }.items()
     },
     **{f"combine, {name}": Lie(_COMBINE, "combine_recv", 0, _of_combine(0, *word)) for name, word in _HEADER.items()},
     "combine, pairs": Lie(

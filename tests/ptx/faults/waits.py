@@ -84,14 +84,13 @@ class Wait:
                 if released:
                     assert isinstance(error, PeerLost), error
                     assert machine.now_ns - since() < _SOON_NS, f"{TIMEOUT} s were waited all the same"
+                    self._check_tidy(state[0], ranks)
                 else:
                     assert isinstance(error, self.error), error
                     assert self.told in str(error), error
                     # all words of it, and not some
                     assert " 0 needed" not in str(error), error
                     assert not isinstance(error, PeerTimeout) or error.arrived < error.expected, error
-                if self.absent < 0:
-                    self._check_tidy(state[0], ranks)
 
             run(group, self.programs, first, ended)
         return machine
