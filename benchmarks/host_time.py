@@ -124,7 +124,7 @@ def _process(way: str, times: int, normal: bool, *paths: str) -> dict[str, list[
     return found
 
 
-def _check_out(commit: str, folder: Path) -> None:
+def check_out(commit: str, folder: Path) -> None:
     packed = subprocess.run(["git", "-C", str(ROOT), "archive", commit], stdout=subprocess.PIPE, check=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
 
@@ -141,7 +141,7 @@ def measure(rounds: int = ROUNDS, times: int = CALLS, before: str = "", normal: 
     samples: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         if before:
-            _check_out(before, Path(folder))
+            check_out(before, Path(folder))
             ways[BEFORE] = (folder,)
         for _ in range(rounds):
             for way, paths in ways.items():

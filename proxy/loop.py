@@ -11,14 +11,12 @@ from ..native.atomics import fetch_add, load32, load64, pause, peek, poke
 from ..native.calls import call1, call3, futex_wait, futex_wake, monotonic_ns, nanosleep_ns, sched_yield
 from ..native.groups import Group
 from ..native.jit import compiled
-from ..protocol.ring import HEAD
-from ..protocol.ring import TAIL as TAIL_OF_RING
 from . import words
 from .arrivals import arrive, grant_credits
 from .faults import FAULT_DEVICE, FAULT_DOWN, FAULT_FENCE, blame_peer, blame_self, serve_requests
 from .fence import flush_by_driver
 from .flow import complete
-from .ring import send_queued, take_commands
+from .ring import commands_in, send_queued, take_commands
 from .state import acknowledge, read, request_forget, request_stop
 from .transport.base import ARRIVED, DOWN, EVENT_BYTES, FAULT, FAULT_BITS, SENT
 
@@ -139,7 +137,7 @@ def others_have_commands(state: int) -> bool:
     rings, me = peek(state + words.RINGS), peek(state + words.PROXY)
     for proxy in range(peek(state + words.PROXIES)):
         ring = peek(rings + 8 * proxy)
-        if proxy != me and load64(ring + HEAD) != load64(ring + TAIL_OF_RING):
+        if proxy != me and commands_in(ring, 1):
             return True
     return False
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..native.atomics import load64, peek, poke, store64
 from ..native.jit import compiled, inlined
-from ..protocol.command import HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES
-from ..protocol.ring import SLOTS
+from ..protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES
+from ..protocol.ring import CAPACITY, SLOTS
 from ..protocol.ring import TAIL as RING_TAIL
 from ..protocol.streams import CREDIT, HOST, MAX_CHANNELS, STREAMS
 from . import faults, words
@@ -145,6 +145,25 @@ def _set_aside(state: int, entry: int, record: int, index: int, low: int, high: 
     store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
     words.count(state, words.C_DISCARDED)
     return True
+
+
+@compiled
+def commands_in(ring: int, most: int) -> int:
+    """Commands that wait in a ring of any proxy, counted up to ``most``: who takes them may go on meanwhile.
+
+    Told by the slots, as for the one who takes them. ``head`` tells what CPU kernels have reserved; kernels of a device
+    have a head of their own.
+    """
+    capacity, tail = peek(ring + CAPACITY), load64(ring + RING_TAIL)
+    count = 0
+    while count < min(most, capacity):
+        index = tail + count
+        slot = ring + SLOTS + (index % capacity) * COMMAND_BYTES
+        lap = ((index // capacity) + 1) & 1
+        if load64(slot) & 1 != lap or load64(slot + 8) & 1 != lap:
+            break
+        count += 1
+    return count
 
 
 @compiled

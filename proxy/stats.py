@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.ring import HEAD, TAIL
 from ..protocol.streams import CREDIT, name_of
 from . import words
+from .ring import commands_in
 from .sequence import HELD, MESSAGES, PREFIX
 from .state import ProxyState, read
+
+#: More commands than a ring has.
+_ALL = 1 << 62
 
 
 def in_flight(state: ProxyState) -> int:
@@ -29,9 +32,8 @@ def in_flight(state: ProxyState) -> int:
 
 
 def _ring_depth(state: ProxyState) -> int:
-    """Commands in the ring. The tail is read first: what is put and taken meanwhile must not make a negative number."""
-    tail = read(state.ring + TAIL)
-    return int(read(state.ring + HEAD) - tail)
+    """Commands in the ring."""
+    return int(commands_in(state.ring, _ALL))
 
 
 def proxy_counters(state: ProxyState) -> dict[str, int]:

@@ -32,6 +32,7 @@ VALID: dict[str, dict[str, object]] = {
     "window": {"host": "host", "device": "device"},
     "proxies": {"2": 2, "0x10": 16},
     "channels": {"1": 1, "16": 16},
+    "deterministic": {"1": True, "ON": True},
     "timeout": {"0.05": 0.05, "86400": 86400.0},
     "connect_timeout": {"0.05": 0.05, "1e3": 1000.0},
     "ring_slots": {"2": 2, "8": 8, "1048576": 1 << 20},

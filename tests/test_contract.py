@@ -30,7 +30,7 @@ DEEPEP = {
     "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts"
     " cumulative_local_expert_recv_stats=None dispatch_wait_recv_cost_stats=None use_fp8=True"
     " round_scale=False use_ue8m0=False async_finish=False return_recv_hook=False * topk_weights=None"
-    " use_nvfp4=False x_global_scale=None",
+    " deterministic=None use_nvfp4=False x_global_scale=None",
     "low_latency_combine": "x topk_idx topk_weights handle use_logfmt=False zero_copy=False async_finish=False"
     " return_recv_hook=False out=None combine_wait_recv_cost_stats=None * overlap=False src_signals=None"
     " src_signal_expect_value=0 packed_recv_count=None comp_signal=None block_m=64 threshold=0 num_sms=0",

@@ -494,13 +494,15 @@ class Buffer:
         return_recv_hook: bool = False,
         *,
         topk_weights: torch.Tensor | None = None,
+        deterministic: bool | None = None,
         use_nvfp4: bool = False,
         x_global_scale: torch.Tensor | None = None,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """Send every token to the ranks of its experts, low latency. See :meth:`LowLatency.dispatch`.
 
-        The arguments are DeepEP's. ``topk_weights`` is ours: given here, the experts' side sums a token's experts and
-        returns one row per (token, rank) instead of one per (token, expert).
+        The arguments are DeepEP's, two are ours. ``topk_weights``: given here, the experts' side sums a token's experts
+        and returns one row per (token, rank) instead of one per (token, expert). ``deterministic``: an expert's rows
+        stand by source rank (True) or as they come (False); by default UCCL_EP_DETERMINISTIC says which.
         """
         if use_nvfp4 or x_global_scale is not None:
             raise ConfigError("NVFP4 dispatch is not supported: use use_fp8=True or BF16")
@@ -517,6 +519,7 @@ class Buffer:
             use_ue8m0=use_ue8m0,
             async_finish=async_finish,
             return_recv_hook=return_recv_hook,
+            deterministic=deterministic,
         )
         if self._observer is not None:
             self._observer.saw("low-latency", self.layer, x, topk_idx, num_experts, use_fp8=use_fp8)

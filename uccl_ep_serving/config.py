@@ -202,6 +202,7 @@ class Settings:
     window: str = "auto"
     proxies: int = 1
     channels: int = 0
+    deterministic: bool = False
     timeout: float = 100.0
     connect_timeout: float = 60.0
     ring_slots: int = 4096
@@ -348,6 +349,13 @@ SETTINGS: tuple[Variable, ...] = (
         True,
         "channels that a message is striped over, at least the number of proxies; 0: as many as two ranks have NICs "
         "between them, so that each NIC carries its part",
+    ),
+    Variable(
+        "deterministic",
+        _flag,
+        False,
+        "1: low-latency dispatch gives an expert its rows by source rank, whatever arrives first; 0: those of each "
+        "source as they come. Combined tokens are the same to the bit",
     ),
     Variable("timeout", _seconds(0.05, 86400), False, "seconds that a wait for a peer may last before PeerTimeout"),
     Variable(

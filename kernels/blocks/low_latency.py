@@ -24,6 +24,7 @@ HIDDEN = next(_word)  # values per token, H
 EXPERTS = next(_word)  # routed experts, E
 TOPK = next(_word)  # experts per token, K
 META = next(_word)  # bytes of a token's meta
+FIRST_ROW = next(_word)  # bytes of a dispatch message before its first meta
 ROW = next(_word)  # most bytes of a row
 PLAN = next(_word)  # all of that in one word, as headers carry it
 
@@ -75,7 +76,7 @@ NUMBER = 0  # message number of the dispatch [dispatch_send]
 _word = count(PLAN + 1)
 SENT_TOKENS = next(_word)  # tokens of this rank [host]
 FORM = next(_word)  # FORM_* in which rows come back to this rank [host]
-UNPACKED = next(_word)  # sources unpacked so far; where a resumed dispatch_recv goes on [dispatch_recv]
+UNPACKED = next(_word)  # sources unpacked so far [dispatch_recv]
 ORDER = next(_word)  # address of int32[tokens x min(K, R)]: tokens by destination [host]
 RETURNS = next(_word)  # address of int64[tokens, K]: rank << 32 | row, or -1 (see cpu/routing.py) [host]
 # address of int32[R, T, K]: row of recv_x (expert-major) that slot k of a source's i-th token went to, -1 = not here
@@ -94,6 +95,7 @@ RECEIVED = next(_table)  # tokens received from the source [dispatch_recv]
 RETURN_ROWS = next(_table)  # rows to return to the source [dispatch_recv]
 RETURN_TO = next(_table)  # where the source wants them, in a parity of its region [dispatch_recv]
 RETURN_FORM = next(_table)  # FORM_* in which the source wants them [dispatch_recv]
+TAKEN = next(_table)  # 1 = the source is unpacked: a resumed dispatch_recv goes on with the others [dispatch kernels]
 COMBINE_STAGE = next(_table)  # where they are packed, in a parity of the staging [combine_send]
 _ROUTE_TABLE_COUNT = next(_table)
 
@@ -106,6 +108,7 @@ def plan_words(plan: LowLatencyPlan) -> dict[int, int]:
         EXPERTS: plan.experts,
         TOPK: plan.topk,
         META: plan.meta,
+        FIRST_ROW: plan.first_row,
         ROW: plan.row,
         PLAN: plan.word,
     }

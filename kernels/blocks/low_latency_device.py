@@ -12,17 +12,22 @@ from itertools import count
 import torch
 
 from ...protocol.command import MAX_WRITE_BYTES
-from ...protocol.layout import LowLatencyPlan, WindowLayout
+from ...protocol.layout import MAX_EXPERTS, LowLatencyPlan, WindowLayout
 from ...protocol.message import round_up
 from . import low_latency as host
 
 # ``STATE``: the words of the host's block, then these, with SINK where normal mode has it
 _word = count(24)
 assert host.COMBINE_AHEAD < 24
-ARRIVALS = next(_word)  # programs of the running kernel that have arrived; 0 between kernels [all]
+# what the running kernel counts to know its last program: peers that are done with, or programs; 0 between kernels
+# [all]
+ARRIVALS = next(_word)
 SINK = next(_word)  # takes stores that cannot be predicated [all]
-FREE = next(_word)  # own combine space: messages before this number may be sent again [combine kernels]
+TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
 PARTS = next(_word)  # most commands that a channel of one message needs [host, once]
+# rows, pairs and destinations that have their place among the messages of the running dispatch, in bit fields; 0
+# between kernels [dispatch_send]
+PLACED = next(_word)
 
 #: Word at which the tables of int64[ranks] start.
 STATE_WORDS = 32
@@ -37,34 +42,44 @@ STATE_TABLES = (
     "COMBINE_BASE_ODD",  # the same of parity 1
     "COMBINE_COME",  # combine messages of parity 0 that have arrived from the peer [combine kernels]
     "COMBINE_COME_ODD",  # the same of parity 1
-    "MESSAGE_AT",  # address of the message being packed for the peer [first of two send kernels, like the next three]
+    "MESSAGE_AT",  # address of the message being packed for the peer [sends, like the next three]
     "MESSAGE_FROM",  # its offset in this rank's window
     "MESSAGE_TO",  # its offset in the peer's window
     "MESSAGE_BYTES",  # its length
+    # What the program that serves a peer in the running kernel tells the others: the kernel's stamp once they may work
+    # for that peer, its negative when they must not. Release and acquire at the device's scope. [all]
+    "READY",
+    "FINISHED",  # work done for the peer in the running kernel; 0 between kernels [all]
 )
+#: Behind the tables: int32[MAX_EXPERTS], slots that name the expert in the running dispatch; 0 between kernels
+#: [dispatch_send].
+EXPERT_WORDS = MAX_EXPERTS // 2
 
 # ``PLAN``, which nobody writes once it is there, so that captured graphs of any shape find theirs: the words of the
 # host's plan, then where the arrays start in a route block, in bytes
 _word = count(host.PLAN + 1)
-ROUTE_SENDS = next(_word)  # int64 [T, K]: rank << 32 | row of its message, at the first slot of a rank; else -1 [route]
-ROUTE_RETURNS = next(_word)  # int64 [T, K]: as in cpu/routing.py [route]
-# int32 [R, T, K]: expert << 16 | position among the source's rows of it; -1 = not here [count]
+ROUTE_RETURNS = next(_word)  # int64 [T, K]: as in cpu/routing.py [dispatch_send, like the next]
+# int64 [R, T]: of the destination's rows, and in the upper half of its pairs, those of earlier tokens
+ROUTE_EARLIER = next(_word)
+# int32 [R, T, K]: the places of a source's metas, -1 = not here [dispatch_recv]
 ROUTE_PLACES = next(_word)
-ROUTE_WEIGHTS = next(_word)  # float32 [R, T, K]: router weights that came with the tokens [unpack]
-ROUTE_BEFORE = next(_word)  # int32 [R, T]: (token, slot) pairs of the source before this token [count]
-ROUTE_COUNTS = next(_word)  # int32 [R, L]: rows of the source for the local expert [count]
+ROUTE_WEIGHTS = next(_word)  # float32 [R, T, K]: router weights that came with the tokens [dispatch_recv]
+ROUTE_BEFORE = next(_word)  # int32 [R, T]: (token, slot) pairs of the source before this token [dispatch_recv]
+# int32 [L]: rows that sources have placed for the local expert [dispatch_send: 0, dispatch_recv]
+ROUTE_FILLED = next(_word)
+LOCAL = next(_word)  # experts of a rank, L
 
-# ``ROUTE``: the message number of the dispatch at word 0 and a copy of the plan [route], then tables of int64[ranks],
-# then the arrays
+# ``ROUTE``: the message number of the dispatch at word 0 and a copy of the plan [dispatch_send], then tables of
+# int64[ranks], then the arrays
 ROUTE_WORDS = 16
 ROUTE_TABLES = (
-    "COUNTS",  # tokens for the destination [route]
-    "PAIRS",  # (token, slot) pairs for the destination [route]
-    "RETURN_BASE",  # where it puts its combine message, from the start of a parity [route]
-    "RECEIVED",  # tokens received from the source [arrival of the dispatch]
-    "RETURN_ROWS",  # rows to return to the source [count]
-    "RETURN_TO",  # where the source wants them, from the start of a parity [arrival of the dispatch]
-    "RETURN_FORM",  # FORM_* in which the source wants them [arrival of the dispatch]
+    "COUNTS",  # tokens for the destination [dispatch_send, like the next two]
+    "PAIRS",  # (token, slot) pairs for the destination
+    "RETURN_BASE",  # where it puts its combine message, from the start of a parity
+    "RECEIVED",  # tokens received from the source [dispatch_recv, like the next three]
+    "RETURN_ROWS",  # rows to return to the source
+    "RETURN_TO",  # where the source wants them, from the start of a parity
+    "RETURN_FORM",  # FORM_* in which the source wants them
 )
 
 
@@ -77,7 +92,7 @@ class DeviceState:
     """
 
     def __init__(self, layout: WindowLayout, channels: int, device: torch.device) -> None:
-        words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * layout.ranks, dtype=torch.int64)
+        words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * layout.ranks + EXPERT_WORDS, dtype=torch.int64)
         for word, value in host.fixed_words(layout).items():
             words[word] = value
         assert layout.low_latency is not None
@@ -98,14 +113,15 @@ class DevicePlan:
         words = torch.zeros(ROUTE_WORDS, dtype=torch.int64)
         for word, value in host.plan_words(plan).items():
             words[word] = value
+        words[LOCAL] = plan.local_experts
         at = 8 * (ROUTE_WORDS + len(ROUTE_TABLES) * ranks)
         for word, nbytes in (
-            (ROUTE_SENDS, 8 * tokens * topk),
             (ROUTE_RETURNS, 8 * tokens * topk),
+            (ROUTE_EARLIER, 8 * ranks * tokens),
             (ROUTE_PLACES, 4 * ranks * tokens * topk),
             (ROUTE_WEIGHTS, 4 * ranks * tokens * topk),
             (ROUTE_BEFORE, 4 * ranks * tokens),
-            (ROUTE_COUNTS, 4 * plan.experts),
+            (ROUTE_FILLED, 4 * plan.local_experts),
         ):
             words[word] = at
             at += round_up(nbytes, 16)

@@ -1,13 +1,14 @@
 """Low-latency dispatch. Sending: one message per destination rank, packed and published as each becomes possible.
 Receiving: check what the sources claim, then unpack into DeepEP's layout.
 
-The rows of a local expert are contiguous: those of source 0 in its token order, then those of source 1, and so on,
-whatever order messages arrive in.
+The rows of a local expert are contiguous, and those of one source follow each other in its token order: a source's rows
+stand behind those of the sources that came before it or, where the caller asks for it, that have a lower rank.
 """
 
 from __future__ import annotations
 
-from ...native.atomics import copy, peek, peek32, poke, poke32
+from ...native.atomics import copy, peek, peek32, poke, poke32, zero
+from ...native.calls import monotonic_ns
 from ...native.jit import compiled
 from ...protocol.context import STATUS_OK, STATUS_PENDING
 from ...protocol.message import (
@@ -16,6 +17,8 @@ from ...protocol.message import (
     FORM_EXPANDED,
     FORM_REDUCED,
     HEADER_BYTES,
+    PAIRS_SHIFT,
+    PLACE_SHIFT,
     SCALE_BLOCK,
     LowLatencyHeader,
 )
@@ -29,11 +32,15 @@ from .words import get, put
 
 _DISPATCH_TAG = LowLatencyHeader.DISPATCH_TAG
 _WEIGHTED = LowLatencyHeader.WEIGHTED
+_ROWS = (1 << PAIRS_SHIFT) - 1
+_POSITION = (1 << PLACE_SHIFT) - 1
+_NO_EXPERT = 0xFFFFFFFF  # -1 as read by peek32
 
 
 @compiled
 def _place_messages(context: int, route: int, row_bytes: int) -> None:
-    """Prefix sums over destinations: where messages are packed here, and where their answers will come back to."""
+    """Prefix sums over destinations: where messages are packed here, and where their answers will come back to. No
+    source is unpacked yet."""
     send, back = 0, 0
     per_token = get(route, block.META) + row_bytes
     widest = get(route, block.ROW)
@@ -41,7 +48,8 @@ def _place_messages(context: int, route: int, row_bytes: int) -> None:
     for rank in range(rank_count(context)):
         poke(ll.route_word(context, route, block.SEND_BASE, rank), send)
         poke(ll.route_word(context, route, block.RETURN_BASE, rank), back)
-        nbytes = HEADER_BYTES + peek(ll.route_word(context, route, block.COUNTS, rank)) * per_token
+        poke(ll.route_word(context, route, block.TAKEN, rank), 0)
+        nbytes = get(route, block.FIRST_ROW) + peek(ll.route_word(context, route, block.COUNTS, rank)) * per_token
         send += (nbytes + ll.MESSAGE_ALIGNMENT - 1) // ll.MESSAGE_ALIGNMENT * ll.MESSAGE_ALIGNMENT
         # the experts' output may have another dtype than the tokens: space for the widest that was planned
         nbytes = HEADER_BYTES + peek(ll.route_word(context, route, rows_table, rank)) * widest
@@ -52,40 +60,59 @@ def _place_messages(context: int, route: int, row_bytes: int) -> None:
 def _pack_header(context: int, route: int, peer: int, message: int, coding: int) -> None:
     """The header of the message to ``peer``, except for its number and counts."""
     poke(message + ll.AT_TAG, _DISPATCH_TAG)
-    poke(message + ll.AT_ROWS, peek(ll.route_word(context, route, block.COUNTS, peer)))
+    rows, pairs = ll.route_word(context, route, block.COUNTS, peer), ll.route_word(context, route, block.PAIRS, peer)
+    poke(message + ll.AT_ROWS, peek(pairs) << PAIRS_SHIFT | peek(rows))
     poke(message + ll.AT_CODING, coding | (_WEIGHTED if get(route, block.FORM) == FORM_REDUCED else 0))
     poke(message + ll.AT_PLAN, get(route, block.PLAN))
     poke(message + ll.AT_RETURN_OFFSET, peek(ll.route_word(context, route, block.RETURN_BASE, peer)))
 
 
 @compiled
-def _pack_metas(context: int, route: int, peer: int, meta: int, topk_idx: int, weights: int) -> None:
-    """The metas of the tokens for ``peer``, from address ``meta`` on."""
+def _pack_rows(
+    context: int,
+    route: int,
+    peer: int,
+    message: int,
+    topk_idx: int,
+    weights: int,
+    rows: int,
+    stride: int,
+    payload: int,
+    row_bytes: int,
+) -> None:
+    """The counts, metas and rows of the message to ``peer``: it gets the tokens of its list, in their order. Ten
+    arguments, those of :func:`dispatch_send` that it concerns."""
     topk, meta_size = get(route, block.TOPK), get(route, block.META)
     local_experts = get(route, block.EXPERTS) // rank_count(context)
     lowest = peer * local_experts
     order = get(route, block.ORDER) + 4 * peek(ll.route_word(context, route, block.STARTS, peer))
+    counts = message + HEADER_BYTES
+    zero(counts, 4 * local_experts)
+    meta = message + get(route, block.FIRST_ROW)
+    pairs = 0
     for index in range(peek(ll.route_word(context, route, block.COUNTS, peer))):
         token = peek32(order + 4 * index)
         poke32(meta, token)
+        poke32(meta + 4, pairs)
         for slot in range(topk):
-            expert = peek(topk_idx + 8 * (token * topk + slot))
-            here = lowest <= expert < lowest + local_experts
-            poke32(meta + 4 + 4 * slot, expert if here else -1)
+            expert = peek(topk_idx + 8 * (token * topk + slot)) - lowest
+            place = _NO_EXPERT
+            if 0 <= expert < local_experts:
+                pairs += 1
+                # an expert that is named twice gets the row once, and both slots find it there
+                for earlier in range(slot):
+                    other = peek32(meta + 8 + 4 * earlier)
+                    if other != _NO_EXPERT and other >> PLACE_SHIFT == expert:
+                        place = other
+                if place == _NO_EXPERT:
+                    position = peek32(counts + 4 * expert)
+                    poke32(counts + 4 * expert, position + 1)
+                    place = expert << PLACE_SHIFT | position
+            poke32(meta + 8 + 4 * slot, place)
         if weights != 0:
-            copy(meta + 4 + 4 * topk, weights + 4 * token * topk, 4 * topk)
-        meta += meta_size
-
-
-@compiled
-def _pack_rows(
-    context: int, route: int, peer: int, row: int, rows: int, stride: int, payload: int, row_bytes: int
-) -> None:
-    """The rows of the tokens for ``peer``, from address ``row`` on."""
-    order = get(route, block.ORDER) + 4 * peek(ll.route_word(context, route, block.STARTS, peer))
-    for index in range(peek(ll.route_word(context, route, block.COUNTS, peer))):
-        copy(row, rows + peek32(order + 4 * index) * stride, payload)
-        row += row_bytes
+            copy(meta + 8 + 4 * topk, weights + 4 * token * topk, 4 * topk)
+        copy(meta + meta_size, rows + token * stride, payload)
+        meta += meta_size + row_bytes
 
 
 @compiled
@@ -169,18 +196,16 @@ def dispatch_send(
                         staging_free = _staging_is_free(context, progress, number)
                     continue
                 message = message_address(context, peer, source, target)
-                meta = message + HEADER_BYTES
-                row = meta + peek(ll.route_word(context, route, block.COUNTS, peer)) * get(route, block.META)
                 _pack_header(context, route, peer, message, coding)
-                _pack_metas(context, route, peer, meta, topk_idx, weights)
-                _pack_rows(context, route, peer, row, rows, stride, payload, row_bytes)
+                _pack_rows(context, route, peer, message, topk_idx, weights, rows, stride, payload, row_bytes)
                 poke(message + ll.AT_NUMBER, number)
                 ll.write_acks(context, state, peer, message, free)
                 poke(packed, number + 1)
                 poke(posted, number * channels)
             elif peek(posted) == (number + 1) * channels:
                 continue
-            nbytes = HEADER_BYTES + peek(ll.route_word(context, route, block.COUNTS, peer)) * per_token
+            count = peek(ll.route_word(context, route, block.COUNTS, peer))
+            nbytes = get(route, block.FIRST_ROW) + count * per_token
             status = ll.post_message(context, peer, LL_DISPATCH, number, posted, source, target, nbytes)
             if status == STATUS_PENDING:
                 missing += 1
@@ -195,10 +220,6 @@ def dispatch_send(
         if status != STATUS_OK:
             return status
         spin += 1
-
-
-_NO_EXPERT = 0xFFFFFFFF  # -1 as read by peek32
-_NOWHERE = -1
 
 
 @compiled
@@ -216,12 +237,20 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
         ll.route_word(context, route, block.RETURN_FORM, source),
         FORM_REDUCED if word & _WEIGHTED else FORM_EXPANDED,
     )
+    reduced = word & _WEIGHTED != 0
     word = peek(header + ll.AT_ROWS)
-    if word < 0 or word > get(route, block.TOKENS):
-        return ll.refuse(context, source, stream, word, get(route, block.TOKENS))
-    poke(ll.route_word(context, route, block.RECEIVED, source), word)
+    rows, pairs = word & _ROWS, word >> PAIRS_SHIFT
+    most = get(route, block.TOKENS)
+    if rows > most:
+        return ll.refuse(context, source, stream, rows, most)
+    if pairs < 0 or pairs > rows * get(route, block.TOPK):
+        return ll.refuse(context, source, stream, pairs, rows * get(route, block.TOPK))
+    back = rows if reduced else pairs
+    poke(ll.route_word(context, route, block.RECEIVED, source), rows)
+    poke(ll.route_word(context, route, block.RETURN_ROWS, source), back)
     word = peek(header + ll.AT_RETURN_OFFSET)
-    if word < 0 or word & 15 or word > get(state, block.COMBINE_RECV_STEP) - HEADER_BYTES:
+    room = get(state, block.COMBINE_RECV_STEP) - HEADER_BYTES - back * get(route, block.ROW)
+    if word < 0 or word & 15 or word > room:
         return ll.refuse(context, source, stream, word, 0)
     poke(ll.route_word(context, route, block.RETURN_TO, source), word)
     dispatched, combined = peek(header + ll.AT_CONSUMED_DISPATCH), peek(header + ll.AT_CONSUMED_COMBINE)
@@ -255,17 +284,18 @@ def _unpack_row(
 @compiled
 def _place_rows(
     context: int,
-    state: int,
     route: int,
     source: int,
     message: int,
+    row_bytes: int,
     recv_count: int,
     src_info: int,
     layout_range: int,
 ) -> int:
-    """Check the metas of a source's message and give each of its rows a place with each of its experts."""
+    """Check the counts and metas of a source's message, and give each of its rows a place with each of its experts:
+    behind the rows that other sources have there already."""
     stream = ll.streams_of(LL_DISPATCH, get(route, block.NUMBER))
-    ranks, me = rank_count(context), own_rank(context)
+    ranks = rank_count(context)
     most, topk, meta_size = get(route, block.TOKENS), get(route, block.TOPK), get(route, block.META)
     local_experts = get(route, block.EXPERTS) // ranks
     capacity = ranks * most
@@ -274,48 +304,43 @@ def _place_rows(
     places = get(route, block.PLACES) + 4 * source * most * topk
     weights = get(route, block.WEIGHTS) + 4 * source * most * topk
     for expert in range(local_experts):
-        poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert))
+        count = peek32(message + HEADER_BYTES + 4 * expert)
+        if count > tokens:
+            return ll.refuse(context, source, stream, count, tokens)
+        begin = peek32(recv_count + 4 * expert)
+        poke(layout_range + 8 * (expert * ranks + source), begin << 32 | count)
     pairs = 0
-    meta = message + HEADER_BYTES
+    meta = message + get(route, block.FIRST_ROW)
     for _ in range(tokens):
         token = peek32(meta)
         if token >= most:
             return ll.refuse(context, source, stream, token, most)
         for slot in range(topk):
-            expert = peek32(meta + 4 + 4 * slot)
-            if expert == _NO_EXPERT:
-                poke32(places + 4 * slot, _NOWHERE)
+            place = peek32(meta + 8 + 4 * slot)
+            if place == _NO_EXPERT:
+                poke32(places + 4 * slot, _NO_EXPERT)
                 continue
-            expert -= me * local_experts
-            if expert < 0 or expert >= local_experts:
-                return ll.refuse(context, source, stream, expert + me * local_experts, local_experts)
             pairs += 1
-            place = -1
-            # an expert that was named twice gets the row once, and both slots find it there
-            for earlier in range(slot):
-                other = peek32(places + 4 * earlier)
-                if other != _NO_EXPERT and other // capacity == expert:
-                    place = other
-            if place < 0:
-                position = peek32(recv_count + 4 * expert)
-                poke32(recv_count + 4 * expert, position + 1)
-                place = expert * capacity + position
-                poke32(src_info + 4 * place, token)
+            expert, position = place >> PLACE_SHIFT, place & _POSITION
+            if expert >= local_experts:
+                return ll.refuse(context, source, stream, expert, local_experts)
+            layout = peek(layout_range + 8 * (expert * ranks + source))
+            if position >= layout & _ROWS:
+                return ll.refuse(context, source, stream, position, layout & _ROWS)
+            place = expert * capacity + (layout >> 32) + position
+            poke32(src_info + 4 * place, token)
             poke32(places + 4 * slot, place)
         if weighted:
-            copy(weights, meta + 4 + 4 * topk, 4 * topk)
+            copy(weights, meta + 8 + 4 * topk, 4 * topk)
         places += 4 * topk
         weights += 4 * topk
-        meta += meta_size
+        meta += meta_size + row_bytes
+    back = peek(ll.route_word(context, route, block.RETURN_ROWS, source))
+    if not weighted and pairs != back:
+        return ll.refuse(context, source, stream, pairs, back)
     for expert in range(local_experts):
-        entry = layout_range + 8 * (expert * ranks + source)
-        begin = peek(entry)
-        poke(entry, begin << 32 | (peek32(recv_count + 4 * expert) - begin))
-    back = tokens if weighted else pairs
-    poke(ll.route_word(context, route, block.RETURN_ROWS, source), back)
-    room = get(state, block.COMBINE_RECV_STEP) - peek(ll.route_word(context, route, block.RETURN_TO, source))
-    if HEADER_BYTES + back * get(route, block.ROW) > room:
-        return ll.refuse(context, source, stream, HEADER_BYTES + back * get(route, block.ROW), room)
+        layout = peek(layout_range + 8 * (expert * ranks + source))
+        poke32(recv_count + 4 * expert, (layout >> 32) + (layout & _ROWS))
     return STATUS_OK
 
 
@@ -334,16 +359,15 @@ def _unpack_rows(
     """Copy the rows of a source's message to the places that :func:`_place_rows` gave them."""
     most, topk, hidden = get(route, block.TOKENS), get(route, block.TOPK), get(route, block.HIDDEN)
     capacity = rank_count(context) * most
-    tokens = peek(ll.route_word(context, route, block.RECEIVED, source))
     places = get(route, block.PLACES) + 4 * source * most * topk
-    row = message + HEADER_BYTES + tokens * get(route, block.META)
-    for _ in range(tokens):
+    row = message + get(route, block.FIRST_ROW) + get(route, block.META)
+    for _ in range(peek(ll.route_word(context, route, block.RECEIVED, source))):
         for slot in range(topk):
             place = peek32(places + 4 * slot)
             if place != _NO_EXPERT:
                 _unpack_row(row, place, recv_x, payload, scales, coding, hidden, capacity)
         places += 4 * topk
-        row += row_bytes
+        row += get(route, block.META) + row_bytes
 
 
 @compiled
@@ -354,6 +378,12 @@ def _skip_masked(context: int, route: int, source: int, recv_count: int, layout_
         poke(ll.route_word(context, route, table, source), 0)
     for expert in range(get(route, block.EXPERTS) // ranks):
         poke(layout_range + 8 * (expert * ranks + source), peek32(recv_count + 4 * expert) << 32)
+
+
+@compiled
+def _note_wait(waited: int, source: int, since: int) -> None:
+    if waited != 0:
+        poke(waited + 8 * source, peek(waited + 8 * source) + monotonic_ns() - since)
 
 
 @compiled
@@ -372,11 +402,12 @@ def dispatch_recv(
     layout_range: int,
     stats: int,
     waited: int,
+    in_order: int,
     slice_end_ns: int,
 ) -> int:
-    """Receive the dispatch message of every rank, for the dispatch that ``route`` belongs to.
+    """Receive the dispatch message of every rank, for the dispatch that ``route`` belongs to: each as it comes.
 
-    Fifteen arguments: blocks that outlive the call, then each tensor that it fills.
+    Sixteen arguments: blocks that outlive the call, then each tensor that it fills.
 
     Args:
         coding: DTYPE_* that the rows must have.
@@ -385,7 +416,8 @@ def dispatch_recv(
         recv_count: int32[L], zero at first; src_info: int32[L, R * T], token index at the source;
             layout_range: int64[L, R], begin << 32 | count of a source's rows within an expert's.
         stats: int32[L] to which the counts are added, or 0.
-        waited: int64[R] to which the nanoseconds spent waiting for each source are added, or 0.
+        waited: int64[R] to which the nanoseconds until each source's message was here are added, or 0.
+        in_order: 1 = an expert's rows stand by source rank; else by arrival.
 
     Returns:
         STATUS_OK; STATUS_PENDING (progress block filled; call again); STATUS_POISONED; STATUS_PROTOCOL.
@@ -393,23 +425,40 @@ def dispatch_recv(
     ranks = rank_count(context)
     number = get(route, block.NUMBER)
     slots = window_address(context) + get(state, block.DISPATCH_RECV)
+    since = monotonic_ns() if waited != 0 else 0
+    spin = 0
     while get(route, block.UNPACKED) < ranks:
-        source = get(route, block.UNPACKED)
-        if is_masked(context, source):
-            _skip_masked(context, route, source, recv_count, layout_range)
-        else:
-            status = ll.wait_message(context, progress, source, LL_DISPATCH, number, waited, slice_end_ns)
+        unpacked = get(route, block.UNPACKED)
+        for source in range(ranks):
+            taken = ll.route_word(context, route, block.TAKEN, source)
+            if peek(taken) != 0:
+                continue
+            # rule: where order is asked for, a source is unpacked after those before it
+            if in_order and source != get(route, block.UNPACKED):
+                continue
+            if is_masked(context, source):
+                _skip_masked(context, route, source, recv_count, layout_range)
+            elif ll.has_arrived(context, progress, source, LL_DISPATCH, number):
+                _note_wait(waited, source, since)
+                message = slots + ((number & 1) * ranks + source) * get(state, block.DISPATCH_SLOT)
+                status = _take_header(context, state, route, source, number, message, coding)
+                if status == STATUS_OK:
+                    status = _place_rows(context, route, source, message, row_bytes, recv_count, src_info, layout_range)
+                if status != STATUS_OK:
+                    return status
+                _unpack_rows(context, route, source, message, coding, recv_x, payload, row_bytes, scales)
+            else:
+                continue
+            poke(taken, 1)
+            put(route, block.UNPACKED, get(route, block.UNPACKED) + 1)
+        if get(route, block.UNPACKED) == unpacked:
+            status = end_spin(context, spin, slice_end_ns)
+            spin += 1
             if status != STATUS_OK:
+                for source in range(ranks):
+                    if peek(ll.route_word(context, route, block.TAKEN, source)) == 0:
+                        _note_wait(waited, source, since)
                 return status
-            message = slots + ((number & 1) * ranks + source) * get(state, block.DISPATCH_SLOT)
-            status = _take_header(context, state, route, source, number, message, coding)
-            if status != STATUS_OK:
-                return status
-            status = _place_rows(context, state, route, source, message, recv_count, src_info, layout_range)
-            if status != STATUS_OK:
-                return status
-            _unpack_rows(context, route, source, message, coding, recv_x, payload, row_bytes, scales)
-        put(route, block.UNPACKED, source + 1)
     ll.mark_read(state, block.DISPATCH_READ, block.DISPATCH_AHEAD, number)
     if stats != 0:
         for expert in range(get(route, block.EXPERTS) // ranks):

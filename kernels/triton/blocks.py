@@ -38,6 +38,7 @@ def __getattr__(name: str) -> tl.constexpr:
 
 
 _STATE_WORDS = tl.constexpr(low_latency_device.STATE_WORDS)
+_STATE_TABLES = tl.constexpr(len(low_latency_device.STATE_TABLES))
 _ROUTE_WORDS = tl.constexpr(low_latency_device.ROUTE_WORDS)
 _NORMAL_WORDS = tl.constexpr(normal_device.STATE_WORDS)
 _STREAM, _COMBINE_STREAM = tl.constexpr(8 * normal_device.STREAM), tl.constexpr(NORMAL_COMBINE)
@@ -47,6 +48,12 @@ _STREAM, _COMBINE_STREAM = tl.constexpr(8 * normal_device.STREAM), tl.constexpr(
 def state_table(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses of the peers' entries in a table of the state block."""
     return state + 8 * (_STATE_WORDS + table * rank_count(context) + peers)
+
+
+@triton.jit
+def expert_count(context: tl.tensor, state: tl.tensor, experts: tl.tensor) -> tl.tensor:
+    """Addresses of the experts' counts, int32, behind the tables of the state block."""
+    return state_table(context, state, _STATE_TABLES, tl.zeros_like(experts)) + 4 * experts
 
 
 @triton.jit

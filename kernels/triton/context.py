@@ -98,7 +98,7 @@ def is_live(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
 @triton.jit
 def stream_of(phase: tl.tensor, number: tl.tensor) -> tl.tensor:
     """Stream of channel 0 of message ``number``; channel c has the id c above it."""
-    return phase + (number & 1) * _MAX_CHANNELS
+    return (number & 1) * _MAX_CHANNELS + phase
 
 
 @triton.jit

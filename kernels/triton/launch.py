@@ -30,11 +30,14 @@ class Target:
         backend: 0 interpreter, 1 CUDA, 2 ROCm.
         warp: lanes of a warp.
         fnuz: True on gfx942, whose FP8 is e4m3fnuz.
+        in_order: programs start in the order of their numbers. On CUDA they do (CUB's scans rely on it, too), and in
+            the interpreter, which runs one after the other; on ROCm dies of one device take them in turn.
     """
 
     backend: int
     warp: int
     fnuz: bool = False
+    in_order: bool = True
 
     @property
     def interpreted(self) -> bool:
@@ -222,5 +225,5 @@ def present_target() -> Target:
         return Target(int(INTERPRETER.value), 8)
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "hip":
-        return Target(int(HIP.value), target.warp_size, fnuz=str(target.arch).startswith("gfx942"))
+        return Target(int(HIP.value), target.warp_size, str(target.arch).startswith("gfx942"), in_order=False)
     return Target(int(CUDA.value), 32)

@@ -1,8 +1,9 @@
 """Which messages have been read: the acknowledgements that this rank sends and receives.
 
-The same rules as :mod:`..cpu.ll_message`; all of this runs in one program of one warp, LANES peers at a time. A rank
-first tells every peer what that peer may be waiting for, then waits itself: two ranks that wait for each other's word
-have both spoken. Normally every header has said all in time, and nothing here touches memory of the host.
+The same rules as :mod:`..cpu.ll_message`. All that concerns a peer is done by the program that serves it, in one lane.
+It first tells the peer what that may be waiting for, then waits itself: two ranks that wait for each other's word have
+both spoken, also where a rank serves its peers one after the other, since all go through pairs of ranks in the same
+order. Normally every header has said all in time, and nothing here touches memory of the host.
 """
 
 from __future__ import annotations
@@ -24,11 +25,8 @@ from .blocks import (
     S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
-    S_FREE,
     S_NOTICE_RECV,
     S_NOTICE_SEND,
-    S_PARTS,
-    S_SINK,
     T_COMBINE_BASE,
     T_COMBINE_COME,
     T_NOTICES_READ,
@@ -51,19 +49,17 @@ from .context import (
     stream_of,
     window_address,
 )
-from .publish import put_writes, store_flags, wait_room
+from .publish import put_command, store_flags
 from .wait import (
     FAILURE_PEER_TIMEOUT,
     FAILURE_PROTOCOL,
     GO_ON,
     TOO_LATE,
     end_spin,
-    fail_at,
-    messages_arrived,
-    refuse,
+    fail,
     wait_messages,
 )
-from .words import acquire_each, any_of, int64s, peek, poke, settle
+from .words import acquire, int64s, peek, poke, settle
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _NOTICE, _NOTICE_SLOTS = tl.constexpr(NOTICE_STREAM), tl.constexpr(NOTICE_SLOTS)
@@ -79,6 +75,9 @@ assert Notice.CONSUMED_DISPATCH == LowLatencyHeader.CONSUMED_DISPATCH
 assert Notice.CONSUMED_COMBINE == LowLatencyHeader.CONSUMED_COMBINE
 #: Besides GO_ON, TOO_LATE and RELEASED: a peer's claim was refused, and the failure is reported already.
 _REFUSED = tl.constexpr(3)
+_LARGEST = tl.constexpr((1 << 63) - 1)
+#: Where a peer may have said something: its notice, and three messages of each phase.
+_PLACES = tl.constexpr(7)
 
 
 @triton.jit
@@ -113,305 +112,266 @@ def free_spaces(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr) -> tl
 def take_acks(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
+    peer: tl.tensor,
     header: tl.tensor,
-    stream: tl.tensor,
-    dispatched: tl.tensor,
-    combined: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Larger of the counts known and those in the headers of ``chosen`` peers, and 1 when a claim cannot be."""
-    sent = peek(state + S_DISPATCH_NUMBER)
-    returned = peek(state + S_COMBINE_NUMBER)
-    where = tl.where(chosen, header, state + S_SINK)
+    """Note the counts in a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
     # acquire: a newer notice may be landing on this one, and its count allows its space to be written as well
-    claim = acquire_each(where + tl.where(chosen, _CONSUMED_DISPATCH, 0), BACKEND)
-    claim_combine = acquire_each(where + tl.where(chosen, _CONSUMED_COMBINE, 0), BACKEND)
-    bad = chosen & ((claim < 0) | (claim > sent) | (claim_combine < 0) | (claim_combine > returned))
-    broken = any_of(bad)
-    if broken != 0:
-        wrong = (claim < 0) | (claim > sent)
-        fail_at(
-            context,
-            state,
-            FAILURE_PROTOCOL,
-            peers,
-            bad,
-            stream,
-            tl.where(wrong, claim, claim_combine),
-            tl.where(wrong, sent, returned),
-            BACKEND,
-        )
-    good = chosen & (bad == 0)
-    return (
-        tl.where(good, tl.maximum(dispatched, claim), dispatched),
-        tl.where(good, tl.maximum(combined, claim_combine), combined),
-        broken,
-    )
+    dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
+    combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
+    sent, returned = peek(state + S_DISPATCH_NUMBER), peek(state + S_COMBINE_NUMBER)
+    dispatched_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
+    combined_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
+    known, known_combined = peek(dispatched_at), peek(combined_at)
+    wrong = (dispatched < 0) | (dispatched > sent)
+    wrong_combined = (combined < 0) | (combined > returned)
+    # every thread has read what one of them is about to overwrite
+    settle(BACKEND)
+    if (wrong == 0) & (wrong_combined == 0):
+        poke(dispatched_at, tl.maximum(known, dispatched))
+        poke(combined_at, tl.maximum(known_combined, combined))
+    settle(BACKEND)
+    # a negative count is told as one that is too large
+    claim = tl.where(wrong, dispatched, combined) & _LARGEST
+    return tl.where(wrong | wrong_combined, claim, -1), tl.where(wrong, sent, returned)
 
 
 @triton.jit
-def _listen(
+def _message_place(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    PHASE: tl.constexpr,
-    number: tl.tensor,
-    wanted: tl.tensor,
+    peer: tl.tensor,
+    combine: tl.tensor,
+    step: tl.tensor,
+    placed: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Note the counts in the headers of message ``number``, where it has arrived although it is not received yet; 1
-    when a claim was refused."""
-    listen = live & (tl.zeros_like(peers) + wanted.to(tl.int64) != 0)
-    count, _ = messages_arrived(context, state, peers, listen, PHASE, number, BACKEND)
-    here = listen & (count >= number // 2 + 1)
-    settle(BACKEND)
-    inside = tl.where(live, peers, 0)
-    if PHASE == _DISPATCH:
-        slot = (number & 1) * rank_count(context) + inside
-        header = landing_window(context, inside) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
-        tag = _DISPATCH_TAG
-    else:
-        region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
-        base = peek(state_table(context, state, T_COMBINE_BASE + (number & 1), inside))
-        header = landing_window(context, inside) + region + base
-        tag = _COMBINE_TAG
-    # a header that is not the expected one is refused when its message is received
-    here = here & (tl.load(int64s(header + _TAG), mask=here, other=0) == tag)
-    here = here & (tl.load(int64s(header + _NUMBER), mask=here, other=-1) == number)
-    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
-    settle(BACKEND)
-    dispatched = tl.load(dispatched_at, mask=live, other=0)
-    combined = tl.load(combined_at, mask=live, other=0)
-    stream = stream_of(PHASE, number)
-    dispatched, combined, broken = take_acks(context, state, peers, here, header, stream, dispatched, combined, BACKEND)
-    tl.store(dispatched_at, dispatched, mask=live)
-    tl.store(combined_at, combined, mask=live)
-    return broken
+    """A message of ``peer`` that is not received yet, the next of its phase or one of the two behind. (Its number; the
+    address of its header when it has arrived, else 0; its first stream.)
+
+    ``placed``: combine messages before this number have a known place.
+    """
+    first = peek(state + tl.where(combine, S_COMBINE_READ, S_DISPATCH_READ))
+    ahead = peek(state + tl.where(combine, S_COMBINE_AHEAD, S_DISPATCH_AHEAD))
+    number = first + step
+    parity, stream = number & 1, stream_of(tl.where(combine, _COMBINE, _DISPATCH), number)
+    header = tl.full((), 0, tl.int64)
+    if ((step != 1) | (ahead == 0)) & ((combine == 0) | (number < placed)):
+        count = tl.full((), 1 << 60, tl.int64)
+        for channel in range(channel_count(context)):
+            count = tl.minimum(count, acquire(arrived_address(context, peer, stream + channel), BACKEND))
+        if count >= number // 2 + 1:
+            if combine:
+                header = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
+                header += peek(state_table(context, state, T_COMBINE_BASE + parity, peer))
+            else:
+                slot = parity * rank_count(context) + peer
+                header = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+            header += landing_window(context, peer)
+    return number, header, stream
 
 
 @triton.jit
 def _read_acks(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    placed: tl.tensor,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, placed: tl.tensor, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """Look at everything the peers may have said, and note it in the state block; 1 when a claim was refused.
+    """Look at everything that ``peer`` may have said, and note it in the state block: its newest notice, and headers of
+    messages that have arrived although they are not received yet. (Claim and most of what cannot be, as of
+    :func:`take_acks`, and its stream.)
 
     ``placed``: combine messages before this number have a known place (COMBINE_BASE*).
     """
-    dispatched_at = int64s(state_table(context, state, T_RECV_ACK_DISPATCH, peers))
-    combined_at = int64s(state_table(context, state, T_RECV_ACK_COMBINE, peers))
-    read_at = int64s(state_table(context, state, T_NOTICES_READ, peers))
-    dispatched = tl.load(dispatched_at, mask=live, other=0)
-    combined = tl.load(combined_at, mask=live, other=0)
-    notices_read = tl.load(read_at, mask=live, other=0)
-    inside = tl.where(live, peers, 0)
-    address = arrived_address(context, inside, _NOTICE)
-    notices = acquire_each(tl.where(live, address, state + S_SINK), BACKEND)
-    settle(BACKEND)
-    fresh = live & (notices > notices_read)
-    # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
-    slot = inside * _NOTICE_SLOTS + tl.where(fresh, notices - 1, 0) % _NOTICE_SLOTS
-    notice = landing_window(context, inside) + peek(state + S_NOTICE_RECV) + slot * _HEADER
-    tag = tl.load(int64s(notice), mask=fresh, other=_NOTICE_TAG)
-    strange = refuse(context, state, peers, tag != _NOTICE_TAG, _NOTICE, tag, _NOTICE_TAG, BACKEND)
-    dispatched, combined, broken = take_acks(
-        context, state, peers, fresh & (tag == _NOTICE_TAG), notice, _NOTICE, dispatched, combined, BACKEND
-    )
-    broken = broken | strange
-    notices_read = tl.where(fresh, notices, notices_read)
-    tl.store(dispatched_at, dispatched, mask=live)
-    tl.store(combined_at, combined, mask=live)
-    tl.store(read_at, notices_read, mask=live)
-    first, ahead = peek(state + S_DISPATCH_READ), peek(state + S_DISPATCH_AHEAD)
-    for step in range(3):
-        wanted = (first + step <= peek(state + S_DISPATCH_NUMBER)) & ((step != 1) | (ahead == 0))
-        broken = broken | _listen(context, state, peers, live, _DISPATCH, first + step, wanted, BACKEND)
-    first, ahead = peek(state + S_COMBINE_READ), peek(state + S_COMBINE_AHEAD)
-    for step in range(3):
-        wanted = (first + step < placed) & ((step != 1) | (ahead == 0))
-        broken = broken | _listen(context, state, peers, live, _COMBINE, first + step, wanted, BACKEND)
-    return broken
-
-
-@triton.jit
-def _recv_acks(
-    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, PHASE: tl.constexpr
-) -> tl.tensor:
-    """Own messages of the phase that the peers say they have read."""
-    if PHASE == _COMBINE:
-        table = T_RECV_ACK_COMBINE
-    else:
-        table = T_RECV_ACK_DISPATCH
-    return tl.load(int64s(state_table(context, state, table, peers)), mask=live, other=1 << 60)
+    claim, most = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
+    stream = most + _NOTICE
+    for place in range(_PLACES):
+        if claim < 0:
+            combine, step = place > 3, tl.where(place > 3, place - 4, place - 1).to(tl.int64)
+            tag = tl.where(combine, _COMBINE_TAG, _DISPATCH_TAG).to(tl.int64)
+            if place == 0:
+                # the newest says all; a newer one may be landing on it: each word is whole, and counts only grow
+                notices = acquire(arrived_address(context, peer, _NOTICE), BACKEND)
+                slot = peer * _NOTICE_SLOTS + (notices - 1) % _NOTICE_SLOTS
+                number, tag = notices - 1, tag * 0 + _NOTICE_TAG
+                header = landing_window(context, peer) + peek(state + S_NOTICE_RECV) + slot * _HEADER
+                read_at = state_table(context, state, T_NOTICES_READ, peer)
+                fresh = notices > peek(read_at)
+                settle(BACKEND)
+                if fresh:
+                    poke(read_at, notices)
+                else:
+                    header = header * 0
+            else:
+                number, header, stream = _message_place(context, state, peer, combine, step, placed, BACKEND)
+            if header != 0:
+                told, counted = acquire(header + _TAG, BACKEND), acquire(header + _NUMBER, BACKEND)
+                if (told == tag) & ((counted == number) | (place == 0)):
+                    claim, most = take_acks(context, state, peer, header, BACKEND)
+                elif place == 0:
+                    claim, most = told & _LARGEST, tag
+                # the header of a message that is not the expected one is refused when the message is received
+    return claim, most, stream
 
 
 @triton.jit
 def _wait_acks(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
+    peer: tl.tensor,
     needed: tl.tensor,
     PHASE: tl.constexpr,
     start: tl.tensor,
     BACKEND: tl.constexpr,
-) -> None:
-    """Wait until each of the ``live`` peers has said that ``needed`` own messages of the phase are read."""
+) -> tl.tensor:
+    """Wait until ``peer`` has said that ``needed`` own messages of the phase are read. False after a failure."""
     placed = peek(state + S_COMBINE_NUMBER)
+    acked_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
     if PHASE == _COMBINE:
-        # the message being sent has its place in the peers' route already
+        # the message being sent has its place in the peer's route already
         placed += 1
+        acked_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
     ending, checked = tl.full((), 0, tl.int32), start
-    acked = _recv_acks(context, state, peers, live, PHASE)
-    present = tl.min((acked >= needed).to(tl.int32), axis=0)
-    while (present == 0) & (ending == GO_ON):
-        broken = _read_acks(context, state, peers, live, placed, BACKEND)
+    acked, expected, stream = peek(acked_at), needed, tl.full((), 0, tl.int64) + _NOTICE
+    while (acked < needed) & (ending == GO_ON):
+        claim, most, told = _read_acks(context, state, peer, placed, BACKEND)
         settle(BACKEND)
-        now = _recv_acks(context, state, peers, live, PHASE)
-        present = tl.min((now >= needed).to(tl.int32), axis=0)
-        if broken != 0:
+        acked = peek(acked_at)
+        if claim >= 0:
             ending = tl.full((), _REFUSED, tl.int32)
-        elif present == 0:
+            acked, expected, stream = claim, most, told
+        elif acked < needed:
             ending, checked = end_spin(context, start, checked, BACKEND)
-    if (ending != GO_ON) & (ending != _REFUSED):
-        last = _recv_acks(context, state, peers, live, PHASE)
-        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        fail_at(context, state, code, peers, live & (last < needed), _NOTICE, last, needed, BACKEND)
+    if ending != GO_ON:
+        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, tl.where(ending == _REFUSED, FAILURE_PROTOCOL, 0))
+        fail(context, state, code, peer, stream, acked, expected, BACKEND)
+    return ending == GO_ON
 
 
 @triton.jit
-def wait_spaces(
+def wait_space(
     context: tl.tensor,
     state: tl.tensor,
+    peer: tl.tensor,
     PHASE: tl.constexpr,
     start: tl.tensor,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
-) -> None:
-    """Wait until the next message of the phase may be packed and published: every peer has read the one before last,
-    own writes that a NIC may still repeat are over, the rings have room."""
+) -> tl.tensor:
+    """Wait until the next message of the phase to ``peer`` may be packed: the peer has read the one before last, and
+    own writes that a NIC may still repeat are over. False after a failure."""
+    ranks = rank_count(context)
+    good = tl.full((), 1, tl.int1)
     if PHASE == _DISPATCH:
         number = peek(state + S_DISPATCH_NUMBER)
-        over = number - 2
     else:
-        # completed here: the peer may take this message as the proof that nothing of the one before is repeated; it
-        # also frees this parity's staging, since the previous call waited likewise for the one before that
         number = peek(state + S_COMBINE_NUMBER)
+    if peer != own_rank(context):
+        good = _wait_acks(context, state, peer, number - 1, PHASE, start, BACKEND)
+    # staging is packed again only when its last writes completed, to whomever they went
+    over = number - 2
+    if PHASE == _COMBINE:
+        # a combine waits for the completion of the one before
+        # the peer may take this message as the proof that nothing of the one before is repeated
         over = number - 1
-    ranks, me = rank_count(context), own_rank(context)
-    for first in range(0, ranks, LANES):
-        peers = first + tl.arange(0, LANES).to(tl.int64)
-        live = is_live(context, peers) & (peers != me)
-        _wait_acks(context, state, peers, live, number - 1, PHASE, start, BACKEND)
-        if over >= 0:
-            wait_messages(context, state, peers, live, PHASE, over, 0, start, False, BACKEND)
-    channels = channel_count(context)
-    for channel in range(channels):
-        # as if every channel had the same ring
-        commands = ranks * channels * peek(state + S_PARTS)
-        wait_room(context, state, stream_of(PHASE, number) + channel, commands, start, BACKEND)
+    if (peer_window(context, peer) == 0) & (over >= 0):
+        for first in range(0, ranks, LANES):
+            others = first + tl.arange(0, LANES).to(tl.int64)
+            live = is_live(context, others)
+            if good:
+                good = wait_messages(context, state, others, live, live, PHASE, over, 0, start, False, BACKEND)
+    return good
 
 
 @triton.jit
-def _send_notices(
+def one_lane(peer: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """(``peer`` and the ones behind it; True in the lane of ``peer`` alone)."""
+    lane = tl.arange(0, LANES).to(tl.int64)
+    return peer + lane, lane == 0
+
+
+@triton.jit
+def _send_notice(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
+    peer: tl.tensor,
     dispatched: tl.tensor,
     combined: tl.tensor,
     start: tl.tensor,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
-) -> None:
-    """Tell the ``chosen`` peers both counts now."""
-    sent_at = int64s(state_table(context, state, T_NOTICES_SENT, peers))
-    sent = tl.load(sent_at, mask=chosen, other=0)
-    inside = tl.where(chosen, peers, 0)
-    mapped = peer_window(context, inside)
-    proxied = chosen & (mapped == 0)
-    # the slot's previous notice has left this rank for good
-    address = tl.where(proxied, completed_address(context, inside, _NOTICE), state + S_SINK)
-    needed = tl.where(proxied, sent - _NOTICE_SLOTS + 1, -(1 << 60))
+) -> tl.tensor:
+    """Tell ``peer`` both counts now. False after a failure."""
+    sent_at = state_table(context, state, T_NOTICES_SENT, peer)
+    sent, mapped = peek(sent_at), peer_window(context, peer)
+    needed = sent - _NOTICE_SLOTS + 1
     ending, checked = tl.full((), 0, tl.int32), start
-    done = acquire_each(address, BACKEND)
-    present = tl.min((done >= needed).to(tl.int32), axis=0)
-    while (present == 0) & (ending == GO_ON):
-        ending, checked = end_spin(context, start, checked, BACKEND)
-        now = acquire_each(address, BACKEND)
-        present = tl.min((now >= needed).to(tl.int32), axis=0)
-    if present == 0:
-        last = acquire_each(address, BACKEND)
-        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        fail_at(context, state, code, peers, chosen & (done < needed), _NOTICE, last, needed, BACKEND)
-    elif wait_room(context, state, _NOTICE, tl.sum(proxied.to(tl.int64), axis=0), start, BACKEND):
+    if mapped == 0:
+        # the slot's previous notice has left this rank for good
+        address = completed_address(context, peer, _NOTICE)
+        done = acquire(address, BACKEND)
+        while (done < needed) & (ending == GO_ON):
+            ending, checked = end_spin(context, start, checked, BACKEND)
+            done = acquire(address, BACKEND)
+        if ending != GO_ON:
+            code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
+            fail(context, state, code, peer, _NOTICE, done, needed, BACKEND)
+    if ending == GO_ON:
         slot = sent % _NOTICE_SLOTS
-        source = peek(state + S_NOTICE_SEND) + (inside * _NOTICE_SLOTS + slot) * _HEADER
+        source = peek(state + S_NOTICE_SEND) + (peer * _NOTICE_SLOTS + slot) * _HEADER
         target = peek(state + S_NOTICE_RECV) + (own_rank(context) * _NOTICE_SLOTS + slot) * _HEADER
-        notice = tl.where(proxied, window_address(context) + source, mapped + target)
-        zero = tl.zeros_like(peers)
-        tl.store(int64s(notice + _TAG), zero + _NOTICE_TAG, mask=chosen)
-        tl.store(int64s(notice + _NUMBER), sent, mask=chosen)
-        tl.store(int64s(notice + _CONSUMED_DISPATCH), zero + dispatched, mask=chosen)
-        tl.store(int64s(notice + _CONSUMED_COMBINE), zero + combined, mask=chosen)
+        notice = tl.where(mapped != 0, mapped + target, window_address(context) + source)
+        # every thread has read how many were sent, and that the slot's last one is gone
         settle(BACKEND)
-        store_flags(context, state, peers, chosen & (mapped != 0), _NOTICE, sent + 1, BACKEND)
-        put_writes(context, state, peers, proxied, _NOTICE, source, target, zero + _HEADER, proxied, BACKEND)
-        tl.store(sent_at, sent + 1, mask=chosen)
-        tl.store(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), zero + dispatched, mask=chosen)
-        tl.store(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), zero + combined, mask=chosen)
+        poke(notice + _TAG, tl.full((), _NOTICE_TAG, tl.int64))
+        poke(notice + _NUMBER, sent)
+        poke(notice + _CONSUMED_DISPATCH, dispatched)
+        poke(notice + _CONSUMED_COMBINE, combined)
+        poke(sent_at, sent + 1)
+        poke(state_table(context, state, T_SENT_ACK_DISPATCH, peer), dispatched)
+        poke(state_table(context, state, T_SENT_ACK_COMBINE, peer), combined)
+        settle(BACKEND)
+        if mapped != 0:
+            peers, mine = one_lane(peer, LANES)
+            store_flags(context, state, peers, mine, _NOTICE, sent + 1, BACKEND)
+        else:
+            one = tl.full((), 1, tl.int64)
+            put_command(context, state, peer, _NOTICE, source, target, one * _HEADER, one, start, LANES, BACKEND)
+    return ending == GO_ON
 
 
 @triton.jit
-def ack_dispatches(
-    context: tl.tensor, state: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Before a dispatch: notices to the peers that were not told that their dispatch before last is read."""
+def tell_dispatches_read(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Before a dispatch: a notice to ``peer`` when it was not told that its dispatch before last is read. (Own combine
+    messages that are free; False after a failure.)"""
     needed = peek(state + S_DISPATCH_NUMBER) - 1
-    ranks, me, read = rank_count(context), own_rank(context), peek(state + S_DISPATCH_READ)
     free = free_spaces(context, state, LANES)
-    poke(state + S_FREE, free)
-    for first in range(0, ranks, LANES):
-        peers = first + tl.arange(0, LANES).to(tl.int64)
-        live = is_live(context, peers) & (peers != me)
-        sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_DISPATCH, peers)), mask=live, other=1 << 60)
-        if any_of(sent_ack < needed) != 0:
-            _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)
+    good = tl.full((), 1, tl.int1)
+    if (peer != own_rank(context)) & (peek(state_table(context, state, T_SENT_ACK_DISPATCH, peer)) < needed):
+        good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start, LANES, BACKEND)
+    return free, good
 
 
 @triton.jit
-def ack_combines(
-    context: tl.tensor, state: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Before a combine: wait until the space of the one before last is free, and tell the peers that were not told."""
-    number = peek(state + S_COMBINE_NUMBER)
-    needed = number - 1
-    ranks, me = rank_count(context), own_rank(context)
+def tell_combines_free(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Before a combine: wait until the space of the one before last is free, and tell ``peer`` when it was not told.
+    (Own combine messages that are free; False after a failure.)"""
+    needed = peek(state + S_COMBINE_NUMBER) - 1
+    ranks = rank_count(context)
     free = free_spaces(context, state, LANES)
+    good = tl.full((), 1, tl.int1)
     if free < needed:
         # known to be free once every peer's previous message has arrived, see spaces_free
-        arrived = needed >= 0
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
             live = is_live(context, peers)
-            if arrived:
-                arrived = wait_messages(context, state, peers, live, _COMBINE, needed, 0, start, True, BACKEND)
-            come = int64s(state_table(context, state, T_COMBINE_COME + (needed & 1), peers))
-            tl.store(come, tl.zeros_like(peers) + needed // 2 + 1, mask=live)
+            if good:
+                good = wait_messages(context, state, peers, live, live, _COMBINE, needed, 0, start, True, BACKEND)
         free = needed
-    poke(state + S_FREE, free)
-    for first in range(0, ranks, LANES):
-        peers = first + tl.arange(0, LANES).to(tl.int64)
-        live = is_live(context, peers) & (peers != me)
-        sent_ack = tl.load(int64s(state_table(context, state, T_SENT_ACK_COMBINE, peers)), mask=live, other=1 << 60)
-        if any_of(sent_ack < needed) != 0:
-            read = peek(state + S_DISPATCH_READ)
-            _send_notices(context, state, peers, sent_ack < needed, read, free, start, LANES, BACKEND)
+    told = peek(state_table(context, state, T_SENT_ACK_COMBINE, peer))
+    if good & (peer != own_rank(context)) & (told < needed):
+        good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start, LANES, BACKEND)
+    return free, good

@@ -17,17 +17,16 @@ from ...protocol.message import (
     row_bytes,
 )
 from .launch import Launch, Target, Variant, present_target
-from .ll_combine import pack_combine, prepare_combine, sum_rows
-from .ll_dispatch import count_rows, pack_dispatch, unpack_rows
-from .ll_message import combine_arrival, dispatch_arrival
-from .routing import route
+from .ll_combine_recv import combine_recv
+from .ll_combine_send import combine_send
+from .ll_dispatch_recv import dispatch_recv
+from .ll_dispatch_send import dispatch_send
 
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
-#: Elements of the three-dimensional comparison of :mod:`.routing` that a program of one warp holds.
-_COMPARED = 2048
-#: Words (or values) of a row that a program moves at a time, and its threads: 16 bytes of BF16 each, 8 of FP8.
-_BLOCK, _THREADS = 1024, 128
+#: Words (or values) of a row that a program moves at a time, and values that it sums: a program is one warp, so that
+#: whatever it exchanges between its threads takes no barrier, and needs several loads of each on their way.
+_BLOCK, _SUMMED = 1024, 512
 #: A multiple of 16 like the real ones, for compiling ahead.
 _ANY_ADDRESS = 1 << 40
 #: Slots of a token whose rows are loaded together, by the expert's rank and by the token's: with more, ptxas spills.
@@ -35,8 +34,6 @@ _WEIGHED_TOGETHER, _SUMMED_TOGETHER = 4, 8
 #: Programs of one kernel, some for each multiprocessor of any device. Few tokens have several each; the rows of many
 #: sources share them, since few come from each.
 _PROGRAMS = 1024
-#: (expert, source) pairs laid out at a time.
-_LAID_OUT = 1024
 
 
 def _power_of_two(value: int) -> int:
@@ -58,11 +55,14 @@ class TritonLowLatencyKernels:
         self.target = target or present_target()
         # In the interpreter an operation costs the same for one row and for many.
         self._rows = 16 if self.target.interpreted else 1
-        self._slots, self._ranks = _power_of_two(plan.topk), _power_of_two(plan.ranks)
-        self._backend = {"BACKEND": self.target.backend}
-        self._lanes = {"LANES": self.target.warp, **self._backend}
-        self._warps = _THREADS // self.target.warp
-        self._publishing = {"LANES": self.target.warp if self.target.interpreted else _THREADS, **self._backend}
+        self._slots = _power_of_two(plan.topk)
+        self._common = {
+            "TOPK": plan.topk,
+            "ROWS": self._rows,
+            "IN_ORDER": self.target.in_order,
+            "LANES": self.target.warp,
+            "BACKEND": self.target.backend,
+        }
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
         # each is made once for its formats, of which an engine has one or two
         self._of_dispatch_send = functools.cache(self._make_dispatch_send)
@@ -75,7 +75,7 @@ class TritonLowLatencyKernels:
         plan = self.plan
         if plan.topk > MAX_TOPK:
             raise ConfigError(f"low-latency dispatch: topk = {plan.topk} exceeds {MAX_TOPK} on a device")
-        # a kernel publishes everything at once, after it has waited for room
+        # a message is published without a wait of its own, in the best case
         parts = max(1, -(-plan.room.longest_message // (channels * MAX_WRITE_BYTES)))
         commands = plan.ranks * channels * parts
         if commands > ring_slots:
@@ -97,8 +97,9 @@ class TritonLowLatencyKernels:
     def dispatch_ahead(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Launch, ...]:
         """Launches of a dispatch, to compile."""
         at = _ANY_ADDRESS
-        send = self.dispatch_send(at, at, at, at, at, at, at, self.plan.tokens, source, coding, round_scale, reduced)
-        return send + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0)
+        formats = source, coding, round_scale, reduced
+        send = self.dispatch_send(at, at, at, at, at, at, at, self.plan.tokens, *formats, False)
+        return send + self.dispatch_recv(at, at, at, coding, at, at, at, at, at, 0, 0, False)
 
     def combine_ahead(self, dtype: int, reduced: bool) -> tuple[Launch, ...]:
         """The same of a combine."""
@@ -107,10 +108,10 @@ class TritonLowLatencyKernels:
         return send + self.combine_recv(at, at, at, at, at, at, self.plan.tokens, dtype, reduced, 0)
 
     def _blocks(self, tokens: int) -> int:
-        return max(-(-tokens // self._rows), 1)
+        return -(-tokens // self._rows)
 
-    def _blocks_of_a_source(self) -> int:
-        return min(self._blocks(self.plan.tokens), max(_PROGRAMS // self.plan.ranks, 1))
+    def _programs_of_a_peer(self) -> int:
+        return max(min(self._blocks(self.plan.tokens), _PROGRAMS // self.plan.ranks), 1)
 
     def dispatch_send(
         self,
@@ -126,63 +127,45 @@ class TritonLowLatencyKernels:
         coding: int,
         round_scale: bool,
         reduced: bool,
+        in_order: bool,
     ) -> tuple[Launch, ...]:
-        """Route ``tokens`` tokens and send the next dispatch message to every rank.
+        """Send the next dispatch message to every rank.
 
-        Twelve arguments: blocks, tensors and formats, as the kernels of its launches take them.
+        Thirteen arguments: blocks, tensors and formats, as the kernels of its launches take them.
 
         Args:
             x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
             coding: DTYPE_* of the rows on the wire. reduced: weights are given (their address may be 0 without tokens).
+            in_order: the rows of an expert stand by token.
         """
-        routing, packing, wire, columns = self._of_dispatch_send(source, coding, round_scale, reduced)
+        variant, columns = self._of_dispatch_send(source, coding, round_scale, reduced)
         blocks = self._blocks(tokens)
-        return (
-            Launch(
-                routing, (self.plan.ranks + 1, 1, 1), (context, state, plan_block, route_block, topk_idx, tokens, wire)
-            ),
-            Launch(
-                packing,
-                (blocks, min(max(_PROGRAMS // blocks, 1), columns), 1),
-                (context, state, route_block, x, topk_idx, weights, tokens, wire),
-            ),
-        )
+        columns = min(max(_PROGRAMS // max(blocks, 1), 1), columns)
+        arguments = (context, state, plan_block, route_block, x, topk_idx, weights, tokens, int(in_order))
+        return (Launch(variant, (self.plan.ranks + blocks * columns, 1, 1), arguments),)
 
-    def _make_dispatch_send(
-        self, source: int, coding: int, round_scale: bool, reduced: bool
-    ) -> tuple[Variant, Variant, int, int]:
-        """Its kernels, bytes of a row on the wire, and programs that a row has work for."""
-        plan, slots = self.plan, self._slots
-        block = min(_BLOCK, max(_power_of_two(plan.hidden), SCALE_BLOCK))
-        routing = Variant(
-            route,
-            {
-                "REDUCED": reduced,
-                "TOPK": plan.topk,
-                "SLOTS": slots,
-                "BLOCK": min(max(_COMPARED // (slots * slots), 1), _power_of_two(plan.tokens)),
-                "RANKS": self._ranks,
-                **self._lanes,
-            },
-        )
-        packing = Variant(
-            pack_dispatch,
+    def _make_dispatch_send(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Variant, int]:
+        """Its kernel, and programs that a row has work for."""
+        plan = self.plan
+        quantised = coding in (DTYPE_FP8, DTYPE_FP8_UE8M0)
+        values = plan.hidden if quantised else plan.hidden * element_bytes(source) // 4
+        block = min(_BLOCK, max(_power_of_two(values), SCALE_BLOCK))
+        variant = Variant(
+            dispatch_send,
             {
                 "HIDDEN": plan.hidden,
+                "ROW_BYTES": row_bytes(plan.hidden, coding),
                 "SOURCE": source,
                 "CODING": coding,
                 "ROUND": round_scale or coding == DTYPE_FP8_UE8M0,
                 "FNUZ": self.target.fnuz,
                 "REDUCED": reduced,
-                "TOPK": plan.topk,
-                "SLOTS": slots,
-                "ROWS": self._rows,
+                "SLOTS": self._slots,
                 "BLOCK": block,
-                **self._publishing,
+                **self._common,
             },
-            self._warps,
         )
-        return routing, packing, row_bytes(plan.hidden, coding), -(-plan.hidden // block)
+        return variant, -(-values // block)
 
     def dispatch_recv(
         self,
@@ -197,91 +180,52 @@ class TritonLowLatencyKernels:
         layout_range: int,
         stats: int,
         waited: int,
+        in_order: bool,
     ) -> tuple[Launch, ...]:
-        """Wait for every rank's message and unpack it. Optional addresses are 0.
+        """Receive every rank's message. Optional addresses are 0.
 
-        Eleven arguments: blocks, the format, then each tensor that is filled.
+        Twelve arguments: blocks, the format, each tensor that is filled, and whether rows stand by source rank.
         """
-        arrival, counting, unpacking, wire = self._of_dispatch_recv(coding)
-        ranks = self.plan.ranks
-        return (
-            Launch(arrival, (1, 1, 1), (context, state, route_block, waited)),
-            Launch(
-                counting,
-                (self.plan.local_experts, ranks, 1),
-                (context, state, route_block, recv_count, layout_range, stats),
-            ),
-            Launch(
-                unpacking,
-                (self._blocks_of_a_source(), ranks, 1),
-                (context, state, route_block, recv_x, scales, src_info, layout_range, wire),
-            ),
-        )
+        addresses = (context, state, route_block, recv_x, scales, recv_count, src_info, layout_range, stats, waited)
+        grid = self.plan.ranks * self._programs_of_a_peer(), 1, 1
+        return (Launch(self._of_dispatch_recv(coding), grid, (*addresses, int(in_order))),)
 
-    def _make_dispatch_recv(self, coding: int) -> tuple[Variant, Variant, Variant, int]:
-        """Its kernels, and bytes of a row on the wire."""
-        plan, slots = self.plan, self._slots
+    def _make_dispatch_recv(self, coding: int) -> Variant:
+        plan = self.plan
         payload = plan.hidden * (1 if coding in (DTYPE_FP8, DTYPE_FP8_UE8M0) else element_bytes(coding))
-        arrival = Variant(dispatch_arrival, {"CODING": coding, **self._lanes})
-        counting = Variant(
-            count_rows,
-            {
-                "TOPK": plan.topk,
-                "SLOTS": slots,
-                "BLOCK": min(max(_COMPARED // (4 * slots), 1), _power_of_two(plan.tokens)),
-                "RANKS": self._ranks,
-                "EXPERTS": min(max(_LAID_OUT // self._ranks, 1), _power_of_two(plan.local_experts)),
-                **self._backend,
-            },
-        )
-        unpacking = Variant(
-            unpack_rows,
+        return Variant(
+            dispatch_recv,
             {
                 "PAYLOAD": payload,
+                "ROW_BYTES": row_bytes(plan.hidden, coding),
                 "CODING": coding,
-                "TOPK": plan.topk,
-                "SLOTS": slots,
-                "ROWS": self._rows,
+                "SLOTS": self._slots,
                 "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
-                **self._backend,
+                **self._common,
             },
-            self._warps,
         )
-        return arrival, counting, unpacking, row_bytes(plan.hidden, coding)
 
     def combine_send(
         self, context: int, state: int, route_block: int, ticket: int, x: int, layout_range: int, dtype: int
     ) -> tuple[Launch, ...]:
         """Return the experts' rows [L, R * T, H] of DTYPE_* ``dtype`` to their sources."""
-        preparing, packing, wire = self._of_combine_send(dtype)
-        return (
-            Launch(preparing, (1, 1, 1), (context, state, route_block, ticket, wire)),
-            Launch(
-                packing,
-                (self._blocks_of_a_source(), self.plan.ranks, 1),
-                (context, state, route_block, x, layout_range, wire),
-            ),
-        )
+        grid = self.plan.ranks * self._programs_of_a_peer(), 1, 1
+        return (Launch(self._of_combine_send(dtype), grid, (context, state, route_block, ticket, x, layout_range)),)
 
-    def _make_combine_send(self, dtype: int) -> tuple[Variant, Variant, int]:
-        """Its kernels, and bytes of a row on the wire."""
+    def _make_combine_send(self, dtype: int) -> Variant:
         plan = self.plan
-        preparing = Variant(prepare_combine, {"RANKS": self._ranks, **self._lanes})
-        packing = Variant(
-            pack_combine,
+        return Variant(
+            combine_send,
             {
                 "HIDDEN": plan.hidden,
+                "ROW_BYTES": row_bytes(plan.hidden, dtype),
                 "DTYPE": dtype,
-                "TOPK": plan.topk,
                 "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
-                "ROWS": self._rows,
-                "BLOCK": min(_BLOCK, _power_of_two(plan.hidden)),
-                **self._publishing,
+                "BLOCK": min(_SUMMED, _power_of_two(plan.hidden)),
+                **self._common,
             },
-            self._warps,
             fused=False,
         )
-        return preparing, packing, row_bytes(plan.hidden, dtype)
 
     def combine_recv(
         self,
@@ -297,34 +241,26 @@ class TritonLowLatencyKernels:
         waited: int,
     ) -> tuple[Launch, ...]:
         """Wait for every rank's rows and sum them into ``out``, [tokens, H] of DTYPE_* ``dtype``."""
-        arrival, summing, wire, columns = self._of_combine_recv(dtype, reduced)
-        return (
-            Launch(arrival, (1, 1, 1), (context, state, route_block, ticket, waited)),
-            Launch(
-                summing,
-                (self._blocks(tokens), columns, 1),
-                (context, state, route_block, ticket, weights, out, tokens, wire),
-            ),
-        )
+        variant, columns = self._of_combine_recv(dtype, reduced)
+        arguments = (context, state, route_block, ticket, weights, out, tokens, waited)
+        return (Launch(variant, (self.plan.ranks + self._blocks(tokens) * columns, 1, 1), arguments),)
 
-    def _make_combine_recv(self, dtype: int, reduced: bool) -> tuple[Variant, Variant, int, int]:
-        """Its kernels, bytes of a row on the wire, and programs that a row has work for."""
+    def _make_combine_recv(self, dtype: int, reduced: bool) -> tuple[Variant, int]:
+        """Its kernel, and programs that a row has work for."""
         plan = self.plan
-        block = min(_BLOCK, _power_of_two(plan.hidden))
-        arrival = Variant(combine_arrival, {"REDUCED": reduced, "DTYPE": dtype, **self._lanes})
-        summing = Variant(
-            sum_rows,
+        block = min(_SUMMED, _power_of_two(plan.hidden))
+        variant = Variant(
+            combine_recv,
             {
                 "HIDDEN": plan.hidden,
+                "ROW_BYTES": row_bytes(plan.hidden, dtype),
                 "DTYPE": dtype,
                 "REDUCED": reduced,
-                "TOPK": plan.topk,
+                "SLOTS": self._slots,
                 "TOGETHER": min(_SUMMED_TOGETHER, self._slots),
-                "ROWS": self._rows,
                 "BLOCK": block,
-                **self._backend,
+                **self._common,
             },
-            self._warps,
             fused=False,
         )
-        return arrival, summing, row_bytes(plan.hidden, dtype), -(-plan.hidden // block)
+        return variant, -(-plan.hidden // block)

@@ -548,6 +548,7 @@ def _sum_values(
     HIDDEN: tl.constexpr,
     DTYPE: tl.constexpr,
     TOGETHER: tl.constexpr,
+    BACKEND: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """(sums [rows, values] of the rows of each ``token``, how many rows those were)."""
     row_bytes: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2)
@@ -562,7 +563,7 @@ def _sum_values(
             source = tl.where(rank == combined.me, x, tl.where(combined.in_heap, landed, kept))
             sources += (source + row * row_bytes,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
-        parts = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
+        parts = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
         for step in tl.static_range(TOGETHER):
             total, found = add_rows(total, found, parts[step], there[step])
     return total, found
@@ -660,7 +661,7 @@ def reduce_rows(
             total = tl.zeros([ROWS, BLOCK], tl.float32)
             if ran:
                 total, found = _sum_values(
-                    state, combined, x, gathered, token, inside, value, wanted, HIDDEN, DTYPE, TOGETHER
+                    state, combined, x, gathered, token, inside, value, wanted, HIDDEN, DTYPE, TOGETHER, BACKEND
                 )
                 if BIASES > 0:
                     part = load_floats(bias_0 + token * row_bytes, value, wanted, DTYPE)

@@ -2,10 +2,9 @@
 
 A command is 16 bytes in pinned host memory, on CUDA one store; the lap bit stands in both words, so that a proxy
 never takes half of one. Heads, the last known tails and capacities live in device memory: nothing is read back over
-PCIe unless a ring seems full; the head in the ring itself is a copy for the host, stored before the commands, so that
-whoever sees a command taken sees that it was put. Kernels of a Buffer run one after the other and only one program of
-each publishes, so heads need no atomics. Room is waited for before anything is packed (:func:`wait_room`): publishing
-itself never waits.
+PCIe unless a ring seems full, and nothing but commands is written. Kernels of a Buffer run one after the other. In
+normal mode one program of each publishes: it waits for room before it packs anything (:func:`wait_room`), and advances
+heads by plain stores. In low latency several do, and take slots by an atomic addition (:func:`put_command`).
 """
 
 from __future__ import annotations
@@ -13,18 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES, UNIT
-from ...protocol.ring import HEAD, SLOTS, TAIL
+from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, UNIT
+from ...protocol.ring import SLOTS, TAIL
 from .blocks import S_SINK
-from .context import (
-    channel_count,
-    flag_address,
-    head_address,
-    peer_window,
-    rank_count,
-    ring_address,
-    stream_of,
-)
+from .context import flag_address, head_address, ring_address
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail
 from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
 
@@ -33,10 +24,7 @@ _TARGET, _RANK = tl.constexpr(HIGH["target"].shift), tl.constexpr(HIGH["rank"].s
 _STREAM, _LAST = tl.constexpr(HIGH["stream"].shift), tl.constexpr(HIGH["last"].shift)
 _KIND = tl.constexpr(KIND_WRITE << HIGH["kind"].shift)
 _UNIT, _COMMAND_BYTES = tl.constexpr(UNIT), tl.constexpr(COMMAND_BYTES)
-_MAX_WRITE = tl.constexpr(MAX_WRITE_BYTES)
-_HEAD, _TAIL, _SLOTS = tl.constexpr(HEAD), tl.constexpr(TAIL), tl.constexpr(SLOTS)
-#: Pieces start on cache lines, so that two channels never write to the same one.
-_PIECE = tl.constexpr(64)
+_TAIL, _SLOTS = tl.constexpr(TAIL), tl.constexpr(SLOTS)
 
 
 @triton.jit
@@ -100,16 +88,14 @@ def put_writes(
     head, capacity = peek(head_at), peek(head_at + 16)
     take = chosen.to(tl.int64)
     index = head + tl.cumsum(take, axis=0) - take
-    lap = ((index // capacity) + 1) & 1
+    lap = ((index & capacity) == 0).to(tl.int64)
     low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
     high = lap | ((target // _UNIT) << _TARGET) | (peers << _RANK) | (stream << _STREAM)
     high = high | _KIND | (last.to(tl.int64) << _LAST)
-    slots = ring + _SLOTS + (index % capacity) * _COMMAND_BYTES
+    slots = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
     # every thread has read the head; and it is stored before any thread reads it again, or stores a command
     settle(BACKEND)
-    after = head + tl.sum(take, axis=0)
-    poke(head_at, after)
-    poke(ring + _HEAD, after)
+    poke(head_at, head + tl.sum(take, axis=0))
     settle(BACKEND)
     _store_commands(slots, low, high, chosen, state + S_SINK, BACKEND)
 
@@ -132,62 +118,52 @@ def store_flags(
 
 
 @triton.jit
-def put_messages(
+def put_command(
     context: tl.tensor,
     state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    mapped: tl.tensor,
-    phase: tl.tensor,
-    number: tl.tensor,
+    peer: tl.tensor,
+    stream: tl.tensor,
     source: tl.tensor,
     target: tl.tensor,
     nbytes: tl.tensor,
-    parts: tl.tensor,
+    last: tl.tensor,
+    start: tl.tensor,
+    LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Publish a packed message to each of the ``live`` peers, one piece per channel; ``mapped`` ones have the bytes
-    already and get the flags.
+    """One write to ``peer`` into the ring that owns ``stream``, where several programs of a kernel put some: each takes
+    the next slot, and waits until the proxy has read what it held. A proxy takes slots in their order, so that the
+    program with the lowest one waits for none of the others.
 
-    A piece is one write and may be empty, so that every stream carries every message; more than 256 MiB of a piece are
-    several commands (at most ``parts``), of which only the last ends the message.
-
-    Twelve arguments: the fields of a message as lanes of tensors, for which Triton has no structure.
+    Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of :func:`put_writes`.
     """
-    channels = channel_count(context)
-    first = stream_of(phase, number)
-    piece = (((nbytes + channels - 1) // channels + _PIECE - 1) // _PIECE) * _PIECE
-    # first, since these peers wait for nothing else
-    for channel in range(channels):
-        store_flags(context, state, peers, live & mapped, first + channel, number // 2 + 1, BACKEND)
-    proxied = live & (mapped == 0)
-    # Where nobody is, the ring's head in host memory is left alone. Asked of the tables: who is live is known to each
-    # thread for itself, and threads must not part here.
-    inside = peers < rank_count(context)
-    through = inside & (peer_window(context, tl.where(inside, peers, 0)) == 0)
-    if tl.max(through.to(tl.int32), axis=0) != 0:
-        for channel in range(channels):
-            start = tl.minimum(channel * piece, nbytes)
-            length = tl.minimum(piece, nbytes - start)
-            # an empty write names the start of the message: the end may be the end of the window
-            start = tl.where(length == 0, 0, start)
-            for part in range(parts):
-                done = part * _MAX_WRITE
-                rest = length - done
-                # also an empty piece is a write
-                chosen = proxied & (rest >= tl.minimum(part, 1))
-                put_writes(
-                    context,
-                    state,
-                    peers,
-                    chosen,
-                    first + channel,
-                    source + start + done,
-                    target + start + done,
-                    tl.where(chosen, tl.minimum(rest, _MAX_WRITE), 0),
-                    rest <= _MAX_WRITE,
-                    BACKEND,
-                )
+    ring, head_at = ring_address(context, stream), head_address(context, stream)
+    capacity = peek(head_at + 16)
+    index = tl.atomic_add(int64s(head_at), 1, sem="relaxed", scope="gpu")
+    # acquired by whoever noted it: what the slot held was read before
+    tail = tl.atomic_max(int64s(head_at + 8), 0, sem="acq_rel", scope="gpu")
+    ending, checked = tl.full((), 0, tl.int32), start
+    if index - tail >= capacity:
+        tail = acquire(ring + _TAIL, BACKEND)
+        while (index - tail >= capacity) & (ending == GO_ON):
+            ending, checked = end_spin(context, start, checked, BACKEND)
+            tail = acquire(ring + _TAIL, BACKEND)
+        settle(BACKEND)
+        tl.atomic_max(int64s(head_at + 8), tail, sem="acq_rel", scope="gpu")
+        if ending != GO_ON:
+            code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
+            fail(context, state, code, -1, stream, tail, index + 1 - capacity, BACKEND)
+    if ending == GO_ON:
+        lap = ((index & capacity) == 0).to(tl.int64)
+        low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
+        high = lap | ((target // _UNIT) << _TARGET) | (peer << _RANK) | (stream << _STREAM)
+        high = high | _KIND | (last << _LAST)
+        # what the atomics have acquired: for the thread that stores
+        settle(BACKEND)
+        lane = tl.arange(0, LANES).to(tl.int64)
+        zero = tl.zeros_like(lane)
+        slot = zero + ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
+        _store_commands(slot, zero + low, zero + high, lane == 0, state + S_SINK, BACKEND)
 
 
 @triton.jit
@@ -199,7 +175,7 @@ def wait_room(
     start: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until the ring that owns ``stream`` has room for ``commands`` more; for kernels of one warp. False after a
+    """Wait until the ring that owns ``stream`` has room for ``commands`` more, of one program. False after a
     failure."""
     ring, head_at = ring_address(context, stream), head_address(context, stream)
     head, tail, capacity = peek(head_at), peek(head_at + 8), peek(head_at + 16)

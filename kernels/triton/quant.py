@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import DTYPE_BF16, DTYPE_F16
-from .words import CUDA, INTERPRETER, aligned
+from .words import CUDA, HIP, INTERPRETER, aligned
 
 _BF16, _F16 = tl.constexpr(DTYPE_BF16), tl.constexpr(DTYPE_F16)
 #: Bits of 1e-4, DeepEP's floor for amax, so that a block of zeros has a finite scale.
@@ -85,6 +85,16 @@ def load_floats(addresses: tl.tensor, index: tl.tensor, mask: tl.tensor, DTYPE: 
 
 
 @triton.jit
+def _waited_for(values: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """int64 ``values``, which are there: a wave's loads come in order, so that whoever waits for one that it asked for
+    late waits for all before."""
+    if BACKEND == HIP:
+        return tl.inline_asm_elementwise("", "=v,0,~{memory}", [values], tl.int64, is_pure=False, pack=1)
+    else:
+        return values
+
+
+@triton.jit
 def load_together(
     sources: tl.tuple,
     there: tl.tuple,
@@ -92,16 +102,20 @@ def load_together(
     mask: tl.tensor,
     DTYPE: tl.constexpr,
     TOGETHER: tl.constexpr,
+    BACKEND: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """:func:`load_floats` of TOGETHER rows, of ``there`` [rows] alone, all loaded before the first is waited for.
 
     Without the barriers the compiler asks for an address when the row before is there, and adds that before it asks for
     the next.
     """
-    parts = ()
+    parts, known, wanted = (), (), ()
+    for step in tl.static_range(TOGETHER):
+        known += (_waited_for(sources[step], BACKEND),)  # type: ignore[assignment]
+        wanted += (_waited_for(there[step].to(tl.int64), BACKEND) != 0,)  # type: ignore[assignment]
     tl.debug_barrier()
     for step in tl.static_range(TOGETHER):
-        part = load_floats(sources[step], index, there[step][:, None] & mask, DTYPE)
+        part = load_floats(known[step], index, wanted[step][:, None] & mask, DTYPE)
         parts += (part,)  # type: ignore[assignment]
     tl.debug_barrier()
     return parts

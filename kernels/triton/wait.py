@@ -214,6 +214,7 @@ def wait_messages(
     state: tl.tensor,
     peers: tl.tensor,
     live: tl.tensor,
+    timed: tl.tensor,
     phase: tl.tensor,
     number: tl.tensor,
     waited: tl.tensor,
@@ -221,11 +222,12 @@ def wait_messages(
     ARRIVAL: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally.
+    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally. Eleven
+    arguments: whom to wait for, and what a wait tells of itself.
 
     Args:
-        peers: int64 tensor of peers, one per lane.
-        waited: address of int64[ranks] to which each peer's nanoseconds are added, or 0.
+        peers: int64 tensor of peers, one per lane. timed: those whose waits this program tells.
+        waited: address of int64[ranks] to which each timed peer's nanoseconds are added, or 0.
         start: clock at which the kernel's time began.
 
     Returns:
@@ -251,7 +253,7 @@ def wait_messages(
         if waited != 0:
             now = clock_ns(BACKEND)
             slot = int64s(waited + 8 * tl.where(live, peers, 0))
-            tl.store(slot, tl.load(slot, mask=live, other=0) + (now - since), mask=here == 0)
+            tl.store(slot, tl.load(slot, mask=timed, other=0) + (now - since), mask=timed & (here == 0))
             since = now
     # the lanes acquired for themselves: now for each other
     settle(BACKEND)

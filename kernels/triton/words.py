@@ -6,6 +6,7 @@ Plain accesses are ordered by kernel boundaries. ``addresses`` may be a scalar o
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,6 +14,8 @@ import triton.language as tl
 INTERPRETER = tl.constexpr(0)
 CUDA = tl.constexpr(1)
 HIP = tl.constexpr(2)
+#: Who an acquire looks at: programs of the same device, or whoever shares the memory (peers, proxies, the host).
+DEVICE, SYSTEM = tl.constexpr("gpu"), tl.constexpr("sys")
 
 
 def _interpreter_clock() -> int:
@@ -72,6 +75,14 @@ def poke(address: tl.tensor, value: tl.tensor) -> None:
 
 
 @triton.jit
+def divide(number: tl.tensor, by: tl.tensor) -> tl.tensor:
+    """(Quotient, rest), int64, of values from 0 to 2^31 - 1: a division of 64 bits takes five times as long, and
+    registers for a call."""
+    number, by = number.to(tl.int32), by.to(tl.int32)
+    return (number // by).to(tl.int64), (number % by).to(tl.int64)
+
+
+@triton.jit
 def clock_ns(BACKEND: tl.constexpr) -> tl.tensor:
     """A clock in nanoseconds that all programs share. Its steps are up to a microsecond on CUDA, 10 ns on ROCm."""
     if BACKEND == INTERPRETER:
@@ -86,9 +97,15 @@ def clock_ns(BACKEND: tl.constexpr) -> tl.tensor:
         return ticks * 10
 
 
+@tl.core.builtin
+def _threads(lanes: tl.constexpr, _semantic: Any = None) -> tl.constexpr:
+    """Threads of this program, in warps of so many lanes."""
+    return tl.constexpr(_semantic.builder.options.num_warps * lanes.value)
+
+
 @triton.jit
 def uniform(value: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """The largest of what the lanes have for the int32 scalar ``value``, in every lane. For kernels of one warp.
+    """The largest of what the threads have for the int32 scalar ``value``, in every thread.
 
     A reduction and not a shuffle in inline assembly: the compiler knows that lanes exchange values in it, and moves it
     under no branch on which they part.
@@ -101,9 +118,9 @@ def uniform(value: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _in_each_lane(value: tl.tensor, TYPE: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
-    """The scalar ``value`` as a tensor of one element a lane of a warp: what each lane has for it."""
-    LANES: tl.constexpr = 64 if BACKEND == HIP else 32
-    return tl.zeros([LANES], TYPE) + value
+    """The scalar ``value`` as a tensor of one element a thread: what each has for it."""
+    THREADS: tl.constexpr = _threads(64 if BACKEND == HIP else 32)
+    return tl.zeros([THREADS], TYPE) + value
 
 
 @triton.jit
@@ -114,12 +131,12 @@ def any_of(chosen: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """A count at one ``address``, int64, acquire at system scope, the same in every lane. For kernels of one warp.
+    """A count at one ``address``, int64, acquire at system scope, the same in every thread.
 
-    The count only grows. Every lane acquires for itself, and the least of what they read is returned. One writer stores
-    the count, each time with release: whatever it did before it stored the least it has also done before it stored what
-    a lane has read, and that lane's later loads and stores come after its own acquire. So no barrier is needed.
-    """
+    The count only grows. Every thread acquires for itself, and the least of what they read is returned. One writer
+    stores the count, each time with release: whatever it did before it stored the least it has also done before it
+    stored what a thread has read, and that thread's later loads and stores come after its own acquire. So no barrier
+    is needed."""
     if BACKEND == INTERPRETER:
         return tl.load(int64s(address))
     else:
@@ -127,11 +144,11 @@ def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
-    """int64 at each of ``addresses``, acquire at system scope. Copies of an element in several lanes may differ."""
+def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr, SCOPE: tl.constexpr = SYSTEM) -> tl.tensor:
+    """int64 at each of ``addresses``, acquire. Copies of an element in several threads may differ."""
     if BACKEND == CUDA:
         return tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.b64 $0, [$1];",
+            "ld.acquire.gpu.global.b64 $0, [$1];" if SCOPE == DEVICE else "ld.acquire.sys.global.b64 $0, [$1];",
             "=l,l,~{memory}",
             [addresses],
             tl.int64,
@@ -141,7 +158,9 @@ def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     elif BACKEND == HIP:
         # assembly, because the compiler hoists volatile loads out of the loop
         return tl.inline_asm_elementwise(
-            "global_load_dwordx2 $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv sc0 sc1",
+            "global_load_dwordx2 $0, $1, off sc1\ns_waitcnt vmcnt(0)\nbuffer_inv sc1"
+            if SCOPE == DEVICE
+            else "global_load_dwordx2 $0, $1, off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv sc0 sc1",
             "=&v,v,~{memory}",
             [addresses],
             tl.int64,

@@ -8,10 +8,9 @@ from benchmarks import host_time
 from tests.support.cuda_driver import build
 
 KERNELS = {
-    *("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows"),
-    *("prepare_combine", "pack_combine", "combine_arrival", "sum_rows"),
+    *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"),
 }
-OPERATIONS = {"low-latency dispatch": "unpack_rows", "low-latency combine": "sum_rows"}
+OPERATIONS = {"low-latency dispatch": "dispatch_recv", "low-latency combine": "combine_recv"}
 
 ORDER = "streams and events of an operation"
 

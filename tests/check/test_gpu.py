@@ -120,8 +120,8 @@ print(json.dumps(gpu.run(("first",), 500.0, parts=parts).plain()))
 """
 
 LOST = {
-    ("low_latency", "sum_rows", 1): "kernels pack_combine and sum_rows",
-    ("low_latency", "unpack_rows", 1): "kernels pack_dispatch and unpack_rows",
+    ("low_latency", "combine_recv", 1): "kernels combine_send and combine_recv",
+    ("low_latency", "dispatch_recv", 1): "kernels dispatch_send and dispatch_recv",
     ("normal", "reduce_rows", 2): "kernel reduce_rows",
     ("normal", "move_rows", 2): "kernel",
 }

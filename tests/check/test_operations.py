@@ -73,9 +73,9 @@ def test_what_is_right_passes(buffer: Buffer, mode: str, option: int) -> None:
 @pytest.mark.parametrize(
     ("mode", "method", "result", "where", "what"),
     [
-        ("low_latency", "low_latency_dispatch", 0, "kernels pack_dispatch and unpack_rows", "rows of expert 0"),
-        ("low_latency", "low_latency_dispatch", 1, "kernel count_rows", "rows of each expert"),
-        ("low_latency", "low_latency_combine", 0, "kernels pack_combine and sum_rows", "combined tokens"),
+        ("low_latency", "low_latency_dispatch", 0, "kernels dispatch_send and dispatch_recv", "rows of expert 0"),
+        ("low_latency", "low_latency_dispatch", 1, "kernel dispatch_recv", "rows of each expert"),
+        ("low_latency", "low_latency_combine", 0, "kernels combine_send and combine_recv", "combined tokens"),
         ("normal", "get_dispatch_layout", 3, "kernel mark_tokens", "is_token_in_rank"),
         ("normal", "dispatch", 0, "kernels advance and move_rows", "rows"),
         ("normal", "dispatch", 1, "kernels advance and move_rows", "ids"),

@@ -25,7 +25,7 @@ def fails(where: str) -> None:
 
 
 def blames(seconds: float) -> None:
-    note("kernel dispatch_arrival")
+    note("kernel dispatch_recv")
     time.sleep(seconds)
     raise PeerTimeout("nothing came from rank 1", peer=1)
 
@@ -93,10 +93,10 @@ def test_who_hangs_or_dies_is_named_and_ended(pair: list[Worker]) -> None:
 def test_who_waits_for_a_rank_that_failed_is_not_to_blame(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_GRACE_SECONDS", 0.5)
     given(pair[0], blames, 0.0)
-    given(pair[1], fails, "kernel pack_dispatch")
+    given(pair[1], fails, "kernel dispatch_send")
     assert [one.fault is not None and one.fault.blames for one in answers(pair, 30.0)] == [True, False]
-    given(pair[0], hangs, "kernel dispatch_arrival")
-    given(pair[1], fails, "kernel pack_dispatch")
+    given(pair[0], hangs, "kernel dispatch_recv")
+    given(pair[1], fails, "kernel dispatch_send")
     began = time.monotonic()
     assert [one.fault is not None and one.fault.blames for one in answers(pair, 30.0)] == [True, False]
     # a grace of seconds, not the time of the part

@@ -197,7 +197,7 @@ class TestOneStart:
         assert len(kept["answers"]["none"]) == 8
         assert kept["servers"]["none"]["environment"] == {"UCCL_EP_X": "1"}
         assert kept["servers"]["none"]["command"][-2:] == ["--shift", "0.5"]
-        assert kept["servers"]["uccl_ep"]["profile"]["kernels"] == {"uccl_ep_pack_dispatch": 0.25}
+        assert kept["servers"]["uccl_ep"]["profile"]["kernels"] == {"uccl_ep_dispatch_send": 0.25}
         assert (tmp_path / "logs/start-1-none.log").read_text().strip() == "fake server is up"
         assert len(list((tmp_path / "clients").glob("start-1-none-*.json"))) == 4, "warm-up, two rounds, profiled"
         json.dumps(kept)
@@ -290,7 +290,7 @@ class TestTheCommand:
         assert [one["direction"] for one in result["verdicts"]] == ["faster"] * 3
         page = (tmp_path / "out/serving.html").read_text()
         assert "none: " in page
-        assert "uccl_ep_pack_dispatch" in page
+        assert "uccl_ep_dispatch_send" in page
 
     def test_an_interrupted_one_goes_on_and_tries_nobody_in_vain_again(
         self, fake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -170,8 +170,8 @@ class TestTraces:
             ("user_annotation", "step[DECODE bs=1]", 0, 1000),
             ("gpu_user_annotation", "step[DECODE bs=1]", 100, 100),
             ("gpu_user_annotation", "step[DECODE bs=1]", 300, 100),
-            ("kernel", "uccl_ep_pack_dispatch", 90, 30),  # 20 of it within
-            ("kernel", "uccl_ep_unpack_rows", 110, 20),  # 10 more
+            ("kernel", "uccl_ep_dispatch_send", 90, 30),  # 20 of it within
+            ("kernel", "uccl_ep_dispatch_recv", 110, 20),  # 10 more
             ("kernel", "ncclDevKernel_AllReduce_Sum_bf16", 390, 30),  # 10 of it within
             ("kernel", "ncclDevKernel_AllGather", 220, 50),  # between steps
             ("kernel", "flash_fwd_splitkv_combine_kernel", 320, 50),
@@ -181,7 +181,7 @@ class TestTraces:
         assert found["share"] == pytest.approx(0.2)
         assert (found["steps"], found["ranks"]) == (2, 1)
         assert found["kernels"] == pytest.approx(
-            {"uccl_ep_pack_dispatch": 0.1, "uccl_ep_unpack_rows": 0.1, "ncclDevKernel_AllReduce_Sum_bf16": 0.05}
+            {"uccl_ep_dispatch_send": 0.1, "uccl_ep_dispatch_recv": 0.1, "ncclDevKernel_AllReduce_Sum_bf16": 0.05}
         )
 
     def test_ranks_are_weighed_by_their_steps(self, tmp_path: Path) -> None:

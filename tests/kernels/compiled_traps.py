@@ -22,20 +22,19 @@ __all__ = [
     "loads_at_once",
 ]
 
-PUBLISHING = {"pack_dispatch", "pack_combine"}
-#: One program of one warp that publishes.
-TELLING = {"open_operation", "advance", "finish", "advance_nodes", "finish_nodes"}
-WAITING = {"route", "prepare_combine", "dispatch_arrival", "combine_arrival", *TELLING}
-#: Their last program to arrive goes on alone.
-ARRIVING = {"route", "pack_dispatch", "count_rows", "unpack_rows", "pack_combine", "sum_rows"}
-COPYING = {"pack_dispatch", "unpack_rows", "pack_combine", "sum_rows", "move_rows", "move_node_rows", "reduce_rows"}
+#: Those of low latency, whose last program to arrive goes on alone.
+ARRIVING = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
+PUBLISHING = {"dispatch_send", "combine_send", "open_operation", "advance", "finish", "advance_nodes", "finish_nodes"}
+#: Of one warp each.
+WAITING = {*ARRIVING, *PUBLISHING}
+COPYING = {*ARRIVING, "move_rows", "move_node_rows", "reduce_rows"}
 
 #: Bytes of rows that must be on their way to one program of these, on CUDA and ROCm.
 IN_FLIGHT = {
     "reduce_rows": (16 << 10, 8 << 10),
     "move_rows": (32 << 10, 8 << 10),
-    "sum_rows": (16 << 10, 8 << 10),
-    "pack_combine": (8 << 10, 8 << 10),
+    "combine_recv": (8 << 10, 8 << 10),
+    "combine_send": (4 << 10, 4 << 10),
 }
 
 
@@ -111,13 +110,6 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
     if any(".sys." not in one for one in releases):
         faults.append(f"a release that the host may not see: {set(releases)}")
     if name in PUBLISHING:
-        if "st.release.sys.global.v2.b64" not in ptx:
-            faults.append("a command is not one 16-byte store")
-        first = ptx.find("st.release")
-        last = ptx.rfind("st.global", 0, first)
-        if "bar.sync" not in ptx[last:first]:
-            faults.append("no barrier between the headers and the command")
-    if name in TELLING:
         commands = [match.start() for match in re.finditer(r"st\.release\.sys\.global\.v2\.b64", ptx)]
         if not commands:
             faults.append("a command is not one 16-byte store")
@@ -127,7 +119,7 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
     if name in ARRIVING and not counted:
         faults.append("no arrival is counted")
     for place in counted:
-        if "bar.sync" not in ptx[max(ptx.rfind("st.global", 0, place), 0) : place]:
+        if "bar." not in ptx[max(ptx.rfind("st.global", 0, place), 0) : place]:
             faults.append("stores of other threads are not ordered before the arrival")
     if re.search(r"atom\.[\w.]*acquire[\w.]*\s+_,", ptx):
         faults.append("an acquire whose result is not used, which the compiler may delete")
@@ -146,11 +138,8 @@ def hip_faults(name: str, code: str) -> list[str]:
     """The same in AMDGCN."""
     faults = []
     command = r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)\s+global_store_dwordx2 [^\n]*sc0 sc1"
-    if name in PUBLISHING | TELLING and not re.search(command, code):
+    if name in PUBLISHING and not re.search(command, code):
         faults.append("a command is stored without a write-back before it")
-    # a program of one wave has no barriers
-    if name in PUBLISHING and not re.search(r"s_waitcnt vmcnt\(0\)(?:(?!global_store)[\s\S])*?s_barrier", code):
-        faults.append("a barrier does not wait for stores")
     # Triton 3.6 drops its scope
     if "global_atomic_cmpswap" in code:
         faults.append("a compare-and-exchange, which may not be seen by the host")

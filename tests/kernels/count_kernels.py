@@ -18,7 +18,7 @@ from uccl_ep_serving.kernels.blocks import low_latency as host
 from uccl_ep_serving.kernels.blocks import low_latency_device as block
 from uccl_ep_serving.kernels.triton.blocks import S_DISPATCH_AHEAD, S_DISPATCH_READ
 from uccl_ep_serving.kernels.triton.launch import Launch, Variant
-from uccl_ep_serving.kernels.triton.ll_counts import ack_dispatches, mark_read
+from uccl_ep_serving.kernels.triton.ll_counts import mark_read, tell_dispatches_read
 from uccl_ep_serving.kernels.triton.words import clock_ns
 from uccl_ep_serving.native.pages import own_pages
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
@@ -38,8 +38,9 @@ def mark(state: tl.int64, number: tl.int64) -> None:
 
 @triton.jit
 def acknowledge(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """Before a dispatch."""
-    ack_dispatches(context, state, clock_ns(BACKEND), LANES, BACKEND)
+    """Before a dispatch, what the programs that serve a peer each do."""
+    peer = tl.program_id(0).to(tl.int64)
+    tell_dispatches_read(context, state, peer, clock_ns(BACKEND), LANES, BACKEND)
 
 
 @contextlib.contextmanager
@@ -82,7 +83,7 @@ def told(acked: list[int]) -> list[list[int]]:
         first = block.STATE_WORDS + block.STATE_TABLES.index("SENT_ACK_DISPATCH") * RANKS
         state.words[first + 1 : first + RANKS] = torch.tensor(acked)
         variant = Variant(acknowledge, {"LANES": 4, "BACKEND": 0})
-        Launch(variant, (1, 1, 1), (space.context, state.address)).run()
+        Launch(variant, (RANKS, 1, 1), (space.context, state.address)).run()
         notices = [notice(group, rank) for rank in (1, 2)]
         return [
             [int(words[Notice.NUMBER]), int(words[Notice.CONSUMED_DISPATCH])]

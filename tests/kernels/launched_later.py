@@ -23,14 +23,14 @@ from uccl_ep_serving.protocol.message import DTYPE_BF16
 
 PLAN = LowLatencyPlan(8, 128, 7168, 256, 8, 2)
 #: That are quickly compiled.
-NAMES = ("count_rows", "report_ids")
+NAMES = ("dispatch_recv", "report_ids")
 
 
 def later() -> list[Launch]:
     """The same kernels as an operation launches them: with other addresses and numbers."""
     at = 0x7F0000000000
     low_latency, normal = TritonLowLatencyKernels(PLAN), TritonNormalKernels(PLAN.ranks)
-    found = low_latency.dispatch_recv(at, at + 512, at + 1024, DTYPE_BF16, at, 0, at, at, at, at + 4, 0)
+    found = low_latency.dispatch_recv(at, at + 512, at + 1024, DTYPE_BF16, at, 0, at, at, at, at + 4, 0, True)
     found += normal.mark(at, at + 512, at + 8, 77, 8, 256, at, at, at, at)
     return [one for one in found if one.kernel.__name__ in NAMES]
 

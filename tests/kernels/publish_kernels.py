@@ -1,12 +1,15 @@
 """Publishing alone, with stores that no lane can leave out, as on ROCm. Imported only where Triton is the interpreter.
 
-The interpreter knows no assembly: :func:`_assembly` does what stores of it do, and passes over what only orders them.
+The interpreter knows no assembly: :func:`_assembly` does what its loads and stores do, and passes over what only orders
+them. A program has one thread there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,17 +19,19 @@ import triton.language as tl
 
 from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
-from uccl_ep_serving.kernels.triton.context import peer_window, rank_count
-from uccl_ep_serving.kernels.triton.publish import put_messages, put_writes, store_flags
+from uccl_ep_serving.kernels.triton import words
+from uccl_ep_serving.kernels.triton.ll_message import publish_message
+from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.command import Command, decode
-from uccl_ep_serving.protocol.ring import HEAD, SLOTS, lap_of, ring_bytes
+from uccl_ep_serving.protocol.ring import SLOTS, lap_of, ring_bytes
 from uccl_ep_serving.protocol.streams import STREAMS
 
 RANKS, LANES, SLOTS_OF_RING, HIP = 5, 8, 16, 2
 #: What stands in every word of the state block, and must still stand there.
 UNTOUCHED = 0x5A5A5A5A
+_LOAD = re.compile(r"global_load_dwordx2 \$0, \$1, off")
 _STORE = re.compile(r"global_store_dwordx2 \$(\d+), \$(\d+), off(?: offset:(\d+))?")
 
 
@@ -37,17 +42,24 @@ def _assembly(
         where, what = (np.ravel(values[int(place) - 1].handle.data) for place in (address, value))
         for at, word in np.broadcast(where, what):
             ctypes.c_int64.from_address(int(at) + int(offset or 0)).value = int(word)
+    if _LOAD.search(text):
+        return tl.load(int64s(values[0]))
     return values[0] if values else None
+
+
+@contextlib.contextmanager
+def _assembling() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "inline_asm_elementwise", _assembly)
+        patch.setattr(words, "_threads", lambda lanes: tl.constexpr(1))
+        yield
 
 
 @triton.jit
 def put(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """A message of 32 bytes for each peer."""
-    peers = tl.arange(0, LANES).to(tl.int64)
-    live = peers < rank_count(context)
-    mapped = peer_window(context, tl.where(live, peers, 0)) != 0
-    zero, none = tl.zeros_like(peers), tl.full((), 0, tl.int64)
-    put_messages(context, state, peers, live, mapped, none, none, zero + 64, zero + 128, zero + 32, none + 1, BACKEND)
+    """The message for the peer that this program serves."""
+    none = tl.full((), 0, tl.int64)
+    publish_message(context, state, tl.program_id(0).to(tl.int64), 0, none, none, LANES, BACKEND)
 
 
 @triton.jit
@@ -76,7 +88,15 @@ class _Bench:
     """A context whose rings and flags the test reads, and a state block of which only the sink may change."""
 
     def __init__(self) -> None:
-        self.state = np.full(normal_device.STATE_WORDS + blocks.STATE_WORDS, UNTOUCHED, dtype=np.int64)
+        words = max(normal_device.STATE_WORDS, blocks.STATE_WORDS)
+        self.state = np.full(words + len(blocks.STATE_TABLES) * RANKS, UNTOUCHED, dtype=np.int64)
+        # of each peer's message in low latency
+        messages = {"MESSAGE_FROM": 64, "MESSAGE_TO": 128, "MESSAGE_BYTES": 32}
+        for table, value in messages.items():
+            first = blocks.STATE_WORDS + blocks.STATE_TABLES.index(table) * RANKS
+            self.state[first : first + RANKS] = value
+        self.state[blocks.PARTS] = 1
+        self.before = self.state.copy()
         self.ring = np.zeros(ring_bytes(SLOTS_OF_RING) // 8, dtype=np.int64)
         self.head = np.array([0, 0, SLOTS_OF_RING], dtype=np.int64)
         self.flags = np.zeros(RANKS, dtype=np.int64)
@@ -87,14 +107,15 @@ class _Bench:
         self.context[ctx.RANKS], self.context[ctx.FLAG] = RANKS, places.ctypes.data
         self.context[ctx.CHANNELS] = 1
         self.context[ctx.RING], self.context[ctx.HEADS] = rings.ctypes.data, heads.ctypes.data
+        self.no_error = np.zeros(8, dtype=np.int64)
+        self.context[ctx.ERROR] = self.no_error.ctypes.data
         self.kept = (rings, heads, places)
 
     def publish(self, peers: list[int], flags: bool) -> None:
         chosen = np.zeros(LANES, dtype=np.int64)
         chosen[peers] = 1
         arguments: tuple[Any, ...] = (self.context.ctypes.data, self.state.ctypes.data, chosen.ctypes.data, 3)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tl, "inline_asm_elementwise", _assembly)
+        with _assembling():
             publish[(1,)](*arguments, FLAGS=flags, LANES=LANES, BACKEND=HIP)
 
     def put(self, mapped: list[int]) -> None:
@@ -102,13 +123,12 @@ class _Bench:
         windows = np.zeros(RANKS, dtype=np.int64)
         windows[mapped] = 1 << 40
         self.context[ctx.PEER_WINDOW] = windows.ctypes.data
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tl, "inline_asm_elementwise", _assembly)
-            put[(1,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
+        with _assembling():
+            put[(RANKS,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
 
     def commands(self) -> list[Command]:
         found = []
-        for index in range(int(self.ring[HEAD // 8])):
+        for index in range(int(self.head[0])):
             low, high = (int(word) for word in self.ring[SLOTS // 8 + 2 * index :][:2])
             assert low & 1 == high & 1 == lap_of(index, SLOTS_OF_RING)
             found.append(decode(low, high))
@@ -116,7 +136,7 @@ class _Bench:
 
     def changed(self) -> list[int]:
         """Words of the state block that something was stored to."""
-        return [int(word) for word in np.flatnonzero(self.state != UNTOUCHED)]
+        return [int(word) for word in np.flatnonzero(self.state != self.before)]
 
 
 def run() -> tuple[list[Command], list[int], list[int]]:

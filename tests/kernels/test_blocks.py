@@ -20,8 +20,8 @@ TRITON = Path(__file__).parents[2] / "kernels" / "triton"
 def test_tables_start_after_the_words() -> None:
     assert low_latency.COMBINE_AHEAD < low_latency.PEER_TABLES
     assert low_latency.WEIGHTS < low_latency.ROUTE_TABLES
-    assert low_latency_device.PARTS < low_latency_device.STATE_WORDS
-    assert low_latency_device.ROUTE_COUNTS < low_latency_device.ROUTE_WORDS
+    assert low_latency_device.PLACED < low_latency_device.STATE_WORDS
+    assert low_latency_device.ROUTE_FILLED < low_latency_device.ROUTE_WORDS
     assert normal.ROUTE < normal.OPERATION_WORDS
     assert normal.FILLED < normal.PEER_WORDS
     assert normal_device.KEPT < normal_device.STATE_WORDS
@@ -49,12 +49,12 @@ def test_the_arrays_of_a_route_lie_apart_and_inside_it(sizes: tuple[int, ...]) -
     )
     ranks, tokens, slots = plan.ranks, plan.tokens, plan.topk
     needed = {
-        low_latency_device.ROUTE_SENDS: 8 * tokens * slots,
         low_latency_device.ROUTE_RETURNS: 8 * tokens * slots,
+        low_latency_device.ROUTE_EARLIER: 8 * ranks * tokens,
         low_latency_device.ROUTE_PLACES: 4 * ranks * tokens * slots,
         low_latency_device.ROUTE_WEIGHTS: 4 * ranks * tokens * slots,
         low_latency_device.ROUTE_BEFORE: 4 * ranks * tokens,
-        low_latency_device.ROUTE_COUNTS: 4 * ranks * plan.local_experts,
+        low_latency_device.ROUTE_FILLED: 4 * plan.local_experts,
     }
     tables = 8 * (low_latency_device.ROUTE_WORDS + len(low_latency_device.ROUTE_TABLES) * ranks)
     spans = sorted((int(words[word]), int(words[word]) + nbytes) for word, nbytes in needed.items())

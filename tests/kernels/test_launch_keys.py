@@ -36,8 +36,7 @@ TRITONS = [pytest.param("", id="installed"), *other_tritons()]
 ALONE: dict[str, Any] = {"window": "host"}
 NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, "proxies": 2, "channels": 2}
 LOW_LATENCY = {
-    *("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows"),
-    *("prepare_combine", "pack_combine", "combine_arrival", "sum_rows"),
+    *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"),
 }
 ROUTING = {"mark_tokens", "report_ids", "list_tokens", "open_operation", "reduce_rows"}
 NORMAL = {*ROUTING, "advance", "move_rows", "finish"}
@@ -154,15 +153,16 @@ def test_no_launch_compares_global_names(triton: str) -> None:
 
 def test_what_a_value_changes_is_seen() -> None:
     """Triton compiles 1 and multiples of 16 apart from other values, unless it is told not to."""
-    constants = {"TOPK": 2, "SLOTS": 2, "BLOCK": 1, "RANKS": 1, "EXPERTS": 1, "BACKEND": 1}
+    constants = {"PAYLOAD": 512, "ROW_BYTES": 512, "CODING": 0, "TOPK": 2, "SLOTS": 2, "ROWS": 1, "BLOCK": 128}
+    constants |= {"IN_ORDER": True, "LANES": 32, "BACKEND": 1}
 
-    # of `count_rows` with other values of the argument at each of two places
+    # of `dispatch_recv` with other values of the argument at each of two places
     launches: list[Seen] = []
-    for place in (5, 4):
+    for place in (8, 7):
         for value in (1, 16, 17):
-            given = tuple(value if one == place else 0 for one in range(6))
-            module = "uccl_ep_serving.kernels.triton.ll_dispatch"
-            launches.append((False, module, "count_rows", given, constants, 1, True))
+            given = tuple(value if one == place else 0 for one in range(11))
+            module = "uccl_ep_serving.kernels.triton.ll_dispatch_recv"
+            launches.append((False, module, "dispatch_recv", given, constants, 1, True))
     keys = keys_of(launches)
     assert len(set(keys[:3])) == 1
     assert len(set(keys[3:])) == 3

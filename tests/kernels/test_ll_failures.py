@@ -20,7 +20,14 @@ from uccl_ep_serving.kernels.blocks import low_latency as block
 from uccl_ep_serving.kernels.blocks.low_latency import RouteBlock
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
-from uccl_ep_serving.protocol.message import HEADER_BYTES, LowLatencyHeader, Notice
+from uccl_ep_serving.protocol.message import (
+    HEADER_BYTES,
+    PAIRS_SHIFT,
+    PLACE_SHIFT,
+    LowLatencyHeader,
+    Notice,
+    counts_bytes,
+)
 from uccl_ep_serving.protocol.ring import HEAD
 from uccl_ep_serving.protocol.streams import LL_DISPATCH, NOTICE, STREAMS
 from uccl_ep_serving.proxy.transport.fake import Adversary
@@ -186,28 +193,55 @@ def test_lying_dispatch_header_is_refused(word: int, value: int) -> None:
     forged_dispatch(forge)
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, 8), (0, -1), (4, 4), (4, 8), (4, -2)])
-def test_lying_meta_is_refused(place: int, value: int) -> None:
-    """Token index outside T, an expert that lives elsewhere or nowhere: nothing is copied out of bounds."""
+_COUNTS = counts_bytes(CASE.experts // CASE.ranks)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, 9),  # more rows than the message has, and than none
+        (0, -1),
+        (_COUNTS, 8),  # the token
+        (_COUNTS, -1),
+        (_COUNTS + 8, 4 << PLACE_SHIFT),  # an expert that lives nowhere here
+        (_COUNTS + 8, 8),  # a position behind the expert's rows
+        (_COUNTS + 8, -2),
+    ],
+)
+def test_lying_counts_and_metas_are_refused(place: int, value: int) -> None:
+    """Nothing is copied out of bounds."""
 
     def forge(space: Any) -> None:
-        meta = space.layout.ll_dispatch_recv + space.layout.low_latency.dispatch_slot + HEADER_BYTES
-        space._segment.bytes[meta + place : meta + place + 4] = np.frombuffer(np.int32(value).tobytes(), dtype=np.uint8)
+        at = space.layout.ll_dispatch_recv + space.layout.low_latency.dispatch_slot + HEADER_BYTES + place
+        space._segment.bytes[at : at + 4] = np.frombuffer(np.int32(value).tobytes(), dtype=np.uint8)
 
     forged_dispatch(forge)
+
+
+@pytest.mark.parametrize("more", [-1, 1, 40])
+def test_pairs_that_the_metas_do_not_have_are_refused(more: int) -> None:
+    """In the expanded form a row returns for each of them."""
+
+    def forge(space: Any) -> None:
+        slot = space.layout.ll_dispatch_recv + space.layout.low_latency.dispatch_slot
+        at = slot + 8 * LowLatencyHeader.ROWS
+        word = int(space._segment.bytes[at : at + 8].view(np.int64)[0])
+        poke_word(space, at, word + (more << PAIRS_SHIFT))
+
+    forged_dispatch(forge, topk_weights=None)
 
 
 def poke_word(space: Any, offset: int, value: int) -> None:
     space._segment.bytes[offset : offset + 8] = np.frombuffer(np.int64(value).tobytes(), dtype=np.uint8)
 
 
-def forged_dispatch(forge: Any) -> None:
+def forged_dispatch(forge: Any, **options: Any) -> None:
     """Rank 1's first message to rank 0 is changed by ``forge`` between its arrival and its receipt."""
     group = DirectGroup(2)
 
     def body(runtime: Any) -> None:
         low_latency = LowLatency(runtime)
-        hook = low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)[4]
+        hook = low_latency.dispatch(**{**arguments(rank=runtime.rank), **options}, return_recv_hook=True)[4]
         assert hook is not None
         runtime.group.barrier.wait(10)
         if runtime.rank == 0:
@@ -283,7 +317,7 @@ def test_masked_rank_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __init__(self, *sizes: Any) -> None:
             super().__init__(*sizes)
-            self.words[block.ROUTE_TABLES : block.ROUTE_TABLES + 10 * self._ranks] = -1
+            self.words[block.ROUTE_TABLES : block.ROUTE_TABLES + block._ROUTE_TABLE_COUNT * self._ranks] = -1
 
     monkeypatch.setattr(block, "RouteBlock", UsedMemory)
     case = replace(CASE, ranks=3, experts=12, reduced=False)

@@ -32,15 +32,10 @@ GPUS = [*FIRST, *(pytest.param(gpu, marks=pytest.mark.triton) for gpu in LATER)]
 OTHERS = other_tritons()
 #: Kernels, and in how many specializations an engine can ask for each.
 EVERYTHING = {
-    "route": 2,
-    "pack_dispatch": 6,
-    "dispatch_arrival": 3,
-    "count_rows": 1,
-    "unpack_rows": 3,
-    "prepare_combine": 1,
-    "pack_combine": 1,
-    "combine_arrival": 2,
-    "sum_rows": 2,
+    "dispatch_send": 6,
+    "dispatch_recv": 3,
+    "combine_send": 1,
+    "combine_recv": 2,
     "mark_tokens": 1,
     "list_tokens": 2,
     "report_ids": 1,
@@ -173,33 +168,32 @@ s_cbranch_scc1 .LBB0_1
 """
 #: (kernel, what falls into the trap, what it becomes, words of the fault)
 CUDA_TRAPS = [
-    ("pack_combine", "st.release.sys", "st.release.gpu", "the host may not see"),
-    ("pack_combine", ".v2.b64", ".b64", "not one 16-byte store"),
-    ("pack_combine", "bar.sync 0;\natom", "atom", "not ordered before the arrival"),
-    ("pack_combine", "bar.sync 0;\nst.release", "st.release", "no barrier between"),
-    ("pack_combine", "acq_rel.add", "relaxed.add", "no arrival is counted"),
-    ("route", "ld.acquire.sys.global.b64 %rd10, [%rd11];\n", "", "hoisted"),
-    ("route", "%rd12, %globaltimer", "%rd12, 0", "hoisted"),
-    ("route", "@%p1 bra $L__BB0_2;\n", "", "every spin"),
-    ("route", "$L__BB0_1:", "atom.global.acquire.gpu.add.u64 _, [%rd4], 0;\n$L__BB0_1:", "not used"),
+    ("combine_send", "st.release.sys", "st.release.gpu", "the host may not see"),
+    ("combine_send", ".v2.b64", ".b64", "not one 16-byte store"),
+    ("combine_send", "bar.sync 0;\natom", "atom", "not ordered before the arrival"),
+    ("combine_send", "bar.sync 0;\nst.release", "st.release", "no barrier between"),
+    ("combine_send", "acq_rel.add", "relaxed.add", "no arrival is counted"),
+    ("combine_send", "ld.acquire.sys.global.b64 %rd10, [%rd11];\n", "", "hoisted"),
+    ("combine_send", "%rd12, %globaltimer", "%rd12, 0", "hoisted"),
+    ("combine_send", "@%p1 bra $L__BB0_2;\n", "", "every spin"),
+    ("combine_send", "$L__BB0_1:", "atom.global.acquire.gpu.add.u64 _, [%rd4], 0;\n$L__BB0_1:", "not used"),
     (
-        "pack_combine",
+        "combine_send",
         "st.global.v4.b32 [%rd2], {%r1, %r2, %r3, %r4}",
         "st.global.b32 [%rd2], %r1",
         "stores are",
     ),
-    ("pack_combine", "ld.global.v4.b32 {%r1, %r2, %r3, %r4}", "ld.global.b32 %r1", "loads are not vec"),
+    ("combine_send", "ld.global.v4.b32 {%r1, %r2, %r3, %r4}", "ld.global.b32 %r1", "loads are not vec"),
 ]
 HIP_TRAPS = [
-    ("pack_combine", "buffer_wbl2 sc0 sc1\n", "", "without a write-back"),
-    ("pack_combine", "s_waitcnt vmcnt(0)\ns_barrier", "s_barrier", "does not wait for stores"),
-    ("pack_combine", "v[10:11], off sc0 sc1", "v[10:11], off offset:8 sc0 sc1", "beyond the word"),
-    ("route", "off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv", "off\ns_waitcnt vmcnt(0)\nbuffer_inv", "hoisted"),
-    ("route", "s_cbranch_scc0 .LBB0_2\n", "", "every spin"),
-    ("route", "buffer_inv sc0 sc1\n", "", "no acquire"),
-    ("route", "s_barrier", "s_barrier\nglobal_atomic_cmpswap v0, v[1:2], v[3:4], off", "compare-and-exchange"),
-    ("pack_combine", "global_store_dwordx4", "global_store_dword", "stores are"),
-    ("pack_combine", "global_load_dwordx4", "global_load_dword", "loads are not vec"),
+    ("combine_send", "buffer_wbl2 sc0 sc1\n", "", "without a write-back"),
+    ("combine_send", "v[10:11], off sc0 sc1", "v[10:11], off offset:8 sc0 sc1", "beyond the word"),
+    ("combine_send", "off sc0 sc1\ns_waitcnt vmcnt(0)\nbuffer_inv", "off\ns_waitcnt vmcnt(0)\nbuffer_inv", "hoisted"),
+    ("combine_send", "s_cbranch_scc0 .LBB0_2\n", "", "every spin"),
+    ("combine_send", "buffer_inv sc0 sc1\n", "", "no acquire"),
+    ("combine_send", "s_barrier", "s_barrier\nglobal_atomic_cmpswap v0, v[1:2], v[3:4], off", "compare-and-exchange"),
+    ("combine_send", "global_store_dwordx4", "global_store_dword", "stores are"),
+    ("combine_send", "global_load_dwordx4", "global_load_dword", "loads are not vec"),
 ]
 
 

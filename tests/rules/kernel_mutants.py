@@ -21,6 +21,11 @@ MUTANTS = Rules(
             NEVER,
             _LL_FAILURES + "test_silent_peer_is_named",
         ),
+        "where order is asked for, a source is unpacked after those before it": Mutant(
+            NEVER,
+            "tests/kernels/test_ll_row_order.py::"
+            "test_rows_of_a_late_source_stand_behind_unless_order_is_asked_for[True-None]",
+        ),
         "the send kernel counts its message": Mutant(
             SKIP,
             _LL_COUNTS + "test_dispatch_send_waits_for_its_staging",

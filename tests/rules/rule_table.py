@@ -43,6 +43,7 @@ CLAUSES: dict[int, list[str]] = {
         "commands do not overtake queued ones of their stream",
         "the send kernel counts its message",
         "a receive waits for every unmasked peer",
+        "where order is asked for, a source is unpacked after those before it",
     ],
     2: [
         "a dispatch slot is written again only when the peer has read it",

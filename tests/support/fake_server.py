@@ -27,7 +27,7 @@ def trace(directory: Path) -> None:
     """A trace of one step of 100 us on a GPU, a quarter of which communicates."""
     events = [
         {"ph": "X", "cat": "gpu_user_annotation", "name": "step[DECODE bs=8]", "ts": 0, "dur": 100},
-        {"ph": "X", "cat": "kernel", "name": "uccl_ep_pack_dispatch", "ts": 10, "dur": 25},
+        {"ph": "X", "cat": "kernel", "name": "uccl_ep_dispatch_send", "ts": 10, "dur": 25},
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 40, "dur": 50},
     ]
     (directory / "rank-0.trace.json").write_text(json.dumps({"traceEvents": events}))

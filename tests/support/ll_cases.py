@@ -26,7 +26,7 @@ class Case:
 
     ``counts``: tokens per rank, cycled. ``routing``: "random", "none" (all -1), "holes" (some -1), "one" (everybody
     chooses expert 0), "last" (the last one), "far" (only experts of the next rank), "twice" (an expert named twice).
-    ``fnuz``: FP8 as gfx942 has it, whose largest value is 240.
+    ``fnuz``: FP8 as gfx942 has it, whose largest value is 240. ``deterministic``: an expert's rows by source rank.
     """
 
     ranks: int = 2
@@ -43,6 +43,7 @@ class Case:
     routing: str = "random"
     seed: int = 0
     fnuz: bool = False
+    deterministic: bool = False
 
     def inputs(self) -> list[LowLatencyInput]:
         """Every rank's tokens."""
@@ -76,7 +77,11 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Keywords of the dispatch."""
-        return {"use_fp8": self.fp8, "round_scale": self.round_scale or self.ue8m0, "use_ue8m0": self.ue8m0}
+        return {
+            "use_fp8": self.fp8,
+            "round_scale": self.round_scale or self.ue8m0,
+            "use_ue8m0": self.ue8m0,
+        }
 
 
 CASE = Case(ranks=2, tokens=8, hidden=128, experts=8, topk=4)
@@ -116,12 +121,33 @@ def expert_output(x: torch.Tensor, rank: int) -> torch.Tensor:
     return (x.float() * factors[:, None, None]).to(x.dtype)
 
 
+def row_order(
+    case: Case, src_info: torch.Tensor, layout_range: torch.Tensor, want: LowLatencyReceived
+) -> list[torch.Tensor]:
+    """For each local expert, where the rows stand that the oracle has by source rank and token: each source's are
+    together, and nothing is between or in both of two."""
+    ends, counts = (layout_range & 0xFFFFFFFF) + (layout_range >> 32), layout_range & 0xFFFFFFFF
+    assert torch.equal(counts, want.layout_range & 0xFFFFFFFF)
+    order = []
+    for expert, number in enumerate(want.count.tolist()):
+        parts = [
+            torch.arange(int(end - count), int(end)) for end, count in zip(ends[expert], counts[expert], strict=True)
+        ]
+        if not case.deterministic:
+            parts = [part[src_info[expert, part].argsort(stable=True)] for part in parts]
+        order.append(torch.cat(parts))
+        assert torch.equal(order[-1].sort().values, torch.arange(number))
+    return order
+
+
 def check_received(case: Case, rows: Any, count: torch.Tensor, handle: Any, want: LowLatencyReceived) -> None:
     """Dispatch must be bit-exact, its FP8 values and scales included."""
     assert torch.equal(count, want.count)
     src_info, layout_range, tokens, hidden, experts = handle
     assert (tokens, hidden, experts) == (case.tokens, case.hidden, case.experts)
-    assert torch.equal(layout_range, want.layout_range)
+    if case.deterministic:
+        assert torch.equal(layout_range, want.layout_range)
+    order = row_order(case, src_info, layout_range, want)
     capacity = case.ranks * case.tokens
     if case.fp8:
         values, scales = rows
@@ -135,15 +161,16 @@ def check_received(case: Case, rows: Any, count: torch.Tensor, handle: Any, want
     assert values.shape == (want.x.shape[0], capacity, case.hidden)
     for expert, rows_here in enumerate(want.sources):
         number = len(rows_here)
-        assert torch.equal(src_info[expert, :number], want.src_info[expert, :number])
+        at = order[expert]
+        assert torch.equal(src_info[expert, at], want.src_info[expert, :number])
         sent = want.x[expert, :number]
         if not case.fp8:
-            assert torch.equal(values[expert, :number], sent)
+            assert torch.equal(values[expert, at], sent)
             continue
         codes, factors = quantised(case, sent)
         assert values.dtype == codes.dtype
-        assert torch.equal(values[expert, :number].view(torch.uint8), codes.view(torch.uint8))
-        got = scales[expert, :number]
+        assert torch.equal(values[expert].view(torch.uint8)[at], codes.view(torch.uint8))
+        got = scales[expert, at]
         assert torch.equal(unpack_ue8m0(got.contiguous()) if case.ue8m0 else got, factors)
 
 
@@ -170,6 +197,7 @@ def run_rank(case: Case, low_latency: LowLatency, rank: int, inputs: list[LowLat
         case.tokens,
         case.experts,
         topk_weights=weights_at_dispatch(case, given),
+        deterministic=case.deterministic,
         **case.options,
     )
     assert hook is None

@@ -62,10 +62,19 @@ class Player:
             case.experts,
             topk_weights=weights_at_dispatch(case, mine),
             return_recv_hook=True,
+            deterministic=case.deterministic,
             **case.options,
         )
         self.dispatches.append(
-            {"case": case, "inputs": inputs, "rows": rows, "count": count, "handle": handle, "hook": hook}
+            {
+                "case": case,
+                "inputs": inputs,
+                "ids": topk_idx,
+                "rows": rows,
+                "count": count,
+                "handle": handle,
+                "hook": hook,
+            }
         )
 
     def dispatch_hook(self, index: int) -> None:
@@ -79,9 +88,7 @@ class Player:
         one = self.dispatches[index]
         mine = one["inputs"][self.rank]
         y = expert_output(received_values(one["case"], one["rows"], one["count"]), self.rank)
-        out, _, hook = self.low_latency.combine(
-            y, mine.topk_idx, mine.topk_weights, one["handle"], return_recv_hook=True
-        )
+        out, _, hook = self.low_latency.combine(y, one["ids"], mine.topk_weights, one["handle"], return_recv_hook=True)
         # the caller may do with its tensor what it likes now
         y.fill_(float("nan"))
         self.combines.append({"of": one, "out": out, "hook": hook})

@@ -15,7 +15,7 @@ from uccl_ep_serving.bench.routing import Routing
 from uccl_ep_serving.bench.subjects import LowLatencySubject
 from uccl_ep_serving.bench.wire import count_wire, per_token_expert
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
-from uccl_ep_serving.protocol.message import HEADER_BYTES, meta_bytes
+from uccl_ep_serving.protocol.message import HEADER_BYTES, counts_bytes, meta_bytes
 
 RANKS = 8
 HIDDEN = 512  # as small as that, headers weigh more than in the benchmark
@@ -72,7 +72,8 @@ def test_a_token_goes_once_to_each_rank_in_one_message_for_each_rank(ranks: Rank
     )
     row = card().row_bytes
     messages = RANKS * (RANKS - 1)
-    expected = {"dispatch": rows * (row + meta_bytes(card().topk)), "combine": rows * row}
+    counts = messages * counts_bytes(card().experts // RANKS)
+    expected = {"dispatch": rows * (row + meta_bytes(card().topk)) + counts, "combine": rows * row}
     naive = per_token_expert(card(), routing)
     for phase, wire in found[0].items():
         assert wire["messages"] == messages, phase

@@ -1,4 +1,4 @@
-"""Backends whose rows come in an order of their own, another one in each call.
+"""Other libraries, whose rows come in an order of their own, another one in each call.
 
 Their rows are brought into the oracle's order when they are verified, and what the experts return is laid out in the
 order in which rows came: in a phase of its own, which is not timed.
@@ -6,7 +6,6 @@ order in which rows came: in a phase of its own, which is not timed.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -26,61 +25,23 @@ class AnyOrderLowLatency(LowLatencySubject):
     """Low-latency mode of DeepEP, and of libraries that have its interface.
 
     A dispatch takes bf16 rows and ids, quantises if the card says fp8, and delivers a row once per (token, expert) in
-    the layout [L, R * T, H] with counts on the device. It carries no weights: the combine takes them, and returns a
-    row once per (token, expert).
+    the layout [L, R * T, H] with counts on the device. It carries no weights: the combine takes them, returns a row
+    once per (token, expert), and sums them in another order than the oracle.
     """
 
     def __init__(self, name: str, buffer: Any, problem: LowLatencyProblem, device: torch.device) -> None:
         super().__init__(name, buffer, problem, device, weights_at_dispatch=False)
-        # NaN where there is no row, so that reading one shows
-        self._out = torch.full_like(self._y[0], math.nan)
 
-    @property
-    def phases(self) -> Phases:
-        return {"dispatch": self._dispatch, EXPERTS: self._experts, "combine": self._combine}
-
-    def _order(self) -> list[torch.Tensor]:
-        """int64 [n] by local expert: where its rows lie, by source rank, then token."""
-        info, ranges = (one.cpu() for one in self._handle[:2])
-        tokens, places = self._problem.card.tokens, torch.arange(info.shape[1])
-        order = []
-        for source, expert in zip(info, ranges.tolist(), strict=True):
-            parts = []
-            for packed in expert:
-                begin, count = packed >> 32, packed & 0xFFFFFFFF
-                here = places[begin : begin + count]
-                # some count tokens of all ranks on
-                parts.append(here[(source[here] % tokens).argsort()])
-            order.append(torch.cat(parts))
-        return order
-
-    def _experts(self, variant: int) -> None:
-        for expert, order in enumerate(self._order()):
-            self._out[expert, order.to(self._device)] = self._y[variant][expert, : len(order)]
-        finish(self._device)
-
-    def _combine(self, variant: int) -> None:
-        self._combined, _, _ = self.buffer.low_latency_combine(self._out, self._ids, self._weights, self._handle)
-        finish(self._device)
-
-    def check(self, variant: int) -> float:
-        fp8 = isinstance(self._received, tuple)
-        rows, scales = self._received if fp8 else (self._received, None)
-        rows, counts = rows.cpu().clone(), self._counts.cpu()
-        scales = None if scales is None else scales.cpu().clone()
-        for expert, order in enumerate(self._order()):
-            rows[expert, : len(order)] = rows[expert, order]
-            if scales is not None:
-                scales[expert, : len(order)] = scales[expert, order]
+    def _check_rows(self, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor) -> float:
         try:
-            worst = self._problem.check_dispatch(self.name, variant, rows, scales, counts)
+            return super()._check_rows(variant, rows, scales, counts)
         except WrongData:
             if scales is None or counts.tolist() != self._problem.counts.tolist():
                 raise
-            worst = self._rounded_otherwise(variant, rows, scales)
-        worst = max(worst, self._problem.check_combine(self.name, variant, self._combined.cpu(), CLOSE))
-        self._received = self._combined = None
-        return worst
+            return self._rounded_otherwise(variant, rows, scales)
+
+    def _check_combined(self, variant: int, combined: torch.Tensor) -> float:
+        return self._problem.check_combine(self.name, variant, combined, CLOSE)
 
     def _rounded_otherwise(self, variant: int, rows: torch.Tensor, scales: torch.Tensor) -> float:
         """The distance of what fp8 rows stand for from what the oracle's do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ Phases = Mapping[str, Callable[[int], None]]
 """By name, what is timed; called with the number of the input variant, in this order."""
 
 
-#: The phase that stands for the experts: whoever delivers rows in an order of its own lays what returns out in that
+#: The phase that stands for the experts: whoever delivers rows in an order of its own has what returns laid out in that
 #: order. It is not timed, and runs only before a combine whose result is verified.
 EXPERTS = "experts"
 
@@ -159,6 +160,9 @@ class NormalSubject(_BufferSubject):
 class LowLatencySubject(_BufferSubject):
     """Low-latency mode of a DeepEP-compatible ``buffer``.
 
+    An expert's rows stand by the order in which sources came, another one in each call: they are brought into the
+    oracle's order when they are verified, and what the experts return is laid out in theirs.
+
     Args:
         weights_at_dispatch: pass ``topk_weights=`` to the dispatch, which only our Buffer takes.
     """
@@ -171,10 +175,12 @@ class LowLatencySubject(_BufferSubject):
         self._x = [one.to(device) for one in problem.x]
         self._options: dict[str, Any] = {"topk_weights": self._weights} if weights_at_dispatch else {}
         self._counts: Any = None
+        # NaN where there is no row, so that reading one shows
+        self._out = torch.full_like(self._y[0], math.nan)
 
     @property
     def phases(self) -> Phases:
-        return {"dispatch": self._dispatch, "combine": self._combine}
+        return {"dispatch": self._dispatch, EXPERTS: self._experts, "combine": self._combine}
 
     def _dispatch(self, variant: int) -> None:
         card = self._problem.card
@@ -188,8 +194,28 @@ class LowLatencySubject(_BufferSubject):
         )
         finish(self._device)
 
+    def _order(self) -> list[torch.Tensor]:
+        """int64 [n] by local expert: where its rows lie, by source rank, then token."""
+        info, ranges = (one.cpu() for one in self._handle[:2])
+        tokens, places = self._problem.card.tokens, torch.arange(info.shape[1])
+        order = []
+        for source, expert in zip(info, ranges.tolist(), strict=True):
+            parts = []
+            for packed in expert:
+                begin, count = packed >> 32, packed & 0xFFFFFFFF
+                here = places[begin : begin + count]
+                # some count tokens of all ranks on
+                parts.append(here[(source[here] % tokens).argsort()])
+            order.append(torch.cat(parts))
+        return order
+
+    def _experts(self, variant: int) -> None:
+        for expert, order in enumerate(self._order()):
+            self._out[expert, order.to(self._device)] = self._y[variant][expert, : len(order)]
+        finish(self._device)
+
     def _combine(self, variant: int) -> None:
-        self._combined, _, _ = self.buffer.low_latency_combine(self._y[variant], self._ids, self._weights, self._handle)
+        self._combined, _, _ = self.buffer.low_latency_combine(self._out, self._ids, self._weights, self._handle)
         finish(self._device)
 
     def touch(self, phase: str, variant: int) -> None:
@@ -198,11 +224,22 @@ class LowLatencySubject(_BufferSubject):
             read(self._x[variant])
 
     def check(self, variant: int) -> float:
-        rows, scales = _take_apart(self._received)
-        worst = self._problem.check_dispatch(self.name, variant, rows, scales, self._counts.cpu())
-        worst = max(worst, self._problem.check_combine(self.name, variant, self._combined.cpu()))
+        rows, scales = (None if one is None else one.clone() for one in _take_apart(self._received))
+        assert rows is not None
+        for expert, order in enumerate(self._order()):
+            rows[expert, : len(order)] = rows[expert, order]
+            if scales is not None:
+                scales[expert, : len(order)] = scales[expert, order]
+        worst = self._check_rows(variant, rows, scales, self._counts.cpu())
+        worst = max(worst, self._check_combined(variant, self._combined.cpu()))
         self._received = self._combined = None
         return worst
+
+    def _check_rows(self, variant: int, rows: torch.Tensor, scales: torch.Tensor | None, counts: torch.Tensor) -> float:
+        return self._problem.check_dispatch(self.name, variant, rows, scales, counts)
+
+    def _check_combined(self, variant: int, combined: torch.Tensor) -> float:
+        return self._problem.check_combine(self.name, variant, combined)
 
 
 class MemcpySubject:

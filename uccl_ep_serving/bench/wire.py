@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.routing import Routing
-from uccl_ep_serving.bench.subjects import Subject
+from uccl_ep_serving.bench.subjects import EXPERTS, Subject, timed
 
 __all__ = ["Wire", "count_wire", "per_token_expert"]
 
@@ -71,9 +71,12 @@ def count_wire(
     Args:
         meet: a barrier. gather: every rank's list of numbers, by rank.
     """
-    totals = {name: [0.0, 0.0, 0.0] for name in subject.phases}
+    totals = {name: [0.0, 0.0, 0.0] for name in timed(subject)}
     for call in range(_CALLS):
         for name, phase in subject.phases.items():
+            if name == EXPERTS:
+                phase(call % 3)
+                continue
             meet()
             before = _settled(buffer)
             # no rank may start before every rank has read its counters: receiving makes a rank send credits

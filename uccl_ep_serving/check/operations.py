@@ -99,17 +99,17 @@ def _low_latency(place: Place, buffer: Buffer, given: list[oracle.LowLatencyInpu
     rank, device, tokens, experts = buffer.rank, place.device, PLAN.tokens, PLAN.experts
     x, ids, weights = (one.to(device) for one in (given[rank].x, given[rank].topk_idx, given[rank].topk_weights))
     rows, count, handle, event, _ = buffer.low_latency_dispatch(
-        x, ids, tokens, experts, use_fp8=False, topk_weights=weights if reduced else None
+        x, ids, tokens, experts, use_fp8=False, topk_weights=weights if reduced else None, deterministic=True
     )
     event.current_stream_wait()
     assert isinstance(rows, torch.Tensor)
     received = [oracle.low_latency_dispatch(given, peer, tokens, experts) for peer in range(buffer.group_size)]
     here = received[rank]
-    _expect_equal("kernel count_rows", "rows of each expert", count, here.count)
-    _expect_equal("kernel count_rows", "layout_range", handle.layout_range, here.layout_range)
+    _expect_equal("kernel dispatch_recv", "rows of each expert", count, here.count)
+    _expect_equal("kernel dispatch_recv", "layout_range", handle.layout_range, here.layout_range)
     y = torch.full_like(rows, float("nan"))  # so that a row shows which is none
     for expert, number in enumerate(here.count.tolist()):
-        where, of = "kernels pack_dispatch and unpack_rows", f"expert {expert}"
+        where, of = "kernels dispatch_send and dispatch_recv", f"expert {expert}"
         _expect_equal(where, f"src_info of {of}", handle.src_info[expert, :number], here.src_info[expert, :number])
         _expect_equal(where, f"rows of {of}", rows[expert, :number], here.x[expert, :number])
         y[expert, :number] = rows[expert, :number] * _factors(rank, len(here.count))[expert].item()
@@ -117,7 +117,7 @@ def _low_latency(place: Place, buffer: Buffer, given: list[oracle.LowLatencyInpu
     combined, event, _ = buffer.low_latency_combine(y, ids, weights, handle)
     event.current_stream_wait()
     wanted = oracle.low_latency_combine(given[rank], rank, outputs, received, reduced)
-    _expect_equal("kernels pack_combine and sum_rows", "combined tokens", combined, wanted)
+    _expect_equal("kernels combine_send and combine_recv", "combined tokens", combined, wanted)
 
 
 def _factors(rank: int, local: int) -> torch.Tensor:

@@ -88,6 +88,7 @@ class LowLatency:
         return_recv_hook: bool = False,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        deterministic: bool | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """Send every token once to each rank that has one of its experts, and receive the tokens of this rank's
         experts. The arguments are DeepEP's.
@@ -106,12 +107,16 @@ class LowLatency:
             async_finish: accepted; on CPU the operation is over when this returns. Not together with a hook.
             return_recv_hook: only send now, and receive when the returned hook is called.
             cumulative_local_expert_recv_stats: int32 [L] to which the received counts are added.
-            dispatch_wait_recv_cost_stats: int64 [R] to which nanoseconds waited for each source are added.
+            dispatch_wait_recv_cost_stats: int64 [R] to which the nanoseconds from the begin of the receive until each
+                source's message was here are added.
+            deterministic: an expert's rows stand by source rank, whatever comes first; None: as the settings say. The
+                combined tokens do not depend on it.
 
         Returns:
             ``(recv_x, recv_count, handle, event, hook)``. recv_x is [L, R * T, H], or with FP8 a pair of e4m3 values
             and scales: float32 [L, R * T, H / 128] or, UE8M0, int32 [L, R * T, H / 512], column-major in the last two
-            dimensions. Expert l has recv_count[l] (int32 [L]) rows, by source rank, then token; the rest is undefined.
+            dimensions. Expert l has recv_count[l] (int32 [L]) rows, those of one source rank together and by token (see
+            ``handle.layout_range``); the rest is undefined.
             With a hook nothing of it is valid before the hook has been called; hook is None without one.
 
         Raises:
@@ -191,6 +196,7 @@ class LowLatency:
             outputs.layout_range.data_ptr(),
             counts_address,
             waits_address,
+            int(runtime.settings.deterministic if deterministic is None else deterministic),
         )
         with epoch.operation(phase, self._dispatches, plan) as operation:
             space.wait(f"{phase} send", send)

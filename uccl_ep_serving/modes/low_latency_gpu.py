@@ -88,6 +88,7 @@ class LowLatencyGpu:
         return_recv_hook: bool = False,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        deterministic: bool | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """The arguments of :meth:`LowLatency.dispatch`. Ids outside -1 .. experts - 1 count as -1, and the next call
         raises ConfigError (in the interpreter this one). ``x``, ``topk_idx`` and ``topk_weights`` are read in the order
@@ -130,6 +131,7 @@ class LowLatencyGpu:
 
         outputs = DispatchOutputs(plan, coding, device, kernels.fp8_dtype, allocate)
         route = block.new_route()
+        in_order = self._runtime.settings.deterministic if deterministic is None else deterministic
         send = kernels.dispatch_send(
             space.context,
             state.address,
@@ -143,6 +145,7 @@ class LowLatencyGpu:
             coding.dtype,
             round_scale,
             weights is not None,
+            in_order,
         )
         receive = kernels.dispatch_recv(
             space.context,
@@ -156,6 +159,7 @@ class LowLatencyGpu:
             outputs.layout_range.data_ptr(),
             counts_address,
             waits_address,
+            in_order,
         )
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range),

@@ -22,6 +22,7 @@ from .message import (
     GRANT_SLOTS,
     HEADER_BYTES,
     NOTICE_SLOTS,
+    counts_bytes,
     meta_bytes,
     notify_bytes,
     round_up,
@@ -186,6 +187,11 @@ class LowLatencyPlan:
         return meta_bytes(self.topk)
 
     @property
+    def first_row(self) -> int:
+        """Bytes of a dispatch message before its first meta."""
+        return HEADER_BYTES + counts_bytes(self.local_experts)
+
+    @property
     def room(self) -> LowLatencyRoom:
         """What its messages need.
 
@@ -193,10 +199,11 @@ class LowLatencyPlan:
         (token, local expert). Headers and the round-up of a message lie in ``_SLOT`` bytes for each rank.
         """
         token = self.meta + self.row
+        ahead = self.ranks * (_SLOT + counts_bytes(self.local_experts))
         return LowLatencyRoom(
             self.ranks,
-            dispatch_slot=round_up(HEADER_BYTES + self.tokens * token, _SLOT),
-            dispatch_send=round_up(self.ranks * _SLOT + self.tokens * min(self.topk, self.ranks) * token, _SLOT),
+            dispatch_slot=round_up(self.first_row + self.tokens * token, _SLOT),
+            dispatch_send=round_up(ahead + self.tokens * min(self.topk, self.ranks) * token, _SLOT),
             combine_recv=round_up(self.ranks * _SLOT + self.tokens * self.topk * self.row, _SLOT),
             combine_send=round_up(
                 self.ranks * _SLOT + self.ranks * self.tokens * self.slots_per_rank * self.row, _SLOT

@@ -5,11 +5,17 @@ it. A receiver reads each word once, checks it, and uses that copy: the memory b
 
 Low-latency dispatch message, contiguous in the slot of (parity, source rank):
 
-    header (64 bytes) | meta x tokens | rows x tokens
+    header (64 bytes) | rows of each local expert of the destination, int32 | (meta, row) x tokens
 
-``meta`` of a token (:func:`meta_bytes`): int32 token index at the source, then ``topk`` int32 global expert ids (-1 for
-those that do not live at this destination), then, when the header says so, ``topk`` float32 router weights (always
-reserved). A row is the token's data followed by its scales, rounded up to 16 bytes (:func:`row_bytes`).
+so that a row's place depends on no other one: it is written as soon as it is known where the message begins, and a
+receiver that knows the counts of the sources can put it in its place before the others are there. The counts are
+rounded up to 16 bytes (:func:`counts_bytes`).
+
+``meta`` of a token (:func:`meta_bytes`): int32 token index at the source; int32 (token, slot) pairs of the message
+before it; ``topk`` int32 places, local expert << 16 | position among the message's rows of that expert, -1 for slots
+whose expert does not live at this destination; then, when the header says so, ``topk`` float32 router weights (always
+reserved). A token that names an expert twice has one row there, and both slots name its place. A row is the token's
+data followed by its scales, rounded up to 16 bytes (:func:`row_bytes`).
 
 Low-latency combine message, at the offset the dispatch header named (``RETURN_OFFSET``):
 
@@ -38,12 +44,15 @@ __all__ = [
     "META_LINE",
     "MOST_ROWS",
     "NOTICE_SLOTS",
+    "PAIRS_SHIFT",
+    "PLACE_SHIFT",
     "SCALE_BLOCK",
     "LowLatencyHeader",
     "NormalGrant",
     "NormalNotify",
     "Notice",
     "coding_in_words",
+    "counts_bytes",
     "element_bytes",
     "meta_bytes",
     "notify_bytes",
@@ -53,7 +62,7 @@ __all__ = [
     "tag",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HEADER_WORDS = 8
 HEADER_BYTES = HEADER_WORDS * 8
 #: Values per scale in block-scaled FP8 (DeepEP: per-token groups of 128).
@@ -73,6 +82,11 @@ DTYPE_F16 = 1
 DTYPE_F32 = 2
 DTYPE_FP8 = 3  # e4m3, one float32 scale per 128 values
 DTYPE_FP8_UE8M0 = 4  # e4m3, one power-of-two exponent byte per 128 values
+
+#: In ROWS of a dispatch: rows in the lower half, their (token, slot) pairs above.
+PAIRS_SHIFT = 32
+#: In a place: position in the lower half, local expert above.
+PLACE_SHIFT = 16
 
 FORM_EXPANDED = 0
 FORM_REDUCED = 1
@@ -115,7 +129,7 @@ class LowLatencyHeader:
     TAG = 0
     #: Message number of the phase, 0, 1, 2, …
     NUMBER = 1
-    #: Dispatch: tokens. Combine: rows.
+    #: Dispatch: (token, slot) pairs << 32 | tokens. Combine: rows.
     ROWS = 2
     #: Dispatch: DTYPE_* of the rows. Combine: FORM_* << 8 | DTYPE_* of the rows.
     CODING = 3
@@ -215,7 +229,12 @@ def row_bytes(hidden: int, dtype: int) -> int:
 
 def meta_bytes(topk: int) -> int:
     """Bytes of a token's meta in a low-latency dispatch message."""
-    return round_up(4 + topk * 8, 16)
+    return round_up(8 + topk * 8, 16)
+
+
+def counts_bytes(local_experts: int) -> int:
+    """Bytes of the counts in a low-latency dispatch message to a rank of so many experts."""
+    return round_up(local_experts * 4, 16)
 
 
 def notify_bytes(local_experts: int) -> int:

@@ -1,6 +1,6 @@
 """The command ring: many kernels put commands in, one proxy takes them out.
 
-    byte   0  head      next index to reserve         writer: producers (compare-and-exchange); readers: the host too
+    byte   0  head      next index to reserve         writer and reader: CPU kernels (compare-and-exchange)
     byte  64  tail      indices consumed              writer: the proxy (release); readers: producers (acquire)
     byte 128  capacity  slots, a power of two         writer: whoever creates the ring, before it is used
     byte 256  slots     capacity x 16-byte commands   writer: the producer that reserved the index
@@ -10,7 +10,7 @@ capacity``: it never holds an index that it must wait to fill. For each index i 
 ``i % capacity`` with lap bit ``lap_of(i)``; the second store is a release. The proxy loads both words (acquire) and
 takes the command when both lap bits equal ``lap_of(tail)``. Fresh memory is zero and lap 0 writes ones, so an unwritten
 slot is never taken. ``head`` and ``tail`` are 64-bit and never wrap. Kernels of a device reserve in a head of their
-own, in device memory, and store a copy into ``head`` before the commands: it never lies behind ``tail``.
+own, in device memory, and ``head`` stays 0; they may reserve a slot before it is free, and wait then.
 """
 
 from __future__ import annotations

@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.ptx.faults.scenes import CASE, HOST_SHARE, SETTLED
+from tests.ptx.faults.scenes import CASE, HOST_SHARE, machine_of
 from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup, ModelRuntime
 from tests.support import ll_cases
+from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import UcclEpError
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 
-__all__ = ["before_launch", "hide", "meeting", "peek", "poke", "raised_by", "release", "run"]
+__all__ = ["before_launch", "hide", "leave_out", "meeting", "peek", "poke", "raised_by", "release", "run"]
 
 #: Steps without anything but waiting after which the clock goes faster: few where no wire holds up what comes.
 _PATIENCE = 100
@@ -57,12 +58,11 @@ def meeting(
     Args:
         soon: deadlines come soon, once all have come that is on its way.
     """
-    machine = trials.machine_of(memory, seed)
+    machine = machine_of(memory, seed)
     machine.patience = _PATIENCE * (1 if soon and path == "mapped" else 5)
     machine.host_share = max(machine.host_share, HOST_SHARE)
     if isinstance(machine.memory, Weak):
         machine.memory.lag = machine.memory.lag or _LAG
-        machine.memory.host.settled, machine.memory.host.newest_first = SETTLED, seed % 2 == 0
     settings = Settings(timeout=TIMEOUT, window="host", ring_slots=ring_slots)
     with trials.group_of(machine, compiled, ranks, path, settings) as group:
         # an engine may look at what a kernel has reported while another thread waits for that kernel
@@ -89,7 +89,11 @@ def raised_by(player: Player, words: str) -> UcclEpError:
 
 
 def run(
-    group: ModelGroup, programs: Sequence[str], first: Callable[[], None], ended: Callable[[UcclEpError], None]
+    group: ModelGroup,
+    programs: Sequence[str],
+    first: Callable[[], None],
+    ended: Callable[[UcclEpError], None],
+    case: Case = CASE,
 ) -> None:
     """Every rank plays its program, rank 0 one that must fail.
 
@@ -97,7 +101,7 @@ def run(
         first: called once all windows are there, before rank 0 plays.
         ended: called with what rank 0 raised.
     """
-    case = replace(CASE, ranks=len(programs), experts=2 * len(programs))
+    case = replace(case, ranks=len(programs), experts=2 * len(programs))
 
     def body(runtime: ModelRuntime) -> None:
         low_latency = group.low_latency(runtime)
@@ -124,6 +128,16 @@ def before_launch(group: ModelGroup, kernel: str, number: int, do: Callable[[Any
         original(one)
 
     group.launch = launch  # type: ignore[method-assign]
+
+
+def leave_out(machine: Machine, program: int) -> None:
+    """Of the next kernel ``program`` never starts."""
+
+    def others(programs: int) -> list[int]:
+        del machine.order
+        return [number for number in machine.order(programs) if number != program]
+
+    machine.order = others  # type: ignore[method-assign]
 
 
 def hide(group: ModelGroup, addresses: Sequence[int], most: int) -> None:

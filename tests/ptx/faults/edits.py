@@ -24,6 +24,8 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "scope of a release": (r"st\.release\.sys\.", ".sys.", ".gpu."),
     "acquire": (r"ld\.acquire\.", ".acquire.", ".relaxed."),
     "scope of an acquire": (r"ld\.acquire\.sys\.", ".sys.", ".gpu."),
+    "scope of an acquire on the device": (r"ld\.acquire\.gpu\.", ".gpu.", ".cta."),
+    "release that an atomic is": (r"atom\.\S*\.release\.", ".release.", ".relaxed."),
     "both of an atomic": (r"atom\.\S*acq_rel", ".acq_rel.", ".relaxed."),
     "release of an atomic": (r"atom\.\S*acq_rel", ".acq_rel.", ".acquire."),
     "acquire of an atomic": (r"atom\.\S*acq_rel", ".acq_rel.", ".release."),
@@ -62,7 +64,7 @@ class Fault:
     @property
     def texts(self) -> tuple[str, ...]:
         """What stands on the line of the source, and on those of its callers: that outlasts a move of lines."""
-        return tuple(_line_of(file, int(number)) for file, number in re.findall(r"([\w.]+):(\d+)", self.source))
+        return tuple(_line_of(*_split(frame)) for frame in re.findall(r"[\w.]+:\d+", self.source))
 
     def __str__(self) -> str:
         return f"{self.kernel}: without the {self.kind} of {self.source}"
@@ -89,14 +91,29 @@ def faults_of(text: str) -> Iterator[Fault]:
     """Every way to make the kernel in ``text`` wrong."""
     program = parse(text)
     found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    sources: dict[tuple[str, str], str] = {}
     for one in program.code:
         if isinstance(one, Instruction):
             for kind, (which, _, _) in KINDS.items():
                 if re.match(which, one.name):
-                    found[kind, one.source].append(one.line)
-    for (kind, source), lines in found.items():
+                    place = kind, _without_repeats(one.source)
+                    sources.setdefault(place, one.source)
+                    found[place].append(one.line)
+    for (kind, place), lines in found.items():
+        source = sources[kind, place]
         doubled = kind == "barrier" and all(is_doubled(program.code, line, lines) for line in lines)
         yield Fault(program.name, kind, source, tuple(lines), zlib.crc32(text.encode()), doubled)
+
+
+def _without_repeats(source: str) -> str:
+    """``source`` without the lines on which a wait for READY reads it: the last time it acquires what it had before."""
+    frames = re.findall(r"[\w.]+:\d+", source)
+    return " ".join(frame for frame in frames if "_ready_words(" not in _line_of(*_split(frame)))
+
+
+def _split(frame: str) -> tuple[str, int]:
+    file, _, number = frame.partition(":")
+    return file, int(number)
 
 
 def is_doubled(code: Sequence[Instruction | Label], line: int, gone: Sequence[int]) -> bool:

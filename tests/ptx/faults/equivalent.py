@@ -42,119 +42,118 @@ def _fits(where: Sequence[str], texts: Sequence[str]) -> bool:
     )
 
 
-_WAITING = ("route", "dispatch_arrival", "prepare_combine", "combine_arrival")
-_SENDING = ("route", "prepare_combine")
-_FAILING = (*_WAITING, "count_rows")
-_COUNT_OF_A_HEADER = (
+_SENDS = ("dispatch_send", "combine_send")
+_RECEIVES = ("dispatch_recv", "combine_recv")
+_ALL = _SENDS + _RECEIVES
+_ACQUIRES = ("acquire", "scope of an acquire")
+_WORD_OF_A_HEADER = (
     "the flag of that message was acquired before, and its header stays until this rank says that it has read it"
 )
 _COUNT_OF_A_NOTICE = (
     "the flag of a notice that was acquired covers its words; those of a later one a mapped peer stores weakly, so "
     "that an acquire of them orders nothing, and a proxied peer is reached by commands that depend on the count"
 )
+#: Where counts of read messages are taken from a header or a notice.
+_COUNTS = (("dispatched = acquire(header",), ("combined = acquire(header",))
+_SLOT_OF_A_RING = (
+    "what is put into a slot depends on the tail that was read, and the proxy's tail on the slot: out of thin air "
+    "comes no value; both sides' accesses of a slot are strong, so there is no race"
+)
 EQUIVALENT = (
     Equivalent(
-        ("sum_rows", "unpack_rows"),
-        _ORDER_OF_AN_ATOMIC,
-        ("arrives_last(",),
-        "the last program reads nothing that the others have stored, and kernels that follow wait for all of them",
-    ),
-    Equivalent(
-        _WAITING,
+        _ALL,
         ("acquire",),
         ("sticky_code(",),
         "the code alone ends the wait: nothing is read that was written before it",
     ),
     Equivalent(
-        _FAILING,
+        _ALL,
         _ORDER_OF_AN_ATOMIC,
         ("tl.atomic_xchg(int64s(verdict_address(",),
         "who finds the verdict set reads nothing that was written before it, and kernels that follow wait for all",
     ),
     Equivalent(
-        _FAILING,
+        _ALL,
         ("barrier",),
         ("tl.atomic_xchg(int64s(verdict_address(",),
         "Triton puts it for the order of the atomic, which nobody needs; one warp exchanges the result by shuffles",
     ),
     Equivalent(
-        ("dispatch_arrival", "prepare_combine", "combine_arrival"),
-        ("scope of an atomic",),
-        ("tl.atomic_xchg(int64s(verdict_address(",),
-        "the kernel is one program",
-    ),
-    Equivalent(
-        ("route", "count_rows"),
-        ("acquire", "scope of an acquire"),
+        _ALL,
+        _ACQUIRES,
         ("acquire(verdict_address(",),
         "the verdict alone counts, and is of programs of one GPU",
     ),
     Equivalent(
-        _WAITING,
+        _ALL,
         ("acquire",),
         ("late, stream = messages_",),
         "the wait has failed: the count only says whom to name",
     ),
     Equivalent(
-        _SENDING,
-        ("acquire",),
-        ("last = acquire_each(",),
-        "the wait has failed: the count is only told",
-    ),
-    Equivalent(
-        ("pack_combine", "sum_rows"),
+        ("combine_send", "combine_recv"),
         ("barrier",),
         ("parts = load_together(",),
         "it keeps the compiler from moving loads, and orders no threads",
     ),
     Equivalent(
-        _WAITING,
+        ("combine_send", "combine_recv"),
         ("barrier",),
-        ("settle(BACKEND)", "wait_messages("),
-        "each lane reads the message that it has acquired itself, and kernels that follow read the rest",
+        ("parts_ = load_together(",),
+        "it keeps the compiler from moving loads, and orders no threads",
     ),
     *(
         Equivalent(
-            _SENDING,
+            _ALL,
             ("barrier",),
-            ("settle(BACKEND)", caller),
-            "each lane reads what it has acquired or stored itself, and tells of what it has stored itself",
+            (atomic,),
+            "Triton puts it beside the atomic; one of the source's own stands before it and before what follows",
         )
-        for caller in ("_send_notices(", "_listen(", "_read_acks(", "_wait_acks(")
+        for atomic in (
+            "tl.atomic_xchg(int64s(state_table(context, state, T_READY",
+            "before = tl.atomic_add(int64s(counter)",
+            "return tl.atomic_add(at, ",
+        )
+    ),
+    *(
+        Equivalent(
+            (kernel,),
+            ("barrier",),
+            ("settle(BACKEND)", "ready = await_ready(context, state, one"),
+            "one peer alone is waited for: each thread acquires its word for itself",
+        )
+        for kernel in ("dispatch_recv", "combine_send")
     ),
     Equivalent(
-        ("route",),
+        ("combine_recv",),
+        _ORDER_OF_AN_ATOMIC,
+        ("if arrives_last(",),
+        "the last program reads nothing that the others have stored, and kernels that follow wait for all of them",
+    ),
+    Equivalent(
+        ("dispatch_send",),
         ("release", "scope of a release"),
         ("report_address(context) + ERROR_IDS",),
         "the word says all, and the host sees every store of a kernel that has ended",
     ),
-    Equivalent(
-        ("prepare_combine",),
-        ("barrier",),
-        ("settle(BACKEND)", ""),
-        "of up to 32 ranks the lane that reads a place is the one that has stored it",
-    ),
-    Equivalent(
-        ("prepare_combine",),
-        ("acquire",),
-        ("messages_arrived(", "arrived = wait_messages("),
-        "that the message is there frees space; what it holds is read by a later kernel, which acquires it itself",
-    ),
-    Equivalent(
-        _SENDING,
-        ("acquire",),
-        ("acquire(ring + _TAIL, BACKEND)",),
-        "what is put into a slot depends on the tail that was read, and the proxy's tail on the slot: out of thin air "
-        "comes no value; both sides' accesses of a slot are strong, so there is no race",
-    ),
+    Equivalent(_SENDS, ("acquire",), ("acquire(ring + _TAIL, BACKEND)",), _SLOT_OF_A_RING),
+    Equivalent(_SENDS, _ORDER_OF_AN_ATOMIC, ("tl.atomic_max(int64s(head_at + 8)",), _SLOT_OF_A_RING),
     *(
-        Equivalent(kernels, kinds, (claim, *where), why)
-        for claim in ("claim = acquire_each(", "claim_combine = acquire_each(")
-        for kernels, kinds, where, why in (
-            (("dispatch_arrival", "combine_arrival"), ("acquire", "scope of an acquire"), (), _COUNT_OF_A_HEADER),
-            (_SENDING, ("acquire", "scope of an acquire"), ("peers, here, header",), _COUNT_OF_A_HEADER),
-            (_SENDING, ("acquire",), ("take_acks(", "_read_acks("), _COUNT_OF_A_NOTICE),
+        Equivalent(_ALL, _ACQUIRES, where, _WORD_OF_A_HEADER)
+        for where in (
+            ("got_tag = acquire(header",),
+            ("got_plan = acquire(header",),
+            ("got_number = acquire(header",),
+            ("told, rows = acquire(header",),
+            ("coding = acquire(message",),
+            ("told = acquire(message",),
+            ("back = acquire(message",),
         )
+    ),
+    *(Equivalent(_RECEIVES, _ACQUIRES, where, _WORD_OF_A_HEADER) for where in _COUNTS),
+    *(
+        Equivalent(_SENDS, ("acquire",), where, _COUNT_OF_A_NOTICE)
+        for where in (*_COUNTS, ("told, counted = acquire(",))
     ),
 )
 

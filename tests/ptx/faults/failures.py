@@ -12,8 +12,10 @@ from tests.ptx.machine.machine import Machine
 from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import ModelRuntime
+from tests.support import ll_cases
 from tests.support.ll_player import Player
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.protocol.layout import LowLatencyRoom
 
 __all__ = ["FAILURES"]
 
@@ -65,5 +67,43 @@ def _bad_ids(compiled: Compiled, memory: str, seed: int) -> Machine:
     return machine
 
 
-FAILURES: dict[str, Play] = {"another shape": _other_shape, "ids of no expert": _bad_ids, **WAITS, **LIES}
+def _masked_rank(compiled: Compiled, memory: str, seed: int) -> Machine:
+    """Ranks 0 and 1 go on without rank 2, which they have masked: nothing goes there, and nobody waits for it."""
+    with meeting(compiled, memory, seed, ranks=3) as (machine, group):
+        given, build = replace(CASE, ranks=3, experts=6, counts=(4, 3, 0)), group.build
+
+        def masked(room: LowLatencyRoom | None) -> None:
+            build(room)
+            for space in group.spaces[:2]:
+                # kernels of a device have a copy of it, as it is when windows are built
+                space.mask[2] = 1
+
+        group.build = masked  # type: ignore[method-assign]
+
+        def body(runtime: ModelRuntime) -> None:
+            low_latency = group.low_latency(runtime)
+            ll_cases.reserve(low_latency, given)
+            if runtime.rank == 2:
+                return
+            player = Player(low_latency, runtime.rank, given)
+            for number in range(2):
+                case = replace(given, seed=number)
+                inputs = case.inputs()
+                ids = inputs[runtime.rank].topk_idx.clone()
+                for one in inputs:
+                    one.topk_idx[one.topk_idx >= 4] = -1
+                player.dispatch_of(case, inputs, ids)
+                player.play(f"d{number} C{number} c{number}")
+
+        group.run(body, limit_steps=trials.LIMIT_STEPS)
+    return machine
+
+
+FAILURES: dict[str, Play] = {
+    "a masked rank": _masked_rank,
+    "another shape": _other_shape,
+    "ids of no expert": _bad_ids,
+    **WAITS,
+    **LIES,
+}
 """By what goes wrong, how it is played; each raises what is not as promised."""

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tests.ptx.faults.alone import before_launch, meeting, peek, poke, run
-from tests.ptx.faults.scenes import CASE, Play
+from tests.ptx.faults.scenes import CASE, EXPANDED, Play
 from tests.ptx.machine.machine import Machine
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import ModelGroup
+from tests.support.ll_cases import Case
 from uccl_ep_serving.errors import ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.blocks import low_latency as block
 from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
-from uccl_ep_serving.protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
+from uccl_ep_serving.protocol.message import (
+    DTYPE_BF16,
+    HEADER_BYTES,
+    NOTICE_SLOTS,
+    PAIRS_SHIFT,
+    PLACE_SHIFT,
+    LowLatencyHeader,
+    Notice,
+    counts_bytes,
+    meta_bytes,
+    row_bytes,
+)
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, NOTICE, ll_stream
 
 __all__ = ["LIES"]
@@ -93,9 +105,35 @@ def _too_far(seen: Seen) -> None:
     poke(seen.dispatch(0) + 8 * LowLatencyHeader.RETURN_OFFSET, seen.room - HEADER_BYTES)
 
 
-def _foreign_expert(seen: Seen) -> None:
-    # behind the header: the first token's index, then its experts
-    poke(seen.dispatch(0) + HEADER_BYTES + 4, CASE.experts - 1, nbytes=4)
+def _rows(seen: Seen) -> int:
+    return peek(seen.dispatch(0) + 8 * LowLatencyHeader.ROWS) & ((1 << PAIRS_SHIFT) - 1)
+
+
+def _of_pairs(pairs: int) -> Tell:
+    """The first dispatch has so many (token, slot) pairs."""
+
+    def tell(seen: Seen) -> None:
+        poke(seen.dispatch(0) + 8 * LowLatencyHeader.ROWS, pairs << PAIRS_SHIFT | _rows(seen))
+
+    return tell
+
+
+def _of_count(value: int) -> Tell:
+    """The first dispatch has so many rows for the second expert."""
+    return lambda seen: poke(seen.dispatch(0) + HEADER_BYTES + 4, value, nbytes=4)
+
+
+def _of_meta(word: int, value: int) -> Tell:
+    """Of the last row of the first dispatch: its token's index, its pairs before, or a place."""
+
+    def tell(seen: Seen) -> None:
+        last, first = _rows(seen) - 1, HEADER_BYTES + counts_bytes(CASE.experts // _RANKS)
+        # who refuses it names the row, and the first is nothing
+        assert last > 0
+        at = first + last * (meta_bytes(CASE.topk) + row_bytes(CASE.hidden, DTYPE_BF16))
+        poke(seen.dispatch(0) + at + 4 * word, value, nbytes=4)
+
+    return tell
 
 
 @dataclass(frozen=True)
@@ -105,12 +143,14 @@ class Lie:
     Attributes:
         programs: of both ranks (:class:`tests.support.ll_player.Player`).
         kernel, number: the launch of rank 0 before which it is told.
+        case: what they exchange.
     """
 
     programs: tuple[str, str]
     kernel: str
     number: int
     tell: Tell
+    case: Case = CASE
 
     def play(self, compiled: Compiled, memory: str, seed: int) -> Machine:
         """The machine on which it was refused."""
@@ -125,10 +165,12 @@ class Lie:
                 # all words of it, and not some
                 assert "got 0x0" not in str(error), error
 
-            run(group, self.programs, first, ended)
+            run(group, self.programs, first, ended, self.case)
         return machine
 
 
+#: Words of a meta.
+_TOKEN, _PAIRS, _PLACE = 0, 1, 2
 _HEADER = {
     "tag": (LowLatencyHeader.TAG, 1),
     "plan": (LowLatencyHeader.PLAN, 1),
@@ -142,22 +184,44 @@ _CLAIM = LowLatencyHeader.CONSUMED_COMBINE
 _THIRD = "D d0 C0 C0 c0 C0"
 _LIES: dict[str, Lie] = {
     **{
-        f"dispatch, {name}": Lie(_DISPATCH, "dispatch_arrival", 0, _of_dispatch(0, *word))
+        f"dispatch, {name}": Lie(_DISPATCH, "dispatch_recv", 0, _of_dispatch(0, *word))
         for name, word in {**_HEADER, "return offset": (LowLatencyHeader.RETURN_OFFSET, 8)}.items()
     },
-    "dispatch, room": Lie(_DISPATCH, "dispatch_arrival", 0, _too_far),
-    "dispatch, expert": Lie(_DISPATCH, "dispatch_arrival", 0, _foreign_expert),
+    "dispatch, room": Lie(_DISPATCH, "dispatch_recv", 0, _too_far),
     **{
-        f"combine, {name}": Lie(_COMBINE, "combine_arrival", 0, _of_combine(0, *word)) for name, word in _HEADER.items()
+        f"dispatch, {name}": Lie(_DISPATCH, "dispatch_recv", 0, tell)
+        for name, tell in {
+            "more pairs than slots": _of_pairs(CASE.tokens * CASE.topk + 1),
+            "less pairs than none": _of_pairs(-1),
+            "more rows of an expert than rows": _of_count(CASE.tokens + 1),
+            "less rows of an expert than none": _of_count(-1),
+            "a token too high": _of_meta(_TOKEN, CASE.tokens),
+            "a token too low": _of_meta(_TOKEN, -1),
+            "a foreign expert": _of_meta(_PLACE, CASE.experts // _RANKS << PLACE_SHIFT),
+            "a position too high": _of_meta(_PLACE, CASE.tokens),
+            "no place": _of_meta(_PLACE, -2),
+        }.items()
     },
-    "notice, tag, dispatch": Lie(("D d0 D D", "D d0"), "route", 2, _of_notice(1, 0)),
-    "notice, claim, dispatch": Lie(("D d0 D D", "D d0"), "route", 2, _of_notice(Notice.TAG_VALUE, 9)),
-    "next dispatch, claim, dispatch": Lie(("D d0 D D", "D d0 D"), "route", 2, _of_dispatch(1, _CLAIM, 9)),
-    "next combine, claim, dispatch": Lie(("D d0 C0 D D", "D d0 C0"), "route", 2, _of_combine(0, _CLAIM, 9)),
-    "notice, tag, combine": Lie((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _of_notice(1, 0)),
-    "notice, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _of_notice(Notice.TAG_VALUE, 9)),
-    "next dispatch, claim, combine": Lie((_THIRD, "D d0 C0 C0 D"), "prepare_combine", 2, _of_dispatch(1, _CLAIM, 9)),
-    "next combine, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _of_combine(1, _CLAIM, 9)),
+    **{
+        f"dispatch, {name}": Lie(_DISPATCH, "dispatch_recv", 0, _of_meta(_PAIRS, value), EXPANDED)
+        for name, value in {
+            "pairs before none": -1,
+            "pairs behind all": CASE.tokens * CASE.topk,
+            "pairs that wrap": (1 << 31) - 1,
+        }.items()
+    },
+    **{f"combine, {name}": Lie(_COMBINE, "combine_recv", 0, _of_combine(0, *word)) for name, word in _HEADER.items()},
+    "combine, pairs": Lie(
+        _COMBINE, "combine_recv", 0, _of_combine(0, LowLatencyHeader.ROWS, CASE.tokens * CASE.topk + 1), EXPANDED
+    ),
+    "notice, tag, dispatch": Lie(("D d0 D D", "D d0"), "dispatch_send", 2, _of_notice(1, 0)),
+    "notice, claim, dispatch": Lie(("D d0 D D", "D d0"), "dispatch_send", 2, _of_notice(Notice.TAG_VALUE, 9)),
+    "next dispatch, claim, dispatch": Lie(("D d0 D D", "D d0 D"), "dispatch_send", 2, _of_dispatch(1, _CLAIM, 9)),
+    "next combine, claim, dispatch": Lie(("D d0 C0 D D", "D d0 C0"), "dispatch_send", 2, _of_combine(0, _CLAIM, 9)),
+    "notice, tag, combine": Lie((_THIRD, "D d0 C0 C0"), "combine_send", 2, _of_notice(1, 0)),
+    "notice, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "combine_send", 2, _of_notice(Notice.TAG_VALUE, 9)),
+    "next dispatch, claim, combine": Lie((_THIRD, "D d0 C0 C0 D"), "combine_send", 2, _of_dispatch(1, _CLAIM, 9)),
+    "next combine, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "combine_send", 2, _of_combine(1, _CLAIM, 9)),
 }
 LIES: dict[str, Play] = {f"a lie: {name}": lie.play for name, lie in _LIES.items()}
 """By where the claim stands, what it is, and who looks."""

@@ -24,12 +24,14 @@ _FAMILY = (
     "blocks",
     "quant",
     "wait",
+    "programs",
     "publish",
     "ll_counts",
-    "routing",
     "ll_message",
-    "ll_dispatch",
-    "ll_combine",
+    "ll_dispatch_send",
+    "ll_dispatch_recv",
+    "ll_combine_send",
+    "ll_combine_recv",
     "low_latency",
 )
 
@@ -54,7 +56,7 @@ class Change:
     """What is put for what, wherever it stands in one function.
 
     Attributes:
-        function: ``"publish.put_writes"``.
+        function: ``"publish.put_command"``.
     """
 
     function: str
@@ -79,43 +81,60 @@ def changed(*changes: Change) -> dict[Path, str]:
 
 
 _PARITY, _OTHER_PARITY, _NO_PARITY = "(number & 1)", "((number + 1) & 1)", "(number & 0)"
+_PLACES = "ll_dispatch_send._place"
+_RETURNED = "peek(state + S_COMBINE_RECV_STEP)"
 #: By what they do wrong. Bits that tell one lap of a ring from the next.
 LAPS: dict[str, tuple[Change, ...]] = {
-    "the lap bit never changes": (Change("publish.put_writes", "((index // capacity) + 1) & 1", "(index * 0) + 1"),),
-    "the lap bit is the other one": (Change("publish.put_writes", "((index // capacity) + 1)", "(index // capacity)"),),
-    "the low word has no lap bit": (Change("publish.put_writes", "low = lap | (", "low = ("),),
-    "the high word has no lap bit": (Change("publish.put_writes", "high = lap | (", "high = ("),),
-    "the low word is always of the first lap": (Change("publish.put_writes", "low = lap | (", "low = 1 | ("),),
-    "the high word is always of the first lap": (Change("publish.put_writes", "high = lap | (", "high = 1 | ("),),
+    "the lap bit never changes": (
+        Change("publish.put_command", "((index & capacity) == 0).to(tl.int64)", "(index * 0) + 1"),
+    ),
+    "the lap bit is the other one": (
+        Change("publish.put_command", "(index & capacity) == 0", "(index & capacity) != 0"),
+    ),
+    "the low word has no lap bit": (Change("publish.put_command", "low = lap | (", "low = ("),),
+    "the high word has no lap bit": (Change("publish.put_command", "high = lap | (", "high = ("),),
+    "the low word is always of the first lap": (Change("publish.put_command", "low = lap | (", "low = 1 | ("),),
+    "the high word is always of the first lap": (Change("publish.put_command", "high = lap | (", "high = 1 | ("),),
 }
 #: Bits that tell a message from the one before: in streams and their counts, in landing slots, in staging.
 PARITIES: dict[str, tuple[Change, ...]] = {
     "both parities share streams": (Change("context.stream_of", _PARITY, _NO_PARITY),),
     "a sender takes the other parity's streams": (
-        Change("publish.put_messages", "stream_of(phase, number)", "stream_of(phase, number + 1)"),
+        Change("ll_message.publish_message", "stream_of(PHASE, number)", "stream_of(PHASE, number + 1)"),
     ),
     "a receiver waits for one message less": (Change("wait.wait_messages", "number // 2 + 1", "number // 2"),),
-    "a sender tells of one message less": (Change("publish.put_messages", "number // 2 + 1", "number // 2"),),
-    "a sender tells of one message more": (Change("publish.put_messages", "number // 2 + 1", "number // 2 + 2"),),
+    "a sender tells of one message less": (Change("ll_message.publish_message", "number // 2 + 1", "number // 2"),),
+    "a sender tells of one message more": (Change("ll_message.publish_message", "number // 2 + 1", "number // 2 + 2"),),
     "dispatches of both parities land in one place": (
-        Change("routing._place_dispatches", "(parity * group", "(parity * 0"),
-        Change("ll_message.dispatch_arrival", _PARITY, _NO_PARITY),
-        Change("ll_dispatch._message", _PARITY, _NO_PARITY),
-        Change("ll_counts._listen", _PARITY, _NO_PARITY),
+        Change(_PLACES, "parity * rank_count", "0 * rank_count"),
+        Change("ll_dispatch_recv._message", _PARITY, _NO_PARITY),
+        Change("ll_counts._message_place", "parity * rank_count", "0 * rank_count"),
     ),
     "a dispatch is unpacked from where the other parity lands": (
-        Change("ll_dispatch._message", _PARITY, _OTHER_PARITY),
+        Change("ll_dispatch_recv._message", _PARITY, _OTHER_PARITY),
     ),
     "combines of both parities land in one place": (
-        Change("ll_combine.prepare_combine", "parity * peek(state + S_COMBINE_RECV_STEP)", "0"),
-        Change("ll_message.combine_arrival", "+ (number & 1) * peek", "+ (number & 0) * peek"),
-        Change("ll_combine.sum_rows", _PARITY, _NO_PARITY),
+        *(
+            Change(place, f"parity * {_RETURNED}", "0")
+            for place in ("ll_counts._message_place", "ll_combine_send._serve")
+        ),
+        *(
+            Change(place, f"{_PARITY} * {_RETURNED}", f"{_NO_PARITY} * {_RETURNED}")
+            for place in ("ll_combine_recv._hear", "ll_combine_recv._sum_rows")
+        ),
     ),
-    "a combine is summed from where the other parity lands": (Change("ll_combine.sum_rows", _PARITY, _OTHER_PARITY),),
+    "a combine is summed from where the other parity lands": (
+        Change("ll_combine_recv._sum_rows", _PARITY, _OTHER_PARITY),
+    ),
     "dispatches of both parities are packed in one place": (
-        Change("routing._place_dispatches", "parity * peek(state + S_DISPATCH_SEND_STEP)", "0"),
+        Change(_PLACES, "parity * peek(state + S_DISPATCH_SEND_STEP)", "0"),
     ),
     "combines of both parities are packed in one place": (
-        Change("ll_combine.prepare_combine", "parity * peek(state + S_COMBINE_SEND_STEP)", "0"),
+        Change("ll_combine_send._serve", "parity * peek(state + S_COMBINE_SEND_STEP)", "0"),
     ),
+}
+#: What programs of a kernel tell each other from what those of an earlier kernel said.
+STAMPS: dict[str, tuple[Change, ...]] = {
+    "a stamp does not name the message": (Change("programs.stamp_of", "(number << 2)", "(number * 0)"),),
+    "a stamp does not name the kernel": (Change("programs.stamp_of", "| KERNEL", "| 0"),),
 }

@@ -25,18 +25,15 @@ _BARRIERS = ("barrier",)
 _ATOMICS = ("both of an atomic", "release of an atomic", "acquire of an atomic", "scope of an atomic")
 _RELEASES = ("release", "scope of a release")
 _ACQUIRES = ("acquire", "scope of an acquire")
-_ALL = _BARRIERS + _ATOMICS + _RELEASES + _ACQUIRES
+#: READY: of a program that serves a peer, and of those that wait for it.
+_READY = ("release that an atomic is", "scope of an acquire on the device")
+_ALL = (*_BARRIERS, *_ATOMICS, *_RELEASES, *_ACQUIRES, *_READY)
 #: By kernel, the kinds of what it holds.
 HELD: dict[str, tuple[str, ...]] = {
-    "route": _ALL,
-    "pack_dispatch": _BARRIERS + _ATOMICS + _RELEASES,
-    "dispatch_arrival": _ALL,
-    "count_rows": _ALL,
-    "unpack_rows": _BARRIERS + _ATOMICS,
-    "prepare_combine": _ALL,
-    "pack_combine": _BARRIERS + _ATOMICS + _RELEASES,
-    "combine_arrival": _ALL,
-    "sum_rows": _BARRIERS + _ATOMICS,
+    "dispatch_send": _ALL,
+    "dispatch_recv": _ALL,
+    "combine_send": _ALL,
+    "combine_recv": _ALL,
 }
 
 
@@ -60,8 +57,8 @@ def test_a_barrier_beside_another(body: str, doubled: bool) -> None:
 
 
 def test_a_fault_of_a_kernel_is_noticed() -> None:
-    (fault,) = judge.faults("pack_dispatch", "both of an atomic")
-    with pytest.raises(DataRace, match="pack_dispatch"):
+    (fault,) = judge.faults("combine_send", "release that an atomic is")
+    with pytest.raises(DataRace, match="combine_send"):
         SCENES[0].play(compiled("weak").edited(fault.edit), "weak", 0)
 
 

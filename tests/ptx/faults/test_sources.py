@@ -21,8 +21,10 @@ from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
 from tests.rules.mutation import find, removed  # noqa: E402
 
 _LAYER, _LAYERS = SCENES[0].play, SCENES[2].play
+#: Two of one kernel run one after the other.
+_TOGETHER = next(scene.play for scene in SCENES if scene.name == "two in flight")
 #: Those of layers, and of two in flight.
-_SHOWING = [scene.play for scene in SCENES[:6]]
+_SHOWING = [scene.play for scene in SCENES[:8]]
 #: What shows that a kernel does not hold a rule.
 RULES: dict[str, Play] = {
     "low latency: a receive waits for every unmasked peer": _LAYER,
@@ -57,6 +59,11 @@ def test_the_same_sources_serve(tmp_path: Path) -> None:
         _LAYER(compiled("sequential"), "sequential", 0)
 
 
+def test_every_change_finds_what_it_changes() -> None:
+    for changes in (sources.LAPS | sources.PARITIES | sources.STAMPS).values():
+        assert sources.changed(*changes)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("mutant", sources.LAPS)
 def test_every_lap_bit(mutant: str, tmp_path: Path) -> None:
@@ -76,6 +83,13 @@ def test_laps_as_they_are() -> None:
 def test_every_parity(mutant: str, tmp_path: Path) -> None:
     with sources.serving(sources.changed(*sources.PARITIES[mutant]), tmp_path):
         assert notices(_SHOWING)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mutant", sources.STAMPS)
+def test_every_stamp(mutant: str, tmp_path: Path) -> None:
+    with sources.serving(sources.changed(*sources.STAMPS[mutant]), tmp_path):
+        assert notices([_LAYER, _TOGETHER])
 
 
 @pytest.mark.model

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tests.ptx.faults.alone import before_launch, hide, meeting, peek, poke, release, run
+from tests.ptx.faults.alone import before_launch, hide, leave_out, meeting, peek, poke, release, run
 from tests.ptx.faults.scenes import Play
 from tests.ptx.machine.machine import Machine
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, TransportError, UcclEpError
-from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.kernels.blocks.low_latency import COMBINE_NUMBER, DISPATCH_NUMBER
+from uccl_ep_serving.kernels.blocks.low_latency_device import ARRIVALS, PLACED, STATE_TABLES, STATE_WORDS
 from uccl_ep_serving.protocol.context import HEADS
 from uccl_ep_serving.protocol.message import NOTICE_SLOTS
 from uccl_ep_serving.protocol.ring import TAIL
@@ -22,6 +23,8 @@ __all__ = ["WAITS"]
 
 #: ns of the machine within which a kernel ends that the host releases.
 _SOON_NS = 1e9
+#: Words of the state block that count what a kernel sends.
+_NUMBERS = {"dispatch_send": DISPATCH_NUMBER, "combine_send": COMBINE_NUMBER}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Wait:
         programs: of each rank (:class:`tests.support.ll_player.Player`).
         kernel, number: the launch of rank 0 that waits.
         counts: addresses of counts that stay where they are, which is at most at ``most``.
+        absent: program of that launch that never starts; -1: all do.
         path, ring_slots: how peers are reached.
         notices: what rank 0 takes for its notices under way when it comes to that launch.
         known: of the ring's tail, what it knows then, and sees; -1: it sees ``most`` from the beginning.
@@ -41,8 +45,9 @@ class Wait:
     programs: tuple[str, ...]
     kernel: str
     number: int
-    counts: Callable[[ModelGroup], list[int]]
+    counts: Callable[[ModelGroup], list[int]] = lambda group: []
     most: int = 0
+    absent: int = -1
     path: str = "mapped"
     ring_slots: int = 1024
     notices: int = 0
@@ -55,14 +60,18 @@ class Wait:
         ranks, reached = len(self.programs), {"path": self.path, "ring_slots": self.ring_slots}
         with meeting(compiled, memory, seed, ranks=ranks, soon=not released, **reached) as (machine, group):
             begin, since = release(machine, group)
+            state = [0]
 
             def waits(arguments: tuple[int, ...]) -> None:
+                state[0] = arguments[1]
                 if self.notices:
                     table = STATE_TABLES.index("NOTICES_SENT")
                     poke(arguments[1] + 8 * (STATE_WORDS + table * ranks + 1), self.notices)
                 if self.known >= 0:
                     poke(peek(peek(arguments[0] + 8 * HEADS) + 8 * NOTICE) + 8, self.known)
                     hide(group, self.counts(group), self.known)
+                if self.absent >= 0:
+                    leave_out(machine, self.absent)
                 if released:
                     begin()
 
@@ -75,6 +84,7 @@ class Wait:
                 if released:
                     assert isinstance(error, PeerLost), error
                     assert machine.now_ns - since() < _SOON_NS, f"{TIMEOUT} s were waited all the same"
+                    self._check_tidy(state[0], ranks)
                 else:
                     assert isinstance(error, self.error), error
                     assert self.told in str(error), error
@@ -84,6 +94,14 @@ class Wait:
 
             run(group, self.programs, first, ended)
         return machine
+
+    def _check_tidy(self, state: int, ranks: int) -> None:
+        """No kernel that may follow takes what this one has left for its own."""
+        finished = state + 8 * (STATE_WORDS + STATE_TABLES.index("FINISHED") * ranks)
+        assert [peek(finished + 8 * rank) for rank in range(ranks)] == [0] * ranks
+        assert peek(state + 8 * PLACED) == peek(state + 8 * ARRIVALS) == 0
+        if self.kernel in _NUMBERS:
+            assert peek(state + 8 * _NUMBERS[self.kernel]) == self.number + 1
 
 
 def _arrived(*streams: int) -> Callable[[ModelGroup], list[int]]:
@@ -102,35 +120,45 @@ _D0, _D1 = ll_stream(LL_DISPATCH, 0, 0), ll_stream(LL_DISPATCH, 1, 0)
 _C0, _C1 = ll_stream(LL_COMBINE, 0, 0), ll_stream(LL_COMBINE, 1, 0)
 _NO_ROOM = {"path": "proxied", "error": TransportError, "told": "commands"}
 _THIRD = "D d0 C0 C0 c0 C0"
+_READY = {"absent": 1}
 _WAITS: dict[str, Wait] = {
-    "a dispatch": Wait(("D d0 D d1", "D d0"), "dispatch_arrival", 1, _arrived(_D1)),
-    "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_arrival", 0, _arrived(_C0)),
-    "that a dispatch is read": Wait(("D d0 D D", "D d0"), "route", 2, _arrived(NOTICE, _D1, _C0)),
-    "that a combine is read": Wait((_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _arrived(NOTICE, _D1)),
-    "the combine before": Wait((_THIRD, "D d0 C0"), "prepare_combine", 2, _arrived(_C1)),
-    "the end of a dispatch of its own": Wait(("D d0 D D", "D d0 D"), "route", 2, _completed(_D0), path="proxied"),
+    "a dispatch": Wait(("D d0 D d1", "D d0"), "dispatch_recv", 1, _arrived(_D1)),
+    "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_recv", 0, _arrived(_C0)),
+    "that a dispatch is read": Wait(("D d0 D D", "D d0"), "dispatch_send", 2, _arrived(NOTICE, _D1, _C0)),
+    "that a combine is read": Wait((_THIRD, "D d0 C0 C0"), "combine_send", 2, _arrived(NOTICE, _D1)),
+    "the combine before": Wait((_THIRD, "D d0 C0"), "combine_send", 2, _arrived(_C1)),
+    "the end of a dispatch of its own": Wait(
+        ("D d0 D D", "D d0 D"), "dispatch_send", 2, _completed(_D0), path="proxied"
+    ),
     "the end of a combine of its own": Wait(
-        ("D d0 C0 C0", "D d0 C0"), "prepare_combine", 1, _completed(_C0), path="proxied"
+        ("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _completed(_C0), path="proxied"
     ),
     "the end of a notice, dispatch": Wait(
-        ("D D d0 D", "D"), "route", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
+        ("D D d0 D", "D"), "dispatch_send", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
     ),
     "the end of a notice, combine": Wait(
-        (_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
+        (_THIRD, "D d0 C0 C0"), "combine_send", 2, _completed(NOTICE), path="proxied", notices=NOTICE_SLOTS
     ),
-    "room for a dispatch": Wait(("D D", "D"), "route", 1, _tail, ring_slots=2, **_NO_ROOM),
-    "room for a combine": Wait(
-        ("D d0 C0 C0", "D d0 C0"), "prepare_combine", 1, _tail, most=1, ring_slots=2, **_NO_ROOM
+    "room for a dispatch": Wait(("D d0 D D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=2, **_NO_ROOM),
+    "room for a combine": Wait(("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=2, **_NO_ROOM),
+    # as if no command before had left its slot
+    "room for a notice, dispatch": Wait(
+        ("D D d0 D", "D"), "dispatch_send", 2, _tail, known=0, ring_slots=2, **_NO_ROOM
     ),
-    # as if a message left no slot, which it only does where there are two peers
-    "room for notices, dispatch": Wait(("D D d0 D", "D"), "route", 2, _tail, known=0, ring_slots=2, **_NO_ROOM),
-    "room for notices, combine": Wait(
-        (_THIRD, "D d0 C0 C0"), "prepare_combine", 2, _tail, known=1, ring_slots=2, **_NO_ROOM
+    "room for a notice, combine": Wait(
+        (_THIRD, "D d0 C0 C0"), "combine_send", 2, _tail, known=1, ring_slots=2, **_NO_ROOM
     ),
+}
+#: Where the program that serves rank 1 never starts, the host ends nothing: the programs that wait for it do.
+_UNSERVED: dict[str, Wait] = {
+    "room in a message": Wait(("D", "D"), "dispatch_send", 0, **_READY),
+    "places of rows": Wait(("D d0", "D"), "dispatch_recv", 0, **_READY),
+    "room in what returns": Wait(("D d0 C0", "D d0"), "combine_send", 0, **_READY),
+    "what returns": Wait(("D d0 C0 c0", "D d0 C0"), "combine_recv", 0, **_READY),
 }
 WAITS: dict[str, Play] = {
     f"{how}: {name}": partial(wait.play, released=released)
     for name, wait in _WAITS.items()
     for how, released in (("in vain", False), ("released", True))
-}
+} | {f"in vain: {name}": partial(wait.play, released=False) for name, wait in _UNSERVED.items()}
 """By what is waited for, and how that ends."""

@@ -202,7 +202,8 @@ class ModelGroup(FakeGroup):
 @contextlib.contextmanager
 def _launching(group: ModelGroup) -> Iterator[None]:
     """Inside, launches of CPU tensors go to the machine of ``group``, compiled for CUDA."""
-    target = launch.Target(1, 32)
+    # programs that start in any order take their numbers as they start
+    target = launch.Target(1, 32, in_order=not group.machine.shuffled)
     with pytest.MonkeyPatch.context() as patch:
         for module in (launch, low_latency, normal):
             patch.setattr(module, "present_target", lambda: target)

@@ -29,7 +29,7 @@ LATEST = 1.25 * TIMEOUT
 #: Within so much of it a wait ends that the host ends: many spins of a kernel that looks every 20 us.
 SOON = 1e-3
 #: Steps of an idle machine before its clock goes faster: less than usual, since here it is idle for long.
-PATIENCE = 200
+PATIENCE = 500
 SLOWER = pytest.param("weak", marks=pytest.mark.model)
 Body = Callable[[Any, Any], object]
 

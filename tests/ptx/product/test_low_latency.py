@@ -26,6 +26,7 @@ _SMALL: dict[str, Any] = {"tokens": 4, "experts": 4, "topk": 2, "counts": (4, 3)
 SHAPES: dict[str, Case] = {
     "bf16": Case(**_SMALL),
     "fp8, per expert": Case(**_SMALL, reduced=False, fp8=True),
+    "in order": Case(**_SMALL, routing="twice", deterministic=True),
     "ue8m0, an empty rank": Case(**{**_SMALL, "counts": (0, 4)}, fp8=True, hidden=512, round_scale=True, ue8m0=True),
 }
 MORE: dict[str, Case] = {
@@ -42,6 +43,9 @@ MORE: dict[str, Case] = {
     "far experts": Case(**_SMALL, routing="far", hidden=136),
     "one token": Case(tokens=1, counts=(1,), experts=4, topk=2),
     "no tokens": Case(tokens=4, counts=(0,), experts=4, topk=2),
+    "in order, per expert": Case(
+        ranks=3, tokens=5, counts=(5, 3, 4), experts=6, topk=3, routing="one", reduced=False, deterministic=True
+    ),
     "three ranks": Case(ranks=3, tokens=3, counts=(3, 0, 2), experts=6, topk=3),
 }
 EVERY = SHAPES | MORE
@@ -63,6 +67,7 @@ def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
         ("sequential", "mapped", "ue8m0, an empty rank"),
         ("weak", "mapped", "fp8, per expert"),
         ("weak", "proxied", "bf16"),
+        ("weak", "mapped", "in order"),
     ],
 )
 def test_a_seed_of_each_quick_shape(memory: str, path: str, shape: str) -> None:

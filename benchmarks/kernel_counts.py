@@ -1,0 +1,167 @@
+"""What low latency's kernels execute for a GPU, counted on the model machine: launches, instructions, lines of PTX.
+
+    python benchmarks/kernel_counts.py [--json FILE] [--before COMMIT] [--ranks 8 --ranks 16] [--tokens 128]
+
+One dispatch and one combine of every rank, FP8 out and BF16 back, between ranks that map each other's windows. Each
+phase begins when all ranks have ended the one before, and programs run one after another: nobody waits, so that what is
+counted is work. The combined tokens are checked. The longest path of a kernel is that of its longest program; that of a
+dispatch is the sum over its kernels, which run one after the other. ``--before``: an earlier commit beside this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.host_time import check_out
+from tests.support.source_tree import ROOT
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.report import markdown_table
+
+__all__ = ["markdown", "measure"]
+
+#: DeepSeek-V3.
+HIDDEN, EXPERTS, TOPK = 7168, 256, 8
+#: Of one group of ranks; the machine steps each thread.
+SECONDS = 7200.0
+NOW, BEFORE = "now", "before"
+
+
+def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]]:
+    """By kernel: launches, instructions of its longest program and of all, by rank, and of the text. Of the product and
+    the machine it uses what earlier commits have as well."""
+    import numpy as np
+
+    from tests.ptx.machine.block import Block
+    from tests.ptx.machine.machine import Machine
+    from tests.ptx.memory.sequential import Sequential
+    from tests.ptx.product import trials
+    from tests.ptx.product.compiled import Compiled
+    from tests.ptx.translation.event import COUNT
+    from tests.support import ll_cases
+    from uccl_ep_serving.kernels.triton.kernel import PREFIX
+
+    found: dict[str, dict[str, float]] = {}
+    case = ll_cases.Case(
+        ranks=ranks, tokens=tokens, hidden=hidden, experts=EXPERTS, topk=TOPK, counts=(tokens,), reduced=False, fp8=True
+    )
+    counting = False
+
+    class Counted(Machine):
+        """Counts what each program has executed."""
+
+        def _block_exited(self, block: Block) -> None:
+            super()._block_exited(block)
+            if counting:
+                program = block.launch.kernel.program
+                executed = block.state[:, COUNT].astype(np.int64)
+                warps = executed.reshape(-1, min(32, len(executed))).max(axis=1)
+                one = found.setdefault(
+                    program.name.removeprefix(PREFIX),
+                    {"launches": 0, "longest": 0, "executed": 0, "text": len(program.code)},
+                )
+                one["launches"] += int(block.place == (0, 0)) / ranks
+                one["longest"] = max(one["longest"], int(warps.max()))
+                one["executed"] += int(warps.sum()) / ranks
+
+    machine = Counted(1, Sequential(), resident=1, burst=0.9, parting=0.0, host_limit_s=SECONDS)
+
+    def body(runtime: Any) -> None:
+        nonlocal counting
+        inputs = case.inputs()
+        given = inputs[runtime.rank]
+        low_latency: Any = group.low_latency(runtime)
+        ll_cases.reserve(low_latency, case)
+
+        def together() -> None:
+            group.synchronise()
+            runtime.group.barrier.wait(SECONDS)
+
+        # the first has no word of what was read
+        for turn in range(2):
+            together()
+            counting = turn == 1
+            together()
+            rows, count, handle, _, hook = low_latency.dispatch(
+                given.x, given.topk_idx, tokens, EXPERTS, return_recv_hook=True, **case.options
+            )
+            together()
+            hook()
+            together()
+            y = ll_cases.expert_output(ll_cases.received_values(case, rows, count), runtime.rank)
+            combined, _, hook = low_latency.combine(
+                y, given.topk_idx, given.topk_weights, handle, return_recv_hook=True
+            )
+            together()
+            hook()
+            together()
+        ll_cases.check_combined(case, inputs, runtime.rank, combined)
+
+    with trials.group_of(machine, Compiled(weak=False), ranks, "mapped") as group:
+        group.run(body, limit_steps=1 << 60)
+    return found
+
+
+def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = "") -> dict[str, Any]:
+    """Counts by commit, ranks and kernel."""
+    result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "hidden": hidden, "before": before, "counts": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        places = {NOW: ROOT}
+        if before:
+            check_out(before, Path(folder))
+            places[BEFORE] = Path(folder)
+        for way, place in places.items():
+            for ranks in groups:
+                done = subprocess.run(
+                    [sys.executable, "-P", __file__, "--body", str(ranks), str(tokens), str(hidden)],
+                    env={"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    timeout=SECONDS,
+                    check=True,
+                )
+                result["counts"].setdefault(way, {})[str(ranks)] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """A row per commit, ranks and kernel."""
+    rows = []
+    for way, groups in found["counts"].items():
+        for ranks, kernels in groups.items():
+            for name, one in kernels.items():
+                cells = (f"{one[key]:,.0f}" for key in ("launches", "longest", "executed", "text"))
+                rows.append([f"EP{ranks}", way, f"`{name}`", *cells])
+    headings = ("ranks", "commit", "kernel", "launches", "longest program", "all programs", "lines of PTX")
+    sizes = f"{found['tokens']} tokens of {found['hidden']} values a rank, {EXPERTS} experts, top-{TOPK}"
+    about = f"{sizes}; instructions of warps."
+    return f"{markdown_table(headings, rows)}\n\n{about}"
+
+
+def main() -> None:
+    """Count, print, and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--before", default="", help="an earlier commit")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=HIDDEN)
+    parser.add_argument("--body", nargs=3, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.body:
+        print(json.dumps(run_here(*options.body)))
+        return
+    found = measure(options.ranks or [8, 16, 32], options.tokens, options.hidden, options.before)
+    print(markdown(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

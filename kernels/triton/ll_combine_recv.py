@@ -1,0 +1,217 @@
+"""Low-latency combine, receiving: one kernel sums the rows that come back for each token, as soon as those are there.
+
+The first R programs hear one rank each: they wait for its message and check what it claims. Each of the others sums
+some values of some tokens once the ranks that have those tokens' experts are heard.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import DTYPE_F32, FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
+from ...protocol.streams import LL_COMBINE
+from .blocks import (
+    P_ROUTE_RETURNS,
+    R_COUNTS,
+    R_PAIRS,
+    R_RETURN_BASE,
+    S_COMBINE_AHEAD,
+    S_COMBINE_READ,
+    S_COMBINE_RECV,
+    S_COMBINE_RECV_STEP,
+    T_COMBINE_COME,
+    route_table,
+    state_table,
+)
+from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
+from .kernel import kernel
+from .ll_counts import mark_read, one_lane
+from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
+from .programs import COMBINE_RECV, await_ready, program_number, stamp_of, tell_ready
+from .quant import load_together, store_floats
+from .wait import FAILURE_PROTOCOL, fail, wait_messages
+from .words import acquire, clock_ns, floats, int64s, peek, poke
+
+_COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
+_EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
+
+
+@triton.jit
+def _hear(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    peer: tl.tensor,
+    number: tl.tensor,
+    waited: tl.tensor,
+    DTYPE: tl.constexpr,
+    REDUCED: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """What one of the first programs does for its rank, whose rows must be those that this one was promised."""
+    start = clock_ns(BACKEND)
+    stream = stream_of(_COMBINE, number)
+    good = has_failed_now(context, BACKEND) == 0
+    live = is_live(context, peer)
+    if good & live:
+        peers, mine = one_lane(peer, LANES)
+        good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True, BACKEND)
+        if good:
+            come_at = state_table(context, state, T_COMBINE_COME + (number & 1), peer)
+            come = peek(come_at)
+            # every thread has read what one of them is about to overwrite
+            tl.debug_barrier()
+            poke(come_at, tl.maximum(come, number // 2 + 1))
+            region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
+            header = landing_window(context, peer) + region + peek(route_table(context, route, R_RETURN_BASE, peer))
+            told, rows = acquire(header + AT_CODING, BACKEND), acquire(header + AT_ROWS, BACKEND)
+            got, expected = check_header(context, state, route, peer, header, number, _TAG, BACKEND)
+            coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
+            if (got == expected) & (told != coding):
+                got, expected = MARK | told & LOW, expected * 0 + (MARK | coding)
+            if got == expected:
+                got, expected = rows, peek(route_table(context, route, R_COUNTS if REDUCED else R_PAIRS, peer))
+            good = got == expected
+            if good == 0:
+                fail(context, state, FAILURE_PROTOCOL, peer, stream, got, expected, BACKEND)
+    tell_ready(context, state, peer, stamp_of(COMBINE_RECV, number), good & live, BACKEND)
+
+
+# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
+@kernel(do_not_specialize=["weights", "tokens", "waited"])
+def combine_recv(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    ticket: tl.int64,
+    weights: tl.int64,
+    out: tl.int64,
+    tokens: tl.int64,
+    waited: tl.int64,
+    HIDDEN: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Receive the combine message of every rank, whose number is at ``ticket``, and sum; grid
+    (R + ceil(tokens / ROWS) * ceil(HIDDEN / BLOCK),). Compile without fused multiply-add.
+
+    Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
+    order. Rounded once; a token without experts is zero, and so is one whose rows do not come.
+
+    Eight arguments of a launch, twelve constants.
+
+    Args:
+        weights: float32[tokens, TOPK], used in the expanded form.
+        out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes; ROW_BYTES a row on the wire.
+        waited: int64[R] to which the nanoseconds waited for each rank are added, or 0.
+        TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
+        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+    """
+    tokens, waited = tokens.to(tl.int64), waited.to(tl.int64)
+    ranks, number = rank_count(context), peek(ticket)
+    mine = program_number(state, IN_ORDER)
+    if mine < ranks:
+        _hear(context, state, route, mine, number, waited, DTYPE, REDUCED, LANES, BACKEND)
+        if mine == 0:
+            # only later kernels tell others, which find all of this one done, or that it failed
+            mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
+    else:
+        columns: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+        program = mine - ranks
+        token = program // columns * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        value = program % columns * BLOCK + tl.arange(0, BLOCK)[None, :]
+        _sum_rows(
+            context,
+            state,
+            route,
+            number,
+            weights,
+            out,
+            token,
+            tokens,
+            value,
+            HIDDEN,
+            ROW_BYTES,
+            DTYPE,
+            REDUCED,
+            TOPK,
+            SLOTS,
+            TOGETHER,
+            ROWS,
+            BLOCK,
+            BACKEND,
+        )
+
+
+@triton.jit
+def _sum_rows(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    number: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    value: tl.tensor,
+    HIDDEN: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Sum values ``value`` [1, BLOCK] of tokens ``token`` [ROWS]. Its arguments are those of the kernel that it is a
+    part of."""
+    width: tl.constexpr = 4 if DTYPE == _F32 else 2
+    returns = route + peek(route + P_ROUTE_RETURNS)
+    slot = tl.arange(0, SLOTS)[None, :]
+    given = (token[:, None] < tokens) & (slot < TOPK)
+    entries = tl.load(int64s(returns + 8 * (token[:, None] * TOPK + slot)), mask=given, other=-1)
+    ranks = tl.where(entries >= 0, entries >> 32, 0)
+    wanted = entries >= 0
+    stamp, stream = stamp_of(COMBINE_RECV, number), stream_of(_COMBINE, number)
+    _, ready = await_ready(context, state, ranks, wanted, stamp, stream, BACKEND)
+    lacking = tl.max((wanted & (ready == 0)).to(tl.int32), axis=1)
+    region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
+    wanted_values = ((token < tokens) & (lacking == 0))[:, None] & (value < HIDDEN)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, TOPK, TOGETHER):
+        sources, there, factors = (), (), ()
+        for step in tl.static_range(TOGETHER):
+            inside = (token < tokens) & (first + step < TOPK)
+            at = token * TOPK + first + step
+            entry = tl.load(int64s(returns + 8 * at), mask=inside, other=-1)
+            rank = tl.where(entry >= 0, entry >> 32, 0)
+            here = entry >= 0
+            base = landing_window(context, rank) + region + peek(route_table(context, route, R_RETURN_BASE, rank))
+            sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * ROW_BYTES,)  # type: ignore[assignment]
+            there += (here,)  # type: ignore[assignment]
+            if not REDUCED:
+                factor = tl.load(floats(weights + 4 * at), mask=inside, other=0.0)
+                factors += (factor,)  # type: ignore[assignment]
+        parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER, BACKEND)
+        for step in tl.static_range(TOGETHER):
+            part = parts[step]
+            if not REDUCED:
+                part = factors[step][:, None] * part
+            total = tl.where(there[step][:, None], total + part, total)
+    total = tl.where(lacking[:, None] != 0, 0.0, total)
+    store_floats(
+        out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE, BACKEND
+    )

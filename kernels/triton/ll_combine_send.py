@@ -1,0 +1,266 @@
+"""Low-latency combine, sending: one kernel returns the experts' rows to each source, summed here when the weights are
+known, and publishes each message as soon as its last row is written.
+
+The first R programs serve one source each: they place its message, wait until its space is free and write its header.
+Then they and all others of the source pack its rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import DTYPE_F32, FORM_REDUCED, LowLatencyHeader
+from ...protocol.streams import LL_COMBINE
+from .blocks import (
+    P_ROUTE_BEFORE,
+    P_ROUTE_PLACES,
+    P_ROUTE_WEIGHTS,
+    P_TOKENS,
+    R_RECEIVED,
+    R_RETURN_BASE,
+    R_RETURN_FORM,
+    R_RETURN_ROWS,
+    R_RETURN_TO,
+    S_COMBINE_NUMBER,
+    S_COMBINE_RECV,
+    S_COMBINE_RECV_STEP,
+    S_COMBINE_SEND,
+    S_COMBINE_SEND_STEP,
+    T_COMBINE_BASE,
+    T_MESSAGE_AT,
+    route_table,
+    state_table,
+)
+from .context import has_failed_now, is_live, rank_count, stream_of
+from .kernel import kernel
+from .ll_counts import tell_combines_free, wait_space
+from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
+from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
+from .programs import (
+    COMBINE_SEND,
+    await_ready,
+    finish_one,
+    last_peer,
+    may_publish,
+    program_number,
+    stamp_of,
+    tell_ready,
+)
+from .quant import load_together, store_floats
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+
+_COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
+_REDUCED, _F32 = tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
+
+
+@triton.jit
+def _serve(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    ticket: tl.tensor,
+    source: tl.tensor,
+    start: tl.tensor,
+    ROW_BYTES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """What one of the first programs does for its source. True when there is something to pack. Its arguments are those
+    of the kernel."""
+    number, ranks = peek(state + S_COMBINE_NUMBER), rank_count(context)
+    parity = number & 1
+    if source == 0:
+        poke(ticket, number)
+    base = peek(route_table(context, route, R_RETURN_BASE, source))
+    poke(state_table(context, state, T_COMBINE_BASE + parity, source), base)
+    # the place is read again while waiting
+    settle(BACKEND)
+    good = has_failed_now(context, BACKEND) == 0
+    live = is_live(context, source)
+    if good & live:
+        free, good = tell_combines_free(context, state, source, start, LANES, BACKEND)
+        if good:
+            good = wait_space(context, state, source, _COMBINE, start, LANES, BACKEND)
+        if good:
+            before = tl.full((), 0, tl.int64)
+            for first in range(0, ranks, LANES):
+                peers = first + tl.arange(0, LANES).to(tl.int64)
+                returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
+                before += tl.sum(tl.load(returned, mask=(peers < ranks) & (peers < source), other=0), axis=0)
+            rows = peek(route_table(context, route, R_RETURN_ROWS, source))
+            staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
+            staging += offset_among(source, source * HEADER + before * ROW_BYTES)
+            target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
+            target += peek(route_table(context, route, R_RETURN_TO, source))
+            message = place_message(context, state, source, staging, target, rows * ROW_BYTES + HEADER)
+            coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
+            nowhere = tl.full((), 0, tl.int64)
+            write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
+    tell_ready(context, state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
+    return good & live
+
+
+@kernel()
+def combine_send(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    ticket: tl.int64,
+    x: tl.int64,
+    layout_range: tl.int64,
+    HIDDEN: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Send the next combine message to every source; grid (R * any,). Compile without fused multiply-add: product and
+    sum are rounded separately, as everywhere else. Six arguments of a launch, ten constants.
+
+    Args:
+        ticket: address of the int64 where the message number is stored, for the receive.
+        x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a
+            row on the wire.
+        layout_range: int64[L, R] of the dispatch.
+        TOGETHER: slots whose rows are loaded together. IN_ORDER: programs start in the order of their numbers. LANES:
+            threads, except in the interpreter.
+    """
+    start = clock_ns(BACKEND)
+    ranks = rank_count(context)
+    program = program_number(state, IN_ORDER)
+    part, source = divide(program, ranks)
+    tokens = peek(route_table(context, route, R_RECEIVED, source))
+    parts = divide(tl.num_programs(0), ranks)[0]
+    # a program that has no row is none of those that are counted
+    working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
+    if part < working:
+        if part == 0:
+            told = tl.full((), 1, tl.int1)
+            good = _serve(context, state, route, ticket, source, start, ROW_BYTES, DTYPE, LANES, BACKEND)
+        else:
+            number = peek(state + S_COMBINE_NUMBER)
+            one = source + tl.zeros([1], tl.int64)
+            stamp, stream = stamp_of(COMBINE_SEND, number), stream_of(_COMBINE, number)
+            known, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
+            told = uniform(tl.max(known.to(tl.int32), axis=0), BACKEND) != 0
+            good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
+        if good:
+            first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
+            _pack_rows(
+                context,
+                route,
+                source,
+                tokens,
+                part,
+                working,
+                first_row,
+                x,
+                layout_range,
+                HIDDEN,
+                ROW_BYTES,
+                DTYPE,
+                TOPK,
+                TOGETHER,
+                ROWS,
+                BLOCK,
+                BACKEND,
+            )
+            settle(BACKEND)
+        # also where nothing may be said any more: an operation ends in every case
+        if told:
+            if finish_one(context, state, source) == working - 1:
+                # what this program has acquired with its piece of work: for all threads
+                settle(BACKEND)
+                number = peek(state + S_COMBINE_NUMBER)
+                if may_publish(context, state, source, stamp_of(COMBINE_SEND, number)):
+                    publish_message(context, state, source, _COMBINE, number, start, LANES, BACKEND)
+                if last_peer(context, state, source, ranks, BACKEND):
+                    poke(state + S_COMBINE_NUMBER, number + 1)
+
+
+@triton.jit
+def _expert_row(
+    layout_range: tl.tensor, place: tl.tensor, source: tl.tensor, ranks: tl.tensor, capacity: tl.tensor
+) -> tl.tensor:
+    """Row of the experts' output, counted over all experts, that ``place`` names; 0 where there is none."""
+    here = place >= 0
+    expert = tl.where(here, place >> PLACE_EXPERT, 0).to(tl.int64)
+    begin = peek(layout_range + 8 * (expert * ranks + source)) >> 32
+    return tl.where(here, expert * capacity + begin + (place & PLACE_POSITION).to(tl.int64), 0)
+
+
+@triton.jit
+def _pack_rows(
+    context: tl.tensor,
+    route: tl.tensor,
+    source: tl.tensor,
+    tokens: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+    first_row: tl.tensor,
+    x: tl.tensor,
+    layout_range: tl.tensor,
+    HIDDEN: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Pack each of ``parts`` parts of the rows for ``source``, from address ``first_row`` on. Its arguments are those
+    of the kernel that it is a part of."""
+    ranks, most = rank_count(context), peek(route + P_TOKENS)
+    capacity = ranks * most
+    width: tl.constexpr = 4 if DTYPE == _F32 else 2
+    places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
+    reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
+    for lowest in range(part * ROWS, tokens, parts * ROWS):
+        index = lowest + tl.arange(0, ROWS).to(tl.int64)
+        inside = index < tokens
+        if reduced:
+            weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
+            target = first_row + index * ROW_BYTES
+            for column in range(0, HIDDEN, BLOCK):
+                value = column + tl.arange(0, BLOCK)[None, :]
+                wanted = inside[:, None] & (value < HIDDEN)
+                total = tl.zeros([ROWS, BLOCK], tl.float32)
+                for first in range(0, TOPK, TOGETHER):
+                    sources, there, factors = (), (), ()
+                    for step in tl.static_range(TOGETHER):
+                        given = inside & (first + step < TOPK)
+                        at = 4 * (index * TOPK + first + step)
+                        place = tl.load(int32s(places + at), mask=given, other=-1)
+                        factor = tl.load(floats(weights + at), mask=given, other=0.0)
+                        row = _expert_row(layout_range, place, source, ranks, capacity)
+                        sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
+                        there += (place >= 0,)  # type: ignore[assignment]
+                        factors += (factor,)  # type: ignore[assignment]
+                    parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
+                    for step in tl.static_range(TOGETHER):
+                        sum_ = total + factors[step][:, None] * parts_[step]
+                        total = tl.where(there[step][:, None], sum_, total)
+                store_floats(target, value, total, wanted, DTYPE, BACKEND)
+        else:
+            before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
+            pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
+            words: tl.constexpr = HIDDEN * width // 4
+            for slot in range(TOPK):
+                place = tl.load(int32s(places + 4 * (index * TOPK + slot)), mask=inside, other=-1)
+                row = _expert_row(layout_range, place, source, ranks, capacity)
+                begin = x + row * (HIDDEN * width)
+                target = first_row + pair * ROW_BYTES
+                for first in range(0, words, BLOCK):
+                    word = first + tl.arange(0, BLOCK)[None, :]
+                    here = (place >= 0)[:, None] & (word < words)
+                    moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
+                    tl.store(aligned(target, tl.int32)[:, None] + word, moved, mask=here)
+                pair += (place >= 0).to(tl.int64)

@@ -1,0 +1,422 @@
+"""Low-latency dispatch, receiving: one kernel puts the rows of each source where DeepEP has them, as the source's
+message comes.
+
+The rows of a local expert are contiguous, and those of one source follow each other in its token order. The first R
+programs hear one source each: they wait for its message, check what it claims, and give its rows their places with each
+expert: behind those that other sources have taken or, where order is asked for, behind those of all lower ranks. Then
+they and all others of the source copy its rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import (
+    DTYPE_FP8,
+    DTYPE_FP8_UE8M0,
+    FORM_EXPANDED,
+    FORM_REDUCED,
+    PAIRS_SHIFT,
+    PLACE_SHIFT,
+    SCALE_BLOCK,
+    LowLatencyHeader,
+)
+from ...protocol.streams import LL_DISPATCH
+from .blocks import (
+    P_FIRST_ROW,
+    P_LOCAL,
+    P_META,
+    P_ROUTE_BEFORE,
+    P_ROUTE_FILLED,
+    P_ROUTE_PLACES,
+    P_ROUTE_WEIGHTS,
+    P_ROW,
+    P_TOKENS,
+    R_RECEIVED,
+    R_RETURN_FORM,
+    R_RETURN_ROWS,
+    R_RETURN_TO,
+    S_COMBINE_RECV_STEP,
+    S_DISPATCH_AHEAD,
+    S_DISPATCH_READ,
+    S_DISPATCH_RECV,
+    S_DISPATCH_SLOT,
+    route_table,
+)
+from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
+from .kernel import kernel
+from .ll_counts import mark_read
+from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header
+from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
+from .wait import FAILURE_PROTOCOL, fail, wait_messages
+from .words import acquire, aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+
+_DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
+_WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
+_FP8, _UE8M0, _GROUP = tl.constexpr(DTYPE_FP8), tl.constexpr(DTYPE_FP8_UE8M0), tl.constexpr(SCALE_BLOCK)
+_EXPANDED, _REDUCED = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED)
+PLACE_EXPERT, PLACE_POSITION = tl.constexpr(PLACE_SHIFT), tl.constexpr((1 << PLACE_SHIFT) - 1)
+_PAIRS_SHIFT = tl.constexpr(PAIRS_SHIFT)
+
+
+@triton.jit
+def _message(context: tl.tensor, state: tl.tensor, number: tl.tensor, source: tl.tensor) -> tl.tensor:
+    slot = (number & 1) * rank_count(context) + source
+    return landing_window(context, source) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+
+
+@triton.jit
+def _take_header(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    source: tl.tensor,
+    number: tl.tensor,
+    message: tl.tensor,
+    TOPK: tl.constexpr,
+    CODING: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Check what ``source`` says, and note it in the route block. False when it is refused."""
+    most = peek(route + P_TOKENS)
+    coding = acquire(message + AT_CODING, BACKEND)
+    told = acquire(message + AT_ROWS, BACKEND)
+    back = acquire(message + AT_RETURN_OFFSET, BACKEND)
+    got, expected = check_header(context, state, route, source, message, number, _TAG, BACKEND)
+    rows, pairs = told & LOW, told >> _PAIRS_SHIFT
+    form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
+    returned = tl.where(form == _REDUCED, rows, pairs)
+    room = peek(state + S_COMBINE_RECV_STEP) - HEADER - returned * peek(route + P_ROW)
+    if (got == expected) & ((coding & ~_WEIGHTED) != CODING):
+        got, expected = MARK | coding & LOW, expected * 0 + (MARK | CODING)
+    if (got == expected) & (rows > most):
+        got, expected = rows, most
+    if (got == expected) & ((pairs < 0) | (pairs > rows * TOPK)):
+        got, expected = pairs, rows * TOPK
+    if (got == expected) & ((back < 0) | ((back & 15) != 0) | (back > room)):
+        got, expected = back, tl.where(back == 0, 1, 0).to(tl.int64)
+    good = got == expected
+    if good:
+        poke(route_table(context, route, R_RECEIVED, source), rows)
+        poke(route_table(context, route, R_RETURN_TO, source), back)
+        poke(route_table(context, route, R_RETURN_FORM, source), form)
+        poke(route_table(context, route, R_RETURN_ROWS, source), returned)
+    else:
+        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), got, expected, BACKEND)
+    # all threads read them again
+    settle(BACKEND)
+    return good
+
+
+@triton.jit
+def _lay_out(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    source: tl.tensor,
+    number: tl.tensor,
+    layout_range: tl.tensor,
+    in_order: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are
+    refused."""
+    ranks, rows = rank_count(context), peek(route_table(context, route, R_RECEIVED, source))
+    local, most = peek(route + P_LOCAL), peek(route + P_TOKENS).to(tl.int32)
+    filled = route + peek(route + P_ROUTE_FILLED)
+    counts = _message(context, state, number, source) + HEADER
+    refused = tl.full((), 0, tl.int64)
+    for first in range(0, local, LANES):
+        expert = first + tl.arange(0, LANES).to(tl.int64)
+        inside = expert < local
+        count = tl.load(int32s(counts + 4 * expert), mask=inside, other=0)
+        wrong = (count < 0) | (count > rows)
+        refused = tl.maximum(refused, tl.max(tl.where(wrong, count.to(tl.int64) & LOW, 0), axis=0))
+        count = tl.where(wrong, 0, count)
+        begin = tl.atomic_add(int32s(filled + 4 * expert), count, mask=inside, sem="relaxed", scope="gpu")
+        if in_order != 0:
+            begin = tl.zeros([LANES], tl.int32)
+            for step in range(source):
+                lower = source - 1 - step
+                if is_live(context, lower):
+                    theirs = _message(context, state, number, lower) + HEADER
+                    ahead = tl.load(int32s(theirs + 4 * expert), mask=inside, other=0)
+                    # a rank that lies is refused by the program that hears it
+                    begin += tl.minimum(tl.maximum(ahead, 0), most)
+        entry = (begin.to(tl.int64) << 32) | count.to(tl.int64)
+        tl.store(int64s(layout_range + 8 * (expert * ranks + source)), entry, mask=inside)
+    if refused != 0:
+        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), refused, rows, BACKEND)
+    return refused == 0
+
+
+@triton.jit
+def _hear(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    source: tl.tensor,
+    layout_range: tl.tensor,
+    waited: tl.tensor,
+    in_order: tl.tensor,
+    TOPK: tl.constexpr,
+    CODING: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """What one of the first programs does for its source. True when there are rows to move. Its arguments are those of
+    the kernel."""
+    start = clock_ns(BACKEND)
+    number = peek(route)
+    good = has_failed_now(context, BACKEND) == 0
+    live = is_live(context, source)
+    if good:
+        if live:
+            # where order is asked for, the rows of lower ranks are counted first
+            for first in range(0, source + 1, LANES):
+                peers = first + tl.arange(0, LANES).to(tl.int64)
+                mine = peers == source
+                awaited = is_live(context, peers) & (mine | (peers < source * in_order))
+                if good:
+                    good = wait_messages(
+                        context, state, peers, awaited, mine, _DISPATCH, number, waited, start, True, BACKEND
+                    )
+            if good:
+                message = _message(context, state, number, source)
+                good = _take_header(context, state, route, source, number, message, TOPK, CODING, BACKEND)
+                if good:
+                    good = _lay_out(context, state, route, source, number, layout_range, in_order, LANES, BACKEND)
+        else:
+            # a lost source has sent nothing, and nothing returns to it
+            zero = tl.full((), 0, tl.int64)
+            poke(route_table(context, route, R_RECEIVED, source), zero)
+            poke(route_table(context, route, R_RETURN_TO, source), zero)
+            poke(route_table(context, route, R_RETURN_FORM, source), zero)
+            poke(route_table(context, route, R_RETURN_ROWS, source), zero)
+            ranks = rank_count(context)
+            for first in range(0, peek(route + P_LOCAL), LANES):
+                expert = first + tl.arange(0, LANES).to(tl.int64)
+                inside = expert < peek(route + P_LOCAL)
+                none = tl.zeros([LANES], tl.int64)
+                tl.store(int64s(layout_range + 8 * (expert * ranks + source)), none, mask=inside)
+    tell_ready(context, state, source, stamp_of(DISPATCH_RECV, number), good & live, BACKEND)
+    return good & live
+
+
+@triton.jit
+def _close(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    source: tl.tensor,
+    recv_count: tl.tensor,
+    stats: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """``source`` is done with: the last one leaves the counts, which are zero after a failure."""
+    ranks = rank_count(context)
+    if last_peer(context, state, source, ranks, BACKEND):
+        # what the others have stored, or have found wrong
+        settle(BACKEND)
+        good = has_failed_now(context, BACKEND) == 0
+        filled, local = route + peek(route + P_ROUTE_FILLED), peek(route + P_LOCAL)
+        for first in range(0, local, LANES):
+            expert = first + tl.arange(0, LANES).to(tl.int64)
+            inside = expert < local
+            count = tl.where(good, tl.load(int32s(filled + 4 * expert), mask=inside, other=0), 0)
+            tl.store(int32s(recv_count + 4 * expert), count, mask=inside)
+            if stats != 0:
+                sums = int32s(stats + 4 * expert)
+                tl.store(sums, tl.load(sums, mask=inside, other=0) + count, mask=inside)
+        if good:
+            mark_read(state, S_DISPATCH_READ, S_DISPATCH_AHEAD, peek(route))
+
+
+@kernel(do_not_specialize=["stats", "waited", "in_order"])
+def dispatch_recv(
+    context: tl.int64,
+    state: tl.int64,
+    route: tl.int64,
+    recv_x: tl.int64,
+    scales: tl.int64,
+    recv_count: tl.int64,
+    src_info: tl.int64,
+    layout_range: tl.int64,
+    stats: tl.int64,
+    waited: tl.int64,
+    in_order: tl.int64,
+    PAYLOAD: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    CODING: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch, ten constants.
+
+    Args:
+        recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps; ROW_BYTES each on the wire.
+        scales: FP8: float32 [L, H / 128, R * T]; UE8M0: int32 [L, H / 512, R * T], four exponents a word; else 0.
+        recv_count: int32[L]. src_info: int32[L, R * T], token index at the source. layout_range: int64[L, R].
+        stats: int32[L] to which counts are added, or 0. waited: int64[R] to which the nanoseconds waited for each
+            source are added, or 0.
+        in_order: 1 = an expert's rows stand by source rank, 0 = by arrival.
+        CODING: DTYPE_* that the rows must have. IN_ORDER: programs start in the order of their numbers. LANES: threads,
+            except in the interpreter.
+    """
+    stats, waited, in_order = stats.to(tl.int64), waited.to(tl.int64), in_order.to(tl.int64)
+    ranks, number = rank_count(context), peek(route)
+    program = program_number(state, IN_ORDER)
+    part, source = divide(program, ranks)
+    stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
+    if part == 0:
+        good = _hear(context, state, route, source, layout_range, waited, in_order, TOPK, CODING, LANES, BACKEND)
+    else:
+        one = source + tl.zeros([1], tl.int64)
+        _, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
+        good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
+    if good:
+        tokens = peek(route_table(context, route, R_RECEIVED, source))
+        parts = divide(tl.num_programs(0), ranks)[0]
+        # a program that has no row is none of those that are counted
+        working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
+        if part < working:
+            _copy_rows(
+                context,
+                state,
+                route,
+                source,
+                number,
+                part,
+                working,
+                recv_x,
+                scales,
+                src_info,
+                layout_range,
+                PAYLOAD,
+                ROW_BYTES,
+                CODING,
+                TOPK,
+                SLOTS,
+                ROWS,
+                BLOCK,
+                BACKEND,
+            )
+            settle(BACKEND)
+            if finish_one(context, state, source) == working - 1:
+                _close(context, state, route, source, recv_count, stats, LANES, BACKEND)
+    elif part == 0:
+        _close(context, state, route, source, recv_count, stats, LANES, BACKEND)
+
+
+@triton.jit
+def _copy_rows(
+    context: tl.tensor,
+    state: tl.tensor,
+    route: tl.tensor,
+    source: tl.tensor,
+    number: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+    recv_x: tl.tensor,
+    scales: tl.tensor,
+    src_info: tl.tensor,
+    layout_range: tl.tensor,
+    PAYLOAD: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    CODING: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Copy each of ``parts`` parts of the rows of ``source`` to their places, and keep what a combine needs of the
+    metas. Its arguments are those of the kernel that it is a part of."""
+    ranks, most = rank_count(context), peek(route + P_TOKENS)
+    capacity, local = ranks * most, peek(route + P_LOCAL)
+    meta_size, tokens = peek(route + P_META), peek(route_table(context, route, R_RECEIVED, source))
+    reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
+    returned = peek(route_table(context, route, R_RETURN_ROWS, source))
+    metas = _message(context, state, number, source) + peek(route + P_FIRST_ROW)
+    kept = source * most
+    slot = tl.arange(0, SLOTS)[None, :]
+    for lowest in range(part * ROWS, tokens, parts * ROWS):
+        index = lowest + tl.arange(0, ROWS).to(tl.int64)
+        inside = index < tokens
+        meta = metas + index * (meta_size + ROW_BYTES)
+        given = inside[:, None] & (slot < TOPK)
+        origin = tl.load(int32s(meta), mask=inside, other=0)
+        before = tl.load(int32s(meta + 4), mask=inside, other=0)
+        place = tl.load(int32s(meta[:, None] + 8 + 4 * slot), mask=given, other=-1)
+        expert, position = (place >> PLACE_EXPERT).to(tl.int64), (place & PLACE_POSITION).to(tl.int64)
+        here = given & (place != -1)
+        known = here & (place >= 0) & (expert < local)
+        layout = tl.load(int64s(layout_range + 8 * (expert * ranks + source)), mask=known, other=0)
+        right = known & (position < (layout & LOW))
+        pairs = tl.sum(here.to(tl.int32), axis=1)
+        wrong = (origin < 0) | (origin >= most.to(tl.int32)) | (tl.sum((here & (right == 0)).to(tl.int32), axis=1) > 0)
+        if reduced == 0:
+            wrong |= (before < 0) | (before.to(tl.int64) + pairs > returned)
+        if uniform(tl.max(wrong.to(tl.int32), axis=0), BACKEND) != 0:
+            fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), lowest, tokens, BACKEND)
+        else:
+            at = kept * TOPK + index[:, None] * TOPK + slot
+            tl.store(int32s(route + peek(route + P_ROUTE_PLACES) + 4 * at), place, mask=given)
+            if reduced:
+                factors = tl.load(floats(meta[:, None] + 8 + 4 * TOPK + 4 * slot), mask=given, other=0.0)
+                tl.store(floats(route + peek(route + P_ROUTE_WEIGHTS) + 4 * at), factors, mask=given)
+            else:
+                tl.store(int32s(route + peek(route + P_ROUTE_BEFORE) + 4 * (kept + index)), before, mask=inside)
+            row = tl.where(right, expert * capacity + (layout >> 32) + position, -1)
+            tl.store(int32s(src_info + 4 * row), origin[:, None] + tl.zeros([ROWS, SLOTS], tl.int32), mask=right)
+            _copy(meta + meta_size, row, inside, recv_x, scales, capacity, PAYLOAD, CODING, TOPK, SLOTS, ROWS, BLOCK)
+
+
+@triton.jit
+def _copy(
+    source: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    recv_x: tl.tensor,
+    scales: tl.tensor,
+    capacity: tl.tensor,
+    PAYLOAD: tl.constexpr,
+    CODING: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Copy wire rows at ``source`` [ROWS] to rows ``row`` [ROWS, SLOTS] of recv_x, counted over all experts, -1 for
+    none. Twelve arguments: tensors and what fixes their form."""
+    words: tl.constexpr = PAYLOAD // 4
+    scale_words: tl.constexpr = 1 if CODING == _FP8 else 4
+    quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)
+    groups: tl.constexpr = PAYLOAD // (scale_words * _GROUP) if quantised else 0
+    # rows are padded to 16 bytes: with the padding, every load is 16 bytes wide
+    readable: tl.constexpr = (words + groups + 3) // 4 * 4
+    for first in range(0, words + groups, BLOCK):
+        word = first + tl.arange(0, BLOCK)[None, :]
+        part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < readable), other=0)
+        for index in range(TOPK):
+            # one more, so that 0 is none
+            place = tl.sum(tl.where(tl.arange(0, SLOTS)[None, :] == index, row + 1, 0), axis=1)
+            # most slots of a token live elsewhere
+            if tl.max(place, axis=0) > 0:
+                here = (place > 0)[:, None]
+                place = tl.maximum(place - 1, 0)
+                target = recv_x + place * PAYLOAD
+                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here & (word < words))
+                if groups > 0:
+                    group = word - words
+                    expert, position = divide(place, capacity)
+                    column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
+                    tl.store(int32s(column), part, mask=here & (group >= 0) & (group < groups))

@@ -1,0 +1,513 @@
+"""Low-latency dispatch, sending: one kernel routes every token, casts it once, writes it into the message of each of
+its ranks and publishes each message as soon as its last row is written.
+
+The first R programs serve one destination each: they list its rows, place its message and its answer, wait until its
+space is free and write its header. Each of the others has some values of some tokens, and writes those into their rows
+once they are listed. Among an expert's rows of this source, a token's place is the next one free or, where order is
+asked for, that of its number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...protocol.layout import MAX_LOW_LATENCY_TOKENS
+from ...protocol.message import (
+    DTYPE_F32,
+    DTYPE_FP8,
+    DTYPE_FP8_UE8M0,
+    PAIRS_SHIFT,
+    PLACE_SHIFT,
+    SCALE_BLOCK,
+    LowLatencyHeader,
+)
+from ...protocol.streams import LL_DISPATCH
+from ..blocks.low_latency_device import ROUTE_WORDS
+from .blocks import (
+    P_EXPERTS,
+    P_FIRST_ROW,
+    P_LOCAL,
+    P_META,
+    P_ROUTE_EARLIER,
+    P_ROUTE_FILLED,
+    P_ROUTE_RETURNS,
+    P_ROW,
+    P_TOKENS,
+    R_COUNTS,
+    R_PAIRS,
+    R_RETURN_BASE,
+    S_DISPATCH_NUMBER,
+    S_DISPATCH_RECV,
+    S_DISPATCH_SEND,
+    S_DISPATCH_SEND_STEP,
+    S_DISPATCH_SLOT,
+    S_PLACED,
+    T_MESSAGE_AT,
+    expert_count,
+    route_table,
+    state_table,
+)
+from .context import has_failed_now, is_live, own_rank, rank_count, stream_of
+from .kernel import kernel
+from .ll_counts import tell_dispatches_read, wait_space
+from .ll_message import HEADER, LOW, offset_among, place_message, publish_message, write_header
+from .programs import (
+    DISPATCH_SEND,
+    await_ready,
+    finish,
+    finish_one,
+    last_peer,
+    may_publish,
+    program_number,
+    stamp_of,
+    tell_ready,
+)
+from .quant import load_floats, quantise_blocks
+from .wait import report_id
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
+
+_DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
+_WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
+_F32, _FP8, _UE8M0 = tl.constexpr(DTYPE_F32), tl.constexpr(DTYPE_FP8), tl.constexpr(DTYPE_FP8_UE8M0)
+_GROUP, _ROUTE_WORDS = tl.constexpr(SCALE_BLOCK), tl.constexpr(ROUTE_WORDS)
+_PLACE_SHIFT, _PAIRS_SHIFT = tl.constexpr(PLACE_SHIFT), tl.constexpr(PAIRS_SHIFT)
+_NOBODY = tl.constexpr(1 << 30)
+#: Fields of PLACED: rows, (token, slot) pairs, destinations. A token has at most 64 slots.
+_FIELD, _IN_FIELD = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
+assert 64 * MAX_LOW_LATENCY_TOKENS < 1 << 20
+
+
+@triton.jit
+def _expert_ids(
+    topk_idx: tl.tensor,
+    token: tl.tensor,
+    slot: tl.tensor,
+    tokens: tl.tensor,
+    experts: tl.tensor,
+    TOPK: tl.constexpr,
+) -> tl.tensor:
+    """(Expert of each slot as int32, -1 for none; whether the id is one that cannot be.)"""
+    given = (token < tokens) & (slot < TOPK)
+    ids = tl.load(int64s(topk_idx + 8 * (token * TOPK + slot)), mask=given, other=-1)
+    # rule: low latency: an expert id is compared before it is cut to 32 bits
+    right = (ids >= 0) & (ids < experts)
+    return tl.where(right, ids, -1).to(tl.int32), (right == 0) & (ids != -1)
+
+
+@triton.jit
+def _ranks_of(context: tl.tensor, ids: tl.tensor, local: tl.tensor) -> tl.tensor:
+    """Rank of each expert, int32, -1 for none and for a masked one."""
+    rank = tl.where(ids >= 0, ids // local.to(tl.int32), -1)
+    return tl.where((rank >= 0) & is_live(context, tl.where(rank >= 0, rank, 0).to(tl.int64)), rank, -1)
+
+
+@triton.jit
+def _earlier_equal(values: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Of each element of ``values`` [rows, SLOTS], how many before it in its row are the same."""
+    slot = tl.arange(0, SLOTS)
+    before = slot[None, None, :] < slot[None, :, None]
+    return tl.sum(((values[:, :, None] == values[:, None, :]) & before).to(tl.int32), axis=2)
+
+
+@triton.jit
+def _list_rows(
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    lowest: tl.tensor,
+    local: tl.tensor,
+    experts: tl.tensor,
+    earlier: tl.tensor,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
+    upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
+    all_ = tl.full((), 0, tl.int64)
+    wrong = tl.full([LANES], _NOBODY, tl.int32)
+    for first in range(0, tokens, LANES):
+        token = first + tl.arange(0, LANES).to(tl.int64)
+        pairs = tl.zeros([LANES], tl.int32)
+        for slot in tl.static_range(TOPK):
+            ids, bad = _expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
+            at_home = ids - lowest.to(tl.int32)
+            pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
+            wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), _NOBODY))
+        some = (pairs.to(tl.int64) << 32) | (pairs > 0).to(tl.int64)
+        tl.store(int64s(earlier + 8 * token), all_ + tl.cumsum(some, axis=0) - some, mask=token < tokens)
+        all_ += tl.sum(some, axis=0)
+    return all_, tl.min(wrong, axis=0)
+
+
+@triton.jit
+def _serve(
+    context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    route: tl.tensor,
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    columns: tl.tensor,
+    peer: tl.tensor,
+    start: tl.tensor,
+    ROW_BYTES: tl.constexpr,
+    CODING: tl.constexpr,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """What one of the first programs does for its destination. True when it is the last to do something for that. Its
+    arguments are those of the kernel."""
+    number, live = peek(state + S_DISPATCH_NUMBER), is_live(context, peer)
+    stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
+    local = peek(plan + P_LOCAL)
+    earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
+    listed, wrong = _list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK, LANES)
+    good = has_failed_now(context, BACKEND) == 0
+    if peer == 0:
+        _begin_route(context, state, plan, route, number, local, wrong, experts, LANES, BACKEND)
+    # to a lost rank nothing goes
+    _place(context, state, plan, route, peer, number & 1, tl.where(live, listed, 0), ROW_BYTES, REDUCED)
+    # read again, so that nothing of it is kept while waiting
+    settle(BACKEND)
+    rows = int64s(route_table(context, route, R_COUNTS, peer))
+    if good & live:
+        free, good = tell_dispatches_read(context, state, peer, start, LANES, BACKEND)
+        if good:
+            good = wait_space(context, state, peer, _DISPATCH, start, LANES, BACKEND)
+        if good:
+            message = peek(state_table(context, state, T_MESSAGE_AT, peer))
+            told = (peek(route_table(context, route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
+            coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
+            back = peek(route_table(context, route, R_RETURN_BASE, peer))
+            write_header(context, state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
+    tell_ready(context, state, peer, stamp, good & live, BACKEND)
+    return finish_one(context, state, peer) == tl.load(rows) * columns
+
+
+@triton.jit
+def _place(
+    context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    route: tl.tensor,
+    peer: tl.tensor,
+    parity: tl.tensor,
+    listed: tl.tensor,
+    ROW_BYTES: tl.constexpr,
+    REDUCED: tl.constexpr,
+) -> None:
+    """Where the message to ``peer`` with its ``listed`` rows and pairs is packed, and where its answer comes: close to
+    those of other peers, in whatever order."""
+    rows, pairs = listed & LOW, listed >> 32
+    placed = rows | (pairs << _FIELD) | (tl.full((), 1, tl.int64) << (2 * _FIELD))
+    placed = tl.atomic_add(int64s(state + S_PLACED), placed, sem="relaxed", scope="gpu")
+    peers, rows_before = placed >> (2 * _FIELD), placed & _IN_FIELD
+    back = rows_before if REDUCED else (placed >> _FIELD) & _IN_FIELD
+    # the experts' output may have another dtype than the tokens: space for the widest that was planned
+    base = offset_among(peers, peers * HEADER + back * peek(plan + P_ROW))
+    poke(route_table(context, route, R_COUNTS, peer), rows)
+    poke(route_table(context, route, R_PAIRS, peer), pairs)
+    poke(route_table(context, route, R_RETURN_BASE, peer), base)
+    row, first_row = peek(plan + P_META) + ROW_BYTES, peek(plan + P_FIRST_ROW)
+    source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
+    source += offset_among(peers, peers * first_row + rows_before * row)
+    slot = parity * rank_count(context) + own_rank(context)
+    target = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+    place_message(context, state, peer, source, target, first_row + rows * row)
+
+
+@triton.jit
+def _begin_route(
+    context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    route: tl.tensor,
+    number: tl.tensor,
+    local: tl.tensor,
+    wrong: tl.tensor,
+    experts: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """The head of the route block, for later kernels, and what the host is told. Ten arguments, those of the kernel
+    that it is a part of."""
+    word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
+    sizes = tl.load(int64s(plan + 8 * word))
+    tl.store(int64s(route + 8 * word), tl.where(word == 0, number, sizes))
+    filled = route + peek(plan + P_ROUTE_FILLED)
+    for first in range(0, local, LANES):
+        expert = first + tl.arange(0, LANES).to(tl.int64)
+        tl.store(int32s(filled + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
+    # rule: low latency: the host is told of an expert id out of range
+    if wrong < _NOBODY:
+        report_id(context, state, wrong.to(tl.int64), experts, BACKEND)
+
+
+@triton.jit
+def _close(
+    context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    peer: tl.tensor,
+    start: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Nothing is left to do for ``peer``: its message is published, if it may be."""
+    # what this program has acquired with its last piece of work: for all threads
+    settle(BACKEND)
+    number, local = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL)
+    if may_publish(context, state, peer, stamp_of(DISPATCH_SEND, number)):
+        counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
+        for first in range(0, local, LANES):
+            expert = first + tl.arange(0, LANES).to(tl.int64)
+            named = int32s(expert_count(context, state, peer * local + expert))
+            tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
+            tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
+        publish_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
+    if last_peer(context, state, peer, rank_count(context), BACKEND):
+        # rule: low latency: the send kernel counts its message
+        poke(state + S_DISPATCH_NUMBER, number + 1)
+        poke(state + S_PLACED, 0)
+
+
+@triton.jit
+def _named_before(
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    experts: tl.tensor,
+    token: tl.tensor,
+    ids: tl.tensor,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Of each own slot [ROWS, SLOTS], how many tokens before name the same expert."""
+    seen = tl.zeros([ROWS, SLOTS, LANES], tl.int32)
+    for first in range(0, tl.max(token, axis=0), LANES):
+        other = first + tl.arange(0, LANES).to(tl.int64)
+        found = tl.zeros([ROWS, SLOTS, LANES], tl.int1)
+        for slot in range(TOPK):
+            named, _ = _expert_ids(topk_idx, other, slot, tokens, experts, TOPK)
+            found |= named[None, None, :] == ids[:, :, None]
+        seen += (found & (other[None, None, :] < token[:, None, None])).to(tl.int32)
+    return tl.sum(seen, axis=2)
+
+
+@triton.jit
+def _of_slot(values: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Column ``index`` of ``values`` [rows, SLOTS]."""
+    return tl.sum(tl.where(tl.arange(0, SLOTS)[None, :] == index, values, 0), axis=1)
+
+
+# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
+@kernel(do_not_specialize=["topk_idx", "weights", "tokens", "in_order"])
+def dispatch_send(
+    context: tl.int64,
+    state: tl.int64,
+    plan: tl.int64,
+    route: tl.int64,
+    x: tl.int64,
+    topk_idx: tl.int64,
+    weights: tl.int64,
+    tokens: tl.int64,
+    in_order: tl.int64,
+    HIDDEN: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SOURCE: tl.constexpr,
+    CODING: tl.constexpr,
+    ROUND: tl.constexpr,
+    FNUZ: tl.constexpr,
+    REDUCED: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Send the next dispatch message to every rank and fill a route block; grid (R + ceil(tokens / ROWS) * columns,),
+    any number of columns. Nine arguments of a launch, fourteen constants.
+
+    Args:
+        plan: sizes of the operation, which later kernels find in the route block.
+        x: [tokens, HIDDEN] of dtype SOURCE, contiguous, on a multiple of 16 bytes. topk_idx: int64[tokens, TOPK].
+        weights: float32[tokens, TOPK], or 0 when not REDUCED: destinations return one row per token when they are
+            there.
+        in_order: 1 = the rows of an expert stand by token, 0 = as they come.
+        CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
+        SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
+            two, at least 128.
+        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+    """
+    tokens = tokens.to(tl.int64)
+    ranks = rank_count(context)
+    mine = program_number(state, IN_ORDER)
+    program = mine - ranks
+    blocks = (tokens + ROWS - 1) // ROWS
+    columns = divide(tl.num_programs(0) - ranks, tl.maximum(blocks, 1))[0]
+    start = clock_ns(BACKEND)
+    rank = tl.full([ROWS, SLOTS], -1, tl.int32)
+    last = tl.zeros([ROWS, SLOTS], tl.int1)
+    if program < 0:
+        done = _serve(
+            context,
+            state,
+            plan,
+            route,
+            topk_idx,
+            tokens,
+            columns,
+            mine,
+            start,
+            ROW_BYTES,
+            CODING,
+            REDUCED,
+            TOPK,
+            LANES,
+            BACKEND,
+        )
+        rank += mine.to(tl.int32) + 1
+        last |= done
+    else:
+        experts, local = peek(plan + P_EXPERTS), peek(plan + P_LOCAL)
+        block, column = divide(program, columns)
+        token = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        slot = tl.arange(0, SLOTS)[None, :]
+        inside = (token[:, None] < tokens) & (slot < TOPK)
+        ids, _ = _expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
+        rank = _ranks_of(context, ids, local)
+        goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
+        told, ready = goes, goes
+        # nobody waits for a program that has no row: the others may have ended the operation
+        if tl.max(tl.ravel(goes.to(tl.int32)), axis=0) != 0:
+            number = peek(state + S_DISPATCH_NUMBER)
+            stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
+            told, ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
+        within = _earlier_equal(rank, SLOTS)
+        # a token goes to a rank once
+        once = told & (within == 0)
+        first = once & ready
+        earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * (peers * peek(plan + P_TOKENS) + token[:, None])
+        listed = tl.load(int64s(earlier), mask=ready, other=0)
+        row, pairs = listed & LOW, listed >> 32
+        message = tl.load(int64s(state_table(context, state, T_MESSAGE_AT, peers)), mask=ready, other=0)
+        meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + ROW_BYTES)
+        if column == 0:
+            returns = int64s(route + peek(plan + P_ROUTE_RETURNS) + 8 * (token[:, None] * TOPK + slot))
+            there = rank.to(tl.int64) << 32
+            if REDUCED:
+                # by rank, whatever the order of the slots: those before it, then -1
+                below = (first[:, None, :] & (rank[:, None, :] < rank[:, :, None])).to(tl.int32)
+                many = tl.sum(first.to(tl.int32), axis=1)[:, None]
+                tl.store(returns - slot + tl.sum(below, axis=2), there | row, mask=first)
+                tl.store(returns, tl.full([ROWS, SLOTS], -1, tl.int64), mask=inside & (slot >= many))
+            else:
+                tl.store(returns, tl.where(ready, there | (pairs + within), -1), mask=inside)
+            tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)
+            tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
+            # an expert has a token once
+            new, same = ready & (_earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
+            named = int32s(expert_count(context, state, tl.where(new, ids, 0).to(tl.int64)))
+            position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
+            if in_order != 0:
+                position = _named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
+            position = tl.sum(tl.where(same & new[:, None, :], position[:, None, :], 0), axis=2)
+            place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
+            # of the destinations along axis 1, the places along axis 2
+            here = rank[:, :, None] == rank[:, None, :]
+            to = meta[:, :, None] + 8 + 4 * slot[:, None, :]
+            wanted = first[:, :, None] & (slot[:, None, :] < TOPK)
+            tl.store(int32s(to), tl.where(here, place[:, None, :], -1), mask=wanted)
+            if REDUCED:
+                factors = tl.load(floats(weights + 4 * (token[:, None] * TOPK + slot)), mask=inside, other=0.0)
+                some = tl.zeros([ROWS, SLOTS, SLOTS], tl.float32) + factors[:, None, :]
+                tl.store(floats(to + 4 * TOPK), some, mask=wanted)
+        _write_rows(
+            x,
+            token,
+            tokens,
+            meta + peek(plan + P_META),
+            first,
+            column,
+            columns,
+            HIDDEN,
+            SOURCE,
+            CODING,
+            ROUND,
+            FNUZ,
+            TOPK,
+            SLOTS,
+            ROWS,
+            BLOCK,
+            BACKEND,
+        )
+        settle(BACKEND)
+        many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=once, other=0)
+        # also for those to whom nothing may be said any more: an operation ends in every case
+        last = once & (finish(context, state, peers, once) == many * columns)
+    peer = uniform(tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0), BACKEND)
+    while peer != _NOBODY:
+        _close(context, state, plan, peer.to(tl.int64), start, LANES, BACKEND)
+        peer = uniform(tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0), BACKEND)
+
+
+@triton.jit
+def _write_rows(
+    x: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    rows: tl.tensor,
+    first: tl.tensor,
+    column: tl.tensor,
+    columns: tl.tensor,
+    HIDDEN: tl.constexpr,
+    SOURCE: tl.constexpr,
+    CODING: tl.constexpr,
+    ROUND: tl.constexpr,
+    FNUZ: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the
+    ``first`` slot of a rank. Its arguments are those of the kernel that it is a part of."""
+    if (CODING == _FP8) | (CODING == _UE8M0):
+        width: tl.constexpr = 4 if SOURCE == _F32 else 2
+        groups: tl.constexpr = BLOCK // _GROUP
+        value = tl.arange(0, BLOCK)[None, :]
+        for lowest in range(column * BLOCK, HIDDEN, columns * BLOCK):
+            inside = (token[:, None] < tokens) & (lowest + value < HIDDEN)
+            given = load_floats(x + token * (HIDDEN * width), lowest + value, inside, SOURCE)
+            given = tl.reshape(given, [ROWS, groups, _GROUP])
+            codes, scales = quantise_blocks(given, ROUND, FNUZ, BACKEND)
+            codes = tl.reshape(codes, [ROWS, BLOCK])
+            group = lowest // _GROUP + tl.arange(0, groups)[None, :]
+            for index in range(TOPK):
+                row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
+                # several slots of a token may have one rank
+                if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
+                    chosen = (row != 0)[:, None]
+                    tl.store(aligned(row, tl.uint8)[:, None] + (lowest + value), codes, mask=chosen & inside)
+                    wanted = chosen & (group < HIDDEN // _GROUP)
+                    if CODING == _FP8:
+                        tl.store(int32s(row[:, None] + HIDDEN) + group, scales, mask=wanted)
+                    else:
+                        exponents = (scales >> 23).to(tl.uint8)
+                        tl.store(uint8s(row[:, None] + HIDDEN + group), exponents, mask=wanted)
+    else:
+        words: tl.constexpr = HIDDEN * (4 if SOURCE == _F32 else 2) // 4
+        for lowest in range(column * BLOCK, words, columns * BLOCK):
+            word = lowest + tl.arange(0, BLOCK)[None, :]
+            inside = (token[:, None] < tokens) & (word < words)
+            given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
+            for index in range(TOPK):
+                row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
+                if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
+                    tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)

@@ -1,0 +1,131 @@
+"""How the programs of one low-latency kernel work together.
+
+The first programs of a kernel serve one peer each: they do all that is said to it and heard from it, and wait for it.
+The others move rows. Each of those waits until the program that serves a peer says that its rows may be moved, and the
+last to move a row for a peer goes on with what follows for that peer alone.
+
+A program waits for one with a lower number only. Programs start in the order of their numbers, so that one that is
+waited for runs, or is over: where a device does not promise that, they take their numbers as they start.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
+from .context import wait_limit
+from .wait import FAILURE_PEER_TIMEOUT, fail
+from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
+
+#: Kernels, as stamps tell them apart.
+DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
+COMBINE_SEND, COMBINE_RECV = tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def stamp_of(KERNEL: tl.constexpr, number: tl.tensor) -> tl.tensor:
+    """What READY holds while message ``number`` is moved by this kernel. No other kernel of the epoch has used it: a
+    send counts also a message that it could not publish."""
+    return ((number << 2) | KERNEL) + 1
+
+
+@triton.jit
+def program_number(state: tl.tensor, IN_ORDER: tl.constexpr) -> tl.tensor:
+    """Number of this program, 0 .. tl.num_programs(0) - 1, once a kernel."""
+    if IN_ORDER:
+        return tl.program_id(0).to(tl.int64)
+    else:
+        number = tl.atomic_add(int64s(state + S_TICKETS), 1, sem="relaxed", scope="gpu")
+        if number == tl.num_programs(0) - 1:
+            # nobody takes one any more
+            tl.atomic_xchg(int64s(state + S_TICKETS), 0, sem="relaxed", scope="gpu")
+        return number
+
+
+@triton.jit
+def tell_ready(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.tensor, BACKEND: tl.constexpr
+) -> None:
+    """Tell the other programs that they may work for ``peer``, or that they must not; they see all that this one
+    did."""
+    settle(BACKEND)
+    told = tl.where(good, stamp, -stamp)
+    tl.atomic_xchg(int64s(state_table(context, state, T_READY, peer)), told, sem="release", scope="gpu")
+
+
+@triton.jit
+def _ready_words(
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, wanted: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    at = state_table(context, state, T_READY, tl.where(wanted, peers, 0))
+    return acquire_each(tl.where(wanted, at, state + S_SINK), BACKEND, DEVICE)
+
+
+@triton.jit
+def _any_lacks(words: tl.tensor, wanted: tl.tensor, stamp: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    lacks = wanted & (words != stamp) & (words != -stamp)
+    return uniform(tl.max(tl.ravel(lacks.to(tl.int32)), axis=0), BACKEND)
+
+
+@triton.jit
+def await_ready(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    wanted: tl.tensor,
+    stamp: tl.tensor,
+    stream: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """Wait until all of the ``wanted`` peers are ready or will not be; tensors like ``peers``: of which that is known,
+    and which are.
+
+    ``peers`` has any shape. The program waited for has a limit of its own, twice which is waited here.
+    """
+    lacks = _any_lacks(_ready_words(context, state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
+    if lacks != 0:
+        start = clock_ns(BACKEND)
+        while lacks != 0:
+            lacks = _any_lacks(_ready_words(context, state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
+            late = (clock_ns(BACKEND) - start > 2 * wait_limit(context)).to(tl.int32)
+            if uniform(late, BACKEND) != 0:
+                words = _ready_words(context, state, peers, wanted, BACKEND)
+                lacking = wanted & (words != stamp) & (words != -stamp)
+                peer = tl.max(tl.ravel(tl.where(lacking, peers, -1)), axis=0)
+                fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, 0, stamp, BACKEND)
+                lacks = 0
+    words = _ready_words(context, state, peers, wanted, BACKEND)
+    # each thread has acquired for itself: now for the others
+    settle(BACKEND)
+    return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == stamp)
+
+
+@triton.jit
+def finish(context: tl.tensor, state: tl.tensor, peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """Count one more piece of work as done for each of the ``chosen`` peers: how many were done before. :func:`settle`
+    comes before it, and before what the last one does."""
+    at = int64s(state_table(context, state, T_FINISHED, tl.where(chosen, peers, 0)))
+    return tl.atomic_add(at, tl.full(peers.shape, 1, tl.int64), mask=chosen, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def finish_one(context: tl.tensor, state: tl.tensor, peer: tl.tensor) -> tl.tensor:
+    """The same for one peer."""
+    at = int64s(state_table(context, state, T_FINISHED, peer))
+    return tl.atomic_add(at, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def may_publish(context: tl.tensor, state: tl.tensor, peer: tl.tensor, stamp: tl.tensor) -> tl.tensor:
+    """After all work for ``peer``: whether it was ready, so that all of it was done."""
+    return peek(state_table(context, state, T_READY, peer)) == stamp
+
+
+@triton.jit
+def last_peer(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, ranks: tl.tensor, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """``peer`` is done with: True for the last of ``ranks`` peers."""
+    poke(state_table(context, state, T_FINISHED, peer), 0)
+    return arrives_last(state + S_ARRIVALS, ranks, BACKEND)
