@@ -1,7 +1,7 @@
 """Low-latency dispatch, receiving: one kernel puts the rows of each source where DeepEP has them, as the source's
 message comes.
 
-The rows of a local expert are contiguous, and those of one source follow each other in its token order. The first R
+The rows of a local expert are contiguous, and those of one source follow each other as it has placed them. The first R
 programs hear one source each: they wait for its message, check what it claims, and give its rows their places with each
 expert: behind those that other sources have taken or, where order is asked for, behind those of all lower ranks. Then
 they and all others of the source copy its rows.
