@@ -139,7 +139,10 @@ def combine_send(
     tokens = peek(route_table(context, route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
-    working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
+    # summed rows are cut by values, others by words
+    size = tl.where(_is_reduced(context, route, source), HIDDEN, HIDDEN * (4 if DTYPE == _F32 else 2) // 4)
+    columns = (size + BLOCK - 1) // BLOCK
+    working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS * columns, parts), 1)
     if part < working:
         if part == 0:
             told = tl.full((), 1, tl.int1)
@@ -160,6 +163,7 @@ def combine_send(
                 tokens,
                 part,
                 working,
+                columns,
                 first_row,
                 x,
                 layout_range,
@@ -186,6 +190,11 @@ def combine_send(
 
 
 @triton.jit
+def _is_reduced(context: tl.tensor, route: tl.tensor, source: tl.tensor) -> tl.tensor:
+    return peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
+
+
+@triton.jit
 def _expert_row(
     layout_range: tl.tensor, place: tl.tensor, source: tl.tensor, ranks: tl.tensor, capacity: tl.tensor
 ) -> tl.tensor:
@@ -204,6 +213,7 @@ def _pack_rows(
     tokens: tl.tensor,
     part: tl.tensor,
     parts: tl.tensor,
+    columns: tl.tensor,
     first_row: tl.tensor,
     x: tl.tensor,
     layout_range: tl.tensor,
@@ -216,51 +226,45 @@ def _pack_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Pack each of ``parts`` parts of the rows for ``source``, from address ``first_row`` on. Its arguments are those
-    of the kernel that it is a part of."""
+    """Pack each of ``parts`` parts of the rows for ``source``, which are cut in ``columns``, from address ``first_row``
+    on. Its arguments are those of the kernel that it is a part of."""
     ranks, most = rank_count(context), peek(route + P_TOKENS)
     capacity = ranks * most
     width: tl.constexpr = 4 if DTYPE == _F32 else 2
     places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
-    reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
-    for lowest in range(part * ROWS, tokens, parts * ROWS):
-        index = lowest + tl.arange(0, ROWS).to(tl.int64)
+    reduced = _is_reduced(context, route, source)
+    for piece in range(part, (tokens + ROWS - 1) // ROWS * columns, parts):
+        block, column = divide(piece, columns)
+        index = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = index < tokens
+        value = column * BLOCK + tl.arange(0, BLOCK)[None, :]
         if reduced:
             weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
-            target = first_row + index * ROW_BYTES
-            for column in range(0, HIDDEN, BLOCK):
-                value = column + tl.arange(0, BLOCK)[None, :]
-                wanted = inside[:, None] & (value < HIDDEN)
-                total = tl.zeros([ROWS, BLOCK], tl.float32)
-                for first in range(0, TOPK, TOGETHER):
-                    sources, there, factors = (), (), ()
-                    for step in tl.static_range(TOGETHER):
-                        given = inside & (first + step < TOPK)
-                        at = 4 * (index * TOPK + first + step)
-                        place = tl.load(int32s(places + at), mask=given, other=-1)
-                        factor = tl.load(floats(weights + at), mask=given, other=0.0)
-                        row = _expert_row(layout_range, place, source, ranks, capacity)
-                        sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
-                        there += (place >= 0,)  # type: ignore[assignment]
-                        factors += (factor,)  # type: ignore[assignment]
-                    parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
-                    for step in tl.static_range(TOGETHER):
-                        sum_ = total + factors[step][:, None] * parts_[step]
-                        total = tl.where(there[step][:, None], sum_, total)
-                store_floats(target, value, total, wanted, DTYPE, BACKEND)
+            wanted = inside[:, None] & (value < HIDDEN)
+            total = tl.zeros([ROWS, BLOCK], tl.float32)
+            for first in range(0, TOPK, TOGETHER):
+                sources, there, factors = (), (), ()
+                for step in tl.static_range(TOGETHER):
+                    given = inside & (first + step < TOPK)
+                    at = 4 * (index * TOPK + first + step)
+                    place = tl.load(int32s(places + at), mask=given, other=-1)
+                    factor = tl.load(floats(weights + at), mask=given, other=0.0)
+                    row = _expert_row(layout_range, place, source, ranks, capacity)
+                    sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
+                    there += (place >= 0,)  # type: ignore[assignment]
+                    factors += (factor,)  # type: ignore[assignment]
+                parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
+                for step in tl.static_range(TOGETHER):
+                    sum_ = total + factors[step][:, None] * parts_[step]
+                    total = tl.where(there[step][:, None], sum_, total)
+            store_floats(first_row + index * ROW_BYTES, value, total, wanted, DTYPE, BACKEND)
         else:
             before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
             pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
-            words: tl.constexpr = HIDDEN * width // 4
             for slot in range(TOPK):
                 place = tl.load(int32s(places + 4 * (index * TOPK + slot)), mask=inside, other=-1)
-                row = _expert_row(layout_range, place, source, ranks, capacity)
-                begin = x + row * (HIDDEN * width)
-                target = first_row + pair * ROW_BYTES
-                for first in range(0, words, BLOCK):
-                    word = first + tl.arange(0, BLOCK)[None, :]
-                    here = (place >= 0)[:, None] & (word < words)
-                    moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
-                    tl.store(aligned(target, tl.int32)[:, None] + word, moved, mask=here)
+                begin = x + _expert_row(layout_range, place, source, ranks, capacity) * (HIDDEN * width)
+                here = (place >= 0)[:, None] & (value < HIDDEN * width // 4)
+                moved = tl.load(aligned(begin, tl.int32)[:, None] + value, mask=here, other=0)
+                tl.store(aligned(first_row + pair * ROW_BYTES, tl.int32)[:, None] + value, moved, mask=here)
                 pair += (place >= 0).to(tl.int64)

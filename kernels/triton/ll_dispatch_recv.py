@@ -47,10 +47,10 @@ from .blocks import (
 from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read
-from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header
+from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
 from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import acquire, aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -80,10 +80,9 @@ def _take_header(
 ) -> tl.tensor:
     """Check what ``source`` says, and note it in the route block. False when it is refused."""
     most = peek(route + P_TOKENS)
-    coding = acquire(message + AT_CODING, BACKEND)
-    told = acquire(message + AT_ROWS, BACKEND)
-    back = acquire(message + AT_RETURN_OFFSET, BACKEND)
-    got, expected = check_header(context, state, route, source, message, number, _TAG, BACKEND)
+    words = read_header(message)
+    coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
+    got, expected = check_header(context, state, route, source, words, number, _TAG, BACKEND)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
     form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
