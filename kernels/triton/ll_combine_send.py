@@ -79,26 +79,30 @@ def _serve(
     settle(BACKEND)
     good = has_failed_now(context, BACKEND) == 0
     live = is_live(context, source)
+    free = tl.full((), 0, tl.int64)
     if good & live:
+        before = tl.full((), 0, tl.int64)
+        for first in range(0, ranks, LANES):
+            peers = first + tl.arange(0, LANES).to(tl.int64)
+            returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
+            before += tl.sum(tl.load(returned, mask=(peers < ranks) & (peers < source), other=0), axis=0)
+        staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
+        staging += offset_among(source, source * HEADER + before * ROW_BYTES)
+        target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
+        target += peek(route_table(context, route, R_RETURN_TO, source))
+        nbytes = HEADER + peek(route_table(context, route, R_RETURN_ROWS, source)) * ROW_BYTES
+        place_message(context, state, source, staging, target, nbytes)
         free, good = tell_combines_free(context, state, source, start, LANES, BACKEND)
         if good:
             good = wait_space(context, state, source, _COMBINE, start, LANES, BACKEND)
-        if good:
-            before = tl.full((), 0, tl.int64)
-            for first in range(0, ranks, LANES):
-                peers = first + tl.arange(0, LANES).to(tl.int64)
-                returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
-                before += tl.sum(tl.load(returned, mask=(peers < ranks) & (peers < source), other=0), axis=0)
-            rows = peek(route_table(context, route, R_RETURN_ROWS, source))
-            staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
-            staging += offset_among(source, source * HEADER + before * ROW_BYTES)
-            target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
-            target += peek(route_table(context, route, R_RETURN_TO, source))
-            message = place_message(context, state, source, staging, target, rows * ROW_BYTES + HEADER)
-            coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
-            nowhere = tl.full((), 0, tl.int64)
-            write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
+    # rows are packed beside the header
     tell_ready(context, state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
+    if good & live:
+        message = peek(state_table(context, state, T_MESSAGE_AT, source))
+        rows = peek(route_table(context, route, R_RETURN_ROWS, source))
+        coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
+        nowhere = tl.full((), 0, tl.int64)
+        write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
     return good & live
 
 
