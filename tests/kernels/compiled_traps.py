@@ -22,12 +22,12 @@ __all__ = [
     "loads_at_once",
 ]
 
-#: Those of low latency, whose last program to arrive goes on alone.
-ARRIVING = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
+#: Those of low latency whose last program to arrive goes on alone.
+ARRIVING = {"dispatch_send", "dispatch_recv", "combine_send"}
 PUBLISHING = {"dispatch_send", "combine_send", "open_operation", "advance", "finish", "advance_nodes", "finish_nodes"}
 #: Of one warp each.
-WAITING = {*ARRIVING, *PUBLISHING}
-COPYING = {*ARRIVING, "move_rows", "move_node_rows", "reduce_rows"}
+WAITING = {*ARRIVING, *PUBLISHING, "combine_recv"}
+COPYING = {*ARRIVING, "combine_recv", "move_rows", "move_node_rows", "reduce_rows"}
 
 #: Bytes of rows that must be on their way to one program of these, on CUDA and ROCm.
 IN_FLIGHT = {
