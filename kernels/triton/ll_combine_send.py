@@ -238,7 +238,8 @@ def _pack_rows(
     places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
     reduced = _is_reduced(context, route, source)
     for piece in range(part, (tokens + ROWS - 1) // ROWS * columns, parts):
-        block, column = divide(piece, columns)
+        # the interpreter counts loops in integers of Python
+        block, column = divide(piece + tl.full((), 0, tl.int64), columns)
         index = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = index < tokens
         value = column * BLOCK + tl.arange(0, BLOCK)[None, :]
