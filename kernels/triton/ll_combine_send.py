@@ -133,8 +133,8 @@ def combine_send(
         x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a
             row on the wire.
         layout_range: int64[L, R] of the dispatch.
-        TOGETHER: slots whose rows are loaded together. IN_ORDER: programs start in the order of their numbers. LANES:
-            threads, except in the interpreter.
+        TOGETHER: slots whose rows are loaded together. BLOCK: values summed at a time, half as many as words moved.
+        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     start = clock_ns(BACKEND)
     ranks = rank_count(context)
@@ -143,9 +143,10 @@ def combine_send(
     tokens = peek(route_table(context, route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
-    # summed rows are cut by values, others by words
-    size = tl.where(_is_reduced(context, route, source), HIDDEN, HIDDEN * (4 if DTYPE == _F32 else 2) // 4)
-    columns = (size + BLOCK - 1) // BLOCK
+    words: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2) // 4
+    summed: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    moved: tl.constexpr = (words + 2 * BLOCK - 1) // (2 * BLOCK)
+    columns = tl.where(_is_reduced(context, route, source), summed, moved)
     working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS * columns, parts), 1)
     if part < working:
         if part == 0:
@@ -242,8 +243,8 @@ def _pack_rows(
         block, column = divide(piece + tl.full((), 0, tl.int64), columns)
         index = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = index < tokens
-        value = column * BLOCK + tl.arange(0, BLOCK)[None, :]
         if reduced:
+            value = column * BLOCK + tl.arange(0, BLOCK)[None, :]
             weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
             wanted = inside[:, None] & (value < HIDDEN)
             total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -266,10 +267,14 @@ def _pack_rows(
         else:
             before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
             pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
+            # of another size than sums: the compiler would give a thread as many words as values, and would have words
+            # change threads between load and store
+            words: tl.constexpr = HIDDEN * width // 4
+            word = column * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)[None, :]
             for slot in range(TOPK):
                 place = tl.load(int32s(places + 4 * (index * TOPK + slot)), mask=inside, other=-1)
                 begin = x + _expert_row(layout_range, place, source, ranks, capacity) * (HIDDEN * width)
-                here = (place >= 0)[:, None] & (value < HIDDEN * width // 4)
-                moved = tl.load(aligned(begin, tl.int32)[:, None] + value, mask=here, other=0)
-                tl.store(aligned(first_row + pair * ROW_BYTES, tl.int32)[:, None] + value, moved, mask=here)
+                here = (place >= 0)[:, None] & (word < words)
+                moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
+                tl.store(aligned(first_row + pair * ROW_BYTES, tl.int32)[:, None] + word, moved, mask=here)
                 pair += (place >= 0).to(tl.int64)

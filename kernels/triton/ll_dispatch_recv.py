@@ -397,25 +397,33 @@ def _copy(
     """Copy wire rows at ``source`` [ROWS] to rows ``row`` [ROWS, SLOTS] of recv_x, counted over all experts, -1 for
     none. Twelve arguments: tensors and what fixes their form."""
     words: tl.constexpr = PAYLOAD // 4
-    scale_words: tl.constexpr = 1 if CODING == _FP8 else 4
     quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)
-    groups: tl.constexpr = PAYLOAD // (scale_words * _GROUP) if quantised else 0
-    # rows are padded to 16 bytes: with the padding, every load is 16 bytes wide
-    readable: tl.constexpr = (words + groups + 3) // 4 * 4
-    for first in range(0, words + groups, BLOCK):
+    if quantised:
+        # apart from the values: beside their stores, which lie elsewhere, values would change threads before each store
+        groups: tl.constexpr = PAYLOAD // (_GROUP if CODING == _FP8 else 4 * _GROUP)
+        group = tl.arange(0, triton.next_power_of_2(groups))[None, :]
+        some = inside[:, None] & (group < groups)
+        scale = tl.load(aligned(source + PAYLOAD, tl.int32)[:, None] + group, mask=some, other=0)
+    for first in range(0, words, BLOCK):
         word = first + tl.arange(0, BLOCK)[None, :]
-        part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < readable), other=0)
+        wanted = inside[:, None] & (word < words)
+        part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=wanted, other=0)
         for index in range(TOPK):
-            # one more, so that 0 is none
-            place = tl.sum(tl.where(tl.arange(0, SLOTS)[None, :] == index, row + 1, 0), axis=1)
+            place = _place_of(row, index, SLOTS)
             # most slots of a token live elsewhere
-            if tl.max(place, axis=0) > 0:
-                here = (place > 0)[:, None]
-                place = tl.maximum(place - 1, 0)
-                target = recv_x + place * PAYLOAD
-                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here & (word < words))
-                if groups > 0:
-                    group = word - words
-                    expert, position = divide(place, capacity)
-                    column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
-                    tl.store(int32s(column), part, mask=here & (group >= 0) & (group < groups))
+            if tl.max(place, axis=0) >= 0:
+                target = recv_x + tl.maximum(place, 0).to(tl.int64) * PAYLOAD
+                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=(place >= 0)[:, None] & wanted)
+    if quantised:
+        for index in range(TOPK):
+            place = _place_of(row, index, SLOTS)
+            if tl.max(place, axis=0) >= 0:
+                expert, position = divide(tl.maximum(place, 0), capacity)
+                column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
+                tl.store(int32s(column), scale, mask=(place >= 0)[:, None] & some)
+
+
+@triton.jit
+def _place_of(row: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Column ``index`` of ``row`` [rows, SLOTS], whose least value is -1 and which are fewer than 2^31."""
+    return tl.max(tl.where(tl.arange(0, SLOTS)[None, :] == index, row.to(tl.int32), -1), axis=1)

@@ -24,9 +24,10 @@ from .ll_dispatch_send import dispatch_send
 
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
-#: Words (or values) of a row that a program moves at a time, and values that it sums: a program is one warp, so that
-#: whatever it exchanges between its threads takes no barrier, and needs several loads of each on their way.
-_BLOCK, _SUMMED = 1024, 512
+#: Words (or values) of a row that a program casts or copies to several ranks at a time, words that it copies to several
+#: experts, and values that it sums: a program is one warp, so that whatever it exchanges between its threads takes no
+#: barrier, and needs several loads of each on their way.
+_BLOCK, _MOVED, _SUMMED = 1024, 2048, 512
 #: A multiple of 16 like the real ones, for compiling ahead.
 _ANY_ADDRESS = 1 << 40
 #: Slots of a token whose rows are loaded together, by the expert's rank and by the token's: with more, ptxas spills.
@@ -201,7 +202,7 @@ class TritonLowLatencyKernels:
                 "ROW_BYTES": row_bytes(plan.hidden, coding),
                 "CODING": coding,
                 "SLOTS": self._slots,
-                "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
+                "BLOCK": min(_MOVED, _power_of_two(payload // 4)),
                 **self._common,
             },
         )
