@@ -19,8 +19,7 @@ from . import low_latency as host
 # ``STATE``: the words of the host's block, then these, with SINK where normal mode has it
 _word = count(24)
 assert host.COMBINE_AHEAD < 24
-# what the running kernel counts to know its last program: peers that are done with, or programs; 0 between kernels
-# [all]
+# peers that the running kernel is done with; 0 between kernels [all but combine_recv]
 ARRIVALS = next(_word)
 SINK = next(_word)  # takes stores that cannot be predicated [all]
 TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
@@ -49,10 +48,10 @@ STATE_TABLES = (
     # What the program that serves a peer in the running kernel tells the others: the kernel's stamp once they may work
     # for that peer, its negative when they must not. Release and acquire at the device's scope. [all]
     "READY",
-    "FINISHED",  # work done for the peer in the running kernel; 0 between kernels [all]
+    "FINISHED",  # work done for the peer in the running kernel; 0 between kernels [all but combine_recv]
 )
-#: Behind the tables: int32[MAX_EXPERTS], slots that name the expert in the running dispatch; 0 between kernels
-#: [dispatch_send].
+#: Behind the tables: int32[MAX_EXPERTS], tokens that name the expert in the running dispatch; 0 between kernels, unless
+#: one of a peer could not be published [dispatch_send].
 EXPERT_WORDS = MAX_EXPERTS // 2
 
 # ``PLAN``, which nobody writes once it is there, so that captured graphs of any shape find theirs: the words of the

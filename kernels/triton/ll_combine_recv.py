@@ -27,11 +27,11 @@ from .blocks import (
 from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read, one_lane
-from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header
+from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
 from .programs import COMBINE_RECV, await_ready, program_number, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import acquire, clock_ns, floats, int64s, peek, poke
+from .words import clock_ns, floats, int64s, peek, poke
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -66,8 +66,9 @@ def _hear(
             poke(come_at, tl.maximum(come, number // 2 + 1))
             region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
             header = landing_window(context, peer) + region + peek(route_table(context, route, R_RETURN_BASE, peer))
-            told, rows = acquire(header + AT_CODING, BACKEND), acquire(header + AT_ROWS, BACKEND)
-            got, expected = check_header(context, state, route, peer, header, number, _TAG, BACKEND)
+            words = read_header(header)
+            told, rows = word_of(words, AT_CODING), word_of(words, AT_ROWS)
+            got, expected = check_header(context, state, route, peer, words, number, _TAG, BACKEND)
             coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
             if (got == expected) & (told != coding):
                 got, expected = MARK | told & LOW, expected * 0 + (MARK | coding)

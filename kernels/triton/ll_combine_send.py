@@ -79,26 +79,30 @@ def _serve(
     settle(BACKEND)
     good = has_failed_now(context, BACKEND) == 0
     live = is_live(context, source)
+    free = tl.full((), 0, tl.int64)
     if good & live:
+        before = tl.full((), 0, tl.int64)
+        for first in range(0, ranks, LANES):
+            peers = first + tl.arange(0, LANES).to(tl.int64)
+            returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
+            before += tl.sum(tl.load(returned, mask=(peers < ranks) & (peers < source), other=0), axis=0)
+        staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
+        staging += offset_among(source, source * HEADER + before * ROW_BYTES)
+        target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
+        target += peek(route_table(context, route, R_RETURN_TO, source))
+        nbytes = HEADER + peek(route_table(context, route, R_RETURN_ROWS, source)) * ROW_BYTES
+        place_message(context, state, source, staging, target, nbytes)
         free, good = tell_combines_free(context, state, source, start, LANES, BACKEND)
         if good:
             good = wait_space(context, state, source, _COMBINE, start, LANES, BACKEND)
-        if good:
-            before = tl.full((), 0, tl.int64)
-            for first in range(0, ranks, LANES):
-                peers = first + tl.arange(0, LANES).to(tl.int64)
-                returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
-                before += tl.sum(tl.load(returned, mask=(peers < ranks) & (peers < source), other=0), axis=0)
-            rows = peek(route_table(context, route, R_RETURN_ROWS, source))
-            staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
-            staging += offset_among(source, source * HEADER + before * ROW_BYTES)
-            target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
-            target += peek(route_table(context, route, R_RETURN_TO, source))
-            message = place_message(context, state, source, staging, target, rows * ROW_BYTES + HEADER)
-            coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
-            nowhere = tl.full((), 0, tl.int64)
-            write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
+    # rows are packed beside the header
     tell_ready(context, state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
+    if good & live:
+        message = peek(state_table(context, state, T_MESSAGE_AT, source))
+        rows = peek(route_table(context, route, R_RETURN_ROWS, source))
+        coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
+        nowhere = tl.full((), 0, tl.int64)
+        write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
     return good & live
 
 
@@ -129,8 +133,8 @@ def combine_send(
         x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a
             row on the wire.
         layout_range: int64[L, R] of the dispatch.
-        TOGETHER: slots whose rows are loaded together. IN_ORDER: programs start in the order of their numbers. LANES:
-            threads, except in the interpreter.
+        TOGETHER: slots whose rows are loaded together. BLOCK: values summed at a time, half as many as words moved.
+        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     start = clock_ns(BACKEND)
     ranks = rank_count(context)
@@ -139,7 +143,11 @@ def combine_send(
     tokens = peek(route_table(context, route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
-    working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
+    words: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2) // 4
+    summed: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    moved: tl.constexpr = (words + 2 * BLOCK - 1) // (2 * BLOCK)
+    columns = tl.where(_is_reduced(context, route, source), summed, moved)
+    working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS * columns, parts), 1)
     if part < working:
         if part == 0:
             told = tl.full((), 1, tl.int1)
@@ -160,6 +168,7 @@ def combine_send(
                 tokens,
                 part,
                 working,
+                columns,
                 first_row,
                 x,
                 layout_range,
@@ -186,6 +195,11 @@ def combine_send(
 
 
 @triton.jit
+def _is_reduced(context: tl.tensor, route: tl.tensor, source: tl.tensor) -> tl.tensor:
+    return peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
+
+
+@triton.jit
 def _expert_row(
     layout_range: tl.tensor, place: tl.tensor, source: tl.tensor, ranks: tl.tensor, capacity: tl.tensor
 ) -> tl.tensor:
@@ -204,6 +218,7 @@ def _pack_rows(
     tokens: tl.tensor,
     part: tl.tensor,
     parts: tl.tensor,
+    columns: tl.tensor,
     first_row: tl.tensor,
     x: tl.tensor,
     layout_range: tl.tensor,
@@ -216,51 +231,50 @@ def _pack_rows(
     BLOCK: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Pack each of ``parts`` parts of the rows for ``source``, from address ``first_row`` on. Its arguments are those
-    of the kernel that it is a part of."""
+    """Pack each of ``parts`` parts of the rows for ``source``, which are cut in ``columns``, from address ``first_row``
+    on. Its arguments are those of the kernel that it is a part of."""
     ranks, most = rank_count(context), peek(route + P_TOKENS)
     capacity = ranks * most
     width: tl.constexpr = 4 if DTYPE == _F32 else 2
     places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
-    reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
-    for lowest in range(part * ROWS, tokens, parts * ROWS):
-        index = lowest + tl.arange(0, ROWS).to(tl.int64)
+    reduced = _is_reduced(context, route, source)
+    for piece in range(part, (tokens + ROWS - 1) // ROWS * columns, parts):
+        # the interpreter counts loops in integers of Python
+        block, column = divide(piece + tl.full((), 0, tl.int64), columns)
+        index = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = index < tokens
         if reduced:
+            value = column * BLOCK + tl.arange(0, BLOCK)[None, :]
             weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
-            target = first_row + index * ROW_BYTES
-            for column in range(0, HIDDEN, BLOCK):
-                value = column + tl.arange(0, BLOCK)[None, :]
-                wanted = inside[:, None] & (value < HIDDEN)
-                total = tl.zeros([ROWS, BLOCK], tl.float32)
-                for first in range(0, TOPK, TOGETHER):
-                    sources, there, factors = (), (), ()
-                    for step in tl.static_range(TOGETHER):
-                        given = inside & (first + step < TOPK)
-                        at = 4 * (index * TOPK + first + step)
-                        place = tl.load(int32s(places + at), mask=given, other=-1)
-                        factor = tl.load(floats(weights + at), mask=given, other=0.0)
-                        row = _expert_row(layout_range, place, source, ranks, capacity)
-                        sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
-                        there += (place >= 0,)  # type: ignore[assignment]
-                        factors += (factor,)  # type: ignore[assignment]
-                    parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
-                    for step in tl.static_range(TOGETHER):
-                        sum_ = total + factors[step][:, None] * parts_[step]
-                        total = tl.where(there[step][:, None], sum_, total)
-                store_floats(target, value, total, wanted, DTYPE, BACKEND)
+            wanted = inside[:, None] & (value < HIDDEN)
+            total = tl.zeros([ROWS, BLOCK], tl.float32)
+            for first in range(0, TOPK, TOGETHER):
+                sources, there, factors = (), (), ()
+                for step in tl.static_range(TOGETHER):
+                    given = inside & (first + step < TOPK)
+                    at = 4 * (index * TOPK + first + step)
+                    place = tl.load(int32s(places + at), mask=given, other=-1)
+                    factor = tl.load(floats(weights + at), mask=given, other=0.0)
+                    row = _expert_row(layout_range, place, source, ranks, capacity)
+                    sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
+                    there += (place >= 0,)  # type: ignore[assignment]
+                    factors += (factor,)  # type: ignore[assignment]
+                parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
+                for step in tl.static_range(TOGETHER):
+                    sum_ = total + factors[step][:, None] * parts_[step]
+                    total = tl.where(there[step][:, None], sum_, total)
+            store_floats(first_row + index * ROW_BYTES, value, total, wanted, DTYPE, BACKEND)
         else:
             before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
             pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
+            # of another size than sums: the compiler would give a thread as many words as values, and would have words
+            # change threads between load and store
             words: tl.constexpr = HIDDEN * width // 4
+            word = column * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)[None, :]
             for slot in range(TOPK):
                 place = tl.load(int32s(places + 4 * (index * TOPK + slot)), mask=inside, other=-1)
-                row = _expert_row(layout_range, place, source, ranks, capacity)
-                begin = x + row * (HIDDEN * width)
-                target = first_row + pair * ROW_BYTES
-                for first in range(0, words, BLOCK):
-                    word = first + tl.arange(0, BLOCK)[None, :]
-                    here = (place >= 0)[:, None] & (word < words)
-                    moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
-                    tl.store(aligned(target, tl.int32)[:, None] + word, moved, mask=here)
+                begin = x + _expert_row(layout_range, place, source, ranks, capacity) * (HIDDEN * width)
+                here = (place >= 0)[:, None] & (word < words)
+                moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
+                tl.store(aligned(first_row + pair * ROW_BYTES, tl.int32)[:, None] + word, moved, mask=here)
                 pair += (place >= 0).to(tl.int64)

@@ -113,13 +113,11 @@ def take_acks(
     context: tl.tensor,
     state: tl.tensor,
     peer: tl.tensor,
-    header: tl.tensor,
+    dispatched: tl.tensor,
+    combined: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Note the counts in a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
-    # acquire: a newer notice may be landing on this one, and its count allows its space to be written as well
-    dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
-    combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
+    """Note the counts of a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
     sent, returned = peek(state + S_DISPATCH_NUMBER), peek(state + S_COMBINE_NUMBER)
     dispatched_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
     combined_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
@@ -206,7 +204,10 @@ def _read_acks(
             if header != 0:
                 told, counted = acquire(header + _TAG, BACKEND), acquire(header + _NUMBER, BACKEND)
                 if (told == tag) & ((counted == number) | (place == 0)):
-                    claim, most = take_acks(context, state, peer, header, BACKEND)
+                    # acquire: a newer notice may be landing on this one, and its count allows its space to be written
+                    dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
+                    combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
+                    claim, most = take_acks(context, state, peer, dispatched, combined, BACKEND)
                 elif place == 0:
                     claim, most = told & _LARGEST, tag
                 # the header of a message that is not the expected one is refused when the message is received

@@ -1,7 +1,7 @@
 """Low-latency dispatch, receiving: one kernel puts the rows of each source where DeepEP has them, as the source's
 message comes.
 
-The rows of a local expert are contiguous, and those of one source follow each other in its token order. The first R
+The rows of a local expert are contiguous, and those of one source follow each other as it has placed them. The first R
 programs hear one source each: they wait for its message, check what it claims, and give its rows their places with each
 expert: behind those that other sources have taken or, where order is asked for, behind those of all lower ranks. Then
 they and all others of the source copy its rows.
@@ -47,10 +47,10 @@ from .blocks import (
 from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read
-from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header
+from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
 from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import acquire, aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -80,10 +80,9 @@ def _take_header(
 ) -> tl.tensor:
     """Check what ``source`` says, and note it in the route block. False when it is refused."""
     most = peek(route + P_TOKENS)
-    coding = acquire(message + AT_CODING, BACKEND)
-    told = acquire(message + AT_ROWS, BACKEND)
-    back = acquire(message + AT_RETURN_OFFSET, BACKEND)
-    got, expected = check_header(context, state, route, source, message, number, _TAG, BACKEND)
+    words = read_header(message)
+    coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
+    got, expected = check_header(context, state, route, source, words, number, _TAG, BACKEND)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
     form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
@@ -398,25 +397,33 @@ def _copy(
     """Copy wire rows at ``source`` [ROWS] to rows ``row`` [ROWS, SLOTS] of recv_x, counted over all experts, -1 for
     none. Twelve arguments: tensors and what fixes their form."""
     words: tl.constexpr = PAYLOAD // 4
-    scale_words: tl.constexpr = 1 if CODING == _FP8 else 4
     quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)
-    groups: tl.constexpr = PAYLOAD // (scale_words * _GROUP) if quantised else 0
-    # rows are padded to 16 bytes: with the padding, every load is 16 bytes wide
-    readable: tl.constexpr = (words + groups + 3) // 4 * 4
-    for first in range(0, words + groups, BLOCK):
+    if quantised:
+        # apart from the values: beside their stores, which lie elsewhere, values would change threads before each store
+        groups: tl.constexpr = PAYLOAD // (_GROUP if CODING == _FP8 else 4 * _GROUP)
+        group = tl.arange(0, triton.next_power_of_2(groups))[None, :]
+        some = inside[:, None] & (group < groups)
+        scale = tl.load(aligned(source + PAYLOAD, tl.int32)[:, None] + group, mask=some, other=0)
+    for first in range(0, words, BLOCK):
         word = first + tl.arange(0, BLOCK)[None, :]
-        part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < readable), other=0)
+        wanted = inside[:, None] & (word < words)
+        part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=wanted, other=0)
         for index in range(TOPK):
-            # one more, so that 0 is none
-            place = tl.sum(tl.where(tl.arange(0, SLOTS)[None, :] == index, row + 1, 0), axis=1)
+            place = _place_of(row, index, SLOTS)
             # most slots of a token live elsewhere
-            if tl.max(place, axis=0) > 0:
-                here = (place > 0)[:, None]
-                place = tl.maximum(place - 1, 0)
-                target = recv_x + place * PAYLOAD
-                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here & (word < words))
-                if groups > 0:
-                    group = word - words
-                    expert, position = divide(place, capacity)
-                    column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
-                    tl.store(int32s(column), part, mask=here & (group >= 0) & (group < groups))
+            if tl.max(place, axis=0) >= 0:
+                target = recv_x + tl.maximum(place, 0).to(tl.int64) * PAYLOAD
+                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=(place >= 0)[:, None] & wanted)
+    if quantised:
+        for index in range(TOPK):
+            place = _place_of(row, index, SLOTS)
+            if tl.max(place, axis=0) >= 0:
+                expert, position = divide(tl.maximum(place, 0), capacity)
+                column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
+                tl.store(int32s(column), scale, mask=(place >= 0)[:, None] & some)
+
+
+@triton.jit
+def _place_of(row: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Column ``index`` of ``row`` [rows, SLOTS], whose least value is -1 and which are fewer than 2^31."""
+    return tl.max(tl.where(tl.arange(0, SLOTS)[None, :] == index, row.to(tl.int32), -1), axis=1)

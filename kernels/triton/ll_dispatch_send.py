@@ -172,17 +172,20 @@ def _serve(
     # read again, so that nothing of it is kept while waiting
     settle(BACKEND)
     rows = int64s(route_table(context, route, R_COUNTS, peer))
+    free = tl.full((), 0, tl.int64)
     if good & live:
         free, good = tell_dispatches_read(context, state, peer, start, LANES, BACKEND)
         if good:
             good = wait_space(context, state, peer, _DISPATCH, start, LANES, BACKEND)
-        if good:
-            message = peek(state_table(context, state, T_MESSAGE_AT, peer))
-            told = (peek(route_table(context, route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
-            coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
-            back = peek(route_table(context, route, R_RETURN_BASE, peer))
-            write_header(context, state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
+    # rows are written beside the header
     tell_ready(context, state, peer, stamp, good & live, BACKEND)
+    if good & live:
+        message = peek(state_table(context, state, T_MESSAGE_AT, peer))
+        told = (peek(route_table(context, route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
+        coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
+        back = peek(route_table(context, route, R_RETURN_BASE, peer))
+        write_header(context, state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
+        settle(BACKEND)
     return finish_one(context, state, peer) == tl.load(rows) * columns
 
 

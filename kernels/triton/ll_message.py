@@ -1,7 +1,7 @@
 """Low-latency messages: where they are packed, what their headers say, and how they are published.
 
 What a received header claims is read once and checked, and the copy is what later programs use: the peer could change
-it. Threads agree on what they have read of it (:func:`.words.acquire`).
+it. Each word has one reader, who tells all threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .blocks import (
 from .context import channel_count, flag_address, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
 from .publish import put_command
-from .words import acquire, divide, peek, poke, release_each, settle
+from .words import divide, int64s, peek, poke, release_each, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
@@ -158,31 +158,41 @@ def publish_message(
 
 
 @triton.jit
+def read_header(header: tl.tensor) -> tl.tensor:
+    """The words of the header at address ``header``, whose arrival was acquired. Each is read once, and all together:
+    in a window of host memory a read takes a microsecond and more."""
+    return tl.load(int64s(header + 8 * tl.arange(0, HEADER // 8).to(tl.int64)))
+
+
+@triton.jit
+def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+    """The one of :func:`read_header` that is AT bytes from its start, the same in every thread."""
+    return tl.sum(tl.where(8 * tl.arange(0, HEADER // 8) == AT, words, 0), axis=0)
+
+
+@triton.jit
 def check_header(
     context: tl.tensor,
     state: tl.tensor,
     route: tl.tensor,
     peer: tl.tensor,
-    header: tl.tensor,
+    words: tl.tensor,
     number: tl.tensor,
     TAG: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """The message is of this kind, plan and number; and what it says of the receiver's own messages. (A word that is
-    refused, and what it should be: the same where nothing is.)"""
-    # before any of them is checked: a window in host memory is waited for once
-    got_tag = acquire(header + AT_TAG, BACKEND)
-    got_plan = acquire(header + AT_PLAN, BACKEND)
-    got_number = acquire(header + AT_NUMBER, BACKEND)
+    """A message with these ``words`` is of this kind, plan and number; and what it says of the receiver's own messages.
+    (A word that is refused, and what it should be: the same where nothing is.)"""
     plan = peek(route + P_PLAN)
-    got, expected = got_tag, tl.full((), TAG, tl.int64)
+    got, expected = word_of(words, AT_TAG), tl.full((), TAG, tl.int64)
     if got == expected:
         # rule: low latency: a message of another shape is refused
-        got, expected = got_plan, plan
+        got, expected = word_of(words, AT_PLAN), plan
     if got == expected:
-        got, expected = got_number, number
+        got, expected = word_of(words, AT_NUMBER), number
     if got == expected:
-        claim, most = take_acks(context, state, peer, header, BACKEND)
+        dispatched, combined = word_of(words, _AT_CONSUMED_DISPATCH), word_of(words, _AT_CONSUMED_COMBINE)
+        claim, most = take_acks(context, state, peer, dispatched, combined, BACKEND)
         if claim >= 0:
             got, expected = claim, most
     return got, expected

@@ -24,16 +24,18 @@ from .ll_dispatch_send import dispatch_send
 
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
-#: Words (or values) of a row that a program moves at a time, and values that it sums: a program is one warp, so that
-#: whatever it exchanges between its threads takes no barrier, and needs several loads of each on their way.
-_BLOCK, _SUMMED = 1024, 512
+#: Words (or values) of a row that a program casts or copies to several ranks at a time, words that it copies to several
+#: experts, and values that it sums: a program is one warp, so that whatever it exchanges between its threads takes no
+#: barrier, and needs several loads of each on their way.
+_BLOCK, _MOVED, _SUMMED = 1024, 2048, 512
 #: A multiple of 16 like the real ones, for compiling ahead.
 _ANY_ADDRESS = 1 << 40
 #: Slots of a token whose rows are loaded together, by the expert's rank and by the token's: with more, ptxas spills.
 _WEIGHED_TOGETHER, _SUMMED_TOGETHER = 4, 8
-#: Programs of one kernel, some for each multiprocessor of any device. Few tokens have several each; the rows of many
+#: Programs of one kernel: as many as an H100 runs at once (32 of one warp on each of 132 multiprocessors) where rows
+#: are summed, and some for each multiprocessor where they are copied. Few tokens have several each; the rows of many
 #: sources share them, since few come from each.
-_PROGRAMS = 1024
+_PROGRAMS, _SUMMING = 1024, 4096
 
 
 def _power_of_two(value: int) -> int:
@@ -200,7 +202,7 @@ class TritonLowLatencyKernels:
                 "ROW_BYTES": row_bytes(plan.hidden, coding),
                 "CODING": coding,
                 "SLOTS": self._slots,
-                "BLOCK": min(_BLOCK, _power_of_two(payload // 4)),
+                "BLOCK": min(_MOVED, _power_of_two(payload // 4)),
                 **self._common,
             },
         )
@@ -209,23 +211,28 @@ class TritonLowLatencyKernels:
         self, context: int, state: int, route_block: int, ticket: int, x: int, layout_range: int, dtype: int
     ) -> tuple[Launch, ...]:
         """Return the experts' rows [L, R * T, H] of DTYPE_* ``dtype`` to their sources."""
-        grid = self.plan.ranks * self._programs_of_a_peer(), 1, 1
-        return (Launch(self._of_combine_send(dtype), grid, (context, state, route_block, ticket, x, layout_range)),)
+        variant, columns = self._of_combine_send(dtype)
+        programs = max(min(self._blocks(self.plan.tokens) * columns, _SUMMING // self.plan.ranks), 1)
+        grid = self.plan.ranks * programs, 1, 1
+        return (Launch(variant, grid, (context, state, route_block, ticket, x, layout_range)),)
 
-    def _make_combine_send(self, dtype: int) -> Variant:
+    def _make_combine_send(self, dtype: int) -> tuple[Variant, int]:
+        """Its kernel, and programs that a row has work for."""
         plan = self.plan
-        return Variant(
+        block = min(_SUMMED, _power_of_two(plan.hidden))
+        variant = Variant(
             combine_send,
             {
                 "HIDDEN": plan.hidden,
                 "ROW_BYTES": row_bytes(plan.hidden, dtype),
                 "DTYPE": dtype,
                 "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
-                "BLOCK": min(_SUMMED, _power_of_two(plan.hidden)),
+                "BLOCK": block,
                 **self._common,
             },
             fused=False,
         )
+        return variant, -(-plan.hidden // block)
 
     def combine_recv(
         self,

@@ -658,7 +658,9 @@ def sum_laid_out(
         kept = room - relay_first - done
         near, most = me // size * size, tl.minimum(known, tensors.tokens - own_first)
         ring_at, held = ring_of(context, state, 0, rail)
-        value, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
+        # of another size than what is copied, see ll_combine_send: rows that are laid out would change threads
+        block: tl.constexpr = shape.BLOCK // 2
+        value, slot = tl.arange(0, block)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(program * shape.ROWS, rows, programs * shape.ROWS):
             index = first + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
@@ -671,11 +673,11 @@ def sum_laid_out(
             target = tl.where(window != 0, window + row_at + index * row_bytes, stage + within * row_bytes)
             target_meta = tl.where(window != 0, window + meta_at + index * meta, stage_meta)
             factors = tl.zeros([shape.ROWS, shape.SLOTS], tl.float32)
-            for start in range(0, HIDDEN, shape.BLOCK):
+            for start in range(0, HIDDEN, block):
                 column = start + value
                 wanted = inside[:, None] & (column < HIDDEN)
                 weighing = (slot < shape.TOPK) & (start == 0)
-                total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+                total = tl.zeros([shape.ROWS, block], tl.float32)
                 # rule: a sum of one row is that row
                 found = tl.zeros([shape.ROWS], tl.int32)
                 wrong = tl.zeros([shape.ROWS], tl.int32)

@@ -35,6 +35,8 @@ _SPILLED = 16
 #: Those of low latency, of one warp, keep a few addresses of outer loops in local memory: ptxas would not take more
 #: registers than let 24 to 32 of their programs run on a multiprocessor.
 _SPILLED_BY_A_WARP = 64
+#: A combine's sums between nodes, at 128 registers of a thread.
+_SPILLED_BETWEEN_NODES = 48
 
 #: That the caller allows.
 PROGRAMS = 20
@@ -108,6 +110,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
         find = compiled_traps.cuda_faults if gpu.backend == "cuda" else compiled_traps.hip_faults
         faults = find(name, text)
         faults += divergences(result.asm["llir"])
+        if name in COPYING:
+            faults += compiled_traps.exchanges_of_rows(result.asm["ttgir"])
         if gpu.backend == "cuda":
             faults += unknown(text)
         found = resources(gpu, result)
@@ -118,6 +122,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
             faults.append("a program that waits has several warps, of which some may hang at a barrier")
         # those that wait spend their time waiting
         allowed = _SPILLED_BY_A_WARP if name in COPYING & WAITING else _SPILLED
+        if name == "move_node_rows":
+            allowed = _SPILLED_BETWEEN_NODES
         if found["spilled"] > allowed and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")
         if name in IN_FLIGHT:

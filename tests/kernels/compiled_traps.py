@@ -5,6 +5,7 @@ All of them pass a compiler without a word. Each was met in one of Triton's vers
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from typing import NamedTuple
@@ -18,6 +19,7 @@ __all__ = [
     "WAITING",
     "cubin_resources",
     "cuda_faults",
+    "exchanges_of_rows",
     "hip_faults",
     "loads_at_once",
 ]
@@ -35,7 +37,11 @@ IN_FLIGHT = {
     "move_rows": (32 << 10, 8 << 10),
     "combine_recv": (8 << 10, 8 << 10),
     "combine_send": (4 << 10, 4 << 10),
+    "dispatch_recv": (7 << 10, 7 << 10),
 }
+
+#: Elements of the smallest tensor that holds a part of a row, and of no other.
+OF_A_ROW = 128
 
 
 def loads_at_once(text: str) -> int:
@@ -45,7 +51,7 @@ def loads_at_once(text: str) -> int:
     if ".target sm_" in text:
         load, end = r"\bld\.global\.v(?:4\.b32|2\.b64)", r"\bbar\.sync|\bbra\b|^\$L__BB|\badd\S*\.f32|\bst\.global"
     else:
-        load, end = r"\bglobal_load_dwordx4", r"s_waitcnt vmcnt|s_branch|\bglobal_store"
+        load, end = r"\b(?:global|buffer)_load_dwordx4", r"s_waitcnt vmcnt|s_branch|\bglobal_store"
     return max(len(re.findall(load, part)) for part in re.split(end, text, flags=re.MULTILINE))
 
 
@@ -159,6 +165,14 @@ def hip_faults(name: str, code: str) -> list[str]:
     if name in COPYING and not re.search(r"(?:global|buffer)_load_dwordx4", code):
         faults.append("loads are not vectorised")
     return faults
+
+
+def exchanges_of_rows(ttgir: str) -> list[str]:
+    """Values of rows that go from thread to thread in Triton's GPU dialect, because the compiler has chosen other
+    threads for the load than for the store: three shuffles a word, or a way through shared memory."""
+    found = re.findall(r"ttg\.convert_layout \S+ : tensor<([\dx]+)x(\w+), ", ttgir)
+    sizes = [(math.prod(map(int, shape.split("x"))), shape, dtype) for shape, dtype in found]
+    return [f"{shape} of {dtype} change threads" for size, shape, dtype in sizes if size >= OF_A_ROW]
 
 
 def cubin_resources(cubin: bytes) -> dict[str, int]:

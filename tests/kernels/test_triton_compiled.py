@@ -221,3 +221,10 @@ def test_loads_that_wait_for_each_other_are_counted_apart() -> None:
         text = 2 * (load + f"{over} .LBB0_1\n") + "s_waitcnt vmcnt(1)\n" + load
         assert compiled_traps.loads_at_once(text) == 2
     assert compiled_traps.loads_at_once(2 * (load + "s_branch .LBB0_1\n")) == 1
+
+
+def test_rows_that_change_threads_are_found() -> None:
+    kept = "%a = ttg.convert_layout %b : tensor<1x8xi64, #blocked> -> tensor<1x8xi64, #blocked1> loc(#loc1)\n"
+    moved = "%c = ttg.convert_layout %d : tensor<4x1024xi32, #blocked1> -> tensor<4x1024xi32, #blocked> loc(#loc2)\n"
+    assert compiled_traps.exchanges_of_rows(kept + moved) == ["4x1024 of i32 change threads"]
+    assert compiled_traps.exchanges_of_rows(kept) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,10 +17,12 @@ trials = pytest.importorskip("tests.ptx.product.trials", reason="needs Triton")
 
 from tests.ptx.product.ranks import ModelGroup  # noqa: E402
 from tests.ptx.product.test_low_latency import SHAPES, compiled  # noqa: E402
+from tests.support.fake_ranks import HOSTILE  # noqa: E402
 from tests.support.ll_cases import arguments, run_rank  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProxyDied, UcclEpError  # noqa: E402
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST  # noqa: E402
+from uccl_ep_serving.proxy.transport.fake import Adversary  # noqa: E402
 
 #: UCCL_EP_TIMEOUT of the ranks: seconds of the machine's clock.
 TIMEOUT = 3.0
@@ -62,12 +64,12 @@ def second_dispatch(group: ModelGroup, low_latency: Any, rank: int) -> Ended:
     return Ended(first.value, at, at - started, again.value)
 
 
-def play(memory: str, path: str, seed: int, body: Body, **settings: Any) -> list[Any]:
+def play(memory: str, path: str, seed: int, body: Body, adversary: Adversary = HOSTILE, **settings: Any) -> list[Any]:
     """One layer that is right on every rank, then ``body`` of the rank's runtime and its mode; results by rank."""
     machine = trials.machine_of(memory, seed)
     machine.patience = PATIENCE
     given = Settings(timeout=TIMEOUT, window="host", **settings)
-    with trials.group_of(machine, compiled(memory), 2, path, given) as group:
+    with trials.group_of(machine, compiled(memory), 2, path, given, adversary) as group:
 
         def whole(runtime: Any) -> object:
             low_latency = group.low_latency(runtime)
@@ -104,7 +106,9 @@ def test_a_proxy_that_hangs_is_a_silent_peer(memory: str) -> None:
         runtime.group.services[1].step = lambda proxy: 0
         return second_dispatch(runtime.group, low_latency, runtime.rank)
 
-    for rank, ended in enumerate(play(memory, "proxied", 2, body)):
+    # a write that no proxy takes is repeated for ever, and the machine is never idle
+    calm = replace(HOSTILE, duplicate=0.0)
+    for rank, ended in enumerate(play(memory, "proxied", 2, body, calm)):
         assert isinstance(ended.error, PeerTimeout)
         assert ended.error.peer == 1 - rank
         assert TIMEOUT <= ended.took < LATEST
