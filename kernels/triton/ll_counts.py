@@ -49,7 +49,7 @@ from .context import (
     stream_of,
     window_address,
 )
-from .publish import put_command, store_flags
+from .publish import put_commands, store_flags
 from .wait import (
     FAILURE_PEER_TIMEOUT,
     FAILURE_PROTOCOL,
@@ -331,12 +331,13 @@ def _send_notice(
         poke(state_table(context, state, T_SENT_ACK_DISPATCH, peer), dispatched)
         poke(state_table(context, state, T_SENT_ACK_COMBINE, peer), combined)
         settle(BACKEND)
+        peers, mine = one_lane(peer, LANES)
         if mapped != 0:
-            peers, mine = one_lane(peer, LANES)
             store_flags(context, state, peers, mine, _NOTICE, sent + 1, BACKEND)
         else:
-            one = tl.full((), 1, tl.int64)
-            put_command(context, state, peer, _NOTICE, source, target, one * _HEADER, one, start, LANES, BACKEND)
+            none = tl.zeros_like(peers)
+            size, last, stream = none + _HEADER, none + 1, none + _NOTICE
+            put_commands(context, state, peer, stream, mine, source, target, size, last, start, BACKEND)
     return ending == GO_ON
 
 

@@ -26,7 +26,7 @@ from .blocks import (
 )
 from .context import channel_count, flag_address, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
-from .publish import put_command
+from .publish import put_commands
 from .words import divide, int64s, peek, poke, release_each, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
@@ -132,7 +132,8 @@ def publish_message(
         lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
         piece = lines * _PIECE
         parts = peek(state + S_PARTS)
-        for channel in range(channels):
+        for lowest in range(0, channels, LANES):
+            channel = lowest + tl.arange(0, LANES).to(tl.int64)
             begin = tl.minimum(channel * piece, nbytes)
             length = tl.minimum(piece, nbytes - begin)
             # an empty write names the start of the message: the end may be the end of the window
@@ -141,20 +142,20 @@ def publish_message(
                 done = part * _MAX_WRITE
                 rest = length - done
                 # also an empty piece is a write
-                if rest >= tl.minimum(part, 1):
-                    put_command(
-                        context,
-                        state,
-                        peer,
-                        first + channel,
-                        source + begin + done,
-                        target + begin + done,
-                        tl.minimum(rest, _MAX_WRITE),
-                        (rest <= _MAX_WRITE).to(tl.int64),
-                        start,
-                        LANES,
-                        BACKEND,
-                    )
+                chosen = (channel < channels) & (rest >= tl.minimum(part, 1))
+                put_commands(
+                    context,
+                    state,
+                    peer,
+                    first + channel,
+                    chosen,
+                    source + begin + done,
+                    target + begin + done,
+                    tl.minimum(rest, _MAX_WRITE),
+                    (rest <= _MAX_WRITE).to(tl.int64),
+                    start,
+                    BACKEND,
+                )
 
 
 @triton.jit

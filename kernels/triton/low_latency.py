@@ -77,7 +77,7 @@ class TritonLowLatencyKernels:
         plan = self.plan
         if plan.topk > MAX_TOPK:
             raise ConfigError(f"low-latency dispatch: topk = {plan.topk} exceeds {MAX_TOPK} on a device")
-        # a message is published without a wait of its own, in the best case
+        # see publish.put_commands: programs never wait for each other's commands
         parts = max(1, -(-plan.room.longest_message // (channels * MAX_WRITE_BYTES)))
         commands = plan.ranks * channels * parts
         if commands > ring_slots:

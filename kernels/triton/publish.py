@@ -4,7 +4,7 @@ A command is 16 bytes in pinned host memory, on CUDA one store; the lap bit stan
 never takes half of one. Heads, the last known tails and capacities live in device memory: nothing is read back over
 PCIe unless a ring seems full, and nothing but commands is written. Kernels of a Buffer run one after the other. In
 normal mode one program of each publishes: it waits for room before it packs anything (:func:`wait_room`), and advances
-heads by plain stores. In low latency several do, and take slots by an atomic addition (:func:`put_command`).
+heads by plain stores. In low latency several do, and take slots by an atomic addition (:func:`put_commands`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, UNIT
 from ...protocol.ring import SLOTS, TAIL
 from .blocks import S_SINK
 from .context import flag_address, head_address, ring_address
-from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail
-from .words import CUDA, HIP, acquire, int64s, peek, poke, release_each, settle
+from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail, first_of
+from .words import CUDA, HIP, acquire, acquire_each, any_of, int64s, peek, poke, release_each, settle
 
 _SOURCE, _LENGTH = tl.constexpr(LOW["source"].shift), tl.constexpr(LOW["length"].shift)
 _TARGET, _RANK = tl.constexpr(HIGH["target"].shift), tl.constexpr(HIGH["rank"].shift)
@@ -118,52 +118,61 @@ def store_flags(
 
 
 @triton.jit
-def put_command(
+def put_commands(
     context: tl.tensor,
     state: tl.tensor,
     peer: tl.tensor,
-    stream: tl.tensor,
+    streams: tl.tensor,
+    chosen: tl.tensor,
     source: tl.tensor,
     target: tl.tensor,
     nbytes: tl.tensor,
     last: tl.tensor,
     start: tl.tensor,
-    LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """One write to ``peer`` into the ring that owns ``stream``, where several programs of a kernel put some: each takes
-    the next slot, and waits until the proxy has read what it held. A proxy takes slots in their order, so that the
-    program with the lowest one waits for none of the others.
+    """One write to ``peer`` into each ring that owns one of the ``chosen`` ``streams``, where several programs of a
+    kernel put some: each takes the next slots, and waits until the proxies have read what they held. A kernel puts no
+    more into a ring than that holds (:meth:`..low_latency.TritonLowLatencyKernels.check`): so a slot that a program
+    waits for was taken before the kernel, and not by one that waits for this program.
 
-    Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of :func:`put_writes`.
+    Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of :func:`put_writes`, one
+    a lane.
     """
-    ring, head_at = ring_address(context, stream), head_address(context, stream)
+    inside = tl.where(chosen, streams, 0)
+    ring, head_at = ring_address(context, inside), head_address(context, inside)
     capacity = peek(head_at + 16)
-    index = tl.atomic_add(int64s(head_at), 1, sem="relaxed", scope="gpu")
+    none = tl.zeros_like(inside)
+    index = tl.atomic_add(int64s(head_at), none + 1, mask=chosen, sem="relaxed", scope="gpu")
     # acquired by whoever noted it: what the slot held was read before
-    tail = tl.atomic_max(int64s(head_at + 8), 0, sem="acq_rel", scope="gpu")
+    tail = tl.atomic_max(int64s(head_at + 8), none, mask=chosen, sem="acq_rel", scope="gpu")
     ending, checked = tl.full((), 0, tl.int32), start
-    if index - tail >= capacity:
-        tail = acquire(ring + _TAIL, BACKEND)
-        while (index - tail >= capacity) & (ending == GO_ON):
+    if any_of(chosen & (index - tail >= capacity)) != 0:
+        tails = tl.where(chosen, ring + _TAIL, state + S_SINK)
+        lacks = any_of(chosen & (index - acquire_each(tails, BACKEND) >= capacity))
+        # only scalars live from spin to spin, see wait.wait_messages
+        while (lacks != 0) & (ending == GO_ON):
             ending, checked = end_spin(context, start, checked, BACKEND)
-            tail = acquire(ring + _TAIL, BACKEND)
+            lacks = any_of(chosen & (index - acquire_each(tails, BACKEND) >= capacity))
+        tail = acquire_each(tails, BACKEND)
         settle(BACKEND)
-        tl.atomic_max(int64s(head_at + 8), tail, sem="acq_rel", scope="gpu")
+        tl.atomic_max(int64s(head_at + 8), tail, mask=chosen, sem="acq_rel", scope="gpu")
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
-            fail(context, state, code, -1, stream, tail, index + 1 - capacity, BACKEND)
+            full = first_of(streams, chosen & (index - tail >= capacity))
+            named = streams == full
+            arrived = tl.sum(tl.where(named, tail, 0), axis=0)
+            expected = tl.sum(tl.where(named, index + 1 - capacity, 0), axis=0)
+            fail(context, state, code, -1, full, arrived, expected, BACKEND)
     if ending == GO_ON:
         lap = ((index & capacity) == 0).to(tl.int64)
         low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
-        high = lap | ((target // _UNIT) << _TARGET) | (peer << _RANK) | (stream << _STREAM)
+        high = lap | ((target // _UNIT) << _TARGET) | (peer << _RANK) | (streams << _STREAM)
         high = high | _KIND | (last << _LAST)
         # what the atomics have acquired: for the thread that stores
         settle(BACKEND)
-        lane = tl.arange(0, LANES).to(tl.int64)
-        zero = tl.zeros_like(lane)
-        slot = zero + ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
-        _store_commands(slot, zero + low, zero + high, lane == 0, state + S_SINK, BACKEND)
+        slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
+        _store_commands(slot, low, high, chosen, state + S_SINK, BACKEND)
 
 
 @triton.jit
