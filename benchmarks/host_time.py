@@ -160,13 +160,12 @@ def measure(rounds: int = ROUNDS, times: int = CALLS, before: str = "", normal: 
     return result
 
 
-def _rows(found: Mapping[str, Any]) -> dict[str, list[str]]:
-    """By row of the table the names that it is the mean of: all launches in one, each operation by itself."""
-    names = list(found["us"][AT_ONCE])
-    operations = [name for name in names if " " in name]
-    return {"a launch, the nine kernels": [name for name in names if " " not in name]} | {
-        name: [name] for name in operations
-    }
+_LAUNCH = "a launch of low latency"
+
+
+def _of_row(taken: Mapping[str, Any], row: str) -> list[Any]:
+    """What a row of the table is the mean of: every launch, else one operation."""
+    return [one for name, one in taken.items() if " " not in name] if row == _LAUNCH else [taken[row]]
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -177,20 +176,21 @@ def markdown(found: Mapping[str, Any]) -> str:
         "| microseconds of the host | " + " | ".join(words[way] for way in ways) + " | of the first |",
         "|---|" + "---:|" * (len(ways) + 1),
     ]
-    for row, names in _rows(found).items():
+    kernels = {way: len(_of_row(found["us"][way], _LAUNCH)) for way in ways}
+    for row in (_LAUNCH, *(name for name in found["us"][AT_ONCE] if " " in name)):
         medians = []
         cells = []
         for way in ways:
-            taken = [found["us"][way][name] for name in names]
+            taken = _of_row(found["us"][way], row)
             one = {key: statistics.fmean(each[key] for each in taken) for key in ("median", "p10", "p90")}
             medians.append(one["median"])
             cells.append(f"{one['median']:.1f} ({one['p10']:.1f} - {one['p90']:.1f})")
         lines.append(f"| {row} | " + " | ".join(cells) + f" | {medians[-1] / medians[0]:.0%} |")
     about = (
         f"Triton {found['triton']} on a stub of the driver; medians with p10 - p90 of {found['rounds']} x "
-        f"{found['calls']} calls, of launches the mean over the kernels. A dispatch of low latency launches 5 kernels "
-        "and a combine 4, of normal mode here 9 and 7. Each operation has the streams and events of one as well, which "
-        "the stub makes by calls from Python."
+        f"{found['calls']} calls, of launches the mean over the kernels of a dispatch and a combine: "
+        f"{kernels[ways[0]]} of the first column, {kernels[AT_ONCE]} now; of normal mode they are 9 and 7. Each "
+        "operation has the streams and events of one as well, which the stub makes by calls from Python."
     )
     return "\n".join([*lines, "", about])
 

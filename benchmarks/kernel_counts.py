@@ -31,6 +31,28 @@ HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 #: Of one group of ranks; the machine steps each thread.
 SECONDS = 7200.0
 NOW, BEFORE = "now", "before"
+#: Of a kernel: its counts, in words.
+COLUMNS = {
+    "launches": "launches",
+    "longest": "longest program",
+    "executed": "all programs",
+    "text": "instructions of PTX",
+    "bytes": "bytes of PTX",
+}
+SUMMED = ("launches", "instructions of PTX", "bytes of PTX")
+#: Kernels of both designs.
+PHASES = {
+    "dispatch": {
+        *("dispatch_send", "dispatch_recv"),
+        *("route", "pack_dispatch", "dispatch_arrival", "count_rows", "unpack_rows"),
+    },
+    "combine": {
+        *("combine_send", "combine_recv"),
+        *("prepare_combine", "pack_combine", "combine_arrival", "sum_rows"),
+    },
+}
+#: Files of low latency alone.
+SOURCES = ("ll_*.py", "low_latency.py", "programs.py")
 
 
 def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]]:
@@ -44,6 +66,7 @@ def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]
     from tests.ptx.product import trials
     from tests.ptx.product.compiled import Compiled
     from tests.ptx.translation.event import COUNT
+    from tests.ptx.translation.program import Label
     from tests.support import ll_cases
     from uccl_ep_serving.kernels.triton.kernel import PREFIX
     from uccl_ep_serving.oracle import calc_diff
@@ -63,14 +86,16 @@ def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]
                 program = block.launch.kernel.program
                 executed = block.state[:, COUNT].astype(np.int64)
                 warps = executed.reshape(-1, min(32, len(executed))).max(axis=1)
+                written = sum(not isinstance(line, Label) for line in program.code)
                 one = found.setdefault(
                     program.name.removeprefix(PREFIX),
-                    {"launches": 0, "longest": 0, "executed": 0, "text": len(program.code)},
+                    {"launches": 0, "longest": 0, "executed": 0, "text": written},
                 )
                 one["launches"] += int(block.place == (0, 0)) / ranks
                 one["longest"] = max(one["longest"], int(warps.max()))
                 one["executed"] += int(warps.sum()) / ranks
 
+    compiled = Compiled(weak=False)
     machine = Counted(1, Sequential(), resident=1, burst=0.9, parting=0.0, host_limit_s=SECONDS)
 
     def body(runtime: Any) -> None:
@@ -112,8 +137,10 @@ def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]
         assert calc_diff(combined, ll_cases.exact_combined(case, given)) < 9e-4
 
     # the machine keeps every tensor that a thread of a rank makes: gigabytes
-    with ThreadPoolExecutor(1) as elsewhere, trials.group_of(machine, Compiled(weak=False), ranks, "mapped") as group:
+    with ThreadPoolExecutor(1) as elsewhere, trials.group_of(machine, compiled, ranks, "mapped") as group:
         group.run(body, limit_steps=1 << 60)
+    for text, kernel in compiled._kernels.items():
+        found[kernel.program.name.removeprefix(PREFIX)]["bytes"] = len(text)
     return found
 
 
@@ -122,13 +149,22 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
     # not there in commits to compare with, which count by this file
     from benchmarks.host_time import check_out
 
-    result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "hidden": hidden, "before": before, "counts": {}}
+    result: dict[str, Any] = {
+        "machine": describe(),
+        "tokens": tokens,
+        "hidden": hidden,
+        "before": before,
+        "lines": {},
+        "counts": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         places = {NOW: ROOT}
         if before:
             check_out(before, Path(folder))
             places[BEFORE] = Path(folder)
         for way, place in places.items():
+            sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
+            result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
             for ranks in groups:
                 done = subprocess.run(
                     [sys.executable, "-P", __file__, "--body", str(ranks), str(tokens), str(hidden)],
@@ -143,17 +179,27 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """A row per commit, ranks and kernel."""
+    """A row per commit, ranks and kernel, and the sums of both commits."""
     rows = []
     for way, groups in found["counts"].items():
         for ranks, kernels in groups.items():
             for name, one in kernels.items():
-                cells = (f"{one[key]:,.0f}" for key in ("launches", "longest", "executed", "text"))
-                rows.append([f"EP{ranks}", way, f"`{name}`", *cells])
-    headings = ("ranks", "commit", "kernel", "launches", "longest program", "all programs", "lines of PTX")
-    sizes = f"{found['tokens']} tokens of {found['hidden']} values a rank, {EXPERTS} experts, top-{TOPK}"
-    about = f"{sizes}; instructions of warps."
-    return f"{markdown_table(headings, rows)}\n\n{about}"
+                rows.append([f"EP{ranks}", way, f"`{name}`", *(f"{one[key]:,.0f}" for key in COLUMNS)])
+    sums = []
+    for way, groups in found["counts"].items():
+        for ranks, kernels in groups.items():
+            parts = {phase: [one for name, one in kernels.items() if name in names] for phase, names in PHASES.items()}
+            paths = [f"{sum(one['longest'] for one in parts[phase]):,.0f}" for phase in PHASES]
+            whole = [f"{sum(one[key] for one in kernels.values()):,.0f}" for key in ("launches", "text", "bytes")]
+            sums.append([f"EP{ranks}", way, *paths, *whole, f"{found['lines'][way]:,}"])
+    headings = ("ranks", "commit", "kernel", *COLUMNS.values())
+    of_sums = ("ranks", "commit", "path of a dispatch", "path of a combine", *SUMMED, "lines of Python")
+    about = (
+        f"{found['tokens']} tokens of {found['hidden']} values a rank, {EXPERTS} experts, top-{TOPK}, FP8 out and BF16 "
+        f"back, expanded; warps' instructions of PTX for sm_90. Before is {found['before']}. A path is the sum of the "
+        "longest programs of its kernels."
+    )
+    return "\n\n".join((markdown_table(of_sums, sums), markdown_table(headings, rows), about))
 
 
 def main() -> None:
