@@ -44,28 +44,29 @@ from .blocks import (
     S_DISPATCH_SLOT,
     S_PLACED,
     T_MESSAGE_AT,
+    T_READY,
     expert_count,
     route_table,
     state_table,
 )
-from .context import has_failed_now, is_live, own_rank, rank_count, stream_of
+from .context import channel_count, has_failed_now, is_live, own_rank, peer_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
-from .ll_message import HEADER, LOW, offset_among, place_message, publish_message, write_header
+from .ll_message import HEADER, LOW, offset_among, place_message, put_message, write_header
 from .programs import (
     DISPATCH_SEND,
     await_ready,
     finish,
     finish_one,
-    last_peer,
-    may_publish,
+    last_peers,
     program_number,
     stamp_of,
     tell_ready,
 )
+from .publish import store_flags
 from .quant import load_floats, quantise_blocks
-from .wait import report_id
-from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
+from .wait import first_of, report_id
+from .words import aligned, any_of, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -253,27 +254,53 @@ def _close(
     context: tl.tensor,
     state: tl.tensor,
     plan: tl.tensor,
-    peer: tl.tensor,
+    rank: tl.tensor,
+    last: tl.tensor,
     start: tl.tensor,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Nothing is left to do for ``peer``: its message is published, if it may be."""
+    """Nothing is left to do for each ``rank`` [rows, slots] where this program was the ``last``: their messages are
+    published, as far as they may be."""
     # what this program has acquired with its last piece of work: for all threads
     settle(BACKEND)
-    number, local = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL)
-    if may_publish(context, state, peer, stamp_of(DISPATCH_SEND, number)):
-        counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
-        for first in range(0, local, LANES):
-            expert = first + tl.arange(0, LANES).to(tl.int64)
-            named = int32s(expert_count(context, state, peer * local + expert))
-            tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
-            tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
-        publish_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
-    if last_peer(context, state, peer, rank_count(context), BACKEND):
-        # rule: low latency: the send kernel counts its message
-        poke(state + S_DISPATCH_NUMBER, number + 1)
-        poke(state + S_PLACED, 0)
+    number, local, ranks = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL), rank_count(context)
+    first, channels = stream_of(_DISPATCH, number), channel_count(context)
+    rank, last = tl.ravel(rank)[:, None], tl.ravel(last)[:, None]
+    for lowest in range(0, ranks, LANES):
+        peers = lowest + tl.arange(0, LANES).to(tl.int64)
+        closed = tl.max((last & (rank == peers[None, :])).to(tl.int32), axis=0) != 0
+        if any_of(closed) != 0:
+            ready_at = int64s(state_table(context, state, T_READY, tl.where(closed, peers, 0)))
+            may = closed & (tl.load(ready_at, mask=closed, other=0) == stamp_of(DISPATCH_SEND, number))
+            peer = first_of(peers, may)
+            while peer != _NOBODY:
+                _write_counts(context, state, peer, local, LANES)
+                peer = first_of(peers, may & (peers > peer))
+            settle(BACKEND)
+            mapped = may & (peer_window(context, tl.where(may, peers, 0)) != 0)
+            for channel in range(channels):
+                store_flags(context, state, peers, mapped, first + channel, number // 2 + 1, BACKEND)
+            proxied = may & (mapped == 0)
+            peer = first_of(peers, proxied)
+            while peer != _NOBODY:
+                put_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
+                peer = first_of(peers, proxied & (peers > peer))
+            if last_peers(context, state, peers, closed, ranks, BACKEND):
+                # rule: low latency: the send kernel counts its message
+                poke(state + S_DISPATCH_NUMBER, number + 1)
+                poke(state + S_PLACED, 0)
+
+
+@triton.jit
+def _write_counts(context: tl.tensor, state: tl.tensor, peer: tl.tensor, local: tl.tensor, LANES: tl.constexpr) -> None:
+    """How many rows each expert of ``peer`` gets: into the message to it."""
+    counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
+    for first in range(0, local, LANES):
+        expert = first + tl.arange(0, LANES).to(tl.int64)
+        named = int32s(expert_count(context, state, peer * local + expert))
+        tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
+        tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
 
 
 @triton.jit
@@ -453,10 +480,8 @@ def dispatch_send(
         many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=once, other=0)
         # also for those to whom nothing may be said any more: an operation ends in every case
         last = once & (finish(context, state, peers, once) == many * columns)
-    peer = uniform(tl.min(tl.ravel(tl.where(last, rank, _NOBODY)), axis=0), BACKEND)
-    while peer != _NOBODY:
-        _close(context, state, plan, peer.to(tl.int64), start, LANES, BACKEND)
-        peer = uniform(tl.min(tl.ravel(tl.where(last & (rank > peer), rank, _NOBODY)), axis=0), BACKEND)
+    if uniform(any_of(tl.ravel(last)), BACKEND) != 0:
+        _close(context, state, plan, rank, last, start, LANES, BACKEND)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from .blocks import (
     P_PLAN,
     S_DISPATCH_READ,
     S_PARTS,
-    S_SINK,
     T_MESSAGE_AT,
     T_MESSAGE_BYTES,
     T_MESSAGE_FROM,
@@ -24,10 +23,10 @@ from .blocks import (
     T_SENT_ACK_DISPATCH,
     state_table,
 )
-from .context import channel_count, flag_address, peer_window, sticky_code, stream_of, window_address
+from .context import channel_count, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
-from .publish import put_commands
-from .words import divide, int64s, peek, poke, release_each, settle
+from .publish import put_commands, store_flags
+from .words import divide, int64s, peek, poke, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
@@ -107,25 +106,38 @@ def publish_message(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Publish the packed message to ``peer``, one piece per channel. A mapped peer has the bytes already and gets the
-    flags.
+    """Publish the packed message to ``peer``. A mapped peer has the bytes already and gets the flags of all channels,
+    for any other proxies get commands. :func:`settle` comes before it."""
+    if peer_window(context, peer) != 0:
+        first, channels = stream_of(PHASE, number), channel_count(context)
+        for lowest in range(0, channels, LANES):
+            channel = lowest + tl.arange(0, LANES).to(tl.int64)
+            chosen, to = channel < channels, tl.zeros_like(channel) + peer
+            stream = first + tl.where(chosen, channel, 0)
+            store_flags(context, state, to, chosen, stream, number // 2 + 1, BACKEND)
+    else:
+        put_message(context, state, peer, PHASE, number, start, LANES, BACKEND)
+
+
+@triton.jit
+def put_message(
+    context: tl.tensor,
+    state: tl.tensor,
+    peer: tl.tensor,
+    PHASE: tl.constexpr,
+    number: tl.tensor,
+    start: tl.tensor,
+    LANES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Have a proxy send the packed message to ``peer``, one piece per channel, unless it or the host has set the sticky
+    error.
 
     A piece is one write and may be empty, so that every stream carries every message; more than 256 MiB of a piece are
     several commands, of which only the last ends the message.
     """
-    # what the last of the others has acquired: for all threads
-    settle(BACKEND)
-    channels = channel_count(context)
-    first = stream_of(PHASE, number)
-    if peer_window(context, peer) != 0:
-        for lowest in range(0, channels, LANES):
-            channel = lowest + tl.arange(0, LANES).to(tl.int64)
-            chosen = channel < channels
-            to = tl.zeros_like(channel) + peer
-            flags = tl.where(chosen, flag_address(context, to, first + tl.where(chosen, channel, 0)), state + S_SINK)
-            release_each(flags, tl.zeros_like(channel) + (number // 2 + 1), chosen, state + S_SINK, BACKEND)
-    # nothing is published once a proxy or the host has set the sticky error
-    elif sticky_code(context, BACKEND) == 0:
+    if sticky_code(context, BACKEND) == 0:
+        first, channels = stream_of(PHASE, number), channel_count(context)
         source = peek(state_table(context, state, T_MESSAGE_FROM, peer))
         target = peek(state_table(context, state, T_MESSAGE_TO, peer))
         nbytes = peek(state_table(context, state, T_MESSAGE_BYTES, peer))

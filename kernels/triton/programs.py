@@ -16,7 +16,7 @@ import triton.language as tl
 from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
 from .context import wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
-from .words import DEVICE, acquire_each, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
+from .words import DEVICE, acquire_each, arrive_last, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
 
 #: Kernels, as stamps tell them apart.
 DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
@@ -129,3 +129,17 @@ def last_peer(
     """``peer`` is done with: True for the last of ``ranks`` peers."""
     poke(state_table(context, state, T_FINISHED, peer), 0)
     return arrives_last(state + S_ARRIVALS, ranks, BACKEND)
+
+
+@triton.jit
+def last_peers(
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    chosen: tl.tensor,
+    ranks: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """The ``chosen`` peers are done with: True where they are the last of ``ranks`` peers."""
+    tl.store(int64s(state_table(context, state, T_FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
+    return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int64), axis=0), ranks, BACKEND)

@@ -220,10 +220,16 @@ def settle(BACKEND: tl.constexpr) -> None:
 @triton.jit
 def arrives_last(counter: tl.tensor, programs: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """True in the last of ``programs`` programs, which then sees what the others stored; it resets ``counter``."""
+    return arrive_last(counter, 1, programs, BACKEND)
+
+
+@triton.jit
+def arrive_last(counter: tl.tensor, many: tl.tensor, programs: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """The same where a program counts as ``many``, at least one."""
     # without the barrier the atomic releases the stores of its own thread only
     settle(BACKEND)
-    before = tl.atomic_add(int64s(counter), 1, sem="acq_rel", scope="gpu")
-    last = before == programs - 1
+    before = tl.atomic_add(int64s(counter), many, sem="acq_rel", scope="gpu")
+    last = before + many == programs
     if last:
         poke(counter, 0)
     return last
