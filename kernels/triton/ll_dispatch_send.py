@@ -53,6 +53,7 @@ from .context import channel_count, has_failed_now, is_live, own_rank, peer_wind
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, LOW, offset_among, place_message, put_message, write_header
+from .ll_routing import NOBODY, earlier_equal, expert_ids, list_rows, named_before, ranks_of
 from .programs import (
     DISPATCH_SEND,
     await_ready,
@@ -73,71 +74,9 @@ _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
 _F32, _FP8, _UE8M0 = tl.constexpr(DTYPE_F32), tl.constexpr(DTYPE_FP8), tl.constexpr(DTYPE_FP8_UE8M0)
 _GROUP, _ROUTE_WORDS = tl.constexpr(SCALE_BLOCK), tl.constexpr(ROUTE_WORDS)
 _PLACE_SHIFT, _PAIRS_SHIFT = tl.constexpr(PLACE_SHIFT), tl.constexpr(PAIRS_SHIFT)
-_NOBODY = tl.constexpr(1 << 30)
 #: Fields of PLACED: rows, (token, slot) pairs, destinations. A token has at most 64 slots.
 _FIELD, _IN_FIELD = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
 assert 64 * MAX_LOW_LATENCY_TOKENS < 1 << 20
-
-
-@triton.jit
-def _expert_ids(
-    topk_idx: tl.tensor,
-    token: tl.tensor,
-    slot: tl.tensor,
-    tokens: tl.tensor,
-    experts: tl.tensor,
-    TOPK: tl.constexpr,
-) -> tl.tensor:
-    """(Expert of each slot as int32, -1 for none; whether the id is one that cannot be.)"""
-    given = (token < tokens) & (slot < TOPK)
-    ids = tl.load(int64s(topk_idx + 8 * (token * TOPK + slot)), mask=given, other=-1)
-    # rule: low latency: an expert id is compared before it is cut to 32 bits
-    right = (ids >= 0) & (ids < experts)
-    return tl.where(right, ids, -1).to(tl.int32), (right == 0) & (ids != -1)
-
-
-@triton.jit
-def _ranks_of(context: tl.tensor, ids: tl.tensor, local: tl.tensor) -> tl.tensor:
-    """Rank of each expert, int32, -1 for none and for a masked one."""
-    rank = tl.where(ids >= 0, ids // local.to(tl.int32), -1)
-    return tl.where((rank >= 0) & is_live(context, tl.where(rank >= 0, rank, 0).to(tl.int64)), rank, -1)
-
-
-@triton.jit
-def _earlier_equal(values: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
-    """Of each element of ``values`` [rows, SLOTS], how many before it in its row are the same."""
-    slot = tl.arange(0, SLOTS)
-    before = slot[None, None, :] < slot[None, :, None]
-    return tl.sum(((values[:, :, None] == values[:, None, :]) & before).to(tl.int32), axis=2)
-
-
-@triton.jit
-def _list_rows(
-    topk_idx: tl.tensor,
-    tokens: tl.tensor,
-    lowest: tl.tensor,
-    local: tl.tensor,
-    experts: tl.tensor,
-    earlier: tl.tensor,
-    TOPK: tl.constexpr,
-    LANES: tl.constexpr,
-) -> tl.tensor:
-    """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
-    upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
-    all_ = tl.full((), 0, tl.int64)
-    wrong = tl.full([LANES], _NOBODY, tl.int32)
-    for first in range(0, tokens, LANES):
-        token = first + tl.arange(0, LANES).to(tl.int64)
-        pairs = tl.zeros([LANES], tl.int32)
-        for slot in tl.static_range(TOPK):
-            ids, bad = _expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
-            at_home = ids - lowest.to(tl.int32)
-            pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
-            wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), _NOBODY))
-        some = (pairs.to(tl.int64) << 32) | (pairs > 0).to(tl.int64)
-        tl.store(int64s(earlier + 8 * token), all_ + tl.cumsum(some, axis=0) - some, mask=token < tokens)
-        all_ += tl.sum(some, axis=0)
-    return all_, tl.min(wrong, axis=0)
 
 
 @triton.jit
@@ -164,7 +103,7 @@ def _serve(
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
     local = peek(plan + P_LOCAL)
     earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
-    listed, wrong = _list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK, LANES)
+    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK, LANES)
     good = has_failed_now(context, BACKEND) == 0
     if peer == 0:
         _begin_route(context, state, plan, route, number, local, wrong, experts, LANES, BACKEND)
@@ -245,7 +184,7 @@ def _begin_route(
         expert = first + tl.arange(0, LANES).to(tl.int64)
         tl.store(int32s(filled + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
     # rule: low latency: the host is told of an expert id out of range
-    if wrong < _NOBODY:
+    if wrong < NOBODY:
         report_id(context, state, wrong.to(tl.int64), experts, BACKEND)
 
 
@@ -274,7 +213,7 @@ def _close(
             ready_at = int64s(state_table(context, state, T_READY, tl.where(closed, peers, 0)))
             may = closed & (tl.load(ready_at, mask=closed, other=0) == stamp_of(DISPATCH_SEND, number))
             peer = first_of(peers, may)
-            while peer != _NOBODY:
+            while peer != NOBODY:
                 _write_counts(context, state, peer, local, LANES)
                 peer = first_of(peers, may & (peers > peer))
             settle(BACKEND)
@@ -283,7 +222,7 @@ def _close(
                 store_flags(context, state, peers, mapped, first + channel, number // 2 + 1, BACKEND)
             proxied = may & (mapped == 0)
             peer = first_of(peers, proxied)
-            while peer != _NOBODY:
+            while peer != NOBODY:
                 put_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
                 peer = first_of(peers, proxied & (peers > peer))
             if last_peers(context, state, peers, closed, ranks, BACKEND):
@@ -301,30 +240,6 @@ def _write_counts(context: tl.tensor, state: tl.tensor, peer: tl.tensor, local: 
         named = int32s(expert_count(context, state, peer * local + expert))
         tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
         tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
-
-
-@triton.jit
-def _named_before(
-    topk_idx: tl.tensor,
-    tokens: tl.tensor,
-    experts: tl.tensor,
-    token: tl.tensor,
-    ids: tl.tensor,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-) -> tl.tensor:
-    """Of each own slot [ROWS, SLOTS], how many tokens before name the same expert."""
-    seen = tl.zeros([ROWS, SLOTS, LANES], tl.int32)
-    for first in range(0, tl.max(token, axis=0), LANES):
-        other = first + tl.arange(0, LANES).to(tl.int64)
-        found = tl.zeros([ROWS, SLOTS, LANES], tl.int1)
-        for slot in range(TOPK):
-            named, _ = _expert_ids(topk_idx, other, slot, tokens, experts, TOPK)
-            found |= named[None, None, :] == ids[:, :, None]
-        seen += (found & (other[None, None, :] < token[:, None, None])).to(tl.int32)
-    return tl.sum(seen, axis=2)
 
 
 @triton.jit
@@ -409,8 +324,8 @@ def dispatch_send(
         token = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         slot = tl.arange(0, SLOTS)[None, :]
         inside = (token[:, None] < tokens) & (slot < TOPK)
-        ids, _ = _expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
-        rank = _ranks_of(context, ids, local)
+        ids, _ = expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
+        rank = ranks_of(context, ids, local)
         goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
         told, ready = goes, goes
         # nobody waits for a program that has no row: the others may have ended the operation
@@ -418,7 +333,7 @@ def dispatch_send(
             number = peek(state + S_DISPATCH_NUMBER)
             stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
             told, ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
-        within = _earlier_equal(rank, SLOTS)
+        within = earlier_equal(rank, SLOTS)
         # a token goes to a rank once
         once = told & (within == 0)
         first = once & ready
@@ -441,11 +356,11 @@ def dispatch_send(
             tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)
             tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
             # an expert has a token once
-            new, same = ready & (_earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
+            new, same = ready & (earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
             named = int32s(expert_count(context, state, tl.where(new, ids, 0).to(tl.int64)))
             position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
             if in_order != 0:
-                position = _named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
+                position = named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
             position = tl.sum(tl.where(same & new[:, None, :], position[:, None, :], 0), axis=2)
             place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
             # of the destinations along axis 1, the places along axis 2

@@ -28,6 +28,7 @@ _FAMILY = (
     "publish",
     "ll_counts",
     "ll_message",
+    "ll_routing",
     "ll_dispatch_send",
     "ll_dispatch_recv",
     "ll_combine_send",

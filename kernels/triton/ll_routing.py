@@ -1,0 +1,99 @@
+"""Routing of low latency: from the expert ids of tokens to ranks, rows and places, without a kernel of its own.
+
+Expert ``e`` lives on rank ``e // (E / R)``; -1 means "no expert", and what cannot be an id counts as -1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .context import is_live
+from .words import int64s
+
+NOBODY = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def expert_ids(
+    topk_idx: tl.tensor,
+    token: tl.tensor,
+    slot: tl.tensor,
+    tokens: tl.tensor,
+    experts: tl.tensor,
+    TOPK: tl.constexpr,
+) -> tl.tensor:
+    """(Expert of each slot as int32, -1 for none; whether the id is one that cannot be.)"""
+    given = (token < tokens) & (slot < TOPK)
+    ids = tl.load(int64s(topk_idx + 8 * (token * TOPK + slot)), mask=given, other=-1)
+    # rule: low latency: an expert id is compared before it is cut to 32 bits
+    right = (ids >= 0) & (ids < experts)
+    return tl.where(right, ids, -1).to(tl.int32), (right == 0) & (ids != -1)
+
+
+@triton.jit
+def ranks_of(context: tl.tensor, ids: tl.tensor, local: tl.tensor) -> tl.tensor:
+    """Rank of each expert, int32, -1 for none and for a masked one."""
+    rank = tl.where(ids >= 0, ids // local.to(tl.int32), -1)
+    return tl.where((rank >= 0) & is_live(context, tl.where(rank >= 0, rank, 0).to(tl.int64)), rank, -1)
+
+
+@triton.jit
+def earlier_equal(values: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Of each element of ``values`` [rows, SLOTS], how many before it in its row are the same."""
+    slot = tl.arange(0, SLOTS)
+    before = slot[None, None, :] < slot[None, :, None]
+    return tl.sum(((values[:, :, None] == values[:, None, :]) & before).to(tl.int32), axis=2)
+
+
+@triton.jit
+def list_rows(
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    lowest: tl.tensor,
+    local: tl.tensor,
+    experts: tl.tensor,
+    earlier: tl.tensor,
+    TOPK: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
+    upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
+    all_ = tl.full((), 0, tl.int64)
+    wrong = tl.full([LANES], NOBODY, tl.int32)
+    for first in range(0, tokens, LANES):
+        token = first + tl.arange(0, LANES).to(tl.int64)
+        pairs = tl.zeros([LANES], tl.int32)
+        for slot in tl.static_range(TOPK):
+            ids, bad = expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
+            at_home = ids - lowest.to(tl.int32)
+            pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
+            wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), NOBODY))
+        some = (pairs.to(tl.int64) << 32) | (pairs > 0).to(tl.int64)
+        tl.store(int64s(earlier + 8 * token), all_ + tl.cumsum(some, axis=0) - some, mask=token < tokens)
+        all_ += tl.sum(some, axis=0)
+    return all_, tl.min(wrong, axis=0)
+
+
+@triton.jit
+def named_before(
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    experts: tl.tensor,
+    token: tl.tensor,
+    ids: tl.tensor,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tl.tensor:
+    """Of each own slot [ROWS, SLOTS], how many tokens before name the same expert."""
+    seen = tl.zeros([ROWS, SLOTS, LANES], tl.int32)
+    for first in range(0, tl.max(token, axis=0), LANES):
+        other = first + tl.arange(0, LANES).to(tl.int64)
+        found = tl.zeros([ROWS, SLOTS, LANES], tl.int1)
+        for slot in range(TOPK):
+            named, _ = expert_ids(topk_idx, other, slot, tokens, experts, TOPK)
+            found |= named[None, None, :] == ids[:, :, None]
+        seen += (found & (other[None, None, :] < token[:, None, None])).to(tl.int32)
+    return tl.sum(seen, axis=2)
