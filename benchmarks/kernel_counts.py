@@ -15,7 +15,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,17 @@ PHASES = {
 SOURCES = ("ll_*.py", "low_latency.py", "programs.py")
 
 
-def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]]:
+def run_here(ranks: int, tokens: int, hidden: int, accesses: bool) -> dict[str, dict[str, float]]:
     """By kernel: launches, instructions of its longest program and of all, by rank, and of the text. Of the product and
-    the machine it uses what earlier commits have as well."""
+    the machine it uses what earlier commits have as well.
+
+    Args:
+        accesses: also the loads of the longest program, for which the machine stops at each; and as rounds those that
+            do not follow another load without a store, an atomic or an exchange of lanes in between.
+    """
     import numpy as np
 
-    from tests.ptx.machine.block import Block
+    from tests.ptx.machine.block import Block, Warp
     from tests.ptx.machine.machine import Machine
     from tests.ptx.memory.sequential import Sequential
     from tests.ptx.product import trials
@@ -77,8 +83,20 @@ def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]
     )
     counting = False
 
+    loads: dict[Block, list[int]] = defaultdict(lambda: [0, 0, 0])
+
     class Counted(Machine):
         """Counts what each program has executed."""
+
+        def record(self, warp: Warp, number: int, lanes: Sequence[int]) -> None:
+            super().record(warp, number, lanes)
+            decoded = warp.block.decoded(number)
+            if accesses and decoded.kind != "clock" and lanes[0] == 0:
+                counted = loads[warp.block]
+                loading = decoded.kind == "load" and not decoded.shared
+                counted[0] += loading
+                counted[1] += loading and not counted[2]
+                counted[2] = loading
 
         def _block_exited(self, block: Block) -> None:
             super()._block_exited(block)
@@ -92,10 +110,13 @@ def run_here(ranks: int, tokens: int, hidden: int) -> dict[str, dict[str, float]
                     {"launches": 0, "longest": 0, "executed": 0, "text": written},
                 )
                 one["launches"] += int(block.place == (0, 0)) / ranks
+                if accesses and warps.max() > one["longest"]:
+                    one["loads"], one["rounds"], _ = loads[block]
+                loads.pop(block, None)
                 one["longest"] = max(one["longest"], int(warps.max()))
                 one["executed"] += int(warps.sum()) / ranks
 
-    compiled = Compiled(weak=False)
+    compiled = Compiled(weak=accesses)
     machine = Counted(1, Sequential(), resident=1, burst=0.9, parting=0.0, host_limit_s=SECONDS)
 
     def body(runtime: Any) -> None:
@@ -165,17 +186,23 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
         for way, place in places.items():
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
             result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
-            for ranks in groups:
-                done = subprocess.run(
-                    [sys.executable, "-P", __file__, "--body", str(ranks), str(tokens), str(hidden)],
-                    env={"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    timeout=SECONDS,
-                    check=True,
-                )
-                result["counts"].setdefault(way, {})[str(ranks)] = json.loads(done.stdout.splitlines()[-1])
+            result["counts"][way] = {str(ranks): _process(place, ranks, tokens, hidden, 0) for ranks in groups}
+    result["accesses"] = _process(ROOT, groups[0], tokens, hidden, 1)
     return result
+
+
+def _process(place: Path, *body: int) -> dict[str, dict[str, float]]:
+    """:func:`run_here` in a process of its own, of the product at ``place``."""
+    done = subprocess.run(
+        [sys.executable, "-P", __file__, "--body", *map(str, body)],
+        env={"PYTHONPATH": str(place), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -197,9 +224,16 @@ def markdown(found: Mapping[str, Any]) -> str:
     about = (
         f"{found['tokens']} tokens of {found['hidden']} values a rank, {EXPERTS} experts, top-{TOPK}, FP8 out and BF16 "
         f"back, expanded; warps' instructions of PTX for sm_90. Before is {found['before']}. A path is the sum of the "
-        "longest programs of its kernels."
+        f"longest programs of its kernels. Loads in a round follow each other with nothing but arithmetic in between "
+        f"(EP{next(iter(found['counts'][NOW]))}, now)."
     )
-    return "\n\n".join((markdown_table(of_sums, sums), markdown_table(headings, rows), about))
+    tables = [markdown_table(of_sums, sums), markdown_table(headings, rows)]
+    loads = [
+        [f"`{name}`", *(f"{one[key]:,.0f}" for key in ("longest", "loads", "rounds"))]
+        for name, one in found["accesses"].items()
+    ]
+    tables.append(markdown_table(("kernel", "longest program", "its loads", "in rounds"), loads))
+    return "\n\n".join((*tables, about))
 
 
 def main() -> None:
@@ -210,10 +244,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
-    parser.add_argument("--body", nargs=3, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--body", nargs=4, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.body:
-        print(json.dumps(run_here(*options.body)))
+        *sizes, accesses = options.body
+        print(json.dumps(run_here(*sizes, accesses=bool(accesses))))
         return
     found = measure(options.ranks or [8, 16, 32], options.tokens, options.hidden, options.before)
     print(markdown(found))
