@@ -31,8 +31,8 @@ PLACED = next(_word)
 #: Word at which the tables of int64[ranks] start.
 STATE_WORDS = 32
 STATE_TABLES = (
-    "RECV_ACK_DISPATCH",  # own dispatch messages that the peer says it has unpacked [sends, arrival]
-    "RECV_ACK_COMBINE",  # own combine messages whose space the peer says is free again [sends, arrival]
+    "RECV_ACK_DISPATCH",  # own dispatch messages that the peer says it has unpacked [sends and receives]
+    "RECV_ACK_COMBINE",  # own combine messages whose space the peer says is free again [sends and receives]
     "SENT_ACK_DISPATCH",  # the peer's dispatch messages that it was told are unpacked [sends]
     "SENT_ACK_COMBINE",  # the peer's combine messages likewise [sends]
     "NOTICES_SENT",  # notices sent to the peer [sends]

@@ -66,7 +66,7 @@ def _hear(
             poke(come_at, tl.maximum(come, number // 2 + 1))
             region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
             header = landing_window(context, peer) + region + peek(route_table(context, route, R_RETURN_BASE, peer))
-            words = read_header(header)
+            words = read_header(header, BACKEND)
             told, rows = word_of(words, AT_CODING), word_of(words, AT_ROWS)
             got, expected = check_header(context, state, route, peer, words, number, _TAG, BACKEND)
             coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE

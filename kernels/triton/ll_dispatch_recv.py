@@ -80,7 +80,7 @@ def _take_header(
 ) -> tl.tensor:
     """Check what ``source`` says, and note it in the route block. False when it is refused."""
     most = peek(route + P_TOKENS)
-    words = read_header(message)
+    words = read_header(message, BACKEND)
     coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
     got, expected = check_header(context, state, route, source, words, number, _TAG, BACKEND)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
@@ -146,9 +146,10 @@ def _lay_out(
                     begin += tl.minimum(tl.maximum(ahead, 0), most)
         entry = (begin.to(tl.int64) << 32) | count.to(tl.int64)
         tl.store(int64s(layout_range + 8 * (expert * ranks + source)), entry, mask=inside)
-    if refused != 0:
+    bad = uniform((refused != 0).to(tl.int32), BACKEND)
+    if bad != 0:
         fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), refused, rows, BACKEND)
-    return refused == 0
+    return bad == 0
 
 
 @triton.jit
@@ -376,7 +377,7 @@ def _copy_rows(
                 tl.store(int32s(route + peek(route + P_ROUTE_BEFORE) + 4 * (kept + index)), before, mask=inside)
             row = tl.where(right, expert * capacity + (layout >> 32) + position, -1)
             tl.store(int32s(src_info + 4 * row), origin[:, None] + tl.zeros([ROWS, SLOTS], tl.int32), mask=right)
-            _copy(meta + meta_size, row, inside, recv_x, scales, capacity, PAYLOAD, CODING, TOPK, SLOTS, ROWS, BLOCK)
+            _copy(meta + meta_size, row, inside, recv_x, scales, capacity, PAYLOAD, CODING, TOPK, SLOTS, BLOCK)
 
 
 @triton.jit
@@ -391,11 +392,10 @@ def _copy(
     CODING: tl.constexpr,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy wire rows at ``source`` [ROWS] to rows ``row`` [ROWS, SLOTS] of recv_x, counted over all experts, -1 for
-    none. Twelve arguments: tensors and what fixes their form."""
+    """Copy wire rows at ``source`` [rows] to rows ``row`` [rows, SLOTS] of recv_x, counted over all experts, -1 for
+    none. Eleven arguments: tensors and what fixes their form."""
     words: tl.constexpr = PAYLOAD // 4
     quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)
     if quantised:

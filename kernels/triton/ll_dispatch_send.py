@@ -49,11 +49,11 @@ from .blocks import (
     route_table,
     state_table,
 )
-from .context import channel_count, has_failed_now, is_live, own_rank, peer_window, rank_count, stream_of
+from .context import channel_count, has_failed_now, is_live, own_rank, peer_window, rank_count, sticky_code, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, LOW, offset_among, place_message, put_message, write_header
-from .ll_routing import NOBODY, earlier_equal, expert_ids, list_rows, named_before, ranks_of
+from .ll_routing import NOWHERE, earlier_equal, expert_ids, list_rows, named_before, ranks_of
 from .programs import (
     DISPATCH_SEND,
     await_ready,
@@ -66,7 +66,7 @@ from .programs import (
 )
 from .publish import store_flags
 from .quant import load_floats, quantise_blocks
-from .wait import first_of, report_id
+from .wait import NOBODY, first_of, report_id
 from .words import aligned, any_of, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
@@ -184,7 +184,7 @@ def _begin_route(
         expert = first + tl.arange(0, LANES).to(tl.int64)
         tl.store(int32s(filled + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
     # rule: low latency: the host is told of an expert id out of range
-    if wrong < NOBODY:
+    if wrong < NOWHERE:
         report_id(context, state, wrong.to(tl.int64), experts, BACKEND)
 
 
@@ -222,6 +222,10 @@ def _close(
                 store_flags(context, state, peers, mapped, first + channel, number // 2 + 1, BACKEND)
             proxied = may & (mapped == 0)
             peer = first_of(peers, proxied)
+            # nothing is published once a proxy or the host has set the sticky error, which is read over PCIe
+            if peer != NOBODY:
+                if sticky_code(context, BACKEND) != 0:
+                    peer = tl.full((), NOBODY, tl.int64)
             while peer != NOBODY:
                 put_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
                 peer = first_of(peers, proxied & (peers > peer))
@@ -329,7 +333,7 @@ def dispatch_send(
         goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
         told, ready = goes, goes
         # nobody waits for a program that has no row: the others may have ended the operation
-        if tl.max(tl.ravel(goes.to(tl.int32)), axis=0) != 0:
+        if uniform(any_of(tl.ravel(goes)), BACKEND) != 0:
             number = peek(state + S_DISPATCH_NUMBER)
             stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
             told, ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)

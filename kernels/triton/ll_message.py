@@ -26,7 +26,7 @@ from .blocks import (
 from .context import channel_count, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
 from .publish import put_commands, store_flags
-from .words import divide, int64s, peek, poke, settle
+from .words import HIP, divide, int64s, peek, poke, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
@@ -51,16 +51,15 @@ def offset_among(peer: tl.tensor, before: tl.tensor) -> tl.tensor:
 @triton.jit
 def place_message(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, source: tl.tensor, target: tl.tensor, nbytes: tl.tensor
-) -> tl.tensor:
+) -> None:
     """Note where the message to ``peer`` is packed: in its window at ``target`` when that is mapped, else in the own
-    one at ``source``; that address."""
+    one at ``source``."""
     mapped = peer_window(context, peer)
     at = tl.where(mapped != 0, mapped + target, window_address(context) + source)
     poke(state_table(context, state, T_MESSAGE_AT, peer), at)
     poke(state_table(context, state, T_MESSAGE_FROM, peer), source)
     poke(state_table(context, state, T_MESSAGE_TO, peer), target)
     poke(state_table(context, state, T_MESSAGE_BYTES, peer), nbytes)
-    return at
 
 
 @triton.jit
@@ -115,7 +114,8 @@ def publish_message(
             chosen, to = channel < channels, tl.zeros_like(channel) + peer
             stream = first + tl.where(chosen, channel, 0)
             store_flags(context, state, to, chosen, stream, number // 2 + 1, BACKEND)
-    else:
+    # nothing is published once a proxy or the host has set the sticky error
+    elif sticky_code(context, BACKEND) == 0:
         put_message(context, state, peer, PHASE, number, start, LANES, BACKEND)
 
 
@@ -130,57 +130,58 @@ def put_message(
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Have a proxy send the packed message to ``peer``, one piece per channel, unless it or the host has set the sticky
-    error.
+    """Have proxies send the packed message to ``peer``, one piece per channel.
 
     A piece is one write and may be empty, so that every stream carries every message; more than 256 MiB of a piece are
     several commands, of which only the last ends the message.
     """
-    if sticky_code(context, BACKEND) == 0:
-        first, channels = stream_of(PHASE, number), channel_count(context)
-        source = peek(state_table(context, state, T_MESSAGE_FROM, peer))
-        target = peek(state_table(context, state, T_MESSAGE_TO, peer))
-        nbytes = peek(state_table(context, state, T_MESSAGE_BYTES, peer))
-        lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
-        piece = lines * _PIECE
-        parts = peek(state + S_PARTS)
-        for lowest in range(0, channels, LANES):
-            channel = lowest + tl.arange(0, LANES).to(tl.int64)
-            begin = tl.minimum(channel * piece, nbytes)
-            length = tl.minimum(piece, nbytes - begin)
-            # an empty write names the start of the message: the end may be the end of the window
-            begin = tl.where(length == 0, 0, begin)
-            for part in range(parts):
-                done = part * _MAX_WRITE
-                rest = length - done
-                # also an empty piece is a write
-                chosen = (channel < channels) & (rest >= tl.minimum(part, 1))
-                put_commands(
-                    context,
-                    state,
-                    peer,
-                    first + channel,
-                    chosen,
-                    source + begin + done,
-                    target + begin + done,
-                    tl.minimum(rest, _MAX_WRITE),
-                    (rest <= _MAX_WRITE).to(tl.int64),
-                    start,
-                    BACKEND,
-                )
+    first, channels = stream_of(PHASE, number), channel_count(context)
+    source = peek(state_table(context, state, T_MESSAGE_FROM, peer))
+    target = peek(state_table(context, state, T_MESSAGE_TO, peer))
+    nbytes = peek(state_table(context, state, T_MESSAGE_BYTES, peer))
+    lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
+    piece = lines * _PIECE
+    parts = peek(state + S_PARTS)
+    for lowest in range(0, channels, LANES):
+        channel = lowest + tl.arange(0, LANES).to(tl.int64)
+        begin = tl.minimum(channel * piece, nbytes)
+        length = tl.minimum(piece, nbytes - begin)
+        # an empty write names the start of the message: the end may be the end of the window
+        begin = tl.where(length == 0, 0, begin)
+        for part in range(parts):
+            done = part * _MAX_WRITE
+            rest = length - done
+            # also an empty piece is a write
+            chosen = (channel < channels) & (rest >= tl.minimum(part, 1))
+            put_commands(
+                context,
+                state,
+                peer,
+                first + channel,
+                chosen,
+                source + begin + done,
+                target + begin + done,
+                tl.minimum(rest, _MAX_WRITE),
+                (rest <= _MAX_WRITE).to(tl.int64),
+                start,
+                BACKEND,
+            )
 
 
 @triton.jit
-def read_header(header: tl.tensor) -> tl.tensor:
-    """The words of the header at address ``header``, whose arrival was acquired. Each is read once, and all together:
-    in a window of host memory a read takes a microsecond and more."""
-    return tl.load(int64s(header + 8 * tl.arange(0, HEADER // 8).to(tl.int64)))
+def read_header(header: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    """The words of the header at address ``header``, whose arrival was acquired, and zeros behind them. All are read
+    together, since a read of host memory takes a microsecond and more; and each by one thread once, since the peer
+    could change it between two reads."""
+    # as many elements as a warp has threads: of fewer, several threads have the same one
+    lane = tl.arange(0, 64 if BACKEND == HIP else 32).to(tl.int64)
+    return tl.load(int64s(header + 8 * lane), mask=lane < HEADER // 8, other=0, volatile=True)
 
 
 @triton.jit
 def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """The one of :func:`read_header` that is AT bytes from its start, the same in every thread."""
-    return tl.sum(tl.where(8 * tl.arange(0, HEADER // 8) == AT, words, 0), axis=0)
+    """The one of :func:`read_header` that is AT bytes from its start, which the thread that read it tells all."""
+    return tl.sum(tl.gather(words, tl.full([1], AT // 8, tl.int32), 0), axis=0)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton.language as tl
 from .context import is_live
 from .words import int64s
 
-NOBODY = tl.constexpr(1 << 30)
+#: No position of a wrong id.
+NOWHERE = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def list_rows(
     """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
     upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
     all_ = tl.full((), 0, tl.int64)
-    wrong = tl.full([LANES], NOBODY, tl.int32)
+    wrong = tl.full([LANES], NOWHERE, tl.int32)
     for first in range(0, tokens, LANES):
         token = first + tl.arange(0, LANES).to(tl.int64)
         pairs = tl.zeros([LANES], tl.int32)
@@ -68,7 +69,7 @@ def list_rows(
             ids, bad = expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
             at_home = ids - lowest.to(tl.int32)
             pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
-            wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), NOBODY))
+            wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), NOWHERE))
         some = (pairs.to(tl.int64) << 32) | (pairs > 0).to(tl.int64)
         tl.store(int64s(earlier + 8 * token), all_ + tl.cumsum(some, axis=0) - some, mask=token < tokens)
         all_ += tl.sum(some, axis=0)

@@ -1,8 +1,8 @@
 """How the programs of one low-latency kernel work together.
 
 The first programs of a kernel serve one peer each: they do all that is said to it and heard from it, and wait for it.
-The others move rows. Each of those waits until the program that serves a peer says that its rows may be moved, and the
-last to move a row for a peer goes on with what follows for that peer alone.
+The others move rows. Each of those waits until the program that serves a peer says that its rows may be moved. Whoever
+ends the last piece of work for some peers, be it a row or a header, goes on with what follows for those.
 
 A program waits for one with a lower number only. Programs start in the order of their numbers, so that one that is
 waited for runs, or is over: where a device does not promise that, they take their numbers as they start.
@@ -93,7 +93,8 @@ def await_ready(
                 words = _ready_words(context, state, peers, wanted, BACKEND)
                 lacking = wanted & (words != stamp) & (words != -stamp)
                 peer = tl.max(tl.ravel(tl.where(lacking, peers, -1)), axis=0)
-                fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, 0, stamp, BACKEND)
+                messages = ((stamp - 1) >> 2) // 2 + 1
+                fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, messages - 1, messages, BACKEND)
                 lacks = 0
     words = _ready_words(context, state, peers, wanted, BACKEND)
     # each thread has acquired for itself: now for the others

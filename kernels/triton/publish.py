@@ -133,8 +133,8 @@ def put_commands(
 ) -> None:
     """One write to ``peer`` into each ring that owns one of the ``chosen`` ``streams``, where several programs of a
     kernel put some: each takes the next slots, and waits until the proxies have read what they held. A kernel puts no
-    more into a ring than that holds (:meth:`..low_latency.TritonLowLatencyKernels.check`): so a slot that a program
-    waits for was taken before the kernel, and not by one that waits for this program.
+    more into a ring than that holds, messages and notices (:meth:`..low_latency.TritonLowLatencyKernels.check`): so
+    what stands in a slot that a program waits for was put by an earlier kernel, not by a program that waits as well.
 
     Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of :func:`put_writes`, one
     a lane.
@@ -159,8 +159,12 @@ def put_commands(
         tl.atomic_max(int64s(head_at + 8), tail, mask=chosen, sem="acq_rel", scope="gpu")
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
-            full = first_of(streams, chosen & (index - tail >= capacity))
-            named = streams == full
+            bad = chosen & (index - tail >= capacity)
+            # whose ring has room since the last look is not to blame, unless all have
+            if any_of(bad) == 0:
+                bad = chosen
+            full = first_of(streams, bad)
+            named = chosen & (streams == full)
             arrived = tl.sum(tl.where(named, tail, 0), axis=0)
             expected = tl.sum(tl.where(named, index + 1 - capacity, 0), axis=0)
             fail(context, state, code, -1, full, arrived, expected, BACKEND)

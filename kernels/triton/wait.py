@@ -41,7 +41,8 @@ GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CHECK_NS = tl.constexpr(20_000)
 
 _CHANNELS = tl.constexpr(MAX_CHANNELS)
-_NOBODY = tl.constexpr(1 << 30)
+#: No peer: what :func:`first_of` finds where none is chosen.
+NOBODY = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def report_id(
 @triton.jit
 def first_of(peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
     """Smallest of the ``chosen`` peers."""
-    return tl.min(tl.where(chosen, peers, _NOBODY), axis=0)
+    return tl.min(tl.where(chosen, peers, NOBODY), axis=0)
 
 
 @triton.jit

@@ -93,11 +93,18 @@ def _quotient(code: Code, one: Instruction) -> None:
 
 
 def _smaller(code: Code, one: Instruction) -> None:
-    """min and max."""
-    kind, bits = integer_type(one, *_TYPES)
+    """min and max; with ``.relu`` never less than 0."""
+    modifiers = Modifiers(one)
+    positive = modifiers.maybe("relu")
+    kind = modifiers.one_of(*(("s32",) if positive else _TYPES))
+    modifiers.end()
+    bits = WIDTHS[kind]
     d, a, b = operands(one, 3)
     name = f"llvm.{'s' if signed(kind) else 'u'}{one.opcode}.i{bits}"
-    code.write(d, code.value(f"call i{bits} @{name}(i{bits} {code.read(a, bits)}, i{bits} {code.read(b, bits)})"), bits)
+    found = code.value(f"call i{bits} @{name}(i{bits} {code.read(a, bits)}, i{bits} {code.read(b, bits)})")
+    if positive:
+        found = code.value(f"call i32 @llvm.smax.i32(i32 {found}, i32 0)")
+    code.write(d, found, bits)
 
 
 def _negative(code: Code, one: Instruction) -> None:

@@ -51,7 +51,7 @@ def of(kind: str) -> list[Instructions]:
     texts = [f"{name}.{kind} D, {OPERANDS.get(name, 'A, B')}" for name in names]
     texts += [f"mul.hi.{kind} D, A, B", f"mad.hi.{kind} D, A, B, C"]
     if kind == "s32":
-        texts += ["add.sat.s32 D, A, B", "sub.sat.s32 D, A, B"]
+        texts += ["add.sat.s32 D, A, B", "sub.sat.s32 D, A, B", "max.relu.s32 D, A, B", "min.relu.s32 D, A, B"]
     found = [Instructions(texts, [kind] * 3, kind)]
     if WIDTHS[kind] < 64:
         twice = f"{kind[0]}{2 * WIDTHS[kind]}"
@@ -79,6 +79,8 @@ def check(kind: str, inputs: list[tuple[int, int, int]]) -> None:
         least, most = -(1 << 31), (1 << 31) - 1
         compare(next(results), "add.sat", lambda a, b, c: max(least, min(most, a + b)), width)
         compare(next(results), "sub.sat", lambda a, b, c: max(least, min(most, a - b)), width)
+        compare(next(results), "max.relu", lambda a, b, c: max(a, b, 0), width)
+        compare(next(results), "min.relu", lambda a, b, c: max(min(a, b), 0), width)
     if wide:
         third = np.array([row[2] % (1 << 64) for row in numbers], np.uint64)
         products = wide[0].run(columns[0], columns[1], third)
