@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import next_power_of_2
 
 from ...protocol.message import (
     DTYPE_FP8,
@@ -401,7 +402,7 @@ def _copy(
     if quantised:
         # apart from the values: beside their stores, which lie elsewhere, values would change threads before each store
         groups: tl.constexpr = PAYLOAD // (_GROUP if CODING == _FP8 else 4 * _GROUP)
-        group = tl.arange(0, triton.next_power_of_2(groups))[None, :]
+        group = tl.arange(0, next_power_of_2(groups))[None, :]
         some = inside[:, None] & (group < groups)
         scale = tl.load(aligned(source + PAYLOAD, tl.int32)[:, None] + group, mask=some, other=0)
     for first in range(0, words, BLOCK):

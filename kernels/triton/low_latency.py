@@ -77,9 +77,9 @@ class TritonLowLatencyKernels:
         plan = self.plan
         if plan.topk > MAX_TOPK:
             raise ConfigError(f"low-latency dispatch: topk = {plan.topk} exceeds {MAX_TOPK} on a device")
-        # a message and a notice to each, see publish.put_commands: programs never wait for each other's commands
+        # a message and a notice to each other rank, see publish.put_commands: no program waits for another's commands
         parts = max(1, -(-plan.room.longest_message // (channels * MAX_WRITE_BYTES)))
-        commands = plan.ranks * (channels * parts + 1)
+        commands = (plan.ranks - 1) * (channels * parts + 1)
         if commands > ring_slots:
             raise ConfigError(
                 f"low-latency dispatch: {plan} needs up to {commands} commands at once, and a ring holds "
