@@ -59,8 +59,6 @@ def _has_cuda() -> bool:
 
 #: Markers of tests that have a target of their own in the Makefile, and are left out of ``make test``.
 ELSEWHERE = ("combinations", "interpreter", "long", "model", "mutants", "triton")
-#: Markers whose targets run slow tests as well: what a machine lacks, they skip.
-_THEIR_OWN = ("engine", "gpu", "rdma")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,8 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in ELSEWHERE):
             item.add_marker(pytest.mark.slow)
-        elif item.get_closest_marker("slow") and not any(item.get_closest_marker(name) for name in _THEIR_OWN):
-            raise pytest.UsageError(f"{item.nodeid} is slow, and no target runs it: mark it as one of {ELSEWHERE}")
     missing = _missing()
     # torch takes seconds to import: only asked when a test needs the answer
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():

@@ -10,7 +10,7 @@ from benchmarks import kernel_counts
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.slow,
+    pytest.mark.model,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 

@@ -63,6 +63,14 @@ def test_every_marker_of_another_target_has_a_suite(suites: ModuleType) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
+def test_slow_tests_are_of_a_target() -> None:
+    """``slow`` by itself is run by nothing; the targets of these markers run slow tests as well."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        if re.search(r"^(@|    |.*\[.*)pytest\.mark\.slow\b", text, re.MULTILINE):
+            assert re.search(r"mark\.(engine|gpu|rdma)\b", text), f"{path}: mark it as one of {conftest.ELSEWHERE}"
+
+
 def test_a_report_is_counted(suites: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
