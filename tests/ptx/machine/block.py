@@ -59,6 +59,9 @@ class Block:
         """All its threads have exited."""
         if self.launch.shared:
             self.machine.memory.close_shared(self.shared)
+        # they refer to it, and nobody looks for garbage while the machine runs: a block has a megabyte of registers
+        self.warps.clear()
+        del self.barriers
 
     def decoded(self, number: int) -> Decoded:
         return self.launch.decoded[number]
