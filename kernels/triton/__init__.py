@@ -8,7 +8,7 @@ Rules that every kernel here keeps, because each was a hang, a race or wrong bit
   (:func:`.words.uniform`); a volatile load may differ between the warps of a larger program, and a branch on it into
   code with barriers would hang. Inline assembly holds nothing for which lanes wait: the compiler would not know, and
   could move it under a branch on which they part. A test finds both (``tests/kernels/divergence.py``).
-* "The last program to arrive does the rest" replaces grid barriers (:func:`.words.arrives_last`).
+* "The last program to arrive does the rest" replaces grid barriers (:func:`.words.arrive_last`).
 * A program loads what it stored only after :func:`.words.settle`: one thread stores a scalar, others may load before.
 * Nothing writes or publishes once the verdict is set.
 

@@ -100,7 +100,7 @@ def combine_recv(
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    STARTS_IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
@@ -117,11 +117,11 @@ def combine_recv(
         out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes; ROW_BYTES a row on the wire.
         waited: int64[R] to which the nanoseconds waited for each rank are added, or 0.
         TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
-        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+        STARTS_IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     tokens, waited = tokens.to(tl.int64), waited.to(tl.int64)
     ranks, number = rank_count(context), peek(ticket)
-    mine = program_number(state, IN_ORDER)
+    mine = program_number(state, STARTS_IN_ORDER)
     if mine < ranks:
         _hear(context, state, route, mine, number, waited, DTYPE, REDUCED, LANES, BACKEND)
         if mine == 0:
@@ -204,14 +204,15 @@ def _sum_rows(
             sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * ROW_BYTES,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
             if not REDUCED:
-                factor = tl.load(floats(weights + 4 * at), mask=inside, other=0.0)
+                factor = tl.load(floats(weights + 4 * at), mask=here, other=0.0)
                 factors += (factor,)  # type: ignore[assignment]
         parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER, BACKEND)
         for step in tl.static_range(TOGETHER):
             part = parts[step]
             if not REDUCED:
                 part = factors[step][:, None] * part
-            total = tl.where(there[step][:, None], total + part, total)
+            # what is not there adds zero to a sum that is never -0
+            total += part
     total = tl.where(lacking[:, None] != 0, 0.0, total)
     store_floats(
         out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE, BACKEND

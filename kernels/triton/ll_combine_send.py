@@ -85,7 +85,8 @@ def _serve(
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
             returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
-            before += tl.sum(tl.load(returned, mask=(peers < ranks) & (peers < source), other=0), axis=0)
+            rows = tl.load(returned, mask=(peers < ranks) & (peers < source), other=0)
+            before += tl.sum(rows.to(tl.int32), axis=0)
         staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
         staging += offset_among(source, source * HEADER + before * ROW_BYTES)
         target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
@@ -121,7 +122,7 @@ def combine_send(
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    STARTS_IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
@@ -134,11 +135,11 @@ def combine_send(
             row on the wire.
         layout_range: int64[L, R] of the dispatch.
         TOGETHER: slots whose rows are loaded together. BLOCK: values summed at a time, half as many as words moved.
-        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+        STARTS_IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     start = clock_ns(BACKEND)
     ranks = rank_count(context)
-    program = program_number(state, IN_ORDER)
+    program = program_number(state, STARTS_IN_ORDER)
     part, source = divide(program, ranks)
     tokens = peek(route_table(context, route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
@@ -254,15 +255,15 @@ def _pack_rows(
                     given = inside & (first + step < TOPK)
                     at = 4 * (index * TOPK + first + step)
                     place = tl.load(int32s(places + at), mask=given, other=-1)
-                    factor = tl.load(floats(weights + at), mask=given, other=0.0)
+                    # what is not there adds zero to a sum that is never -0
+                    factor = tl.load(floats(weights + at), mask=place >= 0, other=0.0)
                     row = _expert_row(layout_range, place, source, ranks, capacity)
                     sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
                     there += (place >= 0,)  # type: ignore[assignment]
                     factors += (factor,)  # type: ignore[assignment]
                 parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
                 for step in tl.static_range(TOGETHER):
-                    sum_ = total + factors[step][:, None] * parts_[step]
-                    total = tl.where(there[step][:, None], sum_, total)
+                    total += factors[step][:, None] * parts_[step]
             store_floats(first_row + index * ROW_BYTES, value, total, wanted, DTYPE, BACKEND)
         else:
             before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most

@@ -59,7 +59,7 @@ from .wait import (
     fail,
     wait_messages,
 )
-from .words import acquire, int64s, peek, poke, settle
+from .words import acquire, int64s, least, peek, poke, settle
 
 _DISPATCH, _COMBINE = tl.constexpr(LL_DISPATCH), tl.constexpr(LL_COMBINE)
 _NOTICE, _NOTICE_SLOTS = tl.constexpr(NOTICE_STREAM), tl.constexpr(NOTICE_SLOTS)
@@ -104,7 +104,7 @@ def free_spaces(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr) -> tl
         live = is_live(context, peers)
         even = tl.load(int64s(state_table(context, state, T_COMBINE_COME, peers)), mask=live, other=1 << 60)
         odd = tl.load(int64s(state_table(context, state, T_COMBINE_COME + 1, peers)), mask=live, other=1 << 60)
-        free = tl.minimum(free, tl.min(tl.minimum(2 * even - 1, 2 * odd), axis=0))
+        free = tl.minimum(free, least(tl.minimum(2 * even - 1, 2 * odd)))
     return tl.maximum(free, 0)
 
 

@@ -51,7 +51,7 @@ from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
 from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import aligned, clock_ns, column_of, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -117,7 +117,7 @@ def _lay_out(
     source: tl.tensor,
     number: tl.tensor,
     layout_range: tl.tensor,
-    in_order: tl.tensor,
+    deterministic: tl.tensor,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
@@ -133,10 +133,11 @@ def _lay_out(
         inside = expert < local
         count = tl.load(int32s(counts + 4 * expert), mask=inside, other=0)
         wrong = (count < 0) | (count > rows)
-        refused = tl.maximum(refused, tl.max(tl.where(wrong, count.to(tl.int64) & LOW, 0), axis=0))
+        worst = tl.max(tl.where(wrong, count, 0).to(tl.uint32, bitcast=True), axis=0)
+        refused = tl.maximum(refused, worst.to(tl.int64))
         count = tl.where(wrong, 0, count)
         begin = tl.atomic_add(int32s(filled + 4 * expert), count, mask=inside, sem="relaxed", scope="gpu")
-        if in_order != 0:
+        if deterministic != 0:
             begin = tl.zeros([LANES], tl.int32)
             for step in range(source):
                 lower = source - 1 - step
@@ -161,7 +162,7 @@ def _hear(
     source: tl.tensor,
     layout_range: tl.tensor,
     waited: tl.tensor,
-    in_order: tl.tensor,
+    deterministic: tl.tensor,
     TOPK: tl.constexpr,
     CODING: tl.constexpr,
     LANES: tl.constexpr,
@@ -179,7 +180,7 @@ def _hear(
             for first in range(0, source + 1, LANES):
                 peers = first + tl.arange(0, LANES).to(tl.int64)
                 mine = peers == source
-                awaited = is_live(context, peers) & (mine | (peers < source * in_order))
+                awaited = is_live(context, peers) & (mine | (peers < source * deterministic))
                 if good:
                     good = wait_messages(
                         context, state, peers, awaited, mine, _DISPATCH, number, waited, start, True, BACKEND
@@ -188,7 +189,7 @@ def _hear(
                 message = _message(context, state, number, source)
                 good = _take_header(context, state, route, source, number, message, TOPK, CODING, BACKEND)
                 if good:
-                    good = _lay_out(context, state, route, source, number, layout_range, in_order, LANES, BACKEND)
+                    good = _lay_out(context, state, route, source, number, layout_range, deterministic, LANES, BACKEND)
         else:
             # a lost source has sent nothing, and nothing returns to it
             zero = tl.full((), 0, tl.int64)
@@ -236,7 +237,7 @@ def _close(
             mark_read(state, S_DISPATCH_READ, S_DISPATCH_AHEAD, peek(route))
 
 
-@kernel(do_not_specialize=["stats", "waited", "in_order"])
+@kernel(do_not_specialize=["stats", "waited", "deterministic"])
 def dispatch_recv(
     context: tl.int64,
     state: tl.int64,
@@ -248,7 +249,7 @@ def dispatch_recv(
     layout_range: tl.int64,
     stats: tl.int64,
     waited: tl.int64,
-    in_order: tl.int64,
+    deterministic: tl.int64,
     PAYLOAD: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     CODING: tl.constexpr,
@@ -256,7 +257,7 @@ def dispatch_recv(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    STARTS_IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
@@ -268,17 +269,17 @@ def dispatch_recv(
         recv_count: int32[L]. src_info: int32[L, R * T], token index at the source. layout_range: int64[L, R].
         stats: int32[L] to which counts are added, or 0. waited: int64[R] to which the nanoseconds waited for each
             source are added, or 0.
-        in_order: 1 = an expert's rows stand by source rank, 0 = by arrival.
-        CODING: DTYPE_* that the rows must have. IN_ORDER: programs start in the order of their numbers. LANES: threads,
-            except in the interpreter.
+        deterministic: 1 = an expert's rows stand by source rank, 0 = by arrival.
+        CODING: DTYPE_* that the rows must have. STARTS_IN_ORDER: programs start in the order of their numbers.
+            LANES: threads, except in the interpreter.
     """
-    stats, waited, in_order = stats.to(tl.int64), waited.to(tl.int64), in_order.to(tl.int64)
+    stats, waited, deterministic = stats.to(tl.int64), waited.to(tl.int64), deterministic.to(tl.int64)
     ranks, number = rank_count(context), peek(route)
-    program = program_number(state, IN_ORDER)
+    program = program_number(state, STARTS_IN_ORDER)
     part, source = divide(program, ranks)
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
     if part == 0:
-        good = _hear(context, state, route, source, layout_range, waited, in_order, TOPK, CODING, LANES, BACKEND)
+        good = _hear(context, state, route, source, layout_range, waited, deterministic, TOPK, CODING, LANES, BACKEND)
     else:
         one = source + tl.zeros([1], tl.int64)
         _, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
@@ -410,21 +411,15 @@ def _copy(
         wanted = inside[:, None] & (word < words)
         part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=wanted, other=0)
         for index in range(TOPK):
-            place = _place_of(row, index, SLOTS)
+            place = column_of(row.to(tl.int32), index)
             # most slots of a token live elsewhere
             if tl.max(place, axis=0) >= 0:
                 target = recv_x + tl.maximum(place, 0).to(tl.int64) * PAYLOAD
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=(place >= 0)[:, None] & wanted)
     if quantised:
         for index in range(TOPK):
-            place = _place_of(row, index, SLOTS)
+            place = column_of(row.to(tl.int32), index)
             if tl.max(place, axis=0) >= 0:
                 expert, position = divide(tl.maximum(place, 0), capacity)
                 column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
                 tl.store(int32s(column), scale, mask=(place >= 0)[:, None] & some)
-
-
-@triton.jit
-def _place_of(row: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
-    """Column ``index`` of ``row`` [rows, SLOTS], whose least value is -1 and which are fewer than 2^31."""
-    return tl.max(tl.where(tl.arange(0, SLOTS)[None, :] == index, row.to(tl.int32), -1), axis=1)

@@ -67,7 +67,21 @@ from .programs import (
 from .publish import store_flags
 from .quant import load_floats, quantise_blocks
 from .wait import NOBODY, first_of, report_id
-from .words import aligned, any_of, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uint8s, uniform
+from .words import (
+    aligned,
+    any_of,
+    clock_ns,
+    column_of,
+    divide,
+    floats,
+    int32s,
+    int64s,
+    peek,
+    poke,
+    settle,
+    uint8s,
+    uniform,
+)
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -246,14 +260,8 @@ def _write_counts(context: tl.tensor, state: tl.tensor, peer: tl.tensor, local: 
         tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
 
 
-@triton.jit
-def _of_slot(values: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
-    """Column ``index`` of ``values`` [rows, SLOTS]."""
-    return tl.sum(tl.where(tl.arange(0, SLOTS)[None, :] == index, values, 0), axis=1)
-
-
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@kernel(do_not_specialize=["topk_idx", "weights", "tokens", "in_order"])
+@kernel(do_not_specialize=["topk_idx", "weights", "tokens", "deterministic"])
 def dispatch_send(
     context: tl.int64,
     state: tl.int64,
@@ -263,7 +271,7 @@ def dispatch_send(
     topk_idx: tl.int64,
     weights: tl.int64,
     tokens: tl.int64,
-    in_order: tl.int64,
+    deterministic: tl.int64,
     HIDDEN: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -275,7 +283,7 @@ def dispatch_send(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IN_ORDER: tl.constexpr,
+    STARTS_IN_ORDER: tl.constexpr,
     LANES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
@@ -287,15 +295,15 @@ def dispatch_send(
         x: [tokens, HIDDEN] of dtype SOURCE, contiguous, on a multiple of 16 bytes. topk_idx: int64[tokens, TOPK].
         weights: float32[tokens, TOPK], or 0 when not REDUCED: destinations return one row per token when they are
             there.
-        in_order: 1 = the rows of an expert stand by token, 0 = as they come.
+        deterministic: 1 = the rows of an expert stand by token, 0 = as they come.
         CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
         SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
             two, at least 128.
-        IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+        STARTS_IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
     """
     tokens = tokens.to(tl.int64)
     ranks = rank_count(context)
-    mine = program_number(state, IN_ORDER)
+    mine = program_number(state, STARTS_IN_ORDER)
     program = mine - ranks
     blocks = (tokens + ROWS - 1) // ROWS
     columns = divide(tl.num_programs(0) - ranks, tl.maximum(blocks, 1))[0]
@@ -363,7 +371,7 @@ def dispatch_send(
             new, same = ready & (earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
             named = int32s(expert_count(context, state, tl.where(new, ids, 0).to(tl.int64)))
             position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
-            if in_order != 0:
+            if deterministic != 0:
                 position = named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
             position = tl.sum(tl.where(same & new[:, None, :], position[:, None, :], 0), axis=2)
             place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
@@ -425,6 +433,7 @@ def _write_rows(
 ) -> None:
     """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the
     ``first`` slot of a rank. Its arguments are those of the kernel that it is a part of."""
+    targets = tl.where(first, rows, 0)
     if (CODING == _FP8) | (CODING == _UE8M0):
         width: tl.constexpr = 4 if SOURCE == _F32 else 2
         groups: tl.constexpr = BLOCK // _GROUP
@@ -437,7 +446,7 @@ def _write_rows(
             codes = tl.reshape(codes, [ROWS, BLOCK])
             group = lowest // _GROUP + tl.arange(0, groups)[None, :]
             for index in range(TOPK):
-                row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
+                row = column_of(targets, index)
                 # several slots of a token may have one rank
                 if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
                     chosen = (row != 0)[:, None]
@@ -455,6 +464,6 @@ def _write_rows(
             inside = (token[:, None] < tokens) & (word < words)
             given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
             for index in range(TOPK):
-                row = _of_slot(tl.where(first, rows, 0), index, SLOTS)
+                row = column_of(targets, index)
                 if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
                     tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)

@@ -13,6 +13,8 @@ from .words import int64s
 
 #: No position of a wrong id.
 NOWHERE = tl.constexpr(1 << 30)
+#: Of a count of rows beside one of pairs, of as many tokens as a warp has lanes, with up to 64 slots each.
+_ROWS_BITS, _ROWS = tl.constexpr(16), tl.constexpr((1 << 16) - 1)
 
 
 @triton.jit
@@ -48,6 +50,12 @@ def earlier_equal(values: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _apart(counts: tl.tensor) -> tl.tensor:
+    """Pairs in the upper half of 64 bits, rows in the lower."""
+    return ((counts >> _ROWS_BITS).to(tl.int64) << 32) | (counts & _ROWS).to(tl.int64)
+
+
+@triton.jit
 def list_rows(
     topk_idx: tl.tensor,
     tokens: tl.tensor,
@@ -70,9 +78,10 @@ def list_rows(
             at_home = ids - lowest.to(tl.int32)
             pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
             wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), NOWHERE))
-        some = (pairs.to(tl.int64) << 32) | (pairs > 0).to(tl.int64)
-        tl.store(int64s(earlier + 8 * token), all_ + tl.cumsum(some, axis=0) - some, mask=token < tokens)
-        all_ += tl.sum(some, axis=0)
+        # of so few tokens both counts fit in 32 bits, of which a scan takes half the shuffles
+        some = (pairs << _ROWS_BITS) | (pairs > 0).to(tl.int32)
+        tl.store(int64s(earlier + 8 * token), all_ + _apart(tl.cumsum(some, axis=0) - some), mask=token < tokens)
+        all_ += _apart(tl.sum(some, axis=0))
     return all_, tl.min(wrong, axis=0)
 
 

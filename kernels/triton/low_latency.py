@@ -61,7 +61,7 @@ class TritonLowLatencyKernels:
         self._common = {
             "TOPK": plan.topk,
             "ROWS": self._rows,
-            "IN_ORDER": self.target.in_order,
+            "STARTS_IN_ORDER": self.target.in_order,
             "LANES": self.target.warp,
             "BACKEND": self.target.backend,
         }
@@ -129,7 +129,7 @@ class TritonLowLatencyKernels:
         coding: int,
         round_scale: bool,
         reduced: bool,
-        in_order: bool,
+        deterministic: bool,
     ) -> tuple[Launch, ...]:
         """Send the next dispatch message to every rank.
 
@@ -138,12 +138,12 @@ class TritonLowLatencyKernels:
         Args:
             x: [tokens, H] of DTYPE_* ``source``. topk_idx: int64[tokens, K]. weights: float32[tokens, K], or 0.
             coding: DTYPE_* of the rows on the wire. reduced: weights are given (their address may be 0 without tokens).
-            in_order: the rows of an expert stand by token.
+            deterministic: the rows of an expert stand by token.
         """
         variant, columns = self._of_dispatch_send(source, coding, round_scale, reduced)
         blocks = self._blocks(tokens)
         columns = min(max(_PROGRAMS // max(blocks, 1), 1), columns)
-        arguments = (context, state, plan_block, route_block, x, topk_idx, weights, tokens, int(in_order))
+        arguments = (context, state, plan_block, route_block, x, topk_idx, weights, tokens, int(deterministic))
         return (Launch(variant, (self.plan.ranks + blocks * columns, 1, 1), arguments),)
 
     def _make_dispatch_send(self, source: int, coding: int, round_scale: bool, reduced: bool) -> tuple[Variant, int]:
@@ -182,7 +182,7 @@ class TritonLowLatencyKernels:
         layout_range: int,
         stats: int,
         waited: int,
-        in_order: bool,
+        deterministic: bool,
     ) -> tuple[Launch, ...]:
         """Receive every rank's message. Optional addresses are 0.
 
@@ -190,7 +190,7 @@ class TritonLowLatencyKernels:
         """
         addresses = (context, state, route_block, recv_x, scales, recv_count, src_info, layout_range, stats, waited)
         grid = self.plan.ranks * self._programs_of_a_peer(), 1, 1
-        return (Launch(self._of_dispatch_recv(coding), grid, (*addresses, int(in_order))),)
+        return (Launch(self._of_dispatch_recv(coding), grid, (*addresses, int(deterministic))),)
 
     def _make_dispatch_recv(self, coding: int) -> Variant:
         plan = self.plan

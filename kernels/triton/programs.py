@@ -16,7 +16,7 @@ import triton.language as tl
 from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
 from .context import wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
-from .words import DEVICE, acquire_each, arrive_last, arrives_last, clock_ns, int64s, peek, poke, settle, uniform
+from .words import DEVICE, acquire_each, arrive_last, clock_ns, int64s, peek, poke, settle, uniform
 
 #: Kernels, as stamps tell them apart.
 DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
@@ -31,9 +31,9 @@ def stamp_of(KERNEL: tl.constexpr, number: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def program_number(state: tl.tensor, IN_ORDER: tl.constexpr) -> tl.tensor:
+def program_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor:
     """Number of this program, 0 .. tl.num_programs(0) - 1, once a kernel."""
-    if IN_ORDER:
+    if STARTS_IN_ORDER:
         return tl.program_id(0).to(tl.int64)
     else:
         number = tl.atomic_add(int64s(state + S_TICKETS), 1, sem="relaxed", scope="gpu")
@@ -92,7 +92,7 @@ def await_ready(
             if uniform(late, BACKEND) != 0:
                 words = _ready_words(context, state, peers, wanted, BACKEND)
                 lacking = wanted & (words != stamp) & (words != -stamp)
-                peer = tl.max(tl.ravel(tl.where(lacking, peers, -1)), axis=0)
+                peer = tl.max(tl.ravel(tl.where(lacking, peers, -1).to(tl.int32)), axis=0).to(tl.int64)
                 messages = ((stamp - 1) >> 2) // 2 + 1
                 fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, messages - 1, messages, BACKEND)
                 lacks = 0
@@ -129,7 +129,7 @@ def last_peer(
 ) -> tl.tensor:
     """``peer`` is done with: True for the last of ``ranks`` peers."""
     poke(state_table(context, state, T_FINISHED, peer), 0)
-    return arrives_last(state + S_ARRIVALS, ranks, BACKEND)
+    return arrive_last(state + S_ARRIVALS, 1, ranks, BACKEND)
 
 
 @triton.jit
@@ -143,4 +143,4 @@ def last_peers(
 ) -> tl.tensor:
     """The ``chosen`` peers are done with: True where they are the last of ``ranks`` peers."""
     tl.store(int64s(state_table(context, state, T_FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
-    return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int64), axis=0), ranks, BACKEND)
+    return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int32), axis=0), ranks, BACKEND)

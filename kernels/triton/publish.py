@@ -17,7 +17,7 @@ from ...protocol.ring import SLOTS, TAIL
 from .blocks import S_SINK
 from .context import flag_address, head_address, ring_address
 from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail, first_of
-from .words import CUDA, HIP, acquire, acquire_each, any_of, int64s, peek, poke, release_each, settle
+from .words import CUDA, HIP, acquire, acquire_each, any_of, int64s, of_lane, peek, poke, release_each, settle
 
 _SOURCE, _LENGTH = tl.constexpr(LOW["source"].shift), tl.constexpr(LOW["length"].shift)
 _TARGET, _RANK = tl.constexpr(HIGH["target"].shift), tl.constexpr(HIGH["rank"].shift)
@@ -165,8 +165,8 @@ def put_commands(
                 bad = chosen
             full = first_of(streams, bad)
             named = chosen & (streams == full)
-            arrived = tl.sum(tl.where(named, tail, 0), axis=0)
-            expected = tl.sum(tl.where(named, index + 1 - capacity, 0), axis=0)
+            arrived = of_lane(tail, named)
+            expected = of_lane(index + 1 - capacity, named)
             fail(context, state, code, -1, full, arrived, expected, BACKEND)
     if ending == GO_ON:
         lap = ((index & capacity) == 0).to(tl.int64)

@@ -24,7 +24,7 @@ from .context import (
     verdict_address,
     wait_limit,
 )
-from .words import acquire_each, any_of, clock_ns, int64s, poke, release_each, settle, uniform
+from .words import acquire_each, any_of, clock_ns, int64s, of_lane, poke, release_each, settle, uniform
 
 FAILURE_PEER_TIMEOUT = tl.constexpr(ctx.FAILURE_PEER_TIMEOUT)
 FAILURE_PROTOCOL = tl.constexpr(ctx.FAILURE_PROTOCOL)
@@ -86,7 +86,7 @@ def report_id(
 @triton.jit
 def first_of(peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
     """Smallest of the ``chosen`` peers."""
-    return tl.min(tl.where(chosen, peers, NOBODY), axis=0)
+    return tl.min(tl.where(chosen, peers, NOBODY).to(tl.int32), axis=0).to(tl.int64)
 
 
 @triton.jit
@@ -110,9 +110,9 @@ def fail_at(
         state,
         code,
         peer,
-        tl.sum(tl.where(mine, zero + stream, 0), axis=0),
-        tl.sum(tl.where(mine, zero + arrived, 0), axis=0),
-        tl.sum(tl.where(mine, zero + expected, 0), axis=0),
+        of_lane(zero + stream, mine),
+        of_lane(zero + arrived, mine),
+        of_lane(zero + expected, mine),
         BACKEND,
     )
 

@@ -131,7 +131,8 @@ class LowLatencyGpu:
 
         outputs = DispatchOutputs(plan, coding, device, kernels.fp8_dtype, allocate)
         route = block.new_route()
-        in_order = self._runtime.settings.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            deterministic = self._runtime.settings.deterministic
         send = kernels.dispatch_send(
             space.context,
             state.address,
@@ -145,7 +146,7 @@ class LowLatencyGpu:
             coding.dtype,
             round_scale,
             weights is not None,
-            in_order,
+            deterministic,
         )
         receive = kernels.dispatch_recv(
             space.context,
@@ -159,7 +160,7 @@ class LowLatencyGpu:
             outputs.layout_range.data_ptr(),
             counts_address,
             waits_address,
-            in_order,
+            deterministic,
         )
         handle = LowLatencyHandle.build(
             (outputs.src_info, outputs.layout_range),
