@@ -24,6 +24,16 @@ def test_a_run_goes_on_at_the_same_commit_alone(tmp_path: Path) -> None:
     assert kept(file, "b").rows == {}
 
 
+def test_what_has_not_changed_is_still_true_at_another_commit(tmp_path: Path) -> None:
+    file = tmp_path / "trials.json"
+    first = kept(file, "a")
+    for seed in (1, 2):
+        first.keep({"seed": seed})
+    odd = Kept(file, "trials", lambda row: row["seed"], {"commit": "b"}, lambda row: row["seed"] % 2 == 1)
+    odd.keep({"seed": 4})
+    assert list(kept(file, "b").rows) == [1, 4]
+
+
 @pytest.mark.parametrize(
     ("before", "now", "same"), [("a", "a", True), ("a", "b", False), ("a+", "a+", False), ("", "", False)]
 )

@@ -1,5 +1,5 @@
 """What a long run has found so far, in a file that is whole at any time: a run goes on where one of the same commit was
-interrupted."""
+interrupted, or of the same sources of what a row is about."""
 
 from __future__ import annotations
 
@@ -35,20 +35,28 @@ def write(file: Path, machine: Mapping[str, Any], name: str, rows: Sequence[Row]
 
 
 class Kept:
-    """The rows of one commit.
+    """The rows of one commit, or of what has not changed since another.
 
     Args:
-        file: of an earlier run; its rows are kept where they are of the commit of ``machine``, and that is known.
+        file: of an earlier run; its rows are kept where they are of the commit of ``machine``, and that is known, and
+            where they are ``still`` true.
         name: of the rows in the file.
         key: what a row is of; rows are sorted by it.
         machine: what runs now.
     """
 
-    def __init__(self, file: Path, name: str, key: Callable[[Row], Hashable], machine: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        name: str,
+        key: Callable[[Row], Hashable],
+        machine: Mapping[str, Any],
+        still: Callable[[Row], bool] = lambda row: False,
+    ) -> None:
         self._file, self._name, self._key, self._machine = file, name, key, machine
         known = json.loads(file.read_text()) if file.exists() else {"machine": {"commit": ""}}
         same = same_commit(known["machine"]["commit"], machine["commit"])
-        self.rows: dict[Any, Row] = {key(row): row for row in known[name]} if same else {}
+        self.rows: dict[Any, Row] = {key(row): row for row in known.get(name, ()) if same or still(row)}
 
     def keep(self, row: Row) -> None:
         """Add a row, and write the file."""

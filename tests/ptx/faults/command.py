@@ -1,11 +1,15 @@
 """``make kernel-faults``: each order, scope, atomic and barrier of low latency's kernels taken away; who notices.
 
-A run goes on where one of the same commit was interrupted: faults that have a verdict are left out.
+A run goes on where another one was interrupted: faults that have a verdict are left out, as long as the kernel's PTX is
+the same.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +33,13 @@ def _judged(fault: Fault) -> dict[str, Any]:
     """The row of a fault."""
     began = time.monotonic()
     found = judge(fault)
-    row = {"kernel": fault.short, "kind": fault.kind, "source": fault.source, **vars(found)}
+    row = {"kernel": fault.short, "kind": fault.kind, "source": fault.source, "of": fault.version, **vars(found)}
     return {**row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _in_time(fault: Fault, end: float) -> dict[str, Any] | None:
+    """:func:`_judged`, in a process of its own; None where it is too late to begin."""
+    return _judged(fault) if time.time() < end else None
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -42,6 +51,7 @@ def kernel_faults(
     kernel: Annotated[str, typer.Option(help="Only this one, by its name in the source.")] = "",
     kind: Annotated[str, typer.Option(help=f"Only this one: {', '.join(KINDS)}.")] = "",
     minutes: Annotated[float, typer.Option(min=0, help="Begin no fault after so long.")] = 600.0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
     dry: Annotated[bool, typer.Option("--dry", help="Write nothing.")] = False,
     output: Annotated[Path, typer.Option(help="Where the verdicts go.")] = RESULTS,
 ) -> None:
@@ -52,22 +62,28 @@ def kernel_faults(
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"no such kind: {kind}; there are {', '.join(KINDS)}")
     machine = describe()
-    results = Kept(output, "faults", _key, machine)
+    wanted = {(one.short, one.kind, one.source): one for one in faults(kernel, kind)}
+    versions = {one.short: one.version for one in faults()}
+    results = Kept(output, "faults", _key, machine, lambda row: row.get("of") == versions.get(row["kernel"]))
     done: dict[Any, dict[str, Any]] = {} if dry else results.rows
-    end = time.monotonic() + 60 * minutes
-    for fault in faults(kernel, kind):
-        if time.monotonic() > end:
-            print(f"kernel-faults: {minutes:g} minutes are over: run it again to go on", flush=True)
-            break
-        if (fault.short, fault.kind, fault.source) in done:
-            continue
-        row = _judged(fault)
-        if row["trials"] or row["end"] in UNEXPLAINED:
-            print(f"{fault}: {row['end']} {row['by']}, {row['trials']} runs, {row['seconds']} s", flush=True)
-        if dry:
-            done[_key(row)] = row
-        else:
-            results.keep(row)
+    todo = [fault for key, fault in wanted.items() if key not in done]
+    end = time.time() + 60 * minutes
+    print(f"kernel-faults: {len(todo)} of {len(wanted)} faults have no verdict", flush=True)
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers or os.cpu_count(), fresh) as pool:
+        judging = {pool.submit(_in_time, fault, end): fault for fault in todo}
+        for one in as_completed(judging):
+            row = one.result()
+            if row is None:
+                continue
+            if row["trials"] or row["end"] in UNEXPLAINED:
+                print(f"{judging[one]}: {row['end']} {row['by']}, {row['trials']} runs, {row['seconds']} s", flush=True)
+            if dry:
+                done[_key(row)] = row
+            else:
+                results.keep(row)
+    if left := sum(key not in done for key in wanted):
+        print(f"kernel-faults: {minutes:g} minutes are over, {left} are left: run it again to go on", flush=True)
     print(markdown({"machine": machine, "faults": list(done.values())}), flush=True)
     if any(row["end"] in UNEXPLAINED for row in done.values()):
         raise typer.Exit(1)

@@ -46,6 +46,7 @@ class Fault:
         source: the line of the kernel's source, and of its callers.
         lines: of the text, from 1.
         digest: of the text: other sizes make other ones, which stay as they are.
+        version: digest of its code, the same wherever the sources lie.
     """
 
     kernel: str
@@ -53,6 +54,7 @@ class Fault:
     source: str
     lines: tuple[int, ...]
     digest: int
+    version: str
     #: each of its barriers stands beside another one that stays, with no access to memory in between
     doubled: bool = False
 
@@ -102,7 +104,12 @@ def faults_of(text: str) -> Iterator[Fault]:
     for (kind, place), lines in found.items():
         source = sources[kind, place]
         doubled = kind == "barrier" and all(is_doubled(program.code, line, lines) for line in lines)
-        yield Fault(program.name, kind, source, tuple(lines), zlib.crc32(text.encode()), doubled)
+        yield Fault(program.name, kind, source, tuple(lines), zlib.crc32(text.encode()), _version(text), doubled)
+
+
+def _version(text: str) -> str:
+    # lines of the source count, by which faults are told apart; paths and what debuggers want stand behind
+    return f"{zlib.crc32(text.partition('.file')[0].encode()):08x}"
 
 
 def _without_repeats(source: str) -> str:

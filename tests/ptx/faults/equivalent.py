@@ -43,12 +43,8 @@ def _fits(where: Sequence[str], texts: Sequence[str]) -> bool:
 
 
 _SENDS = ("dispatch_send", "combine_send")
-_RECEIVES = ("dispatch_recv", "combine_recv")
-_ALL = _SENDS + _RECEIVES
+_ALL = (*_SENDS, "dispatch_recv", "combine_recv")
 _ACQUIRES = ("acquire", "scope of an acquire")
-_WORD_OF_A_HEADER = (
-    "the flag of that message was acquired before, and its header stays until this rank says that it has read it"
-)
 _COUNT_OF_A_NOTICE = (
     "the flag of a notice that was acquired covers its words; those of a later one a mapped peer stores weakly, so "
     "that an acquire of them orders nothing, and a proxied peer is reached by commands that depend on the count"
@@ -125,32 +121,13 @@ EQUIVALENT = (
         for kernel in ("dispatch_recv", "combine_send")
     ),
     Equivalent(
-        ("combine_recv",),
-        _ORDER_OF_AN_ATOMIC,
-        ("if arrives_last(",),
-        "the last program reads nothing that the others have stored, and kernels that follow wait for all of them",
-    ),
-    Equivalent(
         ("dispatch_send",),
         ("release", "scope of a release"),
         ("report_address(context) + ERROR_IDS",),
         "the word says all, and the host sees every store of a kernel that has ended",
     ),
-    Equivalent(_SENDS, ("acquire",), ("acquire(ring + _TAIL, BACKEND)",), _SLOT_OF_A_RING),
+    Equivalent(_SENDS, ("acquire",), ("acquire_each(tails, BACKEND)",), _SLOT_OF_A_RING),
     Equivalent(_SENDS, _ORDER_OF_AN_ATOMIC, ("tl.atomic_max(int64s(head_at + 8)",), _SLOT_OF_A_RING),
-    *(
-        Equivalent(_ALL, _ACQUIRES, where, _WORD_OF_A_HEADER)
-        for where in (
-            ("got_tag = acquire(header",),
-            ("got_plan = acquire(header",),
-            ("got_number = acquire(header",),
-            ("told, rows = acquire(header",),
-            ("coding = acquire(message",),
-            ("told = acquire(message",),
-            ("back = acquire(message",),
-        )
-    ),
-    *(Equivalent(_RECEIVES, _ACQUIRES, where, _WORD_OF_A_HEADER) for where in _COUNTS),
     *(
         Equivalent(_SENDS, ("acquire",), where, _COUNT_OF_A_NOTICE)
         for where in (*_COUNTS, ("told, counted = acquire(",))
