@@ -1,17 +1,22 @@
-"""Every claim that low latency's kernels check, made false: refused, and whose it was is told."""
+"""Every claim that low latency's kernels check, made false: refused, and whose it was is told. One that changes is the
+same to all threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.ptx.faults.alone import before_launch, meeting, peek, poke, run
 from tests.ptx.faults.scenes import CASE, EXPANDED, Play
 from tests.ptx.machine.machine import Machine
+from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
-from tests.ptx.product.ranks import ModelGroup
+from tests.ptx.product.ranks import ModelGroup, ModelRuntime
+from tests.support import ll_cases
 from tests.support.ll_cases import Case
+from tests.support.ll_player import Player
 from uccl_ep_serving.errors import ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.blocks import low_latency as block
 from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
@@ -169,6 +174,68 @@ class Lie:
         return machine
 
 
+def _rows_or_refusal(player: Player, words: str) -> None:
+    """A refused message leaves no rows, and says so or has the next call say so."""
+    try:
+        try:
+            player.play(words)
+        except AssertionError as wrong:
+            player.dispatch()
+            raise wrong from None
+    except ProtocolError as error:
+        if error.peer != 1:
+            raise
+
+
+@dataclass(frozen=True)
+class Fickle:
+    """A word of a message that rank 1 changes before every read of it, true and false in turn: what comes of it are the
+    rows, or a refusal.
+
+    Attributes:
+        programs, kernel: as of :class:`Lie`.
+        place: where the word is.
+        false: what it must not be.
+    """
+
+    programs: tuple[str, str]
+    kernel: str
+    place: Callable[[Seen], int]
+    false: int
+
+    def play(self, compiled: Compiled, memory: str, seed: int) -> Machine:
+        """The machine on which nothing else came of it."""
+        with meeting(compiled, memory, seed) as (machine, group):
+
+            def begin(given: Sequence[int]) -> None:
+                address, load = self.place(Seen(group, given[1])), machine.memory.load
+                words = itertools.cycle((peek(address), self.false)[:: 1 if seed % 2 else -1])
+
+                def changing(agents: Sequence[Any], addresses: Sequence[int], operation: Any) -> list[int]:
+                    read: list[int] = []
+                    # no two threads read at the same time
+                    for agent, at in zip(agents, addresses, strict=True):
+                        if at <= address < at + operation.nbytes:
+                            poke(address, next(words))
+                        read += load([agent], [at], operation)
+                    return read
+
+                machine.memory.load = changing
+
+            def body(runtime: ModelRuntime) -> None:
+                low_latency = group.low_latency(runtime)
+                ll_cases.reserve(low_latency, CASE)
+                player = Player(low_latency, runtime.rank, CASE)
+                if runtime.rank == 0:
+                    before_launch(group, self.kernel, 0, begin)
+                    _rows_or_refusal(player, self.programs[0])
+                else:
+                    player.play(self.programs[1])
+
+            group.run(body, limit_steps=trials.LIMIT_STEPS)
+        return machine
+
+
 #: Words of a meta.
 _TOKEN, _PAIRS, _PLACE = 0, 1, 2
 _HEADER = {
@@ -223,5 +290,20 @@ _LIES: dict[str, Lie] = {
     "next dispatch, claim, combine": Lie((_THIRD, "D d0 C0 C0 D"), "combine_send", 2, _of_dispatch(1, _CLAIM, 9)),
     "next combine, claim, combine": Lie((_THIRD, "D d0 C0 C0"), "combine_send", 2, _of_combine(1, _CLAIM, 9)),
 }
-LIES: dict[str, Play] = {f"a lie: {name}": lie.play for name, lie in _LIES.items()}
+_FICKLE: dict[str, Fickle] = {
+    **{
+        f"dispatch, {name}": Fickle(
+            _DISPATCH, "dispatch_recv", lambda seen, at=word[0]: seen.dispatch(0) + 8 * at, word[1]
+        )
+        for name, word in _HEADER.items()
+    },
+    **{
+        f"combine, {name}": Fickle(_COMBINE, "combine_recv", lambda seen, at=word[0]: seen.combine(0) + 8 * at, word[1])
+        for name, word in _HEADER.items()
+    },
+}
+LIES: dict[str, Play] = {
+    **{f"a lie: {name}": lie.play for name, lie in _LIES.items()},
+    **{f"a word that changes: {name}": fickle.play for name, fickle in _FICKLE.items()},
+}
 """By where the claim stands, what it is, and who looks."""

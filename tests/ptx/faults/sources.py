@@ -139,3 +139,20 @@ STAMPS: dict[str, tuple[Change, ...]] = {
     "a stamp does not name the message": (Change("programs.stamp_of", "(number << 2)", "(number * 0)"),),
     "a stamp does not name the kernel": (Change("programs.stamp_of", "| KERNEL", "| 0"),),
 }
+#: Words of a header that each thread reads for itself.
+READERS: dict[str, tuple[Change, ...]] = {
+    "the words of a dispatch have many readers": (
+        Change(
+            "ll_dispatch_recv._take_header",
+            "word_of(words, AT_CODING), word_of(words, AT_ROWS)",
+            "peek(message + AT_CODING), peek(message + AT_ROWS)",
+        ),
+    ),
+    "the words of a combine have many readers": (
+        Change(
+            "ll_combine_recv._hear",
+            "word_of(words, AT_CODING), word_of(words, AT_ROWS)",
+            "peek(header + AT_CODING), peek(header + AT_ROWS)",
+        ),
+    ),
+}

@@ -15,6 +15,7 @@ sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
 
 from tests.ptx.faults.failures import FAILURES  # noqa: E402
 from tests.ptx.faults.judge import raised  # noqa: E402
+from tests.ptx.faults.lies import LIES  # noqa: E402
 from tests.ptx.faults.scenes import LAPS, SCENES, WITHIN, Play  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
 from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
@@ -60,7 +61,7 @@ def test_the_same_sources_serve(tmp_path: Path) -> None:
 
 
 def test_every_change_finds_what_it_changes() -> None:
-    for changes in (sources.LAPS | sources.PARITIES | sources.STAMPS).values():
+    for changes in (sources.LAPS | sources.PARITIES | sources.STAMPS | sources.READERS).values():
         assert sources.changed(*changes)
 
 
@@ -90,6 +91,13 @@ def test_every_parity(mutant: str, tmp_path: Path) -> None:
 def test_every_stamp(mutant: str, tmp_path: Path) -> None:
     with sources.serving(sources.changed(*sources.STAMPS[mutant]), tmp_path):
         assert notices([_LAYER, _TOGETHER])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mutant", sources.READERS)
+def test_every_reader_of_a_word(mutant: str, tmp_path: Path) -> None:
+    with sources.serving(sources.changed(*sources.READERS[mutant]), tmp_path):
+        assert notices([play for name, play in LIES.items() if name.startswith("a word that changes")])
 
 
 @pytest.mark.model
