@@ -111,7 +111,6 @@ INFO_DIFFERENT = next(_word)  # peers that were given another shape (-1: the ope
 INFO_TOTAL = next(_word)  # rows of the received tensor
 INFO_MOST = next(_word)  # most rows to or from one other rank
 INFO_REMOTE_ROWS = next(_word)  # rows for other ranks
-INFO_IN_HEAP = next(_word)  # IN_HEAP
 # two that stay until the host has raised them
 INFO_OVERFLOW_ROWS = next(_word)  # rows that came where fewer were promised
 INFO_SHAPE_MISMATCH = next(_word)  # DIFFERENT where it was not 0

@@ -155,12 +155,6 @@ def sticky_code(context: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def sticky_code_once(context: tl.tensor) -> tl.tensor:
-    """The same in larger programs: lanes may differ, so that it may predicate stores but steer no branch."""
-    return tl.load(peek(context + _ERROR).to(tl.pointer_type(tl.int64)), volatile=True)
-
-
-@triton.jit
 def has_failed(context: tl.tensor) -> tl.tensor:
     """True when an earlier kernel has failed: nothing is valid any more, and nothing may be written."""
     return peek(verdict_address(context)) != 0

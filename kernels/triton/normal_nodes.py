@@ -110,7 +110,7 @@ def stamp_rows(
 
 
 @triton.jit
-def ring_of(context: tl.tensor, state: tl.tensor, windows: tl.tensor, far: tl.tensor) -> tl.tensor:
+def ring_of(state: tl.tensor, windows: tl.tensor, far: tl.tensor) -> tl.tensor:
     """(address of the ring of rows for rank ``far`` in near ``windows``, rows that it holds): its staging."""
     room, depth = peek(state + W_CHUNK_BYTES), peek(state + W_DEPTH)
     held = depth * (room // (peek(state + W_ROW_BYTES) + peek(state + W_META_BYTES)))

@@ -18,7 +18,6 @@ from ...protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH, NORMAL_NOTIFY
 from ..blocks import normal_device
 from .blocks import (
     I_DIFFERENT,
-    I_IN_HEAP,
     I_MISSED_COMBINE_STEPS,
     I_MISSED_DISPATCH_STEPS,
     I_MOST,
@@ -215,7 +214,6 @@ def _land(
     passing: tl.tensor,
     lane: tl.tensor,
     slot: tl.tensor,
-    info: tl.tensor,
 ) -> tl.tensor:
     """Set where the ``remote`` rows of every peer land, and in what chunks they come; rows before each in the heap.
 
@@ -246,7 +244,6 @@ def _land(
     meta_at = heap + rows_room + tl.cumsum(room, axis=0) - room
     set_each(context, state, N_META_LANDING, peers, inside, tl.where(whole, meta_at, landing + slot_rows * row))
     poke(state + W_IN_HEAP, fits.to(tl.int64))
-    poke(info + I_IN_HEAP, fits.to(tl.int64))
     return before
 
 
@@ -283,7 +280,7 @@ def place(
     away = tl.where(peers == me, 0, get_each(context, state, N_SEND_ROWS, peers, inside))
     remote = tl.where(peers == me, 0, rows)
     slot = peek(state + W_ROUND_SLOT)
-    before = _land(context, state, row, meta, peers, inside, remote, tl.zeros_like(inside), peers, slot, info)
+    before = _land(context, state, row, meta, peers, inside, remote, tl.zeros_like(inside), peers, slot)
     if KIND == _DISPATCH:
         set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(rows, axis=0) - rows)
     elif KIND == _COMBINE:
@@ -322,7 +319,7 @@ def place_nodes(
     # rule: each source has landing slots of its own
     lane = tl.where(far, size + peers // size, peers % size)
     slot = slot_bytes(context, state)
-    before = _land(context, state, row, meta, peers, inside, remote, handed_on, lane, slot, info)
+    before = _land(context, state, row, meta, peers, inside, remote, handed_on, lane, slot)
     if KIND == _DISPATCH:
         set_each(context, state, N_RECV_FIRST, peers, inside, tl.cumsum(every, axis=0) - every)
     elif KIND == _COMBINE:

@@ -514,7 +514,7 @@ def choose_laid_out(
     freed = rows_at(state, at, others, BACKEND)
     # rule: a forwarder has read no more than was laid out
     freed = tl.minimum(freed, passed)
-    _, held = ring_of(context, state, peers, peers)
+    _, held = ring_of(state, peers, peers)
     # rule: rows laid out for a forwarder are overwritten only when it has read them
     ready = tl.minimum(total, freed + held)
     set_each(context, state, N_PASS_READY, peers, others, ready)
@@ -600,7 +600,7 @@ def lay_out(
     """This program's part of the rows for a far rank that its forwarder, another rank, sums."""
     begin, end = peek(entry(context, state, N_PASSED, far)), peek(entry(context, state, N_PASS_READY, far))
     if (begin < end) & (forwarder(context, state, far) != own_rank(context)):
-        ring, held = ring_of(context, state, peer_window(context, own_rank(context)), far)
+        ring, held = ring_of(state, peer_window(context, own_rank(context)), far)
         meta, send_first = peek(state + W_META_BYTES), peek(entry(context, state, N_SEND_FIRST, far))
         word, slot = tl.arange(0, shape.BLOCK)[None, :], tl.arange(0, shape.SLOTS)[None, :]
         for first in range(begin + program * shape.ROWS, end, programs * shape.ROWS):
@@ -657,7 +657,7 @@ def sum_laid_out(
         # rows whose marks were not kept have no parts
         kept = room - relay_first - done
         near, most = me // size * size, tl.minimum(known, tensors.tokens - own_first)
-        ring_at, held = ring_of(context, state, 0, rail)
+        ring_at, held = ring_of(state, 0, rail)
         # of another size than what is copied, see ll_combine_send: rows that are laid out would change threads
         block: tl.constexpr = shape.BLOCK // 2
         value, slot = tl.arange(0, block)[None, :], tl.arange(0, shape.SLOTS)[None, :]
