@@ -51,7 +51,7 @@ from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
 from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import aligned, clock_ns, column_of, divide, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -411,15 +411,22 @@ def _copy(
         wanted = inside[:, None] & (word < words)
         part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=wanted, other=0)
         for index in range(TOPK):
-            place = column_of(row.to(tl.int32), index)
+            place = _place_of(row, index, SLOTS)
             # most slots of a token live elsewhere
             if tl.max(place, axis=0) >= 0:
                 target = recv_x + tl.maximum(place, 0).to(tl.int64) * PAYLOAD
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=(place >= 0)[:, None] & wanted)
     if quantised:
         for index in range(TOPK):
-            place = column_of(row.to(tl.int32), index)
+            place = _place_of(row, index, SLOTS)
             if tl.max(place, axis=0) >= 0:
                 expert, position = divide(tl.maximum(place, 0), capacity)
                 column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
                 tl.store(int32s(column), scale, mask=(place >= 0)[:, None] & some)
+
+
+@triton.jit
+def _place_of(row: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Column ``index`` of ``row`` [rows, SLOTS], whose least value is -1 and which are fewer than 2^31. Not by
+    :func:`.words.column_of`: for ROCm Triton 3.6 asks for less of a row at once beside that."""
+    return tl.max(tl.where(tl.arange(0, SLOTS)[None, :] == index, row.to(tl.int32), -1), axis=1)
