@@ -129,7 +129,6 @@ def take_acks(
     if (wrong == 0) & (wrong_combined == 0):
         poke(dispatched_at, tl.maximum(known, dispatched))
         poke(combined_at, tl.maximum(known_combined, combined))
-    settle(BACKEND)
     # a negative count is told as one that is too large
     claim = tl.where(wrong, dispatched, combined) & _LARGEST
     return tl.where(wrong | wrong_combined, claim, -1), tl.where(wrong, sent, returned)
@@ -208,6 +207,8 @@ def _read_acks(
                     dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
                     combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
                     claim, most = take_acks(context, state, peer, dispatched, combined, BACKEND)
+                    # the next look reads what this one has noted
+                    settle(BACKEND)
                 elif place == 0:
                     claim, most = told & _LARGEST, tag
                 # the header of a message that is not the expected one is refused when the message is received

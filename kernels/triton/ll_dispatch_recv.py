@@ -284,6 +284,8 @@ def dispatch_recv(
         one = source + tl.zeros([1], tl.int64)
         _, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
         good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
+    # a source that was refused or lost is done with at once
+    closes = (part == 0) & (good == 0)
     if good:
         tokens = peek(route_table(context, route, R_RECEIVED, source))
         parts = divide(tl.num_programs(0), ranks)[0]
@@ -312,9 +314,8 @@ def dispatch_recv(
                 BACKEND,
             )
             settle(BACKEND)
-            if finish_one(context, state, source) == working - 1:
-                _close(context, state, route, source, recv_count, stats, LANES, BACKEND)
-    elif part == 0:
+            closes = finish_one(context, state, source) == working - 1
+    if closes:
         _close(context, state, route, source, recv_count, stats, LANES, BACKEND)
 
 

@@ -26,6 +26,8 @@ __all__ = ["before_launch", "hide", "leave_out", "meeting", "peek", "poke", "rai
 
 #: Steps without anything but waiting after which the clock goes faster: few where no wire holds up what comes.
 _PATIENCE = 100
+#: Chance that lanes part: what only some of them store is seen before what the others store.
+_PARTING = 0.6
 #: Turns of the host after which it releases a kernel: it waits by then, or will.
 _TURNS = 5
 #: Where the host can see stores late, some always are.
@@ -61,6 +63,7 @@ def meeting(
     machine = machine_of(memory, seed)
     machine.patience = _PATIENCE * (1 if soon and path == "mapped" else 5)
     machine.host_share = max(machine.host_share, HOST_SHARE)
+    machine.parting = _PARTING
     if isinstance(machine.memory, Weak):
         machine.memory.lag = machine.memory.lag or _LAG
     settings = Settings(timeout=TIMEOUT, window="host", ring_slots=ring_slots)

@@ -111,6 +111,24 @@ EQUIVALENT = (
             "return tl.atomic_add(at, ",
         )
     ),
+    Equivalent(
+        _ALL,
+        ("barrier",),
+        ("settle(BACKEND)", "tell_ready("),
+        "Triton puts another one between it and the atomic",
+    ),
+    Equivalent(
+        ("combine_recv",),
+        ("barrier",),
+        ("settle(BACKEND)", "good = wait_messages("),
+        "another one stands before what the peer has written is read",
+    ),
+    Equivalent(
+        ("combine_recv",),
+        ("barrier",),
+        ("settle(BACKEND)", "ready = await_ready(context, state, ranks"),
+        "another one stands before the rows are loaded",
+    ),
     *(
         Equivalent(
             (kernel,),

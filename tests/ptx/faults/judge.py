@@ -20,6 +20,8 @@ _SCENES: dict[str, Play] = {str(scene): scene.play for scene in SCENES}
 PLAYS: dict[str, Play] = {**dict(list(_SCENES.items())[:2]), **LIES, **_SCENES, **FAILURES}
 #: Of failures that come to the same lines, so many are played: what every wait does is no matter of which.
 _FAILURES = 6
+#: Where few plays come to a fault, there are at least so many runs.
+RUNS = 12
 #: How a fault ends.
 NOTICED, EQUIVALENT = "noticed", "equivalent"
 UNREACHED, UNNOTICED = "NOT REACHED", "UNNOTICED"
@@ -100,10 +102,10 @@ def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
     """Plays all that comes to ``fault`` with one seed, then with the next."""
     if reason := reason_for(fault):
         return Verdict(EQUIVALENT, reason)
-    edited = compiled("weak").edited(fault.edit)
+    edited, plays = compiled("weak").edited(fault.edit), list(plays_of(fault))
     trials = 0
-    for seed in range(seeds):
-        for name in plays_of(fault):
+    for seed in range(max(seeds, -(-RUNS // max(len(plays), 1)))):
+        for name in plays:
             trials += 1
             if by := raised(functools.partial(PLAYS[name], edited, "weak", seed)):
                 return Verdict(NOTICED, by, name, seed, trials)
