@@ -118,6 +118,12 @@ EQUIVALENT = (
         "Triton puts another one between it and the atomic",
     ),
     Equivalent(
+        ("dispatch_recv",),
+        ("barrier",),
+        ("settle(BACKEND)", ""),
+        "before a piece of work is counted: Triton puts another one between it and the atomic",
+    ),
+    Equivalent(
         ("combine_recv",),
         ("barrier",),
         ("settle(BACKEND)", "good = wait_messages("),

@@ -14,10 +14,9 @@ pytestmark = [
 sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
 
 from tests.ptx.faults.failures import FAILURES  # noqa: E402
-from tests.ptx.faults.judge import RUNS, raised  # noqa: E402
+from tests.ptx.faults.judge import SEEDS_OF_FAILURES, raised  # noqa: E402
 from tests.ptx.faults.lies import LIES  # noqa: E402
 from tests.ptx.faults.scenes import LAPS, SCENES, WITHIN, Play  # noqa: E402
-from tests.ptx.faults.waits import WAITS  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
 from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
 from tests.rules.mutation import find, removed  # noqa: E402
@@ -105,9 +104,7 @@ def test_every_reader_of_a_word(mutant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("memory", ["sequential", "weak"])
 def test_failures_as_they_are(memory: str, failure: str) -> None:
-    # of some faults, a wait's failure is all that comes to them
-    weak = 10 * (RUNS if failure in WAITS else WITHIN)
-    for seed in range(weak if memory == "weak" else WITHIN):
+    for seed in range(10 * SEEDS_OF_FAILURES if memory == "weak" else WITHIN):
         FAILURES[failure](compiled(memory), memory, seed)
 
 
