@@ -115,6 +115,9 @@ def run_here(ranks: int, tokens: int, hidden: int, accesses: bool) -> dict[str, 
                 loads.pop(block, None)
                 one["longest"] = max(one["longest"], int(warps.max()))
                 one["executed"] += int(warps.sum()) / ranks
+            # machines of earlier commits keep it: a megabyte
+            block.warps.clear()
+            vars(block).pop("barriers", None)
 
     compiled = Compiled(weak=accesses)
     machine = Counted(1, Sequential(), resident=1, burst=0.9, parting=0.0, host_limit_s=SECONDS)

@@ -124,6 +124,18 @@ EQUIVALENT = (
         "before a piece of work is counted: Triton puts another one between it and the atomic",
     ),
     Equivalent(
+        ("dispatch_recv",),
+        ("barrier",),
+        ("settle(BACKEND)", "_close("),
+        "Triton puts another one behind the atomic that finds the last program",
+    ),
+    Equivalent(
+        ("combine_send",),
+        ("barrier",),
+        ("settle(BACKEND)", "good = _serve("),
+        "another one stands before the first look at what a peer has said, which reads the place",
+    ),
+    Equivalent(
         ("combine_recv",),
         ("barrier",),
         ("settle(BACKEND)", "good = wait_messages("),

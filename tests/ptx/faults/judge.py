@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.ptx.faults.edits import Fault, faults_of
@@ -18,7 +18,7 @@ from uccl_ep_serving.errors import UcclEpError
 _SCENES: dict[str, Play] = {str(scene): scene.play for scene in SCENES}
 #: All that is played, by name, the cheaper first: what is right, and what must fail as it is promised.
 PLAYS: dict[str, Play] = {**dict(list(_SCENES.items())[:2]), **LIES, **_SCENES, **FAILURES}
-#: Of failures that come to the same lines, so many are played: what every wait does is no matter of which.
+#: Of failures that come to the same lines, so many are played with a seed, and others with the next.
 _FAILURES = 6
 #: Seeds of each where only failures come to a fault: they are short, and most of what is wrong shows only in a report
 #: that the host reads while the kernel writes it.
@@ -75,14 +75,17 @@ def reached(name: str) -> frozenset[tuple[str, int]]:
     return PLAYS[name](compiled("sequential"), "sequential", 0).reached()
 
 
-def plays_of(fault: Fault) -> Iterator[str]:
-    """Those that come to what is wrong; of failures some."""
-    failures = 0
-    for name in PLAYS:
-        wanted = failures < _FAILURES or name in _SCENES
-        if wanted and any((fault.kernel, line) in reached(name) for line in fault.lines):
-            failures += name in FAILURES
-            yield name
+def plays_of(fault: Fault) -> list[str]:
+    """Those that come to what is wrong."""
+    return [name for name in PLAYS if any((fault.kernel, line) in reached(name) for line in fault.lines)]
+
+
+def _some(plays: Sequence[str], seed: int) -> Iterator[str]:
+    """Of failures as many as one seed is for."""
+    failures = [name for name in plays if name in FAILURES]
+    if len(failures) > _FAILURES:
+        failures = [failures[(seed * _FAILURES + index) % len(failures)] for index in range(_FAILURES)]
+    return (name for name in plays if name in _SCENES or name in failures)
 
 
 def raised(run: Callable[[], object]) -> str:
@@ -103,10 +106,10 @@ def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
     """Plays all that comes to ``fault`` with one seed, then with the next."""
     if reason := reason_for(fault):
         return Verdict(EQUIVALENT, reason)
-    edited, plays = compiled("weak").edited(fault.edit), list(plays_of(fault))
+    edited, plays = compiled("weak").edited(fault.edit), plays_of(fault)
     trials = 0
     for seed in range(seeds if any(name in _SCENES for name in plays) else max(seeds, SEEDS_OF_FAILURES)):
-        for name in plays:
+        for name in _some(plays, seed):
             trials += 1
             if by := raised(functools.partial(PLAYS[name], edited, "weak", seed)):
                 return Verdict(NOTICED, by, name, seed, trials)

@@ -20,6 +20,7 @@ from tests.support.ll_player import Player
 from uccl_ep_serving.errors import ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.blocks import low_latency as block
 from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.kernels.triton.ll_dispatch_recv import dispatch_recv
 from uccl_ep_serving.protocol.message import (
     DTYPE_BF16,
     HEADER_BYTES,
@@ -159,16 +160,24 @@ class Lie:
 
     def play(self, compiled: Compiled, memory: str, seed: int) -> Machine:
         """The machine on which it was refused."""
+        counts: list[int] = []
         with meeting(compiled, memory, seed) as (machine, group):
 
+            def before(given: Sequence[int]) -> None:
+                self.tell(Seen(group, given[1]))
+                if self.kernel == "dispatch_recv":
+                    counts.append(given[dispatch_recv.arg_names.index("recv_count")])
+
             def first() -> None:
-                before_launch(group, self.kernel, self.number, lambda given: self.tell(Seen(group, given[1])))
+                before_launch(group, self.kernel, self.number, before)
 
             def ended(error: UcclEpError) -> None:
                 assert isinstance(error, ProtocolError), error
                 assert error.peer == 1, error
                 # all words of it, and not some
                 assert "got 0x0" not in str(error), error
+                # of both experts
+                assert all(peek(address) == 0 for address in counts)
 
             run(group, self.programs, first, ended, self.case)
         return machine

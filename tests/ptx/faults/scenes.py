@@ -19,7 +19,7 @@ from uccl_ep_serving.protocol.message import HEADER_BYTES
 #: Plays something on a machine with these kernels, this memory and this seed.
 Play = Callable[[Compiled, str, int], Machine]
 #: A fault is noticed within so many seeds of a scene; the kernels as they are pass ten times as many.
-WITHIN = 3
+WITHIN = 6
 CASE = Case(tokens=4, experts=4, topk=2, counts=(4, 3))
 IN_ORDER, EXPANDED = replace(CASE, deterministic=True), replace(CASE, reduced=False)
 #: Of a kernel's late stores the host gets to see so few that proxies look amid them: one in a fifth of its turns. Of
