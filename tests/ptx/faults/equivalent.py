@@ -129,6 +129,16 @@ EQUIVALENT = (
         ("settle(BACKEND)", "_close("),
         "Triton puts another one behind the atomic that finds the last program",
     ),
+    *(
+        Equivalent(
+            ("combine_send",),
+            (kind,),
+            (line, "good = wait_messages(context, state, peers, live, live, _COMBINE, needed"),
+            "what was in the space was received, and acquired then; that this message is here only says that no NIC "
+            "repeats what came before",
+        )
+        for kind, line in (("acquire", "count, _ = messages_arrived("), ("barrier", "settle(BACKEND)"))
+    ),
     Equivalent(
         ("combine_send",),
         ("barrier",),

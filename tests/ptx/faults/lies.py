@@ -130,13 +130,13 @@ def _of_count(value: int) -> Tell:
 
 
 def _of_meta(word: int, value: int) -> Tell:
-    """Of the last row of the first dispatch: its token's index, its pairs before, or a place."""
+    """Of the second row of the first dispatch: its token's index, its pairs before, or a place. Who refuses it names
+    the row, and the first is nothing; programs that copy later rows end after it."""
 
     def tell(seen: Seen) -> None:
-        last, first = _rows(seen) - 1, HEADER_BYTES + counts_bytes(CASE.experts // _RANKS)
-        # who refuses it names the row, and the first is nothing
-        assert last > 0
-        at = first + last * (meta_bytes(CASE.topk) + row_bytes(CASE.hidden, DTYPE_BF16))
+        assert _rows(seen) > 2
+        first, row = HEADER_BYTES + counts_bytes(CASE.experts // _RANKS), meta_bytes(CASE.topk)
+        at = first + row + row_bytes(CASE.hidden, DTYPE_BF16)
         poke(seen.dispatch(0) + at + 4 * word, value, nbytes=4)
 
     return tell
