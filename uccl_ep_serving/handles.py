@@ -199,17 +199,15 @@ class NormalHandle(NamedTuple):
 
 
 class GpuNodeRoute(NamedTuple):
-    """What a dispatch on a device between nodes of M ranks passed through forwarders. Tensors are on the device.
+    """What a dispatch on a device between nodes of M ranks passed through forwarders.
 
     Attributes:
         node_ranks: M.
-        passing: int64 [2, R], rows sent to, and received from, each rank, whoever carried them.
-        relay_marks: uint8 [rows forwarded here, ceil(M / 8)]: for which ranks of this node each was, a bit each; of
-            rows beyond the last, as of those beyond ``num_worst_tokens``, nothing is known.
+        relay_marks: uint8 [rows forwarded here, ceil(M / 8)], on the device: for which ranks of this node each was, a
+            bit each; of rows beyond the last, as of those beyond ``num_worst_tokens``, nothing is known.
     """
 
     node_ranks: int
-    passing: torch.Tensor
     relay_marks: torch.Tensor
 
 
@@ -217,29 +215,23 @@ class NormalGpuHandle(NamedTuple):
     """What a dispatch on a device hands to combine and to cached dispatches. Tensors are on the device.
 
     Attributes:
-        send_rows: int64 [R], rows sent to each rank; with ``nodes``, to near ranks and over the rails.
-        recv_rows: int64 [R], rows received from each rank, likewise.
-        send_tokens: int32 [R, T], token indices sent to each rank; what follows is undefined.
-        places: int32 [T, R], the token's place in the list of the rank, or -1.
+        route: int64 [4, R, 16]: by channel, rows sent to each rank, received from each rank, and the same of each node
+            over a rail.
         is_token_in_rank: bool [T, R].
         number: int64 [1], number of the dispatch, equal on all ranks.
+        channels: that the rows are dealt to.
         capacity: rows of the tensor that dispatch returned.
-        remote_rows: rows for other ranks; most: rows to or from one other rank. -1 where the host reads nothing back.
-        copies: most ranks that a token goes to.
+        remote_rows: rows for other ranks, -1 where the host reads nothing back.
         origin: the dispatch it comes from; its number stands in ``number``, not there.
         nodes: what passed through forwarders, None when each rank was sent its rows directly.
     """
 
-    send_rows: torch.Tensor
-    recv_rows: torch.Tensor
-    send_tokens: torch.Tensor
-    places: torch.Tensor
+    route: torch.Tensor
     is_token_in_rank: torch.Tensor
     number: torch.Tensor
+    channels: int
     capacity: int
     remote_rows: int
-    most: int
-    copies: int
     origin: DispatchOrigin
     nodes: GpuNodeRoute | None = None
 

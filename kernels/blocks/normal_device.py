@@ -15,93 +15,59 @@ import torch
 
 from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES
+from ...protocol.pipe import STEP, pipe_count
+from ...protocol.streams import MAX_CHANNELS
 from . import low_latency_device
 
 _word = count()
-NUMBER = next(_word)  # number of the next operation (of the running one while it is open) [finish, open]
-NOTICES = next(_word)  # messages sent to each peer on NORMAL_NOTIFY before that operation [finish, open]
+NUMBER = next(_word)  # number of the next operation (of the running one while it is open) [the last program]
+NOTICES = next(_word)  # messages sent to each peer on NORMAL_NOTIFY before that operation [the last program]
 NOTIFY_SEND = next(_word)  # offset of the notifies to send [host]
 NOTIFY_RECV = next(_word)  # offset of the received notifies [host]
 NOTIFY_STRIDE = next(_word)  # bytes between the notifies of two ranks [host]
-GRANT_SEND = next(_word)  # offset of the grants to send [host]
-GRANT_RECV = next(_word)  # offset of the received grants [host]
-STAGING = next(_word)  # offset of the chunks packed for proxied peers: DEPTH of CHUNK_BYTES for each [host]
-CHUNK_BYTES = next(_word)  # [host]
-DEPTH = next(_word)  # [host]
-ROUNDS = next(_word)  # offset of the landing area of rounds: two slots of ROUND_SLOT bytes per source [host]
-ROUND_SLOT = next(_word)  # [host]
-HEAP = next(_word)  # offset of the landing area of operations that fit as a whole [host]
-HEAP_BYTES = next(_word)  # its bytes [host]
-LANDING_END = next(_word)  # end of what grants may name; it begins at ROUNDS [host]
-LEAST_CHUNK = next(_word)  # a chunk below so many bytes is not worth a channel of its own [host]
-OPEN = next(_word)  # 1 = opened and not finished: the kernels that follow have something to do [open, finish]
-IN_HEAP = next(_word)  # 1 = every row has its own place in HEAP, 0 = rounds [open]
-BAD_PEER = next(_word)  # 1 + a peer whose meta names an expert that this rank has not; 0 = none [move_rows]
-STEP = next(_word)  # steps begun [advance, finish]
-ROW_BYTES = next(_word)  # of the operation [open]
-META_BYTES = next(_word)  # of the operation [open]
-STREAM = next(_word)  # of channel 0 [open]
-RAN = next(_word)  # 1 = the operation opened last has been exchanged [open, finish]
-NODE_RANKS = next(_word)  # ranks of a node when rows pass through forwarders, else 0 [open]
-SINK = next(_word)  # takes stores that cannot be predicated [all]
-BOARDS = next(_word)  # offset of the progress boards (``protocol.relay``) [host]
-LINES = next(_word)  # offset of the progress lines [host]
-# steps that the last kernel took of all dispatches, since the host had launched too few
-MISSED_DISPATCH_STEPS = next(_word)  # [finish]
-MISSED_COMBINE_STEPS = next(_word)  # of all combines [finish]
-KEPT = next(_word)  # rows of rail peers whose marks the handle of the running combine has [count_marks]
+STAGING = next(_word)  # offset of the rings of rows for proxied peers [host]
+STAGING_BYTES = next(_word)  # [host]
+LANDING = next(_word)  # offset of the rings that rows land in [host]
+LANDING_BYTES = next(_word)  # [host]
+CHUNK_BYTES = next(_word)  # most bytes of a message of rows [host]
+LEAST_CHUNK = next(_word)  # a message below so many bytes costs more than it gains [host]
+PIPE_WORDS = next(_word)  # offset of what mapped peers tell of their pipes (``protocol.pipe``) [host]
+# how the running operation was opened: 1 + NUMBER when its rows may move, the negative when they may not
+OPENED = next(_word)  # [program 0]
+ENDED = next(_word)  # programs of the running kernel that have ended; 0 between kernels [all]
+BROKEN = next(_word)  # 1 when a program gave up in the running operation [all]
+RAN = next(_word)  # 1 = the operation opened last has been exchanged [program 0, the last program]
 
 # kernels of both modes share what waits and publishes
-assert SINK == low_latency_device.SINK
+SINK = low_latency_device.SINK  # takes stores that cannot be predicated [all]
+assert next(_word) <= SINK
 
-#: Word at which the tables of int64[ranks] start.
+#: Word at which the tables of int64[channels, pipes] start: a channel belongs to the program of its number.
 STATE_WORDS = 32
 TABLES = (
-    # over the Buffer's life, by peer [advance, finish]
-    "GRANTS_SENT",
-    "GRANTS_TAKEN",
-    "CHUNKS_SENT",  # two: chunk messages of dispatches, of combines
-    "CHUNKS_SENT_COMBINE",
-    "CHUNKS_TAKEN",  # two likewise
-    "CHUNKS_TAKEN_COMBINE",
-    # of the running operation [open, then advance and finish]
-    "SEND_ROWS",  # rows for the peer
-    "SEND_FIRST",  # combine: index in X of the first
-    "RECV_ROWS",  # rows of the peer
-    "RECV_FIRST",  # index of its first row in the outputs
-    "ROW_LANDING",  # where its rows land
-    "META_LANDING",  # where their meta lands
-    "SLOT_ROWS",  # rows per grant
-    "SLOT_STRIDE",  # bytes between two landing slots
-    "CHUNK_ROWS",  # rows per chunk that it sends
-    "GRANTED",  # grants given to it
-    "GRANTS",  # grants taken from it
-    "GRANT_LEFT",  # rows of the present one not yet sent
-    "GRANT_ROW",  # where in its window the next row goes
-    "GRANT_META",  # where its meta goes
-    "GRANT_CHUNK",  # rows per chunk
-    "GRANT_START",  # chunks sent before this grant was taken
-    "SENT",  # rows sent
-    "SENT_CHUNKS",  # chunks sent
-    "PACK_ROWS",  # rows that this step packs
-    "ARRIVED",  # rows that have arrived without a gap
-    "EXPECTED",  # rows that must be here to go on
-    "CONSUMED",  # rows unpacked
-    "READY",  # rows that this step unpacks end here
-    # and between nodes (``triton/normal_nodes``), by far rank where nothing else is said
-    "PASS_SEND",  # rows for it, whoever carries them
-    "PASS_RECV",  # rows of it likewise
-    "PASSED",  # of these, unpacked, or laid out
-    "PASS_READY",  # those of this step end here
-    "RELAY_FIRST",  # rail peer: index of its first row in the marks that a dispatch keeps for its combine
-    "SHOWN",  # rail peer: 1 + rows on its progress board
-    "SCANNED",  # rows of its forwarder's progress board that were read
-    "SCAN_END",  # those of this step end here
-    "VIEW_ROWS",  # what that progress board says, checked, like the next four
-    "VIEW_ROW",
-    "VIEW_META",
-    "VIEW_SLOT_ROWS",  # 0 = not yet read
-    "VIEW_STRIDE",
+    # over the Buffer's life, by proxied peer, of each phase's stream of the channel
+    "MESSAGES_SENT",  # messages sent on NORMAL_DISPATCH
+    "MESSAGES_SENT_COMBINE",
+    "MESSAGES_TAKEN",  # messages that came
+    "MESSAGES_TAKEN_COMBINE",
+    # of the running operation: set by program 0 when it opens
+    "SEND_ROWS",  # rows for the pipe; EVERYTHING where only their marks say how many
+    "RECV_ROWS",  # rows of the pipe likewise
+    "FIRST",  # by source rank: where its rows begin among the received ones; behind these by node: in the marks
+    "IN_RING",  # address of the ring that rows land in
+    "IN_ROWS",  # rows that it holds
+    "OUT_RING",  # address of the ring that rows are put into: the peer's, or the staging
+    "OUT_ROWS",  # rows that it holds
+    # as it goes on: set by the channel's program
+    "ARRIVED",  # rows that have arrived
+    "LIMIT",  # rows that may have been put in
+    "SENT",  # rows put in
+    "NEXT_SENT",  # these with those of the present turn
+    "SHOWN",  # rows that the other end was told of; of a proxied peer, messages
+    "TAKEN",  # rows taken out
+    "NEXT_TAKEN",  # these with those of the present turn
+    "FREED",  # rows taken out that the other end was told of; of a proxied peer, messages
+    "WRONG",  # 1 when a row of the pipe names an expert that this rank has not
 )
 
 # What the opening tells the host, int64 words in host memory
@@ -109,18 +75,32 @@ _word = count()
 INFO_TICKET = next(_word)  # the caller's ticket, stored last
 INFO_DIFFERENT = next(_word)  # peers that were given another shape (-1: the opening failed)
 INFO_TOTAL = next(_word)  # rows of the received tensor
-INFO_MOST = next(_word)  # most rows to or from one other rank
 INFO_REMOTE_ROWS = next(_word)  # rows for other ranks
 # two that stay until the host has raised them
 INFO_OVERFLOW_ROWS = next(_word)  # rows that came where fewer were promised
 INFO_SHAPE_MISMATCH = next(_word)  # DIFFERENT where it was not 0
 INFO_RELAYED = next(_word)  # rows that a first dispatch forwards
-INFO_MISSED_DISPATCH_STEPS = next(_word)  # MISSED_DISPATCH_STEPS of the operations before it
-INFO_MISSED_COMBINE_STEPS = next(_word)  # MISSED_COMBINE_STEPS likewise
 INFO_WORDS = next(_word)  # how many these are
 #: After these, by rank: SHAPE, CODING, ROW_BYTES, META_BYTES of a peer's notify, when its shape differs; then rows per
 #: local expert.
 PEER_INFO_WORDS = 4
+
+# What a handle keeps, int64[ROUTE_TABLES, ranks, MAX_CHANNELS] [program 0 of a first dispatch]
+_word = count()
+ROUTE_SEND = next(_word)  # rows for the rank
+ROUTE_RECV = next(_word)  # rows of the rank
+ROUTE_RAIL_SEND = next(_word)  # by node: rows over the rail
+ROUTE_RAIL_RECV = next(_word)
+ROUTE_TABLES = next(_word)
+
+#: What a launch of a dispatch does: all of it, its opening, or what follows that.
+WHOLE, OPENING, MOVING = range(3)
+
+
+def scratch_bytes(ranks: int) -> tuple[int, int]:
+    """Bytes of a channel behind the tables: int32[pipes, STEP], where the rows of a turn stand in each pipe; and
+    uint8[STEP, bytes of marks], the marks of those that are forwarded."""
+    return 4 * STEP * pipe_count(ranks), STEP * (-(-ranks // 128) * 16)
 
 
 class DeviceNormalState:
@@ -132,25 +112,22 @@ class DeviceNormalState:
     """
 
     def __init__(self, layout: WindowLayout, device: torch.device) -> None:
-        plan = layout.normal
-        words = torch.zeros(STATE_WORDS + len(TABLES) * layout.ranks, dtype=torch.int64)
+        plan, ranks = layout.normal, layout.ranks
+        tables = len(TABLES) * MAX_CHANNELS * pipe_count(ranks)
+        scratch = MAX_CHANNELS * sum(scratch_bytes(ranks)) // 8
+        words = torch.zeros(STATE_WORDS + tables + scratch, dtype=torch.int64)
+        landing = layout["normal_rounds"], layout["normal_heap"]
         for word, value in (
             (NOTIFY_SEND, layout.notify_send),
             (NOTIFY_RECV, layout.notify_recv),
             (NOTIFY_STRIDE, plan.notify),
-            (GRANT_SEND, layout.grant_send),
-            (GRANT_RECV, layout.grant_recv),
             (STAGING, layout.normal_send),
+            (STAGING_BYTES, layout["normal_send"].nbytes),
+            (LANDING, landing[0].offset),
+            (LANDING_BYTES, landing[1].offset + landing[1].nbytes - landing[0].offset),
             (CHUNK_BYTES, plan.chunk),
-            (DEPTH, plan.depth),
-            (ROUNDS, layout.normal_rounds),
-            (ROUND_SLOT, plan.round_slot),
-            (HEAP, layout.normal_heap),
-            (HEAP_BYTES, plan.heap),
-            (LANDING_END, layout.normal_heap + plan.heap),
             (LEAST_CHUNK, LEAST_CHUNK_BYTES),
-            (BOARDS, layout.relay_boards),
-            (LINES, layout.relay_lines),
+            (PIPE_WORDS, layout.pipe_words),
         ):
             words[word] = value
         self.words = words.to(device)
@@ -171,6 +148,7 @@ class NormalFormat(NamedTuple):
         shape: digest for the handle of a dispatch with number -1.
         shape_step: what it grows by with the number of that dispatch, modulo 2**63.
         node_ranks: ranks of a node when each row crosses once to a node, else 0.
+        channels: that the rows are dealt to, 1 .. MAX_CHANNELS.
     """
 
     kind: int
@@ -183,14 +161,27 @@ class NormalFormat(NamedTuple):
     shape: int
     shape_step: int
     node_ranks: int = 0
+    channels: int = 1
+
+
+class NormalOpening(NamedTuple):
+    """Addresses and sizes with which an operation is opened, 0 for what there is not; see
+    ``triton/normal_open.Opening``."""
+
+    in_rank: int
+    tokens: int
+    route: int
+    expert_counts: int
+    number: int
+    info: int
+    ticket: int
 
 
 class NormalTensors(NamedTuple):
-    """Addresses of what an exchange moves, 0 for what there is not; see ``triton/normal_rows.move_rows``."""
+    """Addresses of what an operation moves, 0 for what there is not; see the kernels of ``triton/normal_dispatch`` and
+    ``triton/normal_combine``."""
 
     x: int
-    lists: int
-    tokens: int
     topk_idx: int
     weights: int
     scales: int
@@ -198,22 +189,3 @@ class NormalTensors(NamedTuple):
     out_idx: int
     out_weights: int
     out_scales: int
-    capacity: int
-
-
-class NodeTensors(NamedTuple):
-    """Addresses and sizes of what an exchange between nodes needs besides, 0 for what there is not.
-
-    Attributes:
-        in_rank: uint8[tokens, ranks], which ranks a dispatched token goes to.
-        passes, pass_rows: int32[ranks, pass_rows], scratch of a dispatch: rows of two landing slots for each rank.
-        marks, room: uint8[room, mark bytes], for which ranks of its node each row was that this rank forwards.
-        counts: int32[room + nodes, ranks of a node], scratch of a combine.
-    """
-
-    in_rank: int
-    passes: int
-    pass_rows: int
-    marks: int
-    room: int
-    counts: int

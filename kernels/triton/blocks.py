@@ -16,10 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.streams import NORMAL_COMBINE
 from ..blocks import low_latency, low_latency_device, normal_device
 from .context import rank_count
-from .words import int64s, peek
 
 
 def __getattr__(name: str) -> tl.constexpr:
@@ -40,8 +38,6 @@ def __getattr__(name: str) -> tl.constexpr:
 _STATE_WORDS = tl.constexpr(low_latency_device.STATE_WORDS)
 _STATE_TABLES = tl.constexpr(len(low_latency_device.STATE_TABLES))
 _ROUTE_WORDS = tl.constexpr(low_latency_device.ROUTE_WORDS)
-_NORMAL_WORDS = tl.constexpr(normal_device.STATE_WORDS)
-_STREAM, _COMBINE_STREAM = tl.constexpr(8 * normal_device.STREAM), tl.constexpr(NORMAL_COMBINE)
 
 
 @triton.jit
@@ -60,35 +56,3 @@ def expert_count(context: tl.tensor, state: tl.tensor, experts: tl.tensor) -> tl
 def route_table(context: tl.tensor, route: tl.tensor, table: tl.tensor, ranks: tl.tensor) -> tl.tensor:
     """Addresses of the ranks' entries in a table of the route block."""
     return route + 8 * (_ROUTE_WORDS + table * rank_count(context) + ranks)
-
-
-@triton.jit
-def entry(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """Addresses of the peers' entries in a table."""
-    return entry_among(rank_count(context), state, table, peers)
-
-
-@triton.jit
-def entry_among(ranks: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """The same, for a loop that knows how many ranks there are."""
-    return state + 8 * (_NORMAL_WORDS + table * ranks + peers)
-
-
-@triton.jit
-def get_each(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
-    """Entries of the ``chosen`` peers, 0 for the others."""
-    return tl.load(int64s(entry(context, state, table, peers)), mask=chosen, other=0)
-
-
-@triton.jit
-def set_each(
-    context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor, chosen: tl.tensor, value: tl.tensor
-) -> None:
-    """Set the entries of the ``chosen`` peers."""
-    tl.store(int64s(entry(context, state, table, peers)), tl.zeros_like(peers) + value, mask=chosen)
-
-
-@triton.jit
-def phase_of(state: tl.tensor) -> tl.tensor:
-    """0 in a dispatch, 1 in a combine."""
-    return (peek(state + _STREAM) == _COMBINE_STREAM).to(tl.int64)

@@ -41,7 +41,7 @@ def launches(plan: LowLatencyPlan, codings: tuple[str, ...], node_ranks: int) ->
     found = [*_normal_launches(plan, codings, node_ranks), *low_latency_launches(plan, codings)]
     unique = {(one.kernel.__name__, tuple(one.constants.items())): one for one in found}
     # what takes longest first
-    return sorted(unique.values(), key=lambda one: not one.kernel.__name__.startswith(("finish", "advance")))
+    return sorted(unique.values(), key=lambda one: one.kernel.__name__ not in ("combine_rows", "dispatch_rows"))
 
 
 def low_latency_launches(plan: LowLatencyPlan, codings: tuple[str, ...]) -> Iterator[Launch]:
@@ -55,10 +55,10 @@ def low_latency_launches(plan: LowLatencyPlan, codings: tuple[str, ...]) -> Iter
 
 def _normal_launches(plan: LowLatencyPlan, codings: tuple[str, ...], node_ranks: int) -> Iterator[Launch]:
     kernels, hidden = TritonNormalKernels(plan.ranks), plan.hidden
-    forms = [RowFormat(NormalNotify.OPERATION_COMBINE, DTYPE_BF16, hidden, 2 * hidden, node_ranks=node_ranks)]
+    forms = [RowFormat(NormalNotify.OPERATION_COMBINE, DTYPE_BF16, hidden, 2 * hidden, node_ranks=node_ranks, channels=1)]
     for dtype, block, width, scale in map(CODINGS.__getitem__, codings):
         scales, row = hidden // block * scale, hidden * width
         kind, experts = NormalNotify.OPERATION_DISPATCH, plan.local_experts
-        forms.append(RowFormat(kind, dtype, hidden, row, plan.topk, scales, experts, node_ranks))
+        forms.append(RowFormat(kind, dtype, hidden, row, plan.topk, scales, experts, node_ranks, 1))
     for form in forms:
         yield from kernels.ahead(wire_format(form), plan.experts, 0)

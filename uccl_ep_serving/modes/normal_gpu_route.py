@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..handles import DispatchOrigin, GpuNodeRoute, NormalGpuHandle
+from ..kernels.blocks.normal_device import ROUTE_TABLES
+from ..protocol.streams import MAX_CHANNELS
 from .normal_arguments import Layout
 from .row_format import mark_bytes
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from ..kernels.triton.launch import Launch
     from ..kernels.triton.normal import TritonNormalKernels
 
-__all__ = ["Marks", "Route", "all_of", "new_marks", "node_tensors", "run_all", "without_nodes"]
+__all__ = ["Marks", "Route", "all_of", "new_marks", "run_all"]
 
 #: Of an int64: larger than every position.
 _NO_POSITION = (1 << 63) - 1
@@ -35,38 +37,6 @@ def run_all(steps: tuple[Callable[[], None], ...]) -> None:
 def new_marks(rows: int, node_ranks: int, like: torch.Tensor) -> torch.Tensor:
     """Room for the marks of rows that are forwarded, on the device of ``like``."""
     return torch.empty(rows, mark_bytes(node_ranks), dtype=torch.uint8, device=like.device)
-
-
-def node_tensors(handle: NormalGpuHandle) -> list[torch.Tensor]:
-    """What of a handle kernels use only between nodes."""
-    if handle.nodes is None:
-        return []
-    return [handle.is_token_in_rank, handle.nodes.passing, handle.nodes.relay_marks]
-
-
-def without_nodes(
-    handle: NormalGpuHandle, kernels: TritonNormalKernels
-) -> tuple[NormalGpuHandle, tuple[Callable[[], None], ...]]:
-    """A handle for rows that go to each rank, of one made when they crossed once to a node, and what fills it."""
-    assert handle.nodes is not None
-    tokens, ranks = handle.is_token_in_rank.shape
-    device = handle.send_rows.device
-    rows = torch.empty(ranks, dtype=torch.int64, device=device)
-    lists = torch.empty(ranks, tokens, dtype=torch.int32, device=device)
-    places = torch.empty(tokens, ranks, dtype=torch.int32, device=device)
-    launches = kernels.list(
-        handle.is_token_in_rank.data_ptr(), tokens, 0, 0, rows.data_ptr(), 0, lists.data_ptr(), places.data_ptr()
-    )
-    plain = handle._replace(
-        send_rows=rows,
-        recv_rows=handle.nodes.passing[1],
-        send_tokens=lists,
-        places=places,
-        remote_rows=-1,
-        most=-1,
-        nodes=None,
-    )
-    return plain, all_of(launches)
 
 
 class Marks:
@@ -114,82 +84,53 @@ class Marks:
 class Route:
     """Who gets which tokens, to be filled by kernels: from the ids where there are any, else from the marks."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        topk_idx: torch.Tensor | None,
-        ranks: int,
-        rank: int,
-        node_ranks: int,
-    ) -> None:
+    def __init__(self, layout: Layout, topk_idx: torch.Tensor | None, ranks: int) -> None:
         _, in_rank, per_expert = layout
-        device, tokens = in_rank.device, in_rank.shape[0]
-        self._rank, self._node_ranks = rank, node_ranks
         self._marks = None if topk_idx is None else Marks(topk_idx, per_expert.shape[0], ranks)
         self._given = per_expert
         self.in_rank = in_rank if self._marks is None else self._marks.in_rank
-        self.per_expert = per_expert.clone() if self._marks is None else self._marks.per_expert
-        self.rows = torch.empty(ranks, dtype=torch.int64, device=device)
-        self.lists = torch.empty(ranks, tokens, dtype=torch.int32, device=device)
-        self.places = torch.empty(tokens, ranks, dtype=torch.int32, device=device)
-        self.passing = torch.empty(2 if node_ranks else 0, ranks, dtype=torch.int64, device=device)
+        self.per_expert = torch.empty_like(per_expert) if self._marks is None else self._marks.per_expert
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels use."""
         marks = [] if self._marks is None else self._marks.tensors
-        own = [self.in_rank, self.per_expert, self._given, self.rows, self.lists, self.places, self.passing]
-        return own + marks
+        return [self.in_rank, self.per_expert, self._given, *marks]
 
     def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> tuple[Callable[[], None], ...]:
         """In the order of the stream."""
-        ranks, tokens = self.lists.shape
-        marking = () if self._marks is None else self._marks.launches(kernels, *addresses)
-        listing = kernels.list(
-            self.in_rank.data_ptr(),
-            tokens,
-            self._rank,
-            self._node_ranks,
-            self.rows.data_ptr(),
-            self.passing.data_ptr(),
-            self.lists.data_ptr(),
-            self.places.data_ptr(),
-        )
         if self._marks is not None:
-            return all_of(marking + listing)
+            return all_of(self._marks.launches(kernels, *addresses))
 
         def bound() -> None:
             # the peers refuse more rows for an expert than there are rows
-            rows = self.passing[0] if self._node_ranks else self.rows
-            most = rows.to(torch.int32).view(ranks, 1)
-            self.per_expert.copy_(torch.minimum(self._given.view(ranks, -1), most).clamp_(min=0).view(-1))
+            most = self.in_rank.sum(dim=0, dtype=torch.int32).view(-1, 1)
+            torch.minimum(self._given.view(len(most), -1), most, out=self.per_expert.view(len(most), -1))
+            self.per_expert.clamp_(min=0)
 
-        return (*all_of(listing), bound)
+        return (bound,)
 
-    def new_handle(self, origin: DispatchOrigin, copies: int, capacity: int) -> NormalGpuHandle:
+    def new_handle(
+        self, origin: DispatchOrigin, channels: int, node_ranks: int, capacity: int
+    ) -> NormalGpuHandle:
         """Of a dispatch that takes this route and has not run: what it receives is not known.
 
         Args:
-            copies: most ranks that a token goes to.
+            node_ranks: ranks of a node when each row crosses once to a node, else 0.
             capacity: rows that dispatch is going to return, 0 where the host reads back how many.
         """
+        device, ranks = self.in_rank.device, self.in_rank.shape[1]
         nodes = None
-        if self._node_ranks:
+        if node_ranks:
             # each row that is forwarded goes to a rank of this node, and none of these gets more than ``capacity``
-            nodes = GpuNodeRoute(
-                self._node_ranks, self.passing, new_marks(capacity * self._node_ranks, self._node_ranks, self.rows)
-            )
+            nodes = GpuNodeRoute(node_ranks, new_marks(capacity * node_ranks, node_ranks, self.in_rank))
         return NormalGpuHandle(
-            self.rows,
-            torch.zeros_like(self.rows),
-            self.lists,
-            self.places,
+            torch.empty(ROUTE_TABLES, ranks, MAX_CHANNELS, dtype=torch.int64, device=device),
             self.in_rank,
-            torch.empty(1, dtype=torch.int64, device=self.rows.device),
+            torch.empty(1, dtype=torch.int64, device=device),
+            channels,
             capacity,
             -1,
-            -1,
-            copies,
             origin,
             nodes,
         )

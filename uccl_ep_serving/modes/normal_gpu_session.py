@@ -18,8 +18,7 @@ from ..data_plane.kernel_space import SLICE_NS
 from ..data_plane.runtime import Runtime
 from ..errors import REBUILD_GROUP, ConfigError, TransportError, UcclEpError
 from ..gpu.context import GpuContext
-from ..gpu.program_budget import LINK_BANDWIDTH, PCIE_BANDWIDTH, PROXY_BANDWIDTH, budget, row_traffic
-from ..gpu.spare_steps import SpareSteps
+from ..gpu.program_budget import DEFAULT_SMS
 from ..gpu.window import DeviceSpace
 from ..handles import EventOverlap
 from ..kernels.blocks import normal_device as block
@@ -28,7 +27,7 @@ from ..kernels.select import device_normal_kernels
 from ..protocol.message import NormalNotify
 from .epoch import Epoch, Operation
 from .open_reply import OpenReply
-from .row_format import RowFormat, check_room, overflow, shape_mismatch, wire_format
+from .row_format import RowFormat, check_experts, overflow, shape_mismatch, wire_format
 
 if TYPE_CHECKING:
     from ..kernels.triton.normal import TritonNormalKernels
@@ -41,8 +40,6 @@ _log = logging.getLogger("uccl_ep_serving")
 _GRACE = 30.0
 #: More than any device has multiprocessors.
 _MOST_PROGRAMS = 1 << 16
-#: Where an opening tells how many steps were not launched, of dispatches and of combines.
-_MISSED_STEPS = (block.INFO_MISSED_DISPATCH_STEPS, block.INFO_MISSED_COMBINE_STEPS)
 
 
 class Present(NamedTuple):
@@ -89,9 +86,6 @@ class NormalGpuSession:
         self._ticket = 0
         self._last: RowFormat | None = None
         self._warm: set[tuple[RowFormat, int]] = set()
-        self._logged: set[tuple[str, str]] = set()
-        #: Of dispatches and of combines, in the present epoch.
-        self._spare = (SpareSteps(), SpareSteps())
 
     def check(self, phase: str) -> None:
         """Raise what is known to be wrong: of this Buffer, or of an operation whose end nobody waited for."""
@@ -119,11 +113,17 @@ class NormalGpuSession:
         """After :meth:`node_ranks`: what belongs to the present epoch, with kernels compiled.
 
         Raises:
-            ConfigError: a row does not fit a chunk or a round slot; or a graph is captured before the first operation.
+            ConfigError: a row does not fit a ring; or a graph is captured before the first operation.
         """
         runtime, capturing = self._runtime, self._gpu.order.capturing
-        if runtime.ranks > 1:
-            check_room(form, runtime.layout.normal)
+        check_experts(form, runtime.layout.normal)
+        row = form.row_bytes + form.meta_bytes
+        if not self.kernels.rows_of_a_ring(runtime.layout, row, form.node_ranks, form.channels):
+            raise ConfigError(
+                f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit a ring "
+                f"of the window, of which {runtime.ranks} ranks and {form.channels} channels have one each. Next step: "
+                "raise UCCL_EP_ROUND_BYTES, and UCCL_EP_CHUNK_BYTES, on all ranks"
+            )
         self.kernels.check(runtime.settings, form.topk)
         kind = (form._replace(origin=(-1, -1)), biases)
         new = self._present is None or not self.epoch.present
@@ -133,7 +133,7 @@ class NormalGpuSession:
                 "dispatch and combine once in the same formats before the capture"
             )
         if self._present is None or new:
-            self._present, self._spare = self._build(), (SpareSteps(), SpareSteps())
+            self._present = self._build()
             self.epoch.enter()
         wire = wire_format(form)
         if kind not in self._warm:
@@ -257,43 +257,17 @@ class NormalGpuSession:
 
     # -- how much to launch -------------------------------------------------------------------------------------
 
-    def with_spare(self, steps: int, kind: int, present: Present) -> int:
-        """``steps`` of an operation, and as many more as those before it have missed."""
-        which = int(kind == NormalNotify.OPERATION_COMBINE)
-        return steps + self._spare[which].of(steps, present.reply[_MISSED_STEPS[which]])
-
-    def programs(self, form: RowFormat, present: Present, tokens: int, copies: int, steps: int, config: Any) -> int:
-        """Programs that move the rows of an operation; each new reason for their number is logged once.
+    def channels(self, form: RowFormat, node_ranks: int, config: Any) -> int:
+        """Channels of a first dispatch, each of which a program serves; equal on all ranks that are set alike.
 
         Args:
-            copies: most ranks that a token goes to.
-            steps: of the operation.
             config: its ``num_sms`` is the most that the caller allows.
         """
-        settings, ranks, space = self._runtime.settings, self._runtime.ranks, present.space
-        most = max(min(getattr(config, "num_sms", 20), self._multiprocessors), 1)
-        if settings.programs:
-            programs, reason = min(settings.programs, most), f"UCCL_EP_PROGRAMS={settings.programs}"
-        else:
-            traffic = row_traffic(
-                tokens, form.row_bytes, copies, ranks, space.mapped, form.node_ranks, space.near_on_device or ranks == 1
-            )
-            link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if space.near_on_device else PCIE_BANDWIDTH)
-            far = settings.nic_bandwidth * 1e9 or self._runtime.nic_bandwidth or PROXY_BANDWIDTH
-            programs, reason = budget(traffic, steps, link, far, most)
-        if (form.name, reason) not in self._logged:
-            self._logged.add((form.name, reason))
-            _log.info(
-                "uccl_ep rank %d: %s of %d tokens, %.1f MB of rows to a rank: %d programs of %d allowed: %s",
-                self._runtime.rank,
-                form.name,
-                tokens,
-                tokens * form.row_bytes / 1e6,
-                programs,
-                most,
-                reason,
-            )
-        return programs
+        most = max(min(getattr(config, "num_sms", DEFAULT_SMS), self._multiprocessors), 1)
+        most = min(self._runtime.settings.programs or most, most)
+        # its combine, of values of up to 4 bytes, has as many
+        row = max(form.row_bytes, 4 * form.hidden) + form.meta_bytes
+        return self.kernels.channels(self._runtime.layout, row, node_ranks, most)
 
     @functools.cached_property
     def _multiprocessors(self) -> int:

@@ -12,7 +12,7 @@ from ..kernels.blocks.normal_device import NormalFormat
 from ..protocol.layout import NormalPlan
 from ..protocol.message import NormalNotify, round_up
 
-__all__ = ["RowFormat", "check_room", "mark_bytes", "overflow", "shape_mismatch", "wire_format"]
+__all__ = ["RowFormat", "check_experts", "check_room", "mark_bytes", "overflow", "shape_mismatch", "wire_format"]
 
 _NAMES = {
     NormalNotify.OPERATION_DISPATCH: "normal dispatch",
@@ -39,6 +39,7 @@ class RowFormat(NamedTuple):
         scale_bytes: bytes of scales per row.
         local_experts: experts per rank, 0 where they do not matter.
         node_ranks: ranks of a node when each row crosses once to a node, else 0.
+        channels: that the rows are dealt to on a GPU; 0 on CPUs, whose kernels speak otherwise.
         origin: (epoch, number) of the dispatch whose handle is used, (-1, -1) when none is.
     """
 
@@ -50,6 +51,7 @@ class RowFormat(NamedTuple):
     scale_bytes: int = 0
     local_experts: int = 0
     node_ranks: int = 0
+    channels: int = 0
     origin: tuple[int, int] = _NO_ORIGIN
 
     @property
@@ -89,6 +91,11 @@ def check_room(form: RowFormat, plan: NormalPlan) -> None:
                 f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit {name} "
                 f"of {room} bytes. Next step: raise {setting} on all ranks"
             )
+    check_experts(form, plan)
+
+
+def check_experts(form: RowFormat, plan: NormalPlan) -> None:
+    """Raise ConfigError for more experts than the window has counts for."""
     if form.local_experts > plan.local_experts:
         raise ConfigError(
             f"{form.name}: {form.local_experts} experts per rank exceed the {plan.local_experts} of the window"
@@ -122,6 +129,7 @@ def wire_format(form: RowFormat) -> NormalFormat:
         form.digest,
         step & _MOST,
         form.node_ranks,
+        form.channels,
     )
 
 

@@ -27,6 +27,7 @@ from .message import (
     notify_bytes,
     round_up,
 )
+from .pipe import words_bytes
 from .relay import BOARD_BYTES, LINE_BYTES
 from .streams import STREAMS
 
@@ -312,6 +313,7 @@ class WindowLayout:
     grant_send: int
     relay_boards: int
     relay_lines: int
+    pipe_words: int
     ll_dispatch_recv: int
     ll_dispatch_send: int
     ll_combine_recv: int
@@ -350,6 +352,7 @@ class WindowLayout:
         add("grant_send", ranks * GRANT_SLOTS * HEADER_BYTES, "[destination rank, slot]: grants to send")
         add("relay_boards", ranks * BOARD_BYTES, "[node]: what has arrived from a node for this one")
         add("relay_lines", ranks * LINE_BYTES, "[node, rank of this node]: rows forwarded inside this node")
+        add("pipe_words", words_bytes(ranks), "[word, channel, pipe]: how far mapped peers are with their pipes")
         add(
             "ll_dispatch_recv",
             PARITIES * ranks * room.dispatch_slot if room else 0,

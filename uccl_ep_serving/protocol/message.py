@@ -27,7 +27,10 @@ per (token, top-k slot that lives here) in slot order (``FORM_EXPANDED``).
 
 from __future__ import annotations
 
+from .streams import MAX_CHANNELS
+
 __all__ = [
+    "CHANNEL_ROWS_BYTES",
     "CODING_MARK",
     "DTYPE_BF16",
     "DTYPE_F16",
@@ -70,6 +73,8 @@ SCALE_BLOCK = 128
 #: Rotating slots per peer; a slot is rewritten only after the previous use completed locally and the peer moved on.
 NOTICE_SLOTS = 4
 GRANT_SLOTS = 4
+#: What a notify tells of each channel: rows for the receiver, and rows over the rail to it.
+CHANNEL_ROWS_BYTES = 2 * 4 * MAX_CHANNELS
 #: In normal mode each rank's meta lands from a multiple of so many bytes on: no two ranks write the same line.
 META_LINE = 128
 #: A chunk of normal mode below this size costs more in latency than it gains by being striped over channels.
@@ -176,6 +181,8 @@ class NormalNotify:
     META_BYTES = 6
     #: Rows the sender has for the receiver to forward or to sum inside its node; 0 when nodes play no part.
     RAIL_ROWS = 7
+    #: Of GPUs instead of ROWS and RAIL_ROWS, behind the header: int32 [2, MAX_CHANNELS], both for each channel.
+    CHANNEL_ROWS = HEADER_WORDS
 
     OPERATION_DISPATCH = 1
     OPERATION_CACHED_DISPATCH = 2
@@ -238,5 +245,5 @@ def counts_bytes(local_experts: int) -> int:
 
 
 def notify_bytes(local_experts: int) -> int:
-    """Bytes of a normal-mode notify: header and one int32 count per expert of the receiver."""
-    return HEADER_BYTES + round_up(local_experts * 4, 16)
+    """Most bytes of a normal-mode notify: header, rows for each channel, one int32 count per expert of the receiver."""
+    return HEADER_BYTES + CHANNEL_ROWS_BYTES + round_up(local_experts * 4, 16)

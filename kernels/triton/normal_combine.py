@@ -1,0 +1,459 @@
+"""Normal combine: a program for each channel sends back the rows of its channel, sums those of its node for other
+nodes, and sums the rows of its own tokens, in turns.
+
+A token of a combine is the sum of the rows that its ranks have sent back, in ascending order of ranks, in float32,
+rounded once: the same sum as in :mod:`..cpu.normal_receive`, bit by bit. A row that crosses to another node is the sum
+of the rows of a node, rounded once more. Rows of several ranks are loaded before the first is added.
+
+Tokens are summed in their order, and each pipe brings its rows in that order. So the row that a sum waits for is the
+next of its pipe, for which there is room; and nobody who waits for one peer keeps rows back from another. That is why a
+combine ends, in rings of whatever size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...protocol.message import DTYPE_F32
+from .blocks import (
+    N_ARRIVED,
+    N_FIRST,
+    N_IN_RING,
+    N_IN_ROWS,
+    N_LIMIT,
+    N_NEXT_SENT,
+    N_NEXT_TAKEN,
+    N_OUT_RING,
+    N_OUT_ROWS,
+    N_SEND_ROWS,
+    N_SENT,
+    N_TAKEN,
+)
+from .context import has_failed_now
+from .kernel import kernel
+from .normal_open import Opening, await_opened, first_token, open_operation
+from .normal_pipes import COMBINE, EVERYTHING, STEP, Channel, as_long, channel_of, entry, get, node_of, places_of
+from .normal_rows import (
+    Marks,
+    RowShape,
+    copy_rows,
+    load_words,
+    nth_pipe,
+    pad,
+    pipes_of_tokens,
+    plan_rows,
+    row_address,
+    store_words,
+)
+from .normal_turns import end_kernel, end_turn, is_open
+from .quant import load_floats, load_together, store_floats
+from .words import clock_ns, floats, int32s, poke
+
+_F32 = tl.constexpr(DTYPE_F32)
+#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
+UNALIGNED = [
+    "channels",
+    "node_ranks",
+    "in_rank",
+    "tokens",
+    "route",
+    "number",
+    "ticket",
+    "shape",
+    "shape_step",
+    "coding",
+    "meta_bytes",
+    "received",
+    "weights",
+    "marks",
+    "kept",
+    "bias_0",
+    "bias_1",
+    "out_weights",
+]
+
+
+class Tensors(NamedTuple):
+    """Addresses of the caller's tensors, and how much they hold; int64.
+
+    Attributes:
+        x, weights: rows of this rank's experts, [received, HIDDEN] and float32[received, TOPK].
+        in_rank: uint8[tokens, ranks]. tokens: of this rank.
+        marks: uint8[kept, mark bytes], for which ranks of its node each row was that this rank forwarded.
+        bias_0, bias_1: [tokens, HIDDEN]. out: [tokens, HIDDEN]. out_weights: float32[tokens, TOPK].
+        meta: bytes of a row's.
+    """
+
+    x: tl.tensor
+    weights: tl.tensor
+    received: tl.tensor
+    in_rank: tl.tensor
+    tokens: tl.tensor
+    marks: tl.tensor
+    kept: tl.tensor
+    bias_0: tl.tensor
+    bias_1: tl.tensor
+    out: tl.tensor
+    out_weights: tl.tensor
+    meta: tl.tensor
+
+
+class SumShape(NamedTuple):
+    """What sums are compiled for.
+
+    Attributes:
+        HIDDEN, DTYPE: of a row. BIASES: that are added. TOGETHER: pipes whose rows are loaded together.
+        TOPK, SLOTS: weights of a row. ROWS: summed together. BLOCK: values likewise.
+    """
+
+    HIDDEN: tl.constexpr
+    DTYPE: tl.constexpr
+    BIASES: tl.constexpr
+    TOGETHER: tl.constexpr
+    TOPK: tl.constexpr
+    SLOTS: tl.constexpr
+    ROWS: tl.constexpr
+    BLOCK: tl.constexpr
+
+
+@triton.jit
+def _give(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
+    """Put rows into the pipes of their sources, of each as many as there is room for: how many."""
+    moved = tl.full((), 0, tl.int64)
+    for step in range(one.ranks):
+        # not all ranks write to the same peer first
+        pipe = (one.me + step) % one.ranks
+        sent = get(one, N_SENT, pipe)
+        rows = tl.minimum(tl.minimum(get(one, N_SEND_ROWS, pipe), get(one, N_LIMIT, pipe)) - sent, STEP)
+        if rows > 0:
+            ring, held, base = get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), get(one, N_FIRST, pipe)
+            for begin in range(0, rows, shape.ROWS):
+                index = sent + begin + tl.arange(0, shape.ROWS).to(tl.int64)
+                row, inside = base + index, index < sent + rows
+                # of a dispatch that received more than was promised, the rest is not there
+                there = inside & (row < tensors.received)
+                target = row_address(ring, held, one.stride, index.to(tl.int32))
+                if shape.TOPK > 0:
+                    weight = load_words(tensors.weights + 4 * row * shape.TOPK, there, shape.TOPK, shape.SLOTS)
+                copy_rows(tensors.x + row * (4 * shape.WORDS), target, inside, there, shape)
+                if shape.TOPK > 0:
+                    store_words(target + 4 * shape.WORDS, weight, inside, shape.TOPK, shape.SLOTS)
+                    pad(target + 4 * shape.WORDS, inside, shape.TOPK, tensors.meta)
+            poke(entry(one, N_NEXT_SENT, pipe), sent + rows)
+            moved += rows
+    return moved
+
+
+@triton.jit
+def add_rows(total: tl.tensor, found: tl.tensor, part: tl.tensor, here: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Add values ``part`` [rows, columns] of the rows that are ``here`` [rows], without a branch.
+
+    Returns:
+        ``total`` [rows, columns] and ``found`` [rows], how many rows were added, with them.
+    """
+    # rule: a node sums in float32 and rounds once
+    added = total + part
+    # the first row is taken as it is: adding it to zero would lose the sign of a zero
+    # rule: a sum of one row is that row
+    total = tl.where(here[:, None], tl.where((found > 0)[:, None], added, part), total)
+    return total, found + here.to(tl.int32)
+
+
+@triton.jit
+def _nth(one: Channel, first: tl.tensor, index: tl.tensor, RAIL: tl.constexpr, NODES: tl.constexpr) -> tl.tensor:
+    """Pipes that a sum takes rows from."""
+    if RAIL:
+        return first + index
+    else:
+        return nth_pipe(one, index, NODES)
+
+
+@triton.jit
+def _sum_values(
+    one: Channel,
+    first: tl.tensor,
+    pipes: tl.tensor,
+    index: tl.tensor,
+    inside: tl.tensor,
+    column: tl.tensor,
+    wanted: tl.tensor,
+    shape: SumShape,
+    RAIL: tl.constexpr,
+    NODES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> tl.tensor:
+    """(Sums [rows, values] of the rows ``index`` of this turn, how many rows those were.)"""
+    total = tl.zeros(wanted.shape, tl.float32)
+    found = tl.zeros(index.shape, tl.int32)
+    for begin in range(0, pipes, shape.TOGETHER):
+        sources, there = (), ()
+        for step in tl.static_range(shape.TOGETHER):
+            pipe = _nth(one, first, tl.minimum(begin + step, pipes - 1), RAIL, NODES)
+            place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
+            here = (place >= 0) & (begin + step < pipes)
+            source = row_address(
+                get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), one.stride, tl.where(here, place, 0)
+            )
+            sources += (source,)  # type: ignore[assignment]
+            there += (here,)  # type: ignore[assignment]
+        parts = load_together(sources, there, column, wanted, shape.DTYPE, shape.TOGETHER, BACKEND)
+        for step in tl.static_range(shape.TOGETHER):
+            total, found = add_rows(total, found, parts[step], there[step])
+    return total, found
+
+
+@triton.jit
+def _sum_weights(
+    one: Channel,
+    first: tl.tensor,
+    pipes: tl.tensor,
+    index: tl.tensor,
+    inside: tl.tensor,
+    row_bytes: tl.tensor,
+    shape: SumShape,
+    RAIL: tl.constexpr,
+    NODES: tl.constexpr,
+) -> tl.tensor:
+    """Sums [rows, slots] of the weights that came with the rows."""
+    slot = tl.arange(0, shape.SLOTS)[None, :]
+    total = tl.zeros([index.shape[0], shape.SLOTS], tl.float32)
+    for step in range(pipes):
+        pipe = _nth(one, first, step, RAIL, NODES)
+        place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
+        here = place >= 0
+        source = row_address(
+            get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), one.stride, tl.where(here, place, 0)
+        )
+        at = floats(source[:, None] + row_bytes + 4 * slot)
+        total += tl.load(at, mask=here[:, None] & (slot < shape.TOPK), other=0.0)
+    return total
+
+
+@triton.jit
+def _sum_own(
+    one: Channel, tensors: Tensors, token: tl.tensor, shape: SumShape, NODES: tl.constexpr, BACKEND: tl.constexpr
+) -> tl.tensor:
+    """Sum the next tokens from ``token`` on whose rows are all there: how many."""
+    end = first_token(tensors.tokens, one.index + 1, one.channels)
+    pipes = pipes_of_tokens(one, NODES)
+    marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
+    none = tl.full((), 0, tl.int64)
+    rows = plan_rows(
+        one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, NODES, N_TAKEN, N_ARRIVED, N_NEXT_TAKEN
+    )
+    row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
+    for begin in range(0, rows, shape.ROWS):
+        index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+        inside = index < rows
+        each = token + index
+        for start in range(0, shape.HIDDEN, shape.BLOCK):
+            column = start + tl.arange(0, shape.BLOCK)[None, :]
+            wanted = inside[:, None] & (column < shape.HIDDEN)
+            total, found = _sum_values(
+                one, none, pipes, index, inside, column, wanted, shape, False, NODES, BACKEND
+            )
+            if shape.BIASES > 0:
+                part = load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
+                total = tl.where((found > 0)[:, None], total + part, part)
+            if shape.BIASES > 1:
+                total += load_floats(tensors.bias_1 + each * row_bytes, column, wanted, shape.DTYPE)
+            store_floats(tensors.out + each * row_bytes, column, total, wanted, shape.DTYPE, BACKEND)
+        if shape.TOPK > 0:
+            slot = tl.arange(0, shape.SLOTS)[None, :]
+            total = _sum_weights(one, none, pipes, index, inside, row_bytes, shape, False, NODES)
+            at = floats(tensors.out_weights + 4 * (each[:, None] * shape.TOPK + slot))
+            tl.store(at, total, mask=inside[:, None] & (slot < shape.TOPK))
+    return rows
+
+
+@triton.jit
+def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, BACKEND: tl.constexpr) -> tl.tensor:
+    """Sum rows of the ranks of this node for the rail peer on ``node``, in the order of its tokens: how many."""
+    rail, first = one.ranks + node, node * one.size
+    sent, total_rows = get(one, N_SENT, rail), get(one, N_SEND_ROWS, rail)
+    rows = tl.minimum(tl.minimum(total_rows, get(one, N_LIMIT, rail)) - sent, STEP)
+    if rows > 0:
+        nbytes = (one.size + 7) // 8
+        row = get(one, N_FIRST, rail) + sent
+        # rule: rows whose marks were not kept are not summed
+        marks = Marks(tensors.marks + row * nbytes, nbytes, tensors.kept - row)
+        rows = plan_rows(one, marks, first, one.size, rows, False, True, True, N_TAKEN, N_ARRIVED, N_NEXT_TAKEN)
+        row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
+        ring, held = get(one, N_OUT_RING, rail), get(one, N_OUT_ROWS, rail)
+        for begin in range(0, rows, shape.ROWS):
+            index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+            inside = index < rows
+            target = row_address(ring, held, one.stride, (sent + index).to(tl.int32))
+            for start in range(0, shape.HIDDEN, shape.BLOCK):
+                column = start + tl.arange(0, shape.BLOCK)[None, :]
+                wanted = inside[:, None] & (column < shape.HIDDEN)
+                total, _ = _sum_values(
+                    one, first, one.size, index, inside, column, wanted, shape, True, True, BACKEND
+                )
+                store_floats(target, column, total, wanted, shape.DTYPE, BACKEND)
+            if shape.TOPK > 0:
+                slot = tl.arange(0, shape.SLOTS)[None, :]
+                factors = _sum_weights(one, first, one.size, index, inside, row_bytes, shape, True, True)
+                at = floats(target[:, None] + row_bytes + 4 * slot)
+                tl.store(at, factors, mask=inside[:, None] & (slot < shape.TOPK))
+                pad(target + row_bytes, inside, shape.TOPK, tensors.meta)
+        poke(entry(one, N_NEXT_SENT, rail), sent + rows)
+        if sent + rows == total_rows:
+            # rows that no sum needs, of a dispatch that received more than was promised, hold nobody up
+            for place in range(one.size):
+                poke(entry(one, N_NEXT_TAKEN, first + place), tl.full((), EVERYTHING, tl.int64))
+    return rows
+
+
+@triton.jit
+def _clear(
+    one: Channel, tensors: Tensors, shape: SumShape, BACKEND: tl.constexpr
+) -> None:
+    """Make the sums of the channel zero: the rows were not exchanged."""
+    end = first_token(tensors.tokens, one.index + 1, one.channels)
+    row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
+    for begin in range(first_token(tensors.tokens, one.index, one.channels), end, shape.ROWS):
+        each = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+        inside = each < end
+        for start in range(0, shape.HIDDEN, shape.BLOCK):
+            column = start + tl.arange(0, shape.BLOCK)[None, :]
+            wanted = inside[:, None] & (column < shape.HIDDEN)
+            zero = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+            store_floats(tensors.out + each * row_bytes, column, zero, wanted, shape.DTYPE, BACKEND)
+        if shape.TOPK > 0:
+            slot = tl.arange(0, shape.SLOTS)[None, :]
+            at = floats(tensors.out_weights + 4 * (each[:, None] * shape.TOPK + slot))
+            tl.store(at, tl.zeros([shape.ROWS, shape.SLOTS], tl.float32), mask=inside[:, None] & (slot < shape.TOPK))
+
+
+@triton.jit
+def _exchange(
+    one: Channel,
+    tensors: Tensors,
+    shape: RowShape,
+    sums: SumShape,
+    NODES: tl.constexpr,
+    PIPES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """All turns of the channel."""
+    token = first_token(tensors.tokens, one.index, one.channels)
+    start = clock_ns(BACKEND)
+    checked, going = start, tl.full((), 1, tl.int32)
+    while going != 0:
+        moved = tl.full((), 0, tl.int64)
+        if is_open(one, NODES, PIPES, BACKEND) != 0:
+            moved += _give(one, tensors, shape)
+            if NODES:
+                for node in range(one.ranks // one.size):
+                    if node != node_of(one):
+                        moved += _sum_for(one, tensors, as_long(node), sums, BACKEND)
+            if token < first_token(tensors.tokens, one.index + 1, one.channels):
+                summed = _sum_own(one, tensors, token, sums, NODES, BACKEND)
+                token += summed
+                moved += summed
+        left = token < first_token(tensors.tokens, one.index + 1, one.channels)
+        going, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES, BACKEND)
+
+
+@kernel(do_not_specialize=UNALIGNED)
+def combine_rows(
+    context: tl.int64,
+    state: tl.int64,
+    channels: tl.int64,
+    node_ranks: tl.int64,
+    in_rank: tl.int64,
+    tokens: tl.int64,
+    route: tl.int64,
+    number: tl.int64,
+    info: tl.int64,
+    ticket: tl.int64,
+    shape: tl.int64,
+    shape_step: tl.int64,
+    coding: tl.int64,
+    row_bytes: tl.int64,
+    meta_bytes: tl.int64,
+    x: tl.int64,
+    received: tl.int64,
+    weights: tl.int64,
+    marks: tl.int64,
+    kept: tl.int64,
+    bias_0: tl.int64,
+    bias_1: tl.int64,
+    out: tl.int64,
+    out_weights: tl.int64,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BIASES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMMED_ROWS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIPES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Combine; grid (channels,). Compile without fused multiply-add. Addresses and sizes are those of
+    :class:`.normal_open.Opening` and :class:`Tensors`. A token without rows is zero, and where the rows were not
+    exchanged every token is."""
+    channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
+    tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, COMBINE, NODES)
+    none = tl.full((), 0, tl.int64)
+    if program == 0:
+        opening = Opening(
+            in_rank,
+            tokens,
+            route,
+            none,
+            number,
+            info,
+            ticket.to(tl.int64),
+            none,
+            shape.to(tl.int64),
+            shape_step.to(tl.int64),
+            coding.to(tl.int64),
+            row_bytes,
+            meta_bytes,
+            none,
+            none,
+        )
+        open_operation(one, opening, COMBINE, NODES, RANKS, TOKENS, PIPES, BACKEND)
+    tensors = Tensors(
+        x,
+        weights,
+        received.to(tl.int64),
+        in_rank,
+        tokens,
+        marks,
+        kept.to(tl.int64),
+        bias_0,
+        bias_1,
+        out,
+        out_weights,
+        meta_bytes,
+    )
+    opened = await_opened(one, BACKEND)
+    if opened != 0:
+        _exchange(
+            one,
+            tensors,
+            RowShape(WORDS, TOPK, SLOTS, 0, 1, ROWS, BLOCK),
+            SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED),
+            NODES,
+            PIPES,
+            BACKEND,
+        )
+    if (opened == 0) | has_failed_now(context, BACKEND):
+        _clear(one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED), BACKEND)
+    end_kernel(one, none, NODES, PIPES, BACKEND)

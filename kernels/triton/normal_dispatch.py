@@ -1,0 +1,427 @@
+"""Normal dispatch: a program for each channel sends the tokens of its channel, forwards and receives rows, in turns.
+
+Nobody waits for another program of the same launch but for program 0, which opens the operation: channel c of a rank
+needs only channel c of its peers, so that it does not matter how many programs run at a time. Rows of a peer are always
+taken out of their pipes, whatever else waits: that is why a dispatch ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .blocks import (
+    N_ARRIVED,
+    N_FIRST,
+    N_IN_RING,
+    N_IN_ROWS,
+    N_LIMIT,
+    N_NEXT_SENT,
+    N_NEXT_TAKEN,
+    N_OUT_RING,
+    N_OUT_ROWS,
+    N_SENT,
+    N_TAKEN,
+    N_WRONG,
+)
+from .kernel import kernel
+from .normal_open import Opening, await_opened, first_token, open_operation
+from .normal_pipes import STEP, Channel, as_long, channel_of, entry, get, mark_stride, node_of, places_of, turn_marks
+from .normal_rows import (
+    Marks,
+    RowShape,
+    copy_rows,
+    load_words,
+    nth_pipe,
+    pad,
+    pipes_of_tokens,
+    plan_rows,
+    row_address,
+    settle_plan,
+    store_words,
+)
+from .normal_turns import end_kernel, end_turn, is_open
+from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
+
+#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
+UNALIGNED = [
+    "channels",
+    "node_ranks",
+    "in_rank",
+    "tokens",
+    "route",
+    "expert_counts",
+    "number",
+    "ticket",
+    "capacity",
+    "shape",
+    "shape_step",
+    "coding",
+    "meta_bytes",
+    "local_experts",
+    "most_each",
+    "topk_idx",
+    "weights",
+    "scales",
+    "out_idx",
+    "out_weights",
+    "out_scales",
+    "marks",
+    "kept",
+    "opening_only",
+]
+
+
+class Tensors(NamedTuple):
+    """Addresses of the caller's tensors, and how much they hold; int64.
+
+    Attributes:
+        x: [tokens, WORDS x 4 bytes], on a multiple of 16. in_rank: uint8[tokens, ranks]. tokens: of this rank.
+        topk_idx: int64[tokens, TOPK]. weights: float32, as many. scales: [tokens, SCALE_WORDS x 4 bytes].
+        out: rows of ``capacity``, on a multiple of 16; likewise out_idx int64, out_weights float32, out_scales.
+        local_experts: experts per rank. meta: bytes of a row's.
+        marks: uint8[kept, mark bytes], for which ranks of its node each row was that this rank forwards, written; 0
+            where a handle has them. kept: rows that there is room for.
+    """
+
+    x: tl.tensor
+    in_rank: tl.tensor
+    tokens: tl.tensor
+    topk_idx: tl.tensor
+    weights: tl.tensor
+    scales: tl.tensor
+    out: tl.tensor
+    out_idx: tl.tensor
+    out_weights: tl.tensor
+    out_scales: tl.tensor
+    capacity: tl.tensor
+    local_experts: tl.tensor
+    meta: tl.tensor
+    marks: tl.tensor
+    kept: tl.tensor
+
+
+@triton.jit
+def _store_meta(
+    target: tl.tensor,
+    here: tl.tensor,
+    expert: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    first_expert: tl.tensor,
+    experts: tl.tensor,
+    shape: RowShape,
+) -> None:
+    """Meta of rows for a rank, or a node, that has ``experts`` experts from ``first_expert`` on: ids of others are -1."""
+    if shape.TOPK > 0:
+        local = expert - first_expert
+        local = tl.where((local >= 0) & (local < experts), local, -1)
+        store_words(target, local.to(tl.int32), here, shape.TOPK, shape.SLOTS)
+        bits = tl.where(local >= 0, weight, 0)
+        store_words(target + 4 * shape.TOPK, bits, here, shape.TOPK, shape.SLOTS)
+    if shape.SCALE_WORDS > 0:
+        store_words(target + 8 * shape.TOPK, scale, here, shape.SCALE_WORDS, shape.SCALES)
+
+
+@triton.jit
+def _store_marks(
+    one: Channel, tensors: Tensors, node: tl.tensor, token: tl.tensor, target: tl.tensor, here: tl.tensor
+) -> tl.tensor:
+    """A bit for each rank of ``node`` that gets the token, at ``target`` [rows]; how many words those are."""
+    at = tensors.in_rank + token * one.ranks + node * one.size
+    bit = tl.arange(0, 32)[None, :]
+    words = (one.size + 31) // 32
+    for word in range(words):
+        place = 32 * word + bit
+        wanted = here[:, None] & (place < one.size)
+        marked = tl.load(uint8s(at[:, None] + place), mask=wanted, other=0) != 0
+        bits = tl.sum(marked.to(tl.int32) << bit, axis=1)
+        tl.store(int32s(target + 4 * word), bits, mask=here)
+    return words
+
+
+@triton.jit
+def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NODES: tl.constexpr) -> tl.tensor:
+    """Put the next tokens from ``token`` on into the pipes of their ranks: how many were put."""
+    end = first_token(tensors.tokens, one.index + 1, one.channels)
+    pipes = pipes_of_tokens(one, NODES)
+    marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
+    none = tl.full((), 0, tl.int64)
+    rows = plan_rows(
+        one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES, N_SENT, N_LIMIT, N_NEXT_SENT
+    )
+    words: tl.constexpr = shape.WORDS
+    block: tl.constexpr = shape.BLOCK
+    used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
+    for begin in range(0, rows, shape.ROWS):
+        index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+        inside = index < rows
+        each = token + index
+        expert, weight, scale = 0, 0, 0
+        if shape.TOPK > 0:
+            slot = tl.arange(0, shape.SLOTS)[None, :]
+            at = int64s(tensors.topk_idx + 8 * (each[:, None] * shape.TOPK + slot))
+            expert = tl.load(at, mask=inside[:, None] & (slot < shape.TOPK), other=-1)
+            weight = load_words(tensors.weights + 4 * each * shape.TOPK, inside, shape.TOPK, shape.SLOTS)
+        if shape.SCALE_WORDS > 0:
+            scale = load_words(tensors.scales + 4 * each * shape.SCALE_WORDS, inside, shape.SCALE_WORDS, shape.SCALES)
+        for first in range(0, words, block):
+            word = first + tl.arange(0, block)[None, :]
+            source = tensors.x + each * (4 * words)
+            part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0)
+            for step in range(pipes):
+                # not all ranks write to the same peer first
+                pipe = nth_pipe(one, (step + one.me) % pipes, NODES)
+                place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
+                here = place >= 0
+                if tl.max(place, axis=0) >= 0:
+                    target = row_address(get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), one.stride, place)
+                    tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
+                    if first == 0:
+                        meta = target + 4 * words
+                        first_expert, experts = pipe * tensors.local_experts, tensors.local_experts
+                        crossing = tl.full((), 0, tl.int1)
+                        if NODES:
+                            crossing = pipe >= one.ranks
+                            node = pipe - one.ranks
+                            first_expert = tl.where(crossing, node * one.size * tensors.local_experts, first_expert)
+                            experts = tl.where(crossing, one.size * tensors.local_experts, experts)
+                        _store_meta(meta, here, expert, weight, scale, first_expert, experts, shape)
+                        written = tl.full((), used, tl.int64)
+                        if NODES:
+                            if crossing:
+                                written += _store_marks(one, tensors, node, each, meta + 4 * used, here)
+                        pad(meta, here, written, tensors.meta)
+    return rows
+
+
+@triton.jit
+def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -> tl.tensor:
+    """Put rows that have come over the rail from ``node`` into the pipes of the ranks of this one: how many."""
+    rail, used = one.ranks + node, 2 * shape.TOPK + shape.SCALE_WORDS
+    taken = get(one, N_TAKEN, rail)
+    rows = tl.minimum(get(one, N_ARRIVED, rail) - taken, STEP)
+    ring, held = get(one, N_IN_RING, rail), get(one, N_IN_ROWS, rail)
+    words: tl.constexpr = shape.WORDS
+    block: tl.constexpr = shape.BLOCK
+    if rows > 0:
+        # what a peer may change is read once
+        index = tl.arange(0, STEP).to(tl.int64)
+        meta = row_address(ring, held, one.stride, (taken + index).to(tl.int32)) + 4 * words + 4 * used
+        nbytes, stride = (one.size + 7) // 8, mark_stride(one)
+        for byte in range(nbytes):
+            mark = tl.load(uint8s(meta + byte), mask=index < rows, other=0)
+            tl.store(uint8s(turn_marks(one) + index * stride + byte), mark)
+        settle_plan()
+        marks = Marks(turn_marks(one), stride, tl.full((), STEP, tl.int64))
+        first = node * one.size
+        rows = plan_rows(one, marks, first, one.size, rows, True, True, True, N_SENT, N_LIMIT, N_NEXT_SENT)
+        if tensors.marks != 0:
+            row = get(one, N_FIRST, rail) + taken + index
+            there = (index < rows) & (row < tensors.kept)
+            for byte in range(nbytes):
+                mark = tl.load(uint8s(turn_marks(one) + index * stride + byte))
+                tl.store(uint8s(tensors.marks + row * nbytes + byte), mark, mask=there)
+        for begin in range(0, rows, shape.ROWS):
+            index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+            inside = index < rows
+            source = row_address(ring, held, one.stride, (taken + index).to(tl.int32))
+            meta = source + 4 * words
+            expert, weight, scale = 0, 0, 0
+            if shape.TOPK > 0:
+                expert = load_words(meta, inside, shape.TOPK, shape.SLOTS).to(tl.int64)
+                weight = load_words(meta + 4 * shape.TOPK, inside, shape.TOPK, shape.SLOTS)
+            if shape.SCALE_WORDS > 0:
+                scale = load_words(meta + 8 * shape.TOPK, inside, shape.SCALE_WORDS, shape.SCALES)
+            for start in range(0, words, block):
+                word = start + tl.arange(0, block)[None, :]
+                part = tl.load(
+                    aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0
+                )
+                for step in range(one.size):
+                    pipe = first + (step + one.me) % one.size
+                    place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
+                    here = place >= 0
+                    if tl.max(place, axis=0) >= 0:
+                        target = row_address(get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), one.stride, place)
+                        tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
+                        if start == 0:
+                            meta = target + 4 * words
+                            first_expert = pipe % one.size * tensors.local_experts
+                            _store_meta(meta, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
+                            pad(meta, here, used, tensors.meta)
+        poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
+    return rows
+
+
+@triton.jit
+def _receive(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
+    """Take rows out of the pipes of all ranks, and bring them to the outputs: how many."""
+    moved = tl.full((), 0, tl.int64)
+    for step in range(one.ranks):
+        pipe = (one.me + step) % one.ranks
+        taken = get(one, N_TAKEN, pipe)
+        rows = tl.minimum(get(one, N_ARRIVED, pipe) - taken, STEP)
+        if rows > 0:
+            ring, held, base = get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), get(one, N_FIRST, pipe)
+            for begin in range(0, rows, shape.ROWS):
+                index = taken + begin + tl.arange(0, shape.ROWS).to(tl.int64)
+                row = base + index
+                # rule: normal mode: rows that were not promised are left where they landed
+                inside = (index < taken + rows) & (row < tensors.capacity)
+                source = row_address(ring, held, one.stride, index.to(tl.int32))
+                meta = source + 4 * shape.WORDS
+                if shape.TOPK > 0:
+                    expert = load_words(meta, inside, shape.TOPK, shape.SLOTS)
+                    weight = load_words(meta + 4 * shape.TOPK, inside, shape.TOPK, shape.SLOTS)
+                if shape.SCALE_WORDS > 0:
+                    scale = load_words(meta + 8 * shape.TOPK, inside, shape.SCALE_WORDS, shape.SCALES)
+                copy_rows(source, tensors.out + row * (4 * shape.WORDS), inside, inside, shape)
+                if shape.TOPK > 0:
+                    slot = tl.arange(0, shape.SLOTS)[None, :]
+                    wrong = (expert < -1) | (expert >= tensors.local_experts)
+                    blame = tl.zeros(wrong.shape, tl.int64) + entry(one, N_WRONG, pipe)
+                    tl.store(int64s(blame), expert.to(tl.int64), mask=wrong)
+                    known = tl.where(wrong, -1, expert).to(tl.int64)
+                    at = int64s(tensors.out_idx + 8 * (row[:, None] * shape.TOPK + slot))
+                    tl.store(at, known, mask=inside[:, None] & (slot < shape.TOPK))
+                    store_words(tensors.out_weights + 4 * row * shape.TOPK, weight, inside, shape.TOPK, shape.SLOTS)
+                if shape.SCALE_WORDS > 0:
+                    target = tensors.out_scales + 4 * row * shape.SCALE_WORDS
+                    store_words(target, scale, inside, shape.SCALE_WORDS, shape.SCALES)
+            poke(entry(one, N_NEXT_TAKEN, pipe), taken + rows)
+            moved += rows
+    return moved
+
+
+@triton.jit
+def _exchange(
+    one: Channel, tensors: Tensors, shape: RowShape, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    """All turns of the channel."""
+    token = first_token(tensors.tokens, one.index, one.channels)
+    start = clock_ns(BACKEND)
+    checked, going = start, tl.full((), 1, tl.int32)
+    while going != 0:
+        moved = tl.full((), 0, tl.int64)
+        if is_open(one, NODES, PIPES, BACKEND) != 0:
+            if token < first_token(tensors.tokens, one.index + 1, one.channels):
+                sent = _send(one, tensors, token, shape, NODES)
+                token += sent
+                moved += sent
+            if NODES:
+                for node in range(one.ranks // one.size):
+                    if node != node_of(one):
+                        moved += _forward(one, tensors, as_long(node), shape)
+            moved += _receive(one, tensors, shape)
+        going, start, checked = end_turn(one, moved, False, start, checked, NODES, PIPES, BACKEND)
+
+
+@kernel(do_not_specialize=UNALIGNED)
+def dispatch_rows(
+    context: tl.int64,
+    state: tl.int64,
+    channels: tl.int64,
+    node_ranks: tl.int64,
+    opening_only: tl.int64,
+    in_rank: tl.int64,
+    tokens: tl.int64,
+    route: tl.int64,
+    expert_counts: tl.int64,
+    number: tl.int64,
+    info: tl.int64,
+    ticket: tl.int64,
+    capacity: tl.int64,
+    shape: tl.int64,
+    shape_step: tl.int64,
+    coding: tl.int64,
+    row_bytes: tl.int64,
+    meta_bytes: tl.int64,
+    local_experts: tl.int64,
+    most_each: tl.int64,
+    x: tl.int64,
+    topk_idx: tl.int64,
+    weights: tl.int64,
+    scales: tl.int64,
+    out: tl.int64,
+    out_idx: tl.int64,
+    out_weights: tl.int64,
+    out_scales: tl.int64,
+    marks: tl.int64,
+    kept: tl.int64,
+    KIND: tl.constexpr,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIPES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Dispatch; grid (channels,), or (1,) for the opening alone. Addresses and sizes are those of
+    :class:`.normal_open.Opening` and :class:`Tensors`.
+
+    Args:
+        opening_only: 0 = open and move, 1 = open, 2 = move what an earlier launch has opened.
+        capacity: rows of the outputs; while ``opening_only`` is not 2: those promised to be enough, 0 = no promise.
+    """
+    channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
+    tokens, capacity, meta_bytes = tokens.to(tl.int64), capacity.to(tl.int64), meta_bytes.to(tl.int64)
+    row_bytes, local_experts = row_bytes.to(tl.int64), local_experts.to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    stride = row_bytes + meta_bytes
+    one = channel_of(context, state, program, channels, node_ranks, stride, KIND, NODES)
+    if (program == 0) & (opening_only != 2):
+        opening = Opening(
+            in_rank,
+            tokens,
+            route,
+            expert_counts,
+            number,
+            info,
+            ticket.to(tl.int64),
+            capacity,
+            shape.to(tl.int64),
+            shape_step.to(tl.int64),
+            coding.to(tl.int64),
+            row_bytes,
+            meta_bytes,
+            local_experts,
+            most_each.to(tl.int64),
+        )
+        open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES, BACKEND)
+    if opening_only != 1:
+        tensors = Tensors(
+            x,
+            in_rank,
+            tokens,
+            topk_idx,
+            weights,
+            scales,
+            out,
+            out_idx,
+            out_weights,
+            out_scales,
+            capacity,
+            local_experts,
+            meta_bytes,
+            marks,
+            kept.to(tl.int64),
+        )
+        if await_opened(one, BACKEND) != 0:
+            _exchange(
+                one,
+                tensors,
+                RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
+                NODES,
+                PIPES,
+                BACKEND,
+            )
+    end_kernel(one, opening_only == 1, NODES, PIPES, BACKEND)

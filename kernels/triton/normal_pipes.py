@@ -1,0 +1,489 @@
+"""Pipes of normal mode: who is at the other end, how far it is, and how it is told how far this rank is.
+
+``protocol.pipe`` says what a pipe is. Each program serves one channel: its own entries of the tables of the state
+block, which no other program touches once an operation is open. Programs of several warps decide by what stands there
+and never by what a thread has read for itself: a count that others change is stored first, and read again behind a
+barrier. Vectors of pipes have an element for each thread, so that nothing is read or told twice.
+
+A program takes turns. In each it looks how far its peers are (:func:`look`), moves what can be moved, and tells them
+(:func:`advance`). Positions change at the end of a turn only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ...protocol import pipe
+from ...protocol.message import NormalNotify
+from ...protocol.streams import MAX_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
+from ..blocks import normal_device
+from .blocks import (
+    N_ARRIVED,
+    N_FREED,
+    N_IN_ROWS,
+    N_LIMIT,
+    N_MESSAGES_SENT,
+    N_MESSAGES_TAKEN,
+    N_NEXT_SENT,
+    N_NEXT_TAKEN,
+    N_OUT_ROWS,
+    N_RECV_ROWS,
+    N_SEND_ROWS,
+    N_SENT,
+    N_SHOWN,
+    N_TAKEN,
+    N_WRONG,
+    S_SINK,
+    W_CHUNK_BYTES,
+    W_LANDING,
+    W_LANDING_BYTES,
+    W_LEAST_CHUNK,
+    W_NUMBER,
+    W_PIPE_WORDS,
+    W_STAGING,
+    W_STAGING_BYTES,
+)
+from .context import (
+    arrived_address,
+    completed_address,
+    is_live,
+    landing_window,
+    own_rank,
+    peer_window,
+    rank_count,
+    window_address,
+)
+from .publish import put_commands
+from .wait import FAILURE_PEER_TIMEOUT, TOO_LATE, fail_at, refuse
+from .words import acquire_each, any_of, clock_ns, int64s, peek, release_each, settle
+
+_WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
+_TABLES = tl.constexpr(len(normal_device.TABLES))
+_DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
+COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
+EVERYTHING, STEP = tl.constexpr(pipe.EVERYTHING), tl.constexpr(pipe.STEP)
+_SHIFT, _LINE = tl.constexpr(pipe.STAMP_SHIFT), tl.constexpr(pipe.LINE)
+_WORD_ARRIVED, _WORD_FREED = tl.constexpr(pipe.ARRIVED), tl.constexpr(pipe.FREED)
+
+
+@triton.jit
+def as_long(value: tl.tensor) -> tl.tensor:
+    """The variable of a loop, which the interpreter makes a plain number, as int64."""
+    return tl.full((), 0, tl.int64) + value
+
+
+class Channel(NamedTuple):
+    """What a program knows of its channel; int64 scalars.
+
+    Attributes:
+        context, state: addresses of the blocks. index, channels: this channel, of how many.
+        ranks, me, size: of the group, and of a node; all ranks are one node where there are no rails.
+        phase: 0 in a dispatch, 1 in a combine. stamp: of this operation, in words of pipes.
+        stride: bytes from one row of a ring to the next: a row and its meta.
+        ring, rows: bytes of a ring that rows land in, and rows that fit.
+        staging, staged: the same of the rings for proxied peers.
+    """
+
+    context: tl.tensor
+    state: tl.tensor
+    index: tl.tensor
+    channels: tl.tensor
+    ranks: tl.tensor
+    me: tl.tensor
+    size: tl.tensor
+    phase: tl.tensor
+    stamp: tl.tensor
+    stride: tl.tensor
+    ring: tl.tensor
+    rows: tl.tensor
+    staging: tl.tensor
+    staged: tl.tensor
+
+
+@triton.jit
+def channel_of(
+    context: tl.tensor,
+    state: tl.tensor,
+    index: tl.tensor,
+    channels: tl.tensor,
+    node_ranks: tl.tensor,
+    stride: tl.tensor,
+    KIND: tl.constexpr,
+    NODES: tl.constexpr,
+) -> Channel:
+    """Channel ``index`` of the running operation, with rows of ``stride`` bytes."""
+    ranks, size, phase = rank_count(context), rank_count(context), tl.full((), KIND == COMBINE, tl.int64)
+    incoming, proxied = ranks, ranks
+    if NODES:
+        size = node_ranks
+        incoming, proxied = ranks + ranks // size, ranks // size
+    ring = peek(state + W_LANDING_BYTES) // (incoming * channels) // _LINE * _LINE
+    staging = peek(state + W_STAGING_BYTES) // (proxied * channels) // _LINE * _LINE
+    stamp = (peek(state + W_NUMBER) + 1) << _SHIFT
+    rows, staged = ring // stride, staging // stride
+    me = own_rank(context)
+    return Channel(
+        context, state, index, channels, ranks, me, size, phase, stamp, stride, ring, rows, staging, staged
+    )
+
+
+@triton.jit
+def on_channel(one: Channel, index: tl.tensor) -> Channel:
+    """Another channel of the same operation."""
+    return Channel(
+        one.context,
+        one.state,
+        index,
+        one.channels,
+        one.ranks,
+        one.me,
+        one.size,
+        one.phase,
+        one.stamp,
+        one.stride,
+        one.ring,
+        one.rows,
+        one.staging,
+        one.staged,
+    )
+
+
+@triton.jit
+def entry(one: Channel, table: tl.tensor, pipes: tl.tensor) -> tl.tensor:
+    """Addresses of the pipes' entries in a table of the channel."""
+    return one.state + 8 * (_WORDS + (table * _MAX_CHANNELS + one.index) * (2 * one.ranks) + pipes)
+
+
+@triton.jit
+def get_each(one: Channel, table: tl.tensor, pipes: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+    """Entries of the ``chosen`` pipes, 0 for the others."""
+    return tl.load(int64s(entry(one, table, pipes)), mask=chosen, other=0)
+
+
+@triton.jit
+def set_each(one: Channel, table: tl.tensor, pipes: tl.tensor, chosen: tl.tensor, value: tl.tensor) -> None:
+    """Set the entries of the ``chosen`` pipes."""
+    tl.store(int64s(entry(one, table, pipes)), tl.zeros_like(pipes) + value, mask=chosen)
+
+
+@triton.jit
+def get(one: Channel, table: tl.tensor, pipe: tl.tensor) -> tl.tensor:
+    """One pipe's entry."""
+    return peek(entry(one, table, pipe))
+
+
+@triton.jit
+def places_of(one: Channel, pipe: tl.tensor) -> tl.tensor:
+    """Address of int32[STEP]: where the rows of this turn stand in a pipe, -1 for those that do not pass it."""
+    behind = one.state + 8 * (_WORDS + _TABLES * _MAX_CHANNELS * 2 * one.ranks)
+    return behind + 4 * STEP * (one.index * 2 * one.ranks + pipe)
+
+
+@triton.jit
+def turn_marks(one: Channel) -> tl.tensor:
+    """Address of uint8[STEP, :func:`mark_stride`]: for whom the rows are that are forwarded in this turn."""
+    behind = one.state + 8 * (_WORDS + _TABLES * _MAX_CHANNELS * 2 * one.ranks)
+    return behind + 4 * STEP * _MAX_CHANNELS * 2 * one.ranks + STEP * mark_stride(one) * one.index
+
+
+@triton.jit
+def mark_stride(one: Channel) -> tl.tensor:
+    """Bytes of the marks of a row in this turn."""
+    return (one.ranks + 127) // 128 * 16
+
+
+@triton.jit
+def node_of(one: Channel) -> tl.tensor:
+    """This rank's node."""
+    return one.me // one.size
+
+
+@triton.jit
+def peer_of(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """The rank at the other end of each pipe."""
+    if NODES:
+        near = node_of(one) * one.size + pipes % one.size
+        return tl.where(pipes < one.ranks, near, (pipes - one.ranks) * one.size + one.me % one.size)
+    else:
+        return pipes
+
+
+@triton.jit
+def _other_end(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """The number that each pipe has there."""
+    if NODES:
+        near = pipes // one.size * one.size + one.me % one.size
+        return tl.where(pipes < one.ranks, near, one.ranks + node_of(one))
+    else:
+        return tl.zeros_like(pipes) + one.me
+
+
+@triton.jit
+def is_pipe(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """True for pipes that there are: to ranks that are not masked, and to no rail peer on the own node."""
+    inside = pipes < one.ranks
+    if NODES:
+        inside = (pipes < one.ranks + one.ranks // one.size) & (pipes != one.ranks + node_of(one))
+    return inside & is_live(one.context, tl.where(inside, peer_of(one, pipes, NODES), 0))
+
+
+@triton.jit
+def chunk_rows(one: Channel, rows: tl.tensor) -> tl.tensor:
+    """Rows of a message, of a proxied pipe of ``rows`` rows: four messages, so that one is under way while others are
+    packed and read, unless those would be too short or too long."""
+    least = tl.maximum(peek(one.state + W_LEAST_CHUNK) // one.stride, 1)
+    most = tl.minimum(peek(one.state + W_CHUNK_BYTES) // one.stride, tl.minimum(one.rows, one.staged) // 2)
+    return tl.minimum(tl.maximum((rows + 3) // 4, least), tl.maximum(most, 1))
+
+
+@triton.jit
+def whole(rows: tl.tensor, chunk: tl.tensor) -> tl.tensor:
+    """Rows of a ring that holds a whole number of messages."""
+    return rows // chunk * chunk
+
+
+@triton.jit
+def in_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Addresses of the rings that rows of each pipe land in."""
+    at = peek(one.state + W_LANDING) + (pipes * one.channels + one.index) * one.ring
+    return landing_window(one.context, peers) + at
+
+
+@triton.jit
+def _out_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """Offsets in the peers' windows of the rings that rows for them land in."""
+    end = _other_end(one, pipes, NODES)
+    return peek(one.state + W_LANDING) + (end * one.channels + one.index) * one.ring
+
+
+@triton.jit
+def _staging_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """Offsets in this window of the rings for proxied peers."""
+    place = pipes
+    if NODES:
+        place = pipes - one.ranks
+    return peek(one.state + W_STAGING) + (place * one.channels + one.index) * one.staging
+
+
+@triton.jit
+def out_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """Addresses of the rings that rows for each pipe are put into."""
+    window = peer_window(one.context, peers)
+    staging = window_address(one.context) + _staging_offset(one, pipes, NODES)
+    return tl.where(window != 0, window + _out_offset(one, pipes, NODES), staging)
+
+
+@triton.jit
+def _streams(one: Channel) -> tl.tensor:
+    """(stream of this phase's rows, stream on which is told what is read; the tables of both: 0 or 1)."""
+    rows = tl.where(one.phase == 0, _DISPATCH_STREAM, _COMBINE_STREAM) + one.index
+    told = tl.where(one.phase == 0, _COMBINE_STREAM, _DISPATCH_STREAM) + one.index
+    return rows, told, one.phase, 1 - one.phase
+
+
+@triton.jit
+def _word_of(one: Channel, word: tl.constexpr, pipes: tl.tensor) -> tl.tensor:
+    """Offsets of words of pipes in a window."""
+    return peek(one.state + W_PIPE_WORDS) + 8 * ((word * _MAX_CHANNELS + one.index) * (2 * one.ranks) + pipes)
+
+
+@triton.jit
+def _stamped(one: Channel, words: tl.tensor) -> tl.tensor:
+    """Rows that stamped ``words`` tell of: none where an earlier operation wrote them."""
+    return tl.where(words >= one.stamp, words - one.stamp, 0)
+
+
+@triton.jit
+def _told_rows(one: Channel, rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
+    """(Rows that a message on what is read stands for, how many such messages a proxied pipe of ``rows`` rows needs):
+    half a ring each, until the rest fits."""
+    each = tl.maximum(ring // chunk // 2, 1) * chunk
+    return each, (tl.maximum(rows - ring, 0) + each - 1) // each
+
+
+@triton.jit
+def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+    """Note how far all peers are; a barrier stands behind it. 1 when one claimed what it must not, else 0."""
+    pipes = tl.arange(0, PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, NODES)
+    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    window = peer_window(one.context, peers)
+    mapped, proxied = live & (window != 0), live & (window == 0)
+    stream, told, table, told_table = _streams(one)
+    sink = tl.zeros_like(pipes) + one.state + S_SINK
+    own = landing_window(one.context, peers)
+    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
+    sent, taken = get_each(one, N_SENT, pipes, live), get_each(one, N_TAKEN, pipes, live)
+    out_rows, in_rows = get_each(one, N_OUT_ROWS, pipes, live), get_each(one, N_IN_ROWS, pipes, live)
+
+    at = tl.where(proxied, arrived_address(one.context, peers, stream), own + _word_of(one, _WORD_ARRIVED, pipes))
+    count = acquire_each(tl.where(live, at, sink), BACKEND)
+    messages = count - get_each(one, N_MESSAGES_TAKEN + table, pipes, proxied)
+    came = tl.minimum(tl.maximum(messages, 0) * chunk_rows(one, receive), receive)
+    arrived = tl.where(proxied, came, tl.where(mapped, _stamped(one, count), 0))
+    set_each(one, N_ARRIVED, pipes, live, arrived)
+
+    at = tl.where(proxied, arrived_address(one.context, peers, told), own + _word_of(one, _WORD_FREED, pipes))
+    count = acquire_each(tl.where(live, at, sink), BACKEND)
+    at = tl.where(proxied, completed_address(one.context, peers, stream), sink)
+    done = acquire_each(at, BACKEND) - get_each(one, N_MESSAGES_SENT + table, pipes, proxied)
+    freed = _stamped(one, count)
+    chunk = chunk_rows(one, send)
+    ring = whole(one.rows, chunk)
+    each, needed = _told_rows(one, send, chunk, ring)
+    messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
+    landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
+    # what a NIC may repeat is written over when it is over: that of earlier operations as well
+    # rule: normal mode: staging is packed again only when its write is over
+    staging = tl.where(done < 0, 0, done * chunk + out_rows)
+    limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
+    set_each(one, N_LIMIT, pipes, live, limit)
+
+    # rule: normal mode: a peer tells of no more rows than it has, and of none that do not fit
+    most = tl.minimum(receive, taken + in_rows)
+    blamed = _blamed(one, pipes, peers)
+    broken = refuse(one.context, one.state, blamed, mapped & (arrived > most), stream, arrived, most, BACKEND)
+    # rule: normal mode: a peer has read no more rows than there were
+    wrong = mapped & (freed > sent) & (freed != EVERYTHING)
+    broken |= refuse(one.context, one.state, peers, wrong, told, freed, sent, BACKEND)
+    wrong = get_each(one, N_WRONG, pipes, live)
+    broken |= refuse(one.context, one.state, blamed, wrong != 0, stream, wrong, 0, BACKEND)
+    settle(BACKEND)
+    return broken
+
+
+@triton.jit
+def _blamed(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
+    """Who has said how many rows a pipe has: in a dispatch their source, whoever forwards them."""
+    return tl.where((one.phase == 0) & (pipes < one.ranks), pipes, peers)
+
+
+@triton.jit
+def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """End a turn: positions move on and peers are told. Barriers stand before it and behind it."""
+    pipes = tl.arange(0, PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, NODES)
+    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    window = peer_window(one.context, peers)
+    mapped, proxied = live & (window != 0), live & (window == 0)
+    stream, told, _, _ = _streams(one)
+    sink = one.state + S_SINK
+    end = _other_end(one, pipes, NODES)
+    sent, taken = get_each(one, N_NEXT_SENT, pipes, live), get_each(one, N_NEXT_TAKEN, pipes, live)
+    shown, freed = get_each(one, N_SHOWN, pipes, live), get_each(one, N_FREED, pipes, live)
+    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
+    in_rows = get_each(one, N_IN_ROWS, pipes, live)
+    set_each(one, N_SENT, pipes, live, sent)
+    set_each(one, N_TAKEN, pipes, live, taken)
+
+    more = mapped & (sent > shown)
+    release_each(window + _word_of(one, _WORD_ARRIVED, end), one.stamp + sent, more, sink, BACKEND)
+    # half a ring at a time: the peer goes on with the other half
+    free = mapped & (taken > freed) & (receive > in_rows) & (2 * (taken - freed) >= in_rows)
+    release_each(window + _word_of(one, _WORD_FREED, end), one.stamp + taken, free, sink, BACKEND)
+
+    chunk = chunk_rows(one, send)
+    messages = tl.where(sent == send, (sent + chunk - 1) // chunk, sent // chunk)
+    due = tl.where(proxied, messages - shown, 0)
+    source, target = _staging_offset(one, pipes, NODES), _out_offset(one, pipes, NODES)
+    ring, staged = whole(one.rows, chunk), whole(one.staged, chunk)
+    for step in range(tl.max(due, axis=0)):
+        first = (shown + step) * chunk
+        size = tl.minimum(chunk, sent - first) * one.stride
+        where = source + first % staged * one.stride
+        _put(one, peers, stream, due > step, where, target + first % ring * one.stride, size, BACKEND)
+    each, needed = _told_rows(one, receive, chunk_rows(one, receive), in_rows)
+    messages = tl.minimum(taken // each, needed)
+    due_told = tl.where(proxied, messages - freed, 0)
+    zero = tl.zeros_like(pipes)
+    for step in range(tl.max(due_told, axis=0)):
+        _put(one, peers, told, due_told > step, zero, zero, zero, BACKEND)
+    set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
+    set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
+    settle(BACKEND)
+
+
+@triton.jit
+def _put(
+    one: Channel,
+    peers: tl.tensor,
+    stream: tl.tensor,
+    chosen: tl.tensor,
+    source: tl.tensor,
+    target: tl.tensor,
+    nbytes: tl.tensor,
+    BACKEND: tl.constexpr,
+) -> None:
+    """A message of one write to each of the ``chosen`` peers."""
+    streams, last = tl.zeros_like(peers) + stream, tl.full((), 1, tl.int64)
+    start = clock_ns(BACKEND)
+    put_commands(one.context, one.state, peers, streams, chosen, source, target, nbytes, last, start, BACKEND)
+
+
+@triton.jit
+def unfinished(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+    """1 while rows are missing or are not sent, the same in every thread."""
+    pipes = tl.arange(0, PIPES).to(tl.int64)
+    late, stuck = _late_and_stuck(one, pipes, NODES)
+    return any_of(late | stuck)
+
+
+@triton.jit
+def _late_and_stuck(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """(Pipes of which rows are missing; those to which rows are left.) Where nobody knows how many there are, other
+    pipes wait for them."""
+    live = is_pipe(one, pipes, NODES)
+    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
+    late = live & (receive != EVERYTHING) & (get_each(one, N_TAKEN, pipes, live) < receive)
+    return late, live & (send != EVERYTHING) & (get_each(one, N_SENT, pipes, live) < send)
+
+
+@triton.jit
+def blame(
+    one: Channel, ending: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    """Fail with a peer that is missing: whose rows have not come, or who has not read those that it has."""
+    pipes = tl.arange(0, PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, NODES)
+    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    late, stuck = _late_and_stuck(one, pipes, NODES)
+    arrived, receive = get_each(one, N_ARRIVED, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
+    sent, limit = get_each(one, N_SENT, pipes, live), get_each(one, N_LIMIT, pipes, live)
+    stream, told, _, _ = _streams(one)
+    late = live & (arrived < receive) & (late | (receive == EVERYTHING))
+    stuck = stuck & (sent >= limit)
+    # rows that have not come, unless all have
+    bad = tl.where(any_of(late) != 0, late, stuck)
+    bad = tl.where(any_of(bad) != 0, bad, live)
+    of_stuck = any_of(late) == 0
+    on = tl.where(of_stuck, told, stream)
+    got, want = tl.where(of_stuck, limit, arrived), tl.where(of_stuck, sent + 1, receive)
+    # of a pipe that nobody knows the end of, at least one row more
+    want = tl.where(want == EVERYTHING, arrived + 1, want)
+    code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
+    fail_at(one.context, one.state, code, peers, bad, on, got, want, BACKEND)
+
+
+@triton.jit
+def count_messages(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+    """After the last turn: the messages of this operation, for those that follow."""
+    pipes = tl.arange(0, PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, NODES)
+    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    proxied = live & (peer_window(one.context, peers) == 0)
+    _, _, table, told_table = _streams(one)
+    send, receive = get_each(one, N_SEND_ROWS, pipes, proxied), get_each(one, N_RECV_ROWS, pipes, proxied)
+    chunk, received = chunk_rows(one, send), chunk_rows(one, receive)
+    _, coming = _told_rows(one, send, chunk, whole(one.rows, chunk))
+    _add(one, N_MESSAGES_SENT + table, pipes, proxied, (send + chunk - 1) // chunk)
+    _add(one, N_MESSAGES_SENT + told_table, pipes, proxied, get_each(one, N_FREED, pipes, proxied))
+    _add(one, N_MESSAGES_TAKEN + table, pipes, proxied, (receive + received - 1) // received)
+    _add(one, N_MESSAGES_TAKEN + told_table, pipes, proxied, coming)
+
+
+@triton.jit
+def _add(one: Channel, table: tl.tensor, pipes: tl.tensor, chosen: tl.tensor, more: tl.tensor) -> None:
+    set_each(one, table, pipes, chosen, get_each(one, table, pipes, chosen) + more)
