@@ -410,16 +410,16 @@ def _count_experts(
 
 @triton.jit
 def _place(
-    one: Channel, opening: Opening, table: tl.constexpr, begin: tl.tensor, PIPES: tl.constexpr, BACKEND: tl.constexpr
+    one: Channel, opening: Opening, table: tl.constexpr, ranks: tl.tensor, begin: tl.tensor, PIPES: tl.constexpr
 ) -> tl.tensor:
-    """Say where the rows of every (rank, channel) of a route's ``table`` begin when all stand one behind the other, in
+    """Say where the rows of every (rank, channel) of a route's ``table``, of ``ranks`` ranks or nodes, begin when all stand one behind the other, in
     FIRST from pipe ``begin`` on; how many there are in all."""
     total = tl.full((), 0, tl.int64)
     each: tl.constexpr = PIPES // _MAX_CHANNELS
-    for first in range(0, one.ranks, each):
+    for first in range(0, ranks, each):
         index = tl.arange(0, PIPES).to(tl.int64)
         rank, channel = first + index // _MAX_CHANNELS, index % _MAX_CHANNELS
-        inside = (rank < one.ranks) & (channel < one.channels)
+        inside = (rank < ranks) & (channel < one.channels)
         at = opening.route + 8 * ((table * one.ranks + rank) * _MAX_CHANNELS + channel)
         rows = tl.load(int64s(at), mask=inside, other=0)
         before = total + tl.cumsum(rows, axis=0) - rows
@@ -483,7 +483,7 @@ def _settle_counts(
     info = opening.info
     ranks = tl.arange(0, PIPES).to(tl.int64)
     # rows of each rank, for a moment where tables of channel 0 stand afterwards
-    first = on_channel(one, tl.full((), 0, tl.int64))
+    first = on_channel(one, as_long(0))
     if KIND == _DISPATCH:
         came, away = tl.zeros_like(ranks), tl.zeros_like(ranks)
         for channel in range(one.channels):
@@ -495,6 +495,8 @@ def _settle_counts(
             # a rank that is masked tells nothing
             gone = inside & (is_live(one.context, ranks) == 0)
             tl.store(int64s(route_at(here, opening.route, _RECV, ranks)), tl.zeros_like(ranks), mask=gone)
+            if NODES:
+                poke(route_at(here, opening.route, _RAIL_RECV, node_of(one)), as_long(0))
         settle(BACKEND)
         for channel in range(one.channels):
             here = on_channel(one, as_long(channel))
@@ -508,9 +510,9 @@ def _settle_counts(
         poke(info + I_REMOTE_ROWS, tl.sum(away, axis=0))
         poke(opening.number, peek(one.state + W_NUMBER))
         settle(BACKEND)
-    total = _place(one, opening, _RECV, tl.full((), 0, tl.int64), PIPES, BACKEND)
+    total = _place(one, opening, _RECV, one.ranks, as_long(0), PIPES)
     if NODES:
-        relayed = _place(one, opening, _RAIL_RECV, one.ranks, PIPES, BACKEND)
+        relayed = _place(one, opening, _RAIL_RECV, one.ranks // one.size, one.ranks, PIPES)
         poke(info + I_RELAYED, relayed)
     poke(info + I_TOTAL, total)
     # rule: normal mode: the host is told that more rows came than num_worst_tokens promised
