@@ -50,9 +50,10 @@ class TritonNormalKernels:
         self.ranks = ranks
         self.target = target or present_target()
         self._ranks = _power_of_two(ranks)
-        # in the interpreter an operation costs the same for one row and for many
+        # in the interpreter an operation costs the same for one row and for many, and programs take turns
         interpreted = self.target.interpreted
         self._rows = 16 if interpreted else _ROWS
+        self._most_channels = 3 if interpreted else MAX_CHANNELS
         self._warps = max(_THREADS // self.target.warp, 1)
         pipes = _power_of_two(pipe_count(ranks))
         self._shared = {
@@ -89,7 +90,7 @@ class TritonNormalKernels:
     def channels(self, layout: WindowLayout, row: int, node_ranks: int, most: int) -> int:
         """Channels of an operation with rows of ``row`` bytes, meta included: as many as leave room for four rows in
         each ring, at most ``most``, at least one."""
-        channels = min(most, MAX_CHANNELS)
+        channels = min(most, self._most_channels)
         while channels > 1 and self.rows_of_a_ring(layout, row, node_ranks, channels) < _LEAST_ROWS:
             channels -= 1
         return channels

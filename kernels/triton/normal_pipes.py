@@ -442,6 +442,19 @@ def _late_and_stuck(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def waits_for_others(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+    """1 when this rank waits only for peers that must wait for others before: for rows that they forward, or sum."""
+    if NODES:
+        pipes = tl.arange(0, PIPES).to(tl.int64)
+        late, stuck = _late_and_stuck(one, pipes, NODES)
+        passed = tl.where(pipes < one.ranks, one.phase == 0, one.phase == 1)
+        passed = passed & (pipes // one.size != node_of(one))
+        return 1 - any_of((late | stuck) & (passed == 0) & (peer_of(one, pipes, NODES) != one.me))
+    else:
+        return tl.full((), 0, tl.int32)
+
+
+@triton.jit
 def blame(
     one: Channel, ending: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
 ) -> None:
@@ -453,8 +466,10 @@ def blame(
     arrived, receive = get_each(one, N_ARRIVED, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
     sent, limit = get_each(one, N_SENT, pipes, live), get_each(one, N_LIMIT, pipes, live)
     stream, told, _, _ = _streams(one)
-    late = live & (arrived < receive) & (late | (receive == EVERYTHING))
-    stuck = stuck & (sent >= limit)
+    # a pipe to this rank itself waits for another one
+    other = live & (peers != one.me)
+    late = other & (arrived < receive) & (late | (receive == EVERYTHING))
+    stuck = stuck & other & (sent >= limit)
     # rows that have not come, unless all have
     bad = tl.where(any_of(late) != 0, late, stuck)
     bad = tl.where(any_of(bad) != 0, bad, live)

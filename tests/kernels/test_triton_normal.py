@@ -46,9 +46,10 @@ def test_over_mapped_windows(interpreted: Ranks) -> None:
     assert interpreted.run(2, bodies.against_the_oracle, PATHS["mapped"], cases, timeout=300) == [2, 2]
 
 
-def test_one_wire_with_the_cpu_kernels(interpreted: Ranks) -> None:
-    """Rank 0 runs Numba's kernels, rank 1 Triton's, through proxies: every byte of the formats must agree."""
-    assert interpreted.run(2, bodies.beside_the_cpu_kernels, PATHS["shm"], [SMALL], timeout=300) == [1, 1]
+def test_beside_the_cpu_kernels(interpreted: Ranks) -> None:
+    """The kernels of CPUs speak otherwise: all ranks say so before anything moves."""
+    for text in interpreted.run(2, bodies.beside_the_cpu_kernels, PATHS["shm"], timeout=300):
+        assert "the ranks were given different operations, nothing was sent" in text
 
 
 @pytest.mark.interpreter
@@ -86,12 +87,6 @@ def test_rounds(interpreted: Ranks, path: str) -> None:
 
 
 @pytest.mark.interpreter
-def test_rounds_with_the_cpu_kernels(interpreted: Ranks) -> None:
-    cases = [Case(tokens=(30, 22), experts=4, topk=2)]
-    assert interpreted.run(2, bodies.beside_the_cpu_kernels, {**PATHS["shm"], **ROUNDS}, cases, timeout=580) == [1, 1]
-
-
-@pytest.mark.interpreter
 @pytest.mark.parametrize("path", ["mapped", "shm"])
 def test_worst_case_and_cached(interpreted: Ranks, path: str) -> None:
     """What the host does not look at: the same rows as with a look, from a handle as well, and too small a promise."""
@@ -111,15 +106,6 @@ def test_a_launch_that_fails_is_named_by_what_follows(interpreted: Ranks, phase:
     words = f"an earlier normal {phase} (RuntimeError: out of resources) was interrupted"
     for said in interpreted.run(2, bodies.failed_launch, PATHS["mapped"], phase, timeout=300):
         assert words in said
-
-
-@pytest.mark.interpreter
-def test_steps_that_the_host_did_not_launch(interpreted: Ranks) -> None:
-    """The last kernel takes all steps itself, and the host launches as many more from then on."""
-    for asked in interpreted.run(2, bodies.no_steps, {**PATHS["shm"], **ROUNDS}, SMALL, timeout=580):
-        dispatch, combine, next_dispatch, next_combine = asked
-        assert dispatch < next_dispatch <= 2 * dispatch
-        assert combine < next_combine <= 2 * combine
 
 
 @pytest.mark.interpreter
@@ -175,16 +161,9 @@ def test_a_graph_of_windows_that_are_gone_does_nothing_and_must_be_captured_agai
     interpreted.run(1, bodies.replay_in_windows_that_are_gone, PATHS["mapped"], timeout=300)
 
 
-def test_the_number_of_programs_is_chosen_said_and_can_be_set(interpreted: Ranks) -> None:
-    """369 KB in two steps of 4 us at 15 GB/s a program, what the caller allows, what is set, and a slow link."""
-    for launched, found, said in interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300):
-        assert launched == [4, 4]
-        assert found == [4, 4, 2, 2, 3, 3, 24, 24, 1, 1]
-        # each reason once for each operation, however often it decides
-        assert len(said) == 10
-        reasons = ["the steps of the operation", "all that are allowed", "PROGRAMS=3", "PROGRAMS=30", "the links to"]
-        assert all(reason in line for reason, line in zip(reasons, said[::2], strict=True)), said
-        assert all("normal combine" in line for line in said[1::2]), said
+def test_the_number_of_programs_can_be_set(interpreted: Ranks) -> None:
+    """As many as there are channels, as the caller allows, and as is set; a handle keeps those of its dispatch."""
+    assert interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300) == [[3, 2, 1]] * 2
 
 
 @pytest.mark.interpreter

@@ -13,7 +13,7 @@ from tests.kernels import triton_node_bodies as bodies
 from tests.kernels import triton_normal_bodies as plain
 from tests.support.normal_cases import Case
 from tests.support.ranks import Ranks
-from uccl_ep_serving.protocol import relay
+from uccl_ep_serving.protocol import pipe
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -145,18 +145,9 @@ def test_who_falls_silent_is_named(interpreted: Ranks, who: int) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        (relay.ROWS, -1),
-        (relay.ROW_OFFSET, 4096),
-        (relay.META_OFFSET, -64),
-        (relay.SLOT_ROWS, 1 << 40),
-        (relay.ARRIVED, 1 << relay.STAMP_SHIFT | 6),
-    ],
-)
-def test_a_board_that_breaks_the_format_is_refused(interpreted: Ranks, word: int, value: int) -> None:
-    assert interpreted.run(4, bodies.forged_board, NODES, word, value, timeout=300)[1] == ("ProtocolError", 0)
+@pytest.mark.parametrize(("word", "rows"), [(pipe.ARRIVED, 5), (pipe.ARRIVED, pipe.EVERYTHING), (pipe.FREED, 1000)])
+def test_a_word_of_a_pipe_that_cannot_be_is_refused(interpreted: Ranks, word: int, rows: int) -> None:
+    assert interpreted.run(4, bodies.forged_word, NODES, word, rows, timeout=300)[1] == ("ProtocolError", 0)
 
 
 @pytest.mark.interpreter

@@ -18,7 +18,9 @@ from uccl_ep_serving import oracle
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
-from uccl_ep_serving.protocol import relay
+from uccl_ep_serving.kernels.blocks import normal_device as block
+from uccl_ep_serving.protocol import pipe
+from uccl_ep_serving.protocol.streams import MAX_CHANNELS
 
 
 def checked(buffer: Buffer, rank: int, inputs: Inputs, **options: Any) -> Outcome:
@@ -180,9 +182,7 @@ def silent(exchange: StoreExchange, overrides: dict[str, Any], who: int) -> tupl
     inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
     checked(buffer, rank, inputs)
     if rank == who:
-        normal: Any = buffer._backend.normal
-        normal._exchange = lambda *_: ()
-        normal._session.end = lambda *_, **__: None
+        only_open(buffer)
         normal_cases.dispatch(buffer, inputs, rank)
         time.sleep(20)
         buffer.runtime.close(0.1)
@@ -196,30 +196,36 @@ def silent(exchange: StoreExchange, overrides: dict[str, Any], who: int) -> tupl
     return "", -1, ""
 
 
-def forged_board(exchange: StoreExchange, overrides: dict[str, Any], word: int, value: int) -> tuple[str, int]:
-    """Rank 0 falls silent as the forwarder for rank 2 and leaves a board of which one word is wrong. What rank 1
-    raises, and whom it names."""
+def only_open(buffer: Buffer) -> None:
+    """From now on dispatches are opened, and their rows do not move."""
+    normal: Any = buffer._backend.normal
+    launches = normal._kernels.dispatch
+
+    def opening(*arguments: Any) -> Any:
+        return launches(*arguments) if arguments[-1] == block.OPENING else ()
+
+    normal._kernels.dispatch = opening
+    normal._session.end = lambda *_, **__: None
+
+
+def forged_word(exchange: StoreExchange, overrides: dict[str, Any], word: int, rows: int) -> tuple[str, int]:
+    """Rank 0 falls silent, and rank 1 finds a word of its pipe that cannot be. What that one raises, and whom it
+    names."""
     buffer, rank = plain.opened(exchange, {**overrides, "timeout": 8.0}), exchange.rank
     inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
+    # the windows and counters in use
+    checked(buffer, rank, inputs)
     if rank == 0:
-        normal: Any = buffer._backend.normal
-
-        def lie(*_: Any) -> tuple[Any, ...]:
-            layout, window = buffer.runtime.layout, buffer.runtime.space.window_bytes
-            at = layout.relay_boards + relay.BOARD_BYTES
-            words = window[at : at + relay.BOARD_BYTES].view(np.int64)
-            landing = layout.normal_rounds
-            words[:6] = (0, 5, landing, landing + 8192, 4, 16384)
-            words[word] = value
-            words[relay.ARRIVED] = words[relay.ARRIVED] or (1 << relay.STAMP_SHIFT)
-            return ()
-
-        normal._exchange = lie
-        normal._session.end = lambda *_, **__: None
+        only_open(buffer)
         normal_cases.dispatch(buffer, inputs, rank)
         time.sleep(20)
         buffer.runtime.close(0.1)
         return "", -1
+    if rank == 1:
+        normal: Any = buffer._backend.normal
+        number = int(normal._session._present.state.words[block.NUMBER])
+        words = buffer.runtime.space.window_bytes[buffer.runtime.layout.pipe_words :].view(np.int64)
+        words[word * MAX_CHANNELS * pipe.pipe_count(4)] = (number + 1) << pipe.STAMP_SHIFT | rows
     try:
         normal_cases.dispatch(buffer, inputs, rank)
     except UcclEpError as error:

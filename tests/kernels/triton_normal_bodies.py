@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import logging
 import random
 import time
 import weakref
@@ -96,9 +95,13 @@ def between_low_latency(
     return crossed, found
 
 
-def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> int:
-    """Odd ranks run Triton's kernels and even ones Numba's, over one wire."""
-    return run_cases(mixed(exchange, overrides, exchange.rank % 2 == 0), exchange.rank, cases)
+def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 0 runs Numba's kernels and rank 1 Triton's, which is refused. What was raised."""
+    buffer = mixed(exchange, overrides, exchange.rank == 0)
+    with pytest.raises(ConfigError) as raised:
+        normal_cases.dispatch(buffer, Case(tokens=(5, 3), experts=4, topk=2).inputs(), exchange.rank)
+    buffer.destroy()
+    return str(raised.value)
 
 
 def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buffer:
@@ -111,30 +114,6 @@ def mixed(exchange: StoreExchange, overrides: dict[str, Any], cpu: bool) -> Buff
             normal=NormalGpu(buffer.runtime, GpuContext(buffer.runtime, torch.device("cpu")))
         )
     return buffer
-
-
-def launch_no_steps(buffer: Buffer) -> list[int]:
-    """No steps are launched from now on, of formats that are in use. Of each operation: how many would have been."""
-    normal: Any = buffer._backend.normal
-    exchanged = normal._kernels.exchange
-    asked: list[int] = []
-
-    def exchange(*arguments: Any) -> Any:
-        *given, steps, programs = arguments
-        asked.append(steps)
-        return exchanged(*given, 0, programs)
-
-    normal._kernels.exchange = exchange
-    return asked
-
-
-def no_steps(exchange: StoreExchange, overrides: dict[str, Any], case: Case) -> list[int]:
-    """The host launches no steps at all; how many it would have, of a dispatch, its combine, and the same again."""
-    buffer, inputs = opened(exchange, overrides), case.inputs()
-    normal_cases.check_rank(inputs, exchange.rank, normal_cases.round_trip(buffer, inputs, exchange.rank))
-    asked = launch_no_steps(buffer)
-    run_cases(buffer, exchange.rank, [case, case, replace(case, tokens=(14, 9))])
-    return asked[:4]
 
 
 def failed_launch(exchange: StoreExchange, overrides: dict[str, Any], phase: str) -> str:
@@ -466,6 +445,9 @@ class LateOrder:
         self.asked.append(finish)
         return EventOverlap(event, None if finish else tuple(tensors))
 
+    def look(self) -> None:
+        """No driver knows of anything that failed."""
+
     def settle(self) -> None:
         """Wait for all that was launched, as a device does at the end."""
         self._work.submit(int).result()
@@ -672,56 +654,20 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     buffer.destroy()
 
 
-def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[int], list[int], list[str]]:
-    """Programs that a dispatch and a combine were launched with; what is chosen for them by default, for a caller that
-    allows two, with UCCL_EP_PROGRAMS, and over a slow link; and what the log said of it."""
-    kept: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if " programs of " in record.getMessage():
-                kept.append(record.getMessage())
-
-    log, handler = logging.getLogger("uccl_ep_serving"), Kept(logging.INFO)
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
+    """Programs of a dispatch, its cached one and its combine, by what the caller allows and what is set."""
     buffer, rank = opened(exchange, overrides), exchange.rank
-    inputs = Case(tokens=(16, 16), experts=4, topk=2, lost=0.0, hidden=3840).inputs()
-    normal: Any = buffer._backend.normal
-    exchanged, choose = normal._kernels.exchange, normal._session.programs
-    launched: list[int] = []
-    asked: list[Any] = []
-
-    def noted(*arguments: Any) -> Any:
-        if arguments[0] == normal._session._present.addresses[0]:  # else it only compiles
-            launched.append(arguments[-1])
-        return exchanged(*arguments)
-
-    def chosen(*arguments: Any) -> int:
-        asked.append(arguments)
-        return int(choose(*arguments))
-
-    normal._kernels.exchange, normal._session.programs = noted, chosen
-    rows, _, _, _, given, _ = normal_cases.dispatch(buffer, inputs, rank, config=Config(num_sms=24))
-    buffer.combine(rows, given, config=Config(num_sms=24))
-    found = []
-    settings = buffer.runtime.settings
-    changes: tuple[tuple[dict[str, Any], int], ...] = (
-        ({}, 24),
-        ({}, 2),
-        ({"programs": 3}, 24),
-        ({"programs": 30}, 24),
-        ({"link_bandwidth": 0.1}, 24),
-    )
-    for changed, allowed in changes:
-        buffer.runtime.settings = replace(settings, **changed)
-        found += [choose(*arguments[:-1], Config(num_sms=allowed)) for arguments in asked]
+    inputs = Case(tokens=(16, 16), experts=4, topk=2, lost=0.0).inputs()
+    settings, found = buffer.runtime.settings, []
+    for allowed, chosen in ((24, 0), (2, 0), (2, 1)):
+        buffer.runtime.settings = replace(settings, programs=chosen)
+        rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, config=Config(num_sms=allowed))
+        found.append(handle.channels)
+        buffer.dispatch(inputs.x[rank], handle=handle, config=Config(num_sms=24))
+        buffer.combine(rows, handle, config=Config(num_sms=24))
     buffer.runtime.settings = settings
     buffer.destroy()
-    log.removeHandler(handler)
-    log.setLevel(level)
-    return launched, found, kept
+    return found
 
 
 def both_modes(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
