@@ -56,8 +56,11 @@ TABLES = (
     "FIRST",  # by source rank: where its rows begin among the received ones; behind these by node: in the marks
     "IN_RING",  # address of the ring that rows land in
     "IN_ROWS",  # rows that it holds
+    "IN_CHUNK",  # rows of a message of a proxied peer
     "OUT_RING",  # address of the ring that rows are put into: the peer's, or the staging
     "OUT_ROWS",  # rows that it holds
+    "OUT_CHUNK",  # rows of a message to a proxied peer
+    "LANDING_ROWS",  # rows that the ring holds in which those land
     # as it goes on: set by the channel's program
     "ARRIVED",  # rows that have arrived
     "LIMIT",  # rows that may have been put in
@@ -67,7 +70,11 @@ TABLES = (
     "TAKEN",  # rows taken out
     "NEXT_TAKEN",  # these with those of the present turn
     "FREED",  # rows taken out that the other end was told of; of a proxied peer, messages
-    "WRONG",  # 1 when a row of the pipe names an expert that this rank has not
+    # why the operation cannot go on: 1 + the rank to blame, 0 = nothing is wrong; in what, and how many there were
+    "WRONG",
+    "WRONG_STREAM",
+    "WRONG_GOT",
+    "WRONG_WANT",
 )
 
 # What the opening tells the host, int64 words in host memory

@@ -48,7 +48,7 @@ from .normal_rows import (
     row_address,
     store_words,
 )
-from .normal_turns import end_kernel, end_turn, is_open
+from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
 from .quant import load_floats, load_together, store_floats
 from .words import clock_ns, floats, int32s, poke
 
@@ -224,9 +224,7 @@ def _sum_weights(
         pipe = _nth(one, first, step, RAIL, NODES)
         place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
         here = place >= 0
-        source = row_address(
-            get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), one.stride, tl.where(here, place, 0)
-        )
+        source = row_address(get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), one.stride, tl.where(here, place, 0))
         at = floats(source[:, None] + row_bytes + 4 * slot)
         total += tl.load(at, mask=here[:, None] & (slot < shape.TOPK), other=0.0)
     return total
@@ -252,9 +250,7 @@ def _sum_own(
         for start in range(0, shape.HIDDEN, shape.BLOCK):
             column = start + tl.arange(0, shape.BLOCK)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
-            total, found = _sum_values(
-                one, none, pipes, index, inside, column, wanted, shape, False, NODES, BACKEND
-            )
+            total, found = _sum_values(one, none, pipes, index, inside, column, wanted, shape, False, NODES, BACKEND)
             if shape.BIASES > 0:
                 part = load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
                 total = tl.where((found > 0)[:, None], total + part, part)
@@ -290,9 +286,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
             for start in range(0, shape.HIDDEN, shape.BLOCK):
                 column = start + tl.arange(0, shape.BLOCK)[None, :]
                 wanted = inside[:, None] & (column < shape.HIDDEN)
-                total, _ = _sum_values(
-                    one, first, one.size, index, inside, column, wanted, shape, True, True, BACKEND
-                )
+                total, _ = _sum_values(one, first, one.size, index, inside, column, wanted, shape, True, True, BACKEND)
                 store_floats(target, column, total, wanted, shape.DTYPE, BACKEND)
             if shape.TOPK > 0:
                 slot = tl.arange(0, shape.SLOTS)[None, :]
@@ -309,9 +303,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
 
 
 @triton.jit
-def _clear(
-    one: Channel, tensors: Tensors, shape: SumShape, BACKEND: tl.constexpr
-) -> None:
+def _clear(one: Channel, tensors: Tensors, shape: SumShape, BACKEND: tl.constexpr) -> None:
     """Make the sums of the channel zero: the rows were not exchanged."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
     row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
@@ -342,10 +334,11 @@ def _exchange(
     """All turns of the channel."""
     token = first_token(tensors.tokens, one.index, one.channels)
     start = clock_ns(BACKEND)
-    checked, going = start, tl.full((), 1, tl.int32)
-    while going != 0:
+    checked, found = start, tl.full((), GOING, tl.int32)
+    while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        if is_open(one, NODES, PIPES, BACKEND) != 0:
+        found = begin_turn(one, NODES, PIPES, BACKEND)
+        if found == GOING:
             moved += _give(one, tensors, shape)
             if NODES:
                 for node in range(one.ranks // one.size):
@@ -355,8 +348,9 @@ def _exchange(
                 summed = _sum_own(one, tensors, token, sums, NODES, BACKEND)
                 token += summed
                 moved += summed
-        left = token < first_token(tensors.tokens, one.index + 1, one.channels)
-        going, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES, BACKEND)
+            left = token < first_token(tensors.tokens, one.index + 1, one.channels)
+            found, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES, BACKEND)
+    end_turns(one, found, NODES, PIPES, BACKEND)
 
 
 @kernel(do_not_specialize=UNALIGNED)

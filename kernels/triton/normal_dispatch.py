@@ -42,7 +42,7 @@ from .normal_rows import (
     settle_plan,
     store_words,
 )
-from .normal_turns import end_kernel, end_turn, is_open
+from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
 from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
 
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
@@ -208,21 +208,21 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
     block: tl.constexpr = shape.BLOCK
     if rows > 0:
         # what a peer may change is read once
-        index = tl.arange(0, STEP).to(tl.int64)
-        meta = row_address(ring, held, one.stride, (taken + index).to(tl.int32)) + 4 * words + 4 * used
+        every = tl.arange(0, STEP).to(tl.int64)
+        told = row_address(ring, held, one.stride, (taken + every).to(tl.int32)) + 4 * words + 4 * used
         nbytes, stride = (one.size + 7) // 8, mark_stride(one)
         for byte in range(nbytes):
-            mark = tl.load(uint8s(meta + byte), mask=index < rows, other=0)
-            tl.store(uint8s(turn_marks(one) + index * stride + byte), mark)
+            mark = tl.load(uint8s(told + byte), mask=every < rows, other=0)
+            tl.store(uint8s(turn_marks(one) + every * stride + byte), mark)
         settle_plan()
         marks = Marks(turn_marks(one), stride, tl.full((), STEP, tl.int64))
         first = node * one.size
         rows = plan_rows(one, marks, first, one.size, rows, True, True, True, N_SENT, N_LIMIT, N_NEXT_SENT)
         if tensors.marks != 0:
-            row = get(one, N_FIRST, rail) + taken + index
-            there = (index < rows) & (row < tensors.kept)
+            row = get(one, N_FIRST, rail) + taken + every
+            there = (every < rows) & (row < tensors.kept)
             for byte in range(nbytes):
-                mark = tl.load(uint8s(turn_marks(one) + index * stride + byte))
+                mark = tl.load(uint8s(turn_marks(one) + every * stride + byte))
                 tl.store(uint8s(tensors.marks + row * nbytes + byte), mark, mask=there)
         for begin in range(0, rows, shape.ROWS):
             index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
@@ -248,10 +248,10 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                         target = row_address(get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), one.stride, place)
                         tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                         if start == 0:
-                            meta = target + 4 * words
+                            put = target + 4 * words
                             first_expert = pipe % one.size * tensors.local_experts
-                            _store_meta(meta, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
-                            pad(meta, here, used, tensors.meta)
+                            _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
+                            pad(put, here, used, tensors.meta)
         poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
     return rows
 
@@ -282,8 +282,8 @@ def _receive(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
                 if shape.TOPK > 0:
                     slot = tl.arange(0, shape.SLOTS)[None, :]
                     wrong = (expert < -1) | (expert >= tensors.local_experts)
-                    blame = tl.zeros(wrong.shape, tl.int64) + entry(one, N_WRONG, pipe)
-                    tl.store(int64s(blame), expert.to(tl.int64), mask=wrong)
+                    none = tl.zeros(wrong.shape, tl.int64)
+                    tl.store(int64s(none + entry(one, N_WRONG, pipe)), none + (pipe + 1), mask=wrong)
                     known = tl.where(wrong, -1, expert).to(tl.int64)
                     at = int64s(tensors.out_idx + 8 * (row[:, None] * shape.TOPK + slot))
                     tl.store(at, known, mask=inside[:, None] & (slot < shape.TOPK))
@@ -303,10 +303,11 @@ def _exchange(
     """All turns of the channel."""
     token = first_token(tensors.tokens, one.index, one.channels)
     start = clock_ns(BACKEND)
-    checked, going = start, tl.full((), 1, tl.int32)
-    while going != 0:
+    checked, found = start, tl.full((), GOING, tl.int32)
+    while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        if is_open(one, NODES, PIPES, BACKEND) != 0:
+        found = begin_turn(one, NODES, PIPES, BACKEND)
+        if found == GOING:
             if token < first_token(tensors.tokens, one.index + 1, one.channels):
                 sent = _send(one, tensors, token, shape, NODES)
                 token += sent
@@ -316,7 +317,8 @@ def _exchange(
                     if node != node_of(one):
                         moved += _forward(one, tensors, as_long(node), shape)
             moved += _receive(one, tensors, shape)
-        going, start, checked = end_turn(one, moved, False, start, checked, NODES, PIPES, BACKEND)
+            found, start, checked = end_turn(one, moved, False, start, checked, NODES, PIPES, BACKEND)
+    end_turns(one, found, NODES, PIPES, BACKEND)
 
 
 @kernel(do_not_specialize=UNALIGNED)

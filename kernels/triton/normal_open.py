@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import CHANNEL_ROWS_BYTES, HEADER_BYTES, MOST_ROWS, NormalNotify
-from ...protocol.streams import MAX_CHANNELS, NORMAL_NOTIFY
+from ...protocol.streams import MAX_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH, NORMAL_NOTIFY
 from ..blocks import normal_device
 from .blocks import (
     I_DIFFERENT,
@@ -26,11 +26,14 @@ from .blocks import (
     N_ARRIVED,
     N_FIRST,
     N_FREED,
+    N_IN_CHUNK,
     N_IN_RING,
     N_IN_ROWS,
+    N_LANDING_ROWS,
     N_LIMIT,
     N_NEXT_SENT,
     N_NEXT_TAKEN,
+    N_OUT_CHUNK,
     N_OUT_RING,
     N_OUT_ROWS,
     N_RECV_ROWS,
@@ -39,6 +42,9 @@ from .blocks import (
     N_SHOWN,
     N_TAKEN,
     N_WRONG,
+    N_WRONG_GOT,
+    N_WRONG_STREAM,
+    N_WRONG_WANT,
     S_SINK,
     W_NOTICES,
     W_NOTIFY_RECV,
@@ -65,17 +71,21 @@ from .normal_pipes import (
     as_long,
     chunk_rows,
     entry,
+    fail_by_notes,
     in_ring,
     is_pipe,
     node_of,
+    note_wrong,
     on_channel,
     out_ring,
+    over,
     peer_of,
+    rest,
     set_each,
     whole,
 )
 from .publish import put_commands, store_flags
-from .wait import FAILURE_PEER_TIMEOUT, GO_ON, TOO_LATE, end_spin, fail, fail_at, refuse
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, RELEASED, TOO_LATE, end_spin, fail
 from .words import (
     acquire,
     acquire_each,
@@ -93,6 +103,7 @@ from .words import (
 
 _DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
 _NOTIFY = tl.constexpr(NORMAL_NOTIFY)
+_DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 _TAG_VALUE, _HEADER = tl.constexpr(NormalNotify.TAG_VALUE), tl.constexpr(HEADER_BYTES)
 _AT_NUMBER, _AT_CODING = tl.constexpr(8 * NormalNotify.NUMBER), tl.constexpr(8 * NormalNotify.CODING)
 _AT_SHAPE = tl.constexpr(8 * NormalNotify.SHAPE)
@@ -191,8 +202,7 @@ def _count_tokens(
 
 @triton.jit
 def _wait_notifies(
-    context: tl.tensor,
-    state: tl.tensor,
+    one: Channel,
     peers: tl.tensor,
     live: tl.tensor,
     needed: tl.tensor,
@@ -200,32 +210,36 @@ def _wait_notifies(
     ARRIVAL: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until ``needed`` notifies of every ``live`` peer have arrived (``ARRIVAL``), or are sent for good. True;
-    False after :func:`.wait.fail`."""
+    """Wait until ``needed`` notifies of every ``live`` peer have arrived (``ARRIVAL``), or are sent for good: how the
+    last spin ended. Who is missing is noted."""
     ending, checked = tl.full((), 0, tl.int32), start
     present = tl.full((), 0, tl.int32)
     # only scalars live from spin to spin: the layout passes of Triton 3.6 and 3.8 fail on tensors
     while (present == 0) & (ending == GO_ON):
-        count = _notifies(context, state, peers, live, ARRIVAL, BACKEND)
+        count = _notifies(one.context, one.state, peers, live, ARRIVAL, BACKEND)
         # rule: normal mode: an operation opens only when every peer's notify has arrived
         present = tl.min((count >= needed).to(tl.int32), axis=0)
         if present == 0:
-            ending, checked = end_spin(context, start, checked, BACKEND)
+            ending, checked = end_spin(one.context, start, checked, BACKEND)
     # the threads acquired for themselves: now for each other
     settle(BACKEND)
-    if ending != GO_ON:
-        count = _notifies(context, state, peers, live, ARRIVAL, BACKEND)
+    if ending == TOO_LATE:
+        count = _notifies(one.context, one.state, peers, live, ARRIVAL, BACKEND)
         # whoever has come since the last look is not to blame, unless everybody has
         missing = live & (count < needed)
         missing = tl.where(any_of(missing) != 0, missing, live)
-        code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-        fail_at(context, state, code, peers, missing, _NOTIFY, count, needed, BACKEND)
-    return ending == GO_ON
+        note_wrong(one, peers, missing, peers, _NOTIFY, count, needed + tl.zeros_like(peers))
+    return ending
 
 
 @triton.jit
 def _notifies(
-    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, ARRIVAL: tl.constexpr, BACKEND: tl.constexpr
+    context: tl.tensor,
+    state: tl.tensor,
+    peers: tl.tensor,
+    live: tl.tensor,
+    ARRIVAL: tl.constexpr,
+    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Notifies of each peer that have arrived, or that completed; of mapped peers all complete."""
     inside = tl.where(live, peers, 0)
@@ -250,12 +264,12 @@ def _notify(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Write and publish the notify to the ``live`` peers. The peers have read the slot: they have opened the last
-    operation since. A NIC may still repeat the slot's last write, which is waited for. True; False after a failure."""
+    operation since. A NIC may still repeat the slot's last write, which is waited for: how that ended."""
     context, state = one.context, one.state
     number, notices, me, ranks = peek(state + W_NUMBER), peek(state + W_NOTICES), one.me, one.ranks
     zero = tl.zeros_like(peers)
-    going = _wait_notifies(context, state, peers, live, notices - 1, start, False, BACKEND)
-    if going:
+    ending = _wait_notifies(one, peers, live, notices - 1, start, False, BACKEND)
+    if ending == GO_ON:
         stride = peek(state + W_NOTIFY_STRIDE)
         parity = (number & 1) * ranks * stride
         source = peek(state + W_NOTIFY_SEND) + parity + peers * stride
@@ -276,11 +290,9 @@ def _notify(
             tl.store(int32s(at + _AT_ROWS + 4 * channel), rows.to(tl.int32), mask=live)
             if NODES:
                 rail_table: tl.constexpr = _RAIL_RECV if KIND == COMBINE else _RAIL_SEND
-                nodes = peers // one.size
-                rail = live & (nodes != node_of(one)) & (peers % one.size == me % one.size)
-                rows = tl.load(
-                    int64s(rows_at + 8 * _MAX_CHANNELS * (rail_table * ranks + nodes)), mask=rail, other=0
-                )
+                nodes = over(peers, one.size)
+                rail = live & (nodes != node_of(one)) & (rest(peers, one.size) == rest(me, one.size))
+                rows = tl.load(int64s(rows_at + 8 * _MAX_CHANNELS * (rail_table * ranks + nodes)), mask=rail, other=0)
                 tl.store(int32s(at + _AT_ROWS + 4 * (_MAX_CHANNELS + channel)), rows.to(tl.int32), mask=live)
         nbytes = zero + (_HEADER + _ROWS_BYTES)
         if KIND == _DISPATCH:
@@ -295,7 +307,7 @@ def _notify(
         streams, last = zero + _NOTIFY, tl.full((), 1, tl.int64)
         proxied = live & (window == 0)
         put_commands(context, state, peers, streams, proxied, source, target, nbytes, last, start, BACKEND)
-    return going
+    return ending
 
 
 @triton.jit
@@ -305,89 +317,75 @@ def _take_notifies(
     shape: tl.tensor,
     peers: tl.tensor,
     live: tl.tensor,
-    start: tl.tensor,
     KIND: tl.constexpr,
     NODES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for the notify of the ``live`` peers, read and check it. Peers of another shape; -1 after a failure."""
-    context, state = one.context, one.state
-    number, notices, ranks = peek(state + W_NUMBER), peek(state + W_NOTICES), one.ranks
-    different = tl.full((), -1, tl.int32)
-    if _wait_notifies(context, state, peers, live, notices + 1, start, True, BACKEND):
-        stride = peek(state + W_NOTIFY_STRIDE)
-        at = landing_window(context, tl.where(live, peers, 0)) + peek(state + W_NOTIFY_RECV)
-        at += ((number & 1) * ranks + peers) * stride
-        tag = tl.load(int64s(at), mask=live, other=0)
-        told_number = tl.load(int64s(at + _AT_NUMBER), mask=live, other=0)
-        told_shape = tl.load(int64s(at + _AT_SHAPE), mask=live, other=0)
-        broken = refuse(context, state, peers, live & (tag != _TAG_VALUE), _NOTIFY, tag, _TAG_VALUE, BACKEND)
-        if broken == 0:
-            bad = live & (told_number != number)
-            broken = refuse(context, state, peers, bad, _NOTIFY, told_number, number, BACKEND)
-        # rule: normal mode: ranks that were given other operations part before anything is sent
-        other = live & (told_shape != shape)
-        # for the error that the host raises
-        told = opening.info + _PEER_INFO + peers * _PEER_INFO_BYTES
-        tl.store(int64s(told), told_shape, mask=other)
-        tl.store(int64s(told + 8), tl.load(int64s(at + _AT_CODING), mask=other, other=0), mask=other)
-        tl.store(int64s(told + 16), tl.load(int64s(at + _AT_ROW_BYTES), mask=other, other=0), mask=other)
-        tl.store(int64s(told + 24), tl.load(int64s(at + _AT_META_BYTES), mask=other, other=0), mask=other)
-        same = live & (other == 0)
-        for channel in range(one.channels):
-            if broken == 0:
-                rows = tl.load(int32s(at + _AT_ROWS + 4 * channel), mask=same, other=0).to(tl.int64)
-                rows_at = opening.route + 8 * channel
-                known: tl.constexpr = _SEND if KIND == COMBINE else _RECV
-                known_at = rows_at + 8 * _MAX_CHANNELS * (known * ranks + peers)
-                broken = _take_rows(one, peers, same, rows, known_at, KIND, BACKEND)
-                if NODES:
-                    rail_rows = tl.load(
-                        int32s(at + _AT_ROWS + 4 * (_MAX_CHANNELS + channel)), mask=same, other=0
-                    ).to(tl.int64)
-                    nodes = peers // one.size
-                    rail = same & (nodes != node_of(one)) & (peers % one.size == one.me % one.size)
-                    # rule: only rail peers tell of rows to be forwarded
-                    bad = same & (rail == 0) & (rail_rows != 0)
-                    broken |= refuse(context, state, peers, bad, _NOTIFY, rail_rows, 0, BACKEND)
-                    rail_known: tl.constexpr = _RAIL_SEND if KIND == COMBINE else _RAIL_RECV
-                    known_at = rows_at + 8 * _MAX_CHANNELS * (rail_known * ranks + nodes)
-                    broken |= _take_rows(one, peers, rail, rail_rows, known_at, KIND, BACKEND)
-        if broken == 0:
-            different = tl.sum(other.to(tl.int32), axis=0)
-    return different
+    """After the notifies of the ``live`` peers have arrived: read and check them. Peers of another shape; -1 when one is
+    refused, which is noted."""
+    context, state, ranks = one.context, one.state, one.ranks
+    number, stride = peek(state + W_NUMBER), peek(state + W_NOTIFY_STRIDE)
+    at = landing_window(context, tl.where(live, peers, 0)) + peek(state + W_NOTIFY_RECV)
+    at += ((number & 1) * ranks + peers) * stride
+    tag = tl.load(int64s(at), mask=live, other=0)
+    told_number = tl.load(int64s(at + _AT_NUMBER), mask=live, other=0)
+    told_shape = tl.load(int64s(at + _AT_SHAPE), mask=live, other=0)
+    bad = live & (told_number != number)
+    got, want = told_number, tl.zeros_like(peers) + number
+    wrong = live & (tag != _TAG_VALUE)
+    bad, got, want = bad | wrong, tl.where(wrong, tag, got), tl.where(wrong, _TAG_VALUE, want)
+    # rule: normal mode: ranks that were given other operations part before anything is sent
+    other = live & (told_shape != shape)
+    # for the error that the host raises
+    told = opening.info + _PEER_INFO + peers * _PEER_INFO_BYTES
+    tl.store(int64s(told), told_shape, mask=other)
+    tl.store(int64s(told + 8), tl.load(int64s(at + _AT_CODING), mask=other, other=0), mask=other)
+    tl.store(int64s(told + 16), tl.load(int64s(at + _AT_ROW_BYTES), mask=other, other=0), mask=other)
+    tl.store(int64s(told + 24), tl.load(int64s(at + _AT_META_BYTES), mask=other, other=0), mask=other)
+    same = live & (other == 0) & (bad == 0)
+    for channel in range(one.channels):
+        rows = tl.load(int32s(at + _AT_ROWS + 4 * channel), mask=same, other=0).to(tl.int64)
+        known: tl.constexpr = _SEND if KIND == COMBINE else _RECV
+        known_at = opening.route + 8 * (channel + _MAX_CHANNELS * (known * ranks + peers))
+        wrong, least = _take_rows(same, rows, known_at, KIND)
+        bad, got, want = bad | wrong, tl.where(wrong, rows, got), tl.where(wrong, least, want)
+        if NODES:
+            rail_at = int32s(at + _AT_ROWS + 4 * (_MAX_CHANNELS + channel))
+            rail_rows = tl.load(rail_at, mask=same, other=0).to(tl.int64)
+            nodes = over(peers, one.size)
+            rail = same & (nodes != node_of(one)) & (rest(peers, one.size) == rest(one.me, one.size))
+            rail_known: tl.constexpr = _RAIL_SEND if KIND == COMBINE else _RAIL_RECV
+            known_at = opening.route + 8 * (channel + _MAX_CHANNELS * (rail_known * ranks + nodes))
+            wrong, least = _take_rows(rail, rail_rows, known_at, KIND)
+            # rule: only rail peers tell of rows to be forwarded
+            wrong = wrong | (same & (rail == 0) & (rail_rows != 0))
+            bad, got, want = bad | wrong, tl.where(wrong, rail_rows, got), tl.where(wrong, least, want)
+    different = tl.sum(other.to(tl.int32), axis=0)
+    return tl.where(note_wrong(one, peers, bad, peers, _NOTIFY, got, want) != 0, -1, different)
 
 
 @triton.jit
-def _take_rows(
-    one: Channel,
-    peers: tl.tensor,
-    chosen: tl.tensor,
-    rows: tl.tensor,
-    known_at: tl.tensor,
-    KIND: tl.constexpr,
-    BACKEND: tl.constexpr,
-) -> tl.tensor:
-    """Take over how many rows the ``chosen`` peers have, or hold it against what is known; 1 when it is refused."""
+def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Take over how many rows the ``chosen`` peers have, or hold it against what is known: (whose number is refused,
+    what it should be)."""
     if KIND == _DISPATCH:
-        bad = chosen & (rows < 0)
-        broken = refuse(one.context, one.state, peers, bad, _NOTIFY, rows, _MOST_ROWS, BACKEND)
         tl.store(int64s(known_at), rows, mask=chosen)
+        return chosen & (rows < 0), tl.zeros_like(rows) + _MOST_ROWS
     else:
         # rule: normal mode: rows are those of the handle
         known = tl.load(int64s(known_at), mask=chosen, other=0)
-        broken = refuse(one.context, one.state, peers, chosen & (rows != known), _NOTIFY, rows, known, BACKEND)
-    return broken
+        return chosen & (rows != known), known
 
 
 @triton.jit
 def _count_experts(
-    one: Channel, opening: Opening, told: tl.tensor, rows_of: tl.tensor, LANES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Add up what all ranks have for each local expert, LANES experts at a time, into int64s at ``told``.
+    one: Channel, opening: Opening, told: tl.tensor, rows_of: tl.tensor, LANES: tl.constexpr
+) -> tl.tensor:
+    """Add up what all ranks have for each local expert, LANES experts at a time, into int64s at ``told``. 1 when a
+    count is refused, which is noted, else 0.
 
     ``rows_of``: int64[ranks], rows of each rank.
     """
+    broken = tl.full((), 0, tl.int32)
     context, state, me, ranks = one.context, one.state, one.me, one.ranks
     stride = peek(state + W_NOTIFY_STRIDE)
     base = peek(state + W_NOTIFY_RECV) + (peek(state + W_NUMBER) & 1) * ranks * stride + _AT_ROWS + _ROWS_BYTES
@@ -403,9 +401,12 @@ def _count_experts(
             at = landing_window(context, peer) + base + peer * stride
             count = tl.load(int32s(at + 4 * expert), mask=live, other=0).to(tl.int64)
             most = peek(rows_of + 8 * peer) * opening.most_each
-            refuse(context, state, zero + peer, live & ((count < 0) | (count > most)), _NOTIFY, count, most, BACKEND)
+            wrong = live & ((count < 0) | (count > most))
+            # of several wrong ones any may be told
+            broken |= note_wrong(one, zero + peer, wrong, zero + peer, _NOTIFY, count, most + zero)
             total += count
         tl.store(int64s(told + 8 * expert), total, mask=inside)
+    return broken
 
 
 @triton.jit
@@ -441,7 +442,7 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
     if NODES:
         rail = live & (inside == 0)
         # a pipe about another node: how many of that one's rows are forwarded, or summed, here
-        node = tl.where(inside, pipes // one.size, pipes - one.ranks)
+        node = tl.where(inside, over(pipes, one.size), pipes - one.ranks)
         about = live & inside & (node != node_of(one))
         rail_send = _route(one, opening.route, _RAIL_SEND, node, live)
         rail_receive = _route(one, opening.route, _RAIL_RECV, node, live)
@@ -454,8 +455,12 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
             receive = tl.where(rail, rail_receive, receive)
     window = peer_window(one.context, peers)
     send_chunk, receive_chunk = chunk_rows(one, send), chunk_rows(one, receive)
+    landing = tl.where(window != 0, one.rows, whole(one.rows, send_chunk))
     out_rows = tl.where(window != 0, one.rows, whole(one.staged, send_chunk))
     in_rows = tl.where(window != 0, one.rows, whole(one.rows, receive_chunk))
+    set_each(one, N_IN_CHUNK, pipes, live, receive_chunk)
+    set_each(one, N_OUT_CHUNK, pipes, live, send_chunk)
+    set_each(one, N_LANDING_ROWS, pipes, live, landing)
     every = pipes < 2 * one.ranks
     set_each(one, N_SEND_ROWS, pipes, every, tl.where(live, send, 0))
     set_each(one, N_RECV_ROWS, pipes, every, tl.where(live, receive, 0))
@@ -472,15 +477,18 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
     set_each(one, N_TAKEN, pipes, every, zero)
     set_each(one, N_NEXT_TAKEN, pipes, every, zero)
     set_each(one, N_FREED, pipes, every, zero)
-    set_each(one, N_WRONG, pipes, every, zero)
+    stream = tl.where(one.phase == 0, _DISPATCH_STREAM, _COMBINE_STREAM) + one.index
+    set_each(one, N_WRONG_STREAM, pipes, every, stream)
+    set_each(one, N_WRONG_GOT, pipes, every, zero)
+    set_each(one, N_WRONG_WANT, pipes, every, zero)
 
 
 @triton.jit
 def _settle_counts(
     one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """All notifies are here: tell the host how many rows there are, and say where they go."""
-    info = opening.info
+) -> tl.tensor:
+    """All notifies are here: tell the host how many rows there are, and say where they go. 1 when one is refused."""
+    info, broken = opening.info, tl.full((), 0, tl.int32)
     ranks = tl.arange(0, PIPES).to(tl.int64)
     # rows of each rank, for a moment where tables of channel 0 stand afterwards
     first = on_channel(one, as_long(0))
@@ -506,7 +514,7 @@ def _settle_counts(
         set_each(first, N_ARRIVED, ranks, ranks < one.ranks, came)
         settle(BACKEND)
         counted = opening.info + _PEER_INFO + one.ranks * _PEER_INFO_BYTES
-        _count_experts(one, opening, counted, entry(first, N_ARRIVED, 0), PIPES, BACKEND)
+        broken = _count_experts(one, opening, counted, entry(first, N_ARRIVED, 0), PIPES)
         poke(info + I_REMOTE_ROWS, tl.sum(away, axis=0))
         poke(opening.number, peek(one.state + W_NUMBER))
         settle(BACKEND)
@@ -522,6 +530,7 @@ def _settle_counts(
     settle(BACKEND)
     for channel in range(one.channels):
         _set_pipes(on_channel(one, as_long(channel)), opening, KIND, NODES, PIPES)
+    return broken
 
 
 @triton.jit
@@ -555,24 +564,40 @@ def open_operation(
             low, high = opening.shape_step & 0xFFFF, opening.shape_step >> 16
             step = of_handle * low + (((of_handle * high) & 0x7FFFFFFFFFFF) << 16)
             shape = (shape + step) & 0x7FFFFFFFFFFFFFFF
-        going = tl.full((), 1, tl.int32)
+        every = tl.arange(0, PIPES).to(tl.int64)
+        for channel in range(one.channels):
+            here = on_channel(one, as_long(channel))
+            set_each(here, N_WRONG, every, every < 2 * one.ranks, tl.zeros_like(every))
+        settle(BACKEND)
+        ending = tl.full((), GO_ON, tl.int32)
         for first in range(0, one.ranks, PIPES):
             peers = first + tl.arange(0, PIPES).to(tl.int64)
             live = is_live(context, peers) & (peers != one.me)
-            if going != 0:
-                going = _notify(one, opening, shape, peers, live, start, KIND, NODES, BACKEND).to(tl.int32)
-        different = going - 1
+            if ending == GO_ON:
+                ending = _notify(one, opening, shape, peers, live, start, KIND, NODES, BACKEND)
+        for first in range(0, one.ranks, PIPES):
+            peers = first + tl.arange(0, PIPES).to(tl.int64)
+            live = is_live(context, peers) & (peers != one.me)
+            if ending == GO_ON:
+                ending = _wait_notifies(one, peers, live, peek(state + W_NOTICES) + 1, start, True, BACKEND)
+        different = tl.where(ending == GO_ON, 0, -1).to(tl.int32)
         for first in range(0, one.ranks, PIPES):
             peers = first + tl.arange(0, PIPES).to(tl.int64)
             live = is_live(context, peers) & (peers != one.me)
             if different >= 0:
-                found = _take_notifies(one, opening, shape, peers, live, start, KIND, NODES, BACKEND)
+                found = _take_notifies(one, opening, shape, peers, live, KIND, NODES)
                 different = tl.where(found < 0, -1, different + found)
         settle(BACKEND)
+        if different == 0:
+            if _settle_counts(one, opening, KIND, NODES, PIPES, BACKEND) != 0:
+                different = tl.full((), -1, tl.int32)
+        if ending == RELEASED:
+            fail(context, state, 0, -1, -1, 0, 0, BACKEND)
+        elif different < 0:
+            code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
+            fail_by_notes(one, code, PIPES, BACKEND)
     if different > 0:
         poke(opening.info + I_SHAPE_MISMATCH, different.to(tl.int64))
-    if different == 0:
-        _settle_counts(one, opening, KIND, NODES, PIPES, BACKEND)
     poke(opening.info + I_DIFFERENT, different.to(tl.int64))
     settle(BACKEND)
     lane = tl.arange(0, PIPES)

@@ -23,12 +23,15 @@ from ..blocks import normal_device
 from .blocks import (
     N_ARRIVED,
     N_FREED,
+    N_IN_CHUNK,
     N_IN_ROWS,
+    N_LANDING_ROWS,
     N_LIMIT,
     N_MESSAGES_SENT,
     N_MESSAGES_TAKEN,
     N_NEXT_SENT,
     N_NEXT_TAKEN,
+    N_OUT_CHUNK,
     N_OUT_ROWS,
     N_RECV_ROWS,
     N_SEND_ROWS,
@@ -36,6 +39,9 @@ from .blocks import (
     N_SHOWN,
     N_TAKEN,
     N_WRONG,
+    N_WRONG_GOT,
+    N_WRONG_STREAM,
+    N_WRONG_WANT,
     S_SINK,
     W_CHUNK_BYTES,
     W_LANDING,
@@ -57,8 +63,8 @@ from .context import (
     window_address,
 )
 from .publish import put_commands
-from .wait import FAILURE_PEER_TIMEOUT, TOO_LATE, fail_at, refuse
-from .words import acquire_each, any_of, clock_ns, int64s, peek, release_each, settle
+from .wait import fail_at
+from .words import acquire_each, any_of, clock_ns, divide, int64s, peek, release_each, settle
 
 _WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
 _TABLES = tl.constexpr(len(normal_device.TABLES))
@@ -125,9 +131,7 @@ def channel_of(
     stamp = (peek(state + W_NUMBER) + 1) << _SHIFT
     rows, staged = ring // stride, staging // stride
     me = own_rank(context)
-    return Channel(
-        context, state, index, channels, ranks, me, size, phase, stamp, stride, ring, rows, staging, staged
-    )
+    return Channel(context, state, index, channels, ranks, me, size, phase, stamp, stride, ring, rows, staging, staged)
 
 
 @triton.jit
@@ -190,6 +194,18 @@ def turn_marks(one: Channel) -> tl.tensor:
 
 
 @triton.jit
+def over(number: tl.tensor, by: tl.tensor) -> tl.tensor:
+    """Quotients, int64, of counts: see :func:`.words.divide`."""
+    return divide(number, by)[0]
+
+
+@triton.jit
+def rest(number: tl.tensor, by: tl.tensor) -> tl.tensor:
+    """What is left of them."""
+    return divide(number, by)[1]
+
+
+@triton.jit
 def mark_stride(one: Channel) -> tl.tensor:
     """Bytes of the marks of a row in this turn."""
     return (one.ranks + 127) // 128 * 16
@@ -198,15 +214,15 @@ def mark_stride(one: Channel) -> tl.tensor:
 @triton.jit
 def node_of(one: Channel) -> tl.tensor:
     """This rank's node."""
-    return one.me // one.size
+    return over(one.me, one.size)
 
 
 @triton.jit
 def peer_of(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """The rank at the other end of each pipe."""
     if NODES:
-        near = node_of(one) * one.size + pipes % one.size
-        return tl.where(pipes < one.ranks, near, (pipes - one.ranks) * one.size + one.me % one.size)
+        near = node_of(one) * one.size + rest(pipes, one.size)
+        return tl.where(pipes < one.ranks, near, (pipes - one.ranks) * one.size + rest(one.me, one.size))
     else:
         return pipes
 
@@ -215,7 +231,7 @@ def peer_of(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 def _other_end(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """The number that each pipe has there."""
     if NODES:
-        near = pipes // one.size * one.size + one.me % one.size
+        near = over(pipes, one.size) * one.size + rest(one.me, one.size)
         return tl.where(pipes < one.ranks, near, one.ranks + node_of(one))
     else:
         return tl.zeros_like(pipes) + one.me
@@ -226,7 +242,7 @@ def is_pipe(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """True for pipes that there are: to ranks that are not masked, and to no rail peer on the own node."""
     inside = pipes < one.ranks
     if NODES:
-        inside = (pipes < one.ranks + one.ranks // one.size) & (pipes != one.ranks + node_of(one))
+        inside = (pipes < one.ranks + over(one.ranks, one.size)) & (pipes != one.ranks + node_of(one))
     return inside & is_live(one.context, tl.where(inside, peer_of(one, pipes, NODES), 0))
 
 
@@ -234,15 +250,15 @@ def is_pipe(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 def chunk_rows(one: Channel, rows: tl.tensor) -> tl.tensor:
     """Rows of a message, of a proxied pipe of ``rows`` rows: four messages, so that one is under way while others are
     packed and read, unless those would be too short or too long."""
-    least = tl.maximum(peek(one.state + W_LEAST_CHUNK) // one.stride, 1)
-    most = tl.minimum(peek(one.state + W_CHUNK_BYTES) // one.stride, tl.minimum(one.rows, one.staged) // 2)
-    return tl.minimum(tl.maximum((rows + 3) // 4, least), tl.maximum(most, 1))
+    least = tl.maximum(over(peek(one.state + W_LEAST_CHUNK), one.stride), 1)
+    most = tl.minimum(over(peek(one.state + W_CHUNK_BYTES), one.stride), tl.minimum(one.rows, one.staged) >> 1)
+    return tl.minimum(tl.maximum((rows + 3) >> 2, least), tl.maximum(most, 1))
 
 
 @triton.jit
 def whole(rows: tl.tensor, chunk: tl.tensor) -> tl.tensor:
     """Rows of a ring that holds a whole number of messages."""
-    return rows // chunk * chunk
+    return over(rows, chunk) * chunk
 
 
 @triton.jit
@@ -300,8 +316,8 @@ def _stamped(one: Channel, words: tl.tensor) -> tl.tensor:
 def _told_rows(one: Channel, rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
     """(Rows that a message on what is read stands for, how many such messages a proxied pipe of ``rows`` rows needs):
     half a ring each, until the rest fits."""
-    each = tl.maximum(ring // chunk // 2, 1) * chunk
-    return each, (tl.maximum(rows - ring, 0) + each - 1) // each
+    each = tl.maximum(over(ring, chunk) >> 1, 1) * chunk
+    return each, over(tl.maximum(rows - ring, 0) + each - 1, each)
 
 
 @triton.jit
@@ -317,12 +333,11 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     own = landing_window(one.context, peers)
     send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
     sent, taken = get_each(one, N_SENT, pipes, live), get_each(one, N_TAKEN, pipes, live)
-    out_rows, in_rows = get_each(one, N_OUT_ROWS, pipes, live), get_each(one, N_IN_ROWS, pipes, live)
 
     at = tl.where(proxied, arrived_address(one.context, peers, stream), own + _word_of(one, _WORD_ARRIVED, pipes))
     count = acquire_each(tl.where(live, at, sink), BACKEND)
     messages = count - get_each(one, N_MESSAGES_TAKEN + table, pipes, proxied)
-    came = tl.minimum(tl.maximum(messages, 0) * chunk_rows(one, receive), receive)
+    came = tl.minimum(tl.maximum(messages, 0) * get_each(one, N_IN_CHUNK, pipes, proxied), receive)
     arrived = tl.where(proxied, came, tl.where(mapped, _stamped(one, count), 0))
     set_each(one, N_ARRIVED, pipes, live, arrived)
 
@@ -331,9 +346,9 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     at = tl.where(proxied, completed_address(one.context, peers, stream), sink)
     done = acquire_each(at, BACKEND) - get_each(one, N_MESSAGES_SENT + table, pipes, proxied)
     freed = _stamped(one, count)
-    chunk = chunk_rows(one, send)
-    ring = whole(one.rows, chunk)
-    each, needed = _told_rows(one, send, chunk, ring)
+    out_rows = get_each(one, N_OUT_ROWS, pipes, live)
+    chunk, ring = get_each(one, N_OUT_CHUNK, pipes, proxied), get_each(one, N_LANDING_ROWS, pipes, proxied)
+    each, needed = _told_rows(one, send, tl.maximum(chunk, 1), ring)
     messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
     # what a NIC may repeat is written over when it is over: that of earlier operations as well
@@ -343,22 +358,51 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     set_each(one, N_LIMIT, pipes, live, limit)
 
     # rule: normal mode: a peer tells of no more rows than it has, and of none that do not fit
-    most = tl.minimum(receive, taken + in_rows)
-    blamed = _blamed(one, pipes, peers)
-    broken = refuse(one.context, one.state, blamed, mapped & (arrived > most), stream, arrived, most, BACKEND)
+    most = tl.minimum(receive, taken + get_each(one, N_IN_ROWS, pipes, live))
+    blamed = tl.where((one.phase == 0) & (pipes < one.ranks), pipes, peers)
+    broken = note_wrong(one, pipes, mapped & (arrived > most), blamed, stream, arrived, most)
     # rule: normal mode: a peer has read no more rows than there were
     wrong = mapped & (freed > sent) & (freed != EVERYTHING)
-    broken |= refuse(one.context, one.state, peers, wrong, told, freed, sent, BACKEND)
-    wrong = get_each(one, N_WRONG, pipes, live)
-    broken |= refuse(one.context, one.state, blamed, wrong != 0, stream, wrong, 0, BACKEND)
+    broken |= note_wrong(one, pipes, wrong, peers, told, freed, sent)
+    broken |= any_of(get_each(one, N_WRONG, pipes, live) != 0)
     settle(BACKEND)
     return broken
 
 
 @triton.jit
-def _blamed(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """Who has said how many rows a pipe has: in a dispatch their source, whoever forwards them."""
-    return tl.where((one.phase == 0) & (pipes < one.ranks), pipes, peers)
+def note_wrong(
+    one: Channel,
+    pipes: tl.tensor,
+    bad: tl.tensor,
+    blamed: tl.tensor,
+    stream: tl.tensor,
+    got: tl.tensor,
+    want: tl.tensor,
+) -> tl.tensor:
+    """Note for :func:`fail_by_notes` whom to blame for ``bad`` pipes; 1 when there are any, else 0.
+
+    A program fails at one place, once it has left its loop: the compiler would repeat what that takes at each place,
+    and Triton 3.6 and 3.7 put a barrier of it where not all warps of AMD's get in a loop.
+    """
+    set_each(one, N_WRONG, pipes, bad, blamed + 1)
+    set_each(one, N_WRONG_STREAM, pipes, bad, stream)
+    set_each(one, N_WRONG_GOT, pipes, bad, got)
+    set_each(one, N_WRONG_WANT, pipes, bad, want)
+    return any_of(bad)
+
+
+@triton.jit
+def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """Fail with the first rank that is to blame, unless there is none: somebody else has failed then."""
+    settle(BACKEND)
+    pipes = tl.arange(0, PIPES).to(tl.int64)
+    inside = pipes < 2 * one.ranks
+    blamed = get_each(one, N_WRONG, pipes, inside)
+    bad = blamed != 0
+    if any_of(bad) != 0:
+        on = get_each(one, N_WRONG_STREAM, pipes, bad)
+        got, want = get_each(one, N_WRONG_GOT, pipes, bad), get_each(one, N_WRONG_WANT, pipes, bad)
+        fail_at(one.context, one.state, code, blamed - 1, bad, on, got, want, BACKEND)
 
 
 @triton.jit
@@ -385,22 +429,25 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
     free = mapped & (taken > freed) & (receive > in_rows) & (2 * (taken - freed) >= in_rows)
     release_each(window + _word_of(one, _WORD_FREED, end), one.stamp + taken, free, sink, BACKEND)
 
-    chunk = chunk_rows(one, send)
-    messages = tl.where(sent == send, (sent + chunk - 1) // chunk, sent // chunk)
+    chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
+    messages = over(tl.where(sent == send, sent + chunk - 1, sent), chunk)
     due = tl.where(proxied, messages - shown, 0)
+    each, needed = _told_rows(one, receive, tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1), in_rows)
+    due_told = tl.where(proxied, tl.minimum(over(taken, each), needed) - freed, 0)
+    ring = tl.maximum(get_each(one, N_LANDING_ROWS, pipes, proxied), 1)
+    staged = tl.maximum(get_each(one, N_OUT_ROWS, pipes, proxied), 1)
     source, target = _staging_offset(one, pipes, NODES), _out_offset(one, pipes, NODES)
-    ring, staged = whole(one.rows, chunk), whole(one.staged, chunk)
-    for step in range(tl.max(due, axis=0)):
+    rows, others = tl.max(due, axis=0), tl.max(due_told, axis=0)
+    for step in range(rows + others):
+        # messages of rows, then those that only tell
         first = (shown + step) * chunk
         size = tl.minimum(chunk, sent - first) * one.stride
-        where = source + first % staged * one.stride
-        _put(one, peers, stream, due > step, where, target + first % ring * one.stride, size, BACKEND)
-    each, needed = _told_rows(one, receive, chunk_rows(one, receive), in_rows)
-    messages = tl.minimum(taken // each, needed)
-    due_told = tl.where(proxied, messages - freed, 0)
-    zero = tl.zeros_like(pipes)
-    for step in range(tl.max(due_told, axis=0)):
-        _put(one, peers, told, due_told > step, zero, zero, zero, BACKEND)
+        moving = step < rows
+        chosen = tl.where(moving, due > step, due_told > step - rows)
+        where = tl.where(moving, source + rest(first, staged) * one.stride, 0)
+        there = tl.where(moving, target + rest(first, ring) * one.stride, 0)
+        size = tl.where(moving, size, 0)
+        _put(one, peers, tl.where(moving, stream, told), chosen, where, there, size, BACKEND)
     set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
     set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
     settle(BACKEND)
@@ -447,18 +494,16 @@ def waits_for_others(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> 
     if NODES:
         pipes = tl.arange(0, PIPES).to(tl.int64)
         late, stuck = _late_and_stuck(one, pipes, NODES)
-        passed = tl.where(pipes < one.ranks, one.phase == 0, one.phase == 1)
-        passed = passed & (pipes // one.size != node_of(one))
+        passed = tl.where(pipes < one.ranks, 1 - one.phase, one.phase) != 0
+        passed = passed & ((pipes >= one.ranks) | (over(pipes, one.size) != node_of(one)))
         return 1 - any_of((late | stuck) & (passed == 0) & (peer_of(one, pipes, NODES) != one.me))
     else:
         return tl.full((), 0, tl.int32)
 
 
 @triton.jit
-def blame(
-    one: Channel, ending: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Fail with a peer that is missing: whose rows have not come, or who has not read those that it has."""
+def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+    """Note a peer that is missing: whose rows have not come, or who has not read those that it has."""
     pipes = tl.arange(0, PIPES).to(tl.int64)
     live = is_pipe(one, pipes, NODES)
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
@@ -471,15 +516,13 @@ def blame(
     late = other & (arrived < receive) & (late | (receive == EVERYTHING))
     stuck = stuck & other & (sent >= limit)
     # rows that have not come, unless all have
-    bad = tl.where(any_of(late) != 0, late, stuck)
-    bad = tl.where(any_of(bad) != 0, bad, live)
     of_stuck = any_of(late) == 0
-    on = tl.where(of_stuck, told, stream)
+    bad = tl.where(of_stuck, stuck, late)
+    bad = tl.where(any_of(bad) != 0, bad, live)
     got, want = tl.where(of_stuck, limit, arrived), tl.where(of_stuck, sent + 1, receive)
     # of a pipe that nobody knows the end of, at least one row more
     want = tl.where(want == EVERYTHING, arrived + 1, want)
-    code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
-    fail_at(one.context, one.state, code, peers, bad, on, got, want, BACKEND)
+    note_wrong(one, pipes, bad, peers, tl.where(of_stuck, told, stream), got, want)
 
 
 @triton.jit
@@ -491,11 +534,12 @@ def count_messages(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> No
     proxied = live & (peer_window(one.context, peers) == 0)
     _, _, table, told_table = _streams(one)
     send, receive = get_each(one, N_SEND_ROWS, pipes, proxied), get_each(one, N_RECV_ROWS, pipes, proxied)
-    chunk, received = chunk_rows(one, send), chunk_rows(one, receive)
-    _, coming = _told_rows(one, send, chunk, whole(one.rows, chunk))
-    _add(one, N_MESSAGES_SENT + table, pipes, proxied, (send + chunk - 1) // chunk)
+    chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
+    received = tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1)
+    _, coming = _told_rows(one, send, chunk, get_each(one, N_LANDING_ROWS, pipes, proxied))
+    _add(one, N_MESSAGES_SENT + table, pipes, proxied, over(send + chunk - 1, chunk))
     _add(one, N_MESSAGES_SENT + told_table, pipes, proxied, get_each(one, N_FREED, pipes, proxied))
-    _add(one, N_MESSAGES_TAKEN + table, pipes, proxied, (receive + received - 1) // received)
+    _add(one, N_MESSAGES_TAKEN + table, pipes, proxied, over(receive + received - 1, received))
     _add(one, N_MESSAGES_TAKEN + told_table, pipes, proxied, coming)
 
 

@@ -71,7 +71,13 @@ def pipes_of_tokens(one: Channel, NODES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _marked(
-    one: Channel, marks: Marks, pipe: tl.tensor, index: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, NODES: tl.constexpr
+    one: Channel,
+    marks: Marks,
+    pipe: tl.tensor,
+    index: tl.tensor,
+    inside: tl.tensor,
+    BITS: tl.constexpr,
+    NODES: tl.constexpr,
 ) -> tl.tensor:
     """1 for each row ``index`` [rows] that passes ``pipe``, else 0."""
     inside = inside & (index < marks.known)

@@ -7,18 +7,29 @@ import triton.language as tl
 
 from .blocks import W_BROKEN, W_ENDED, W_NOTICES, W_NUMBER, W_OPENED, W_RAN
 from .context import has_failed_now, wait_limit
-from .normal_pipes import Channel, advance, blame, count_messages, look, unfinished, waits_for_others
-from .wait import GO_ON, TOO_LATE, end_spin
+from .normal_pipes import (
+    Channel,
+    advance,
+    blame,
+    count_messages,
+    fail_by_notes,
+    look,
+    unfinished,
+    waits_for_others,
+)
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, end_spin, fail
 from .words import arrive_last, clock_ns, peek, poke, settle, uniform
+
+#: Why a program leaves its loop: all is done; a peer claimed what it must not; one is missing; the host, or another
+#: program, has said so.
+GOING, DONE, CLAIMED, LATE, OVER = (tl.constexpr(value) for value in range(5))
 
 
 @triton.jit
-def is_open(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
-    """Look at the peers: 1 when rows may be moved, 0 after a failure, of whichever program."""
-    broken = look(one, NODES, PIPES, BACKEND)
-    if broken == 0:
-        broken = has_failed_now(one.context, BACKEND).to(tl.int32)
-    return 1 - broken
+def begin_turn(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+    """Look at the peers: GOING when rows may be moved."""
+    found = tl.where(look(one, NODES, PIPES, BACKEND) != 0, CLAIMED, GOING)
+    return tl.where(has_failed_now(one.context, BACKEND), OVER, found)
 
 
 @triton.jit
@@ -32,28 +43,38 @@ def end_turn(
     PIPES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """After ``moved`` rows: (1 when there is another turn, else 0; when the present wait began, and when the sticky
-    error was looked at last). ``left``: there is work of which no pipe knows."""
+    """After ``moved`` rows: (GOING when there is another turn; when the present wait began, and when the sticky error
+    was looked at last). ``left``: there is work of which no pipe knows."""
     settle(BACKEND)
-    going = 1 - has_failed_now(one.context, BACKEND).to(tl.int32)
-    if going != 0:
-        advance(one, NODES, PIPES, BACKEND)
-        going = unfinished(one, NODES, PIPES) | left
-        if moved > 0:
-            start = clock_ns(BACKEND)
-            checked = start
-        elif going != 0:
-            ending, checked = end_spin(one.context, start, checked, BACKEND)
-            if ending == TOO_LATE:
-                if waits_for_others(one, NODES, PIPES) != 0:
-                    # an eighth longer: the peer knows better for whom it waits, and tells
-                    limit = wait_limit(one.context)
-                    late = (clock_ns(BACKEND) - start > limit + limit // 8).to(tl.int32)
-                    ending = tl.where(uniform(late, BACKEND) != 0, TOO_LATE, GO_ON)
-            if ending != GO_ON:
-                blame(one, ending, NODES, PIPES, BACKEND)
-                going = tl.full((), 0, tl.int32)
-    return going, start, checked
+    found = tl.full((), GOING, tl.int32)
+    advance(one, NODES, PIPES, BACKEND)
+    if (unfinished(one, NODES, PIPES) | left) == 0:
+        found = tl.full((), DONE, tl.int32)
+    elif moved > 0:
+        start = clock_ns(BACKEND)
+        checked = start
+    else:
+        ending, checked = end_spin(one.context, start, checked, BACKEND)
+        if ending == TOO_LATE:
+            if waits_for_others(one, NODES, PIPES) != 0:
+                # an eighth longer: the peer knows better for whom it waits, and tells
+                limit = wait_limit(one.context)
+                late = (clock_ns(BACKEND) - start > limit + limit // 8).to(tl.int32)
+                ending = tl.where(uniform(late, BACKEND) != 0, TOO_LATE, GO_ON)
+        found = tl.where(ending == TOO_LATE, LATE, tl.where(ending == GO_ON, GOING, OVER))
+    return found, start, checked
+
+
+@triton.jit
+def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """After the last turn: fail, unless all is right."""
+    if found == LATE:
+        blame(one, NODES, PIPES)
+    if found == OVER:
+        fail(one.context, one.state, 0, -1, -1, 0, 0, BACKEND)
+    else:
+        # also when all is done: of what was taken out last nobody has looked what it claims
+        fail_by_notes(one, tl.where(found == LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL), PIPES, BACKEND)
 
 
 @triton.jit

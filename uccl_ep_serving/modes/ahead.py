@@ -55,7 +55,9 @@ def low_latency_launches(plan: LowLatencyPlan, codings: tuple[str, ...]) -> Iter
 
 def _normal_launches(plan: LowLatencyPlan, codings: tuple[str, ...], node_ranks: int) -> Iterator[Launch]:
     kernels, hidden = TritonNormalKernels(plan.ranks), plan.hidden
-    forms = [RowFormat(NormalNotify.OPERATION_COMBINE, DTYPE_BF16, hidden, 2 * hidden, node_ranks=node_ranks, channels=1)]
+    forms = [
+        RowFormat(NormalNotify.OPERATION_COMBINE, DTYPE_BF16, hidden, 2 * hidden, node_ranks=node_ranks, channels=1)
+    ]
     for dtype, block, width, scale in map(CODINGS.__getitem__, codings):
         scales, row = hidden // block * scale, hidden * width
         kind, experts = NormalNotify.OPERATION_DISPATCH, plan.local_experts

@@ -110,9 +110,7 @@ class Route:
 
         return (bound,)
 
-    def new_handle(
-        self, origin: DispatchOrigin, channels: int, node_ranks: int, capacity: int
-    ) -> NormalGpuHandle:
+    def new_handle(self, origin: DispatchOrigin, channels: int, node_ranks: int, capacity: int) -> NormalGpuHandle:
         """Of a dispatch that takes this route and has not run: what it receives is not known.
 
         Args:
