@@ -35,6 +35,7 @@ PIPE_WORDS = next(_word)  # offset of what mapped peers tell of their pipes (``p
 # how the running operation was opened: 1 + NUMBER when its rows may move, the negative when they may not
 OPENED = next(_word)  # [program 0]
 ENDED = next(_word)  # programs of the running kernel that have ended; 0 between kernels [all]
+TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
 BROKEN = next(_word)  # 1 when a program gave up in the running operation [all]
 RAN = next(_word)  # 1 = the operation opened last has been exchanged [program 0, the last program]
 

@@ -61,6 +61,7 @@ class TritonNormalKernels:
             "TOKENS": min(max(_PAIRS // self._ranks, 1), 64 if interpreted else _PAIRS),
             # one for each thread, so that nobody reads for another
             "PIPES": max(pipes, MAX_CHANNELS if interpreted else _THREADS),
+            "STARTS_IN_ORDER": self.target.in_order,
             "BACKEND": self.target.backend,
         }
         self._reporting = Variant(report_ids, {"BACKEND": self.target.backend})

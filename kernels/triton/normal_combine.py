@@ -48,7 +48,7 @@ from .normal_rows import (
     row_address,
     store_words,
 )
-from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
+from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
 from .quant import load_floats, load_together, store_floats
 from .words import clock_ns, floats, int32s, poke
 
@@ -394,6 +394,7 @@ def combine_rows(
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
     PIPES: tl.constexpr,
+    STARTS_IN_ORDER: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     """Combine; grid (channels,). Compile without fused multiply-add. Addresses and sizes are those of
@@ -401,7 +402,7 @@ def combine_rows(
     exchanged every token is."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
-    program = tl.program_id(0).to(tl.int64)
+    program = channel_number(state, STARTS_IN_ORDER)
     one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, COMBINE, NODES)
     none = tl.full((), 0, tl.int64)
     if program == 0:

@@ -42,7 +42,7 @@ from .normal_rows import (
     settle_plan,
     store_words,
 )
-from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
+from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
 from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
 
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
@@ -365,6 +365,7 @@ def dispatch_rows(
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
     PIPES: tl.constexpr,
+    STARTS_IN_ORDER: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
     """Dispatch; grid (channels,), or (1,) for the opening alone. Addresses and sizes are those of
@@ -377,7 +378,7 @@ def dispatch_rows(
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, capacity, meta_bytes = tokens.to(tl.int64), capacity.to(tl.int64), meta_bytes.to(tl.int64)
     row_bytes, local_experts = row_bytes.to(tl.int64), local_experts.to(tl.int64)
-    program = tl.program_id(0).to(tl.int64)
+    program = channel_number(state, STARTS_IN_ORDER)
     stride = row_bytes + meta_bytes
     one = channel_of(context, state, program, channels, node_ranks, stride, KIND, NODES)
     if (program == 0) & (opening_only != 2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import W_BROKEN, W_ENDED, W_NOTICES, W_NUMBER, W_OPENED, W_RAN
+from .blocks import W_BROKEN, W_ENDED, W_NOTICES, W_NUMBER, W_OPENED, W_RAN, W_TICKETS
 from .context import has_failed_now, wait_limit
 from .normal_pipes import (
     Channel,
@@ -18,11 +18,24 @@ from .normal_pipes import (
     waits_for_others,
 )
 from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, end_spin, fail
-from .words import arrive_last, clock_ns, peek, poke, settle, uniform
+from .words import arrive_last, clock_ns, int64s, peek, poke, settle, uniform
 
 #: Why a program leaves its loop: all is done; a peer claimed what it must not; one is missing; the host, or another
 #: program, has said so.
 GOING, DONE, CLAIMED, LATE, OVER = (tl.constexpr(value) for value in range(5))
+
+
+@triton.jit
+def channel_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor:
+    """Number of this program: its channel. The first one to start is program 0, which the others wait for."""
+    if STARTS_IN_ORDER:
+        return tl.program_id(0).to(tl.int64)
+    else:
+        number = tl.atomic_add(int64s(state + W_TICKETS), 1, sem="relaxed", scope="gpu")
+        if number == tl.num_programs(0) - 1:
+            # nobody takes one any more
+            tl.atomic_xchg(int64s(state + W_TICKETS), 0, sem="relaxed", scope="gpu")
+        return number
 
 
 @triton.jit
@@ -84,20 +97,23 @@ def end_kernel(
     """Count this program as ended; the last one closes the operation. Of an opening alone only one whose ranks parted
     is closed."""
     state = one.state
-    number = peek(state + W_NUMBER)
+    number, notices = peek(state + W_NUMBER), peek(state + W_NOTICES)
     opened = peek(state + W_OPENED) == number + 1
+    last = (opening_only != 0) & (opened == 0)
+    ran = tl.full((), 0, tl.int32)
     if opening_only == 0:
         failed = has_failed_now(one.context, BACKEND)
         if opened & (failed == 0):
             count_messages(one, NODES, PIPES)
         if failed:
             poke(state + W_BROKEN, 1)
-        if arrive_last(state + W_ENDED, 1, one.channels, BACKEND):
-            ran = opened & (peek(state + W_BROKEN) == 0)
-            poke(state + W_RAN, ran.to(tl.int64))
-            poke(state + W_BROKEN, 0)
-            poke(state + W_NUMBER, number + 1)
-            poke(state + W_NOTICES, peek(state + W_NOTICES) + 1)
-    elif opened == 0:
+        last = arrive_last(state + W_ENDED, 1, one.channels, BACKEND)
+        if last:
+            ran = (opened & (peek(state + W_BROKEN) == 0)).to(tl.int32)
+    # every thread has read what one of them is about to overwrite
+    settle(BACKEND)
+    if last:
+        poke(state + W_RAN, ran.to(tl.int64))
+        poke(state + W_BROKEN, 0)
         poke(state + W_NUMBER, number + 1)
-        poke(state + W_NOTICES, peek(state + W_NOTICES) + 1)
+        poke(state + W_NOTICES, notices + 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.kernels import select
 from uccl_ep_serving.kernels.triton import launch, low_latency, normal
 from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
+from uccl_ep_serving.modes.normal_gpu import NormalGpu
 from uccl_ep_serving.protocol.context import FAILURE_PROXY_DIED
 from uccl_ep_serving.protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
 from uccl_ep_serving.proxy.loop import DIED
@@ -95,6 +96,7 @@ class ModelGroup(FakeGroup):
         machine: that runs them. Its memory learns of windows, of what the host maps, and of each rank's tensors.
         compiled: where its kernels come from.
         mapped: which peers map each other's window; the others are reached through proxies, over the fake transport.
+        sizes: of what normal mode has of the windows.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ModelGroup(FakeGroup):
         adversary: Adversary | None = None,
         settings: Settings | None = None,
         mapped: Callable[[int, int], bool] = lambda rank, peer: False,
+        sizes: Mapping[str, int] = _SMALL,
     ) -> None:
         self.machine, self.compiled = machine, compiled
         self._here = threading.local()
@@ -116,7 +119,7 @@ class ModelGroup(FakeGroup):
         #: Called after each turn of a proxy.
         self.stepped: Callable[[], object] = lambda: None
         settings = settings or Settings(timeout=TIMEOUT, window="host")
-        plan = NormalPlan(ranks, 16, **_SMALL)
+        plan = NormalPlan(ranks, 16, **sizes)
         super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
         self.barrier = _Barrier(machine, ranks)  # type: ignore[assignment]
         for rank, proxy in itertools.product(range(ranks), range(self.settings.proxies)):
@@ -160,6 +163,13 @@ class ModelGroup(FakeGroup):
     def low_latency(self, runtime: DirectRuntime, order: StreamOrder | None = None) -> LowLatencyGpu:
         """Low-latency mode of a rank; ``order``: of its kernels, where it is another one."""
         return LowLatencyGpu(runtime, self.gpu(runtime, order))  # type: ignore[arg-type]
+
+    def normal_mode(self, runtime: DirectRuntime) -> NormalGpu:
+        """Normal mode of a rank."""
+        found = NormalGpu(runtime, self.gpu(runtime))  # type: ignore[arg-type]
+        # what it tells the host with is mapped memory
+        self._kept.append(found)
+        return found
 
     @property
     def calling(self) -> int:

@@ -11,8 +11,8 @@ from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.sequential import Sequential
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product.compiled import Compiled
-from tests.ptx.product.ranks import ModelGroup, ModelRuntime
-from tests.support import ll_cases
+from tests.ptx.product.ranks import TIMEOUT, ModelGroup, ModelRuntime
+from tests.support import ll_cases, normal_cases
 from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
@@ -64,8 +64,9 @@ def group_of(
     path: str,
     settings: Settings | None = None,
     adversary: Adversary = HOSTILE,
+    **options: Any,
 ) -> ModelGroup:
-    """``ranks`` ranks that reach each other by ``path``."""
+    """``ranks`` ranks that reach each other by ``path``; ``options`` of the group."""
     return ModelGroup(
         machine,
         compiled,
@@ -74,6 +75,7 @@ def group_of(
         adversary=adversary,
         settings=settings,
         mapped=lambda rank, peer: path == "mapped",
+        **options,
     )
 
 
@@ -109,6 +111,34 @@ def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, co
                 inputs = one.inputs()
                 combined = ll_cases.run_rank(one, low_latency, runtime.rank, inputs)
                 ll_cases.check_combined(one, inputs, runtime.rank, combined)
+
+        group.run(body, limit_steps=LIMIT_STEPS)
+    return Outcome(machine.digest(), machine.steps)
+
+
+#: Rings of a few rows, which are used many times in an operation.
+NARROW = {"heap": 0, "rounds": 8192, "chunk": 4096, "depth": 1}
+
+
+def exchange(
+    compiled: Compiled, memory: str, path: str, case: normal_cases.Case, seed: int, narrow: bool = False
+) -> Outcome:
+    """Normal mode: a dispatch and its combine, of a size that is read back; the same again with a promise; and from the
+    handle of that. ``narrow``: through rings of a few rows."""
+    machine = machine_of(memory, seed)
+    settings = Settings(timeout=TIMEOUT, window="host", programs=2)
+    with group_of(machine, compiled, case.ranks, path, settings, **({"sizes": NARROW} if narrow else {})) as group:
+
+        def body(runtime: ModelRuntime) -> None:
+            normal: Any = group.normal_mode(runtime)
+            inputs, worst = case.inputs(), sum(case.tokens)
+            for promised in (0, worst):
+                outcome = normal_cases.round_trip(normal, inputs, runtime.rank, num_worst_tokens=promised)
+                normal_cases.check_rank(inputs, runtime.rank, outcome, worst=promised)
+            again, *_ = normal.dispatch(inputs.rows(runtime.rank), handle=outcome.handle)
+            rows = again[0] if isinstance(again, tuple) else again
+            back, *_ = normal.combine(normal_cases.expert_outputs(rows, runtime.rank), outcome.handle)
+            assert normal_cases.same_bits(back, outcome.combined)
 
         group.run(body, limit_steps=LIMIT_STEPS)
     return Outcome(machine.digest(), machine.steps)
