@@ -45,8 +45,6 @@ VALID: dict[str, dict[str, object]] = {
     "chunk_bytes": {"4097": 8192, "256M": 256 << 20},
     "chunk_depth": {"1": 1, "64": 64},
     "programs": {"1": 1, "1024": 1024},
-    "link_bandwidth": {"0.5": 0.5, "100000": 1e5},
-    "nic_bandwidth": {"50": 50.0, "1e5": 1e5},
     "tcp_connections": {"1": 1, "16": 16},
     "tcp_auth": {"1": True},
     "socket_ifname": {"^docker0": "^docker0"},
@@ -152,7 +150,6 @@ def test_bad_values_are_named(name: str, value: str) -> None:
         ("UCCL_EP_PROXY_CPUS", "4-", "as 4,5 or 4-7"),
         ("UCCL_EP_TIMEOUT", "1min", "a number of seconds"),
         ("UCCL_EP_TIMEOUT", "nan", r"must be in 0\.05\.\.86400 seconds"),
-        ("UCCL_EP_NIC_BANDWIDTH", "fast", "a number of GB/s"),
     ],
 )
 def test_what_would_be_accepted_is_said(name: str, value: str, words: str) -> None:

@@ -92,13 +92,6 @@ def _seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def _gigabytes(text: str) -> float:
-    value = _number(text, "GB/s")
-    if not 0 <= value <= 1e5:
-        raise ValueError("must be in 0..100000 GB/s")
-    return value
-
-
 def _choice(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -215,8 +208,6 @@ class Settings:
     chunk_bytes: int = 1 * _MIB
     chunk_depth: int = 4
     programs: int = 0
-    link_bandwidth: float = 0.0
-    nic_bandwidth: float = 0.0
     tcp_connections: int = 2
     tcp_auth: bool = False
     socket_ifname: str = ""
@@ -413,24 +404,8 @@ SETTINGS: tuple[Variable, ...] = (
         "programs",
         _integer(0, 1024),
         False,
-        "GPU programs (SMs) that move rows of normal mode; 0: enough to saturate the bottleneck. Never more than "
-        "`Config.num_sms`",
-    ),
-    Variable(
-        "link_bandwidth",
-        _gigabytes,
-        False,
-        "GB/s, one way, between GPUs of a host, from which the number of programs follows; 0: 450 (NVLink 4), and 50 "
-        "(PCIe 5) for windows in host memory",
-        group="debug",
-    ),
-    Variable(
-        "nic_bandwidth",
-        _gigabytes,
-        False,
-        "GB/s, one way, that a rank sends through its proxies, from which the number of programs follows; 0: the rate "
-        "of its NICs, 3.5 without any",
-        group="nic",
+        "GPU programs (SMs) of normal mode, each of which serves a channel, the same on all ranks; 0: 16. Never more "
+        "than `Config.num_sms`",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(

@@ -114,7 +114,7 @@ def _store_meta(
     experts: tl.tensor,
     shape: RowShape,
 ) -> None:
-    """Meta of rows for a rank, or a node, that has ``experts`` experts from ``first_expert`` on: ids of others are -1."""
+    """Meta of rows for a rank, or a node, with ``experts`` experts from ``first_expert`` on; ids of others are -1."""
     if shape.TOPK > 0:
         local = expert - first_expert
         local = tl.where((local >= 0) & (local < experts), local, -1)

@@ -320,8 +320,8 @@ def _take_notifies(
     KIND: tl.constexpr,
     NODES: tl.constexpr,
 ) -> tl.tensor:
-    """After the notifies of the ``live`` peers have arrived: read and check them. Peers of another shape; -1 when one is
-    refused, which is noted."""
+    """After the notifies of the ``live`` peers have arrived: read and check them. Peers of another shape; -1 when one
+    is refused, which is noted."""
     context, state, ranks = one.context, one.state, one.ranks
     number, stride = peek(state + W_NUMBER), peek(state + W_NOTIFY_STRIDE)
     at = landing_window(context, tl.where(live, peers, 0)) + peek(state + W_NOTIFY_RECV)
@@ -413,8 +413,8 @@ def _count_experts(
 def _place(
     one: Channel, opening: Opening, table: tl.constexpr, ranks: tl.tensor, begin: tl.tensor, PIPES: tl.constexpr
 ) -> tl.tensor:
-    """Say where the rows of every (rank, channel) of a route's ``table``, of ``ranks`` ranks or nodes, begin when all stand one behind the other, in
-    FIRST from pipe ``begin`` on; how many there are in all."""
+    """Say where the rows of every (rank, channel) of a route's ``table``, of ``ranks`` ranks or nodes, begin when all
+    stand one behind the other, in FIRST from pipe ``begin`` on; how many there are in all."""
     total = tl.full((), 0, tl.int64)
     each: tl.constexpr = PIPES // _MAX_CHANNELS
     for first in range(0, ranks, each):

@@ -122,8 +122,8 @@ print(json.dumps(gpu.run(("first",), 500.0, parts=parts).plain()))
 LOST = {
     ("low_latency", "combine_recv", 1): "kernels combine_send and combine_recv",
     ("low_latency", "dispatch_recv", 1): "kernels dispatch_send and dispatch_recv",
-    ("normal", "reduce_rows", 2): "kernel reduce_rows",
-    ("normal", "move_rows", 2): "kernel",
+    ("normal", "combine_rows", 2): "kernel combine_rows",
+    ("normal", "dispatch_rows", 2): "kernel dispatch_rows",
 }
 
 

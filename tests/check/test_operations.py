@@ -77,11 +77,11 @@ def test_what_is_right_passes(buffer: Buffer, mode: str, option: int) -> None:
         ("low_latency", "low_latency_dispatch", 1, "kernel dispatch_recv", "rows of each expert"),
         ("low_latency", "low_latency_combine", 0, "kernels combine_send and combine_recv", "combined tokens"),
         ("normal", "get_dispatch_layout", 3, "kernel mark_tokens", "is_token_in_rank"),
-        ("normal", "dispatch", 0, "kernels advance and move_rows", "rows"),
-        ("normal", "dispatch", 1, "kernels advance and move_rows", "ids"),
-        ("normal", "dispatch", 2, "kernels advance and move_rows", "weights"),
-        ("normal", "combine", 0, "kernel reduce_rows", "combined tokens"),
-        ("normal", "combine", 1, "kernel reduce_rows", "combined weights"),
+        ("normal", "dispatch", 0, "kernel dispatch_rows", "rows"),
+        ("normal", "dispatch", 1, "kernel dispatch_rows", "ids"),
+        ("normal", "dispatch", 2, "kernel dispatch_rows", "weights"),
+        ("normal", "combine", 0, "kernel combine_rows", "combined tokens"),
+        ("normal", "combine", 1, "kernel combine_rows", "combined weights"),
     ],
 )
 def test_a_wrong_result_is_told(buffer: Buffer, mode: str, method: str, result: int, where: str, what: str) -> None:

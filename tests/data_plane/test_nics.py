@@ -72,20 +72,6 @@ def test_one_proxy_drives_all_nics_of_its_rank(asked) -> None:
     assert three == {(0, 0): [("a", 1, 1), ("c", 1, 1)], (0, 1): [("b", 1, 1)]}
 
 
-def test_the_bandwidth_of_a_rank_is_its_share_of_its_nics() -> None:
-    topology = Topology(nics=(nic("a"), nic("b"), nic("c")))
-    hosts = [HostNics(Settings(), place=rank, local_ranks=2, topology=topology) for rank in range(2)]
-    offers = [{"roce": Offer(tuple(one.name for one in host.rails["roce"].nics))} for host in hosts]
-    shared = [set(offers[0]["roce"].nics) & set(offers[1]["roce"].nics)]
-    expected = [sum(50e9 / (1 + (name in shared[0])) for name in offer["roce"].nics) for offer in offers]
-    assert [host.bandwidth(["roce", "shm"], offers) for host in hosts] == expected
-    alone = HostNics(Settings(), topology=Topology(nics=(nic("a"), nic("b"))))
-    assert alone.bandwidth(["roce"], [{"roce": Offer(("a", "b"))}]) == 100e9
-    # two ranks with one NIC between them
-    assert alone.bandwidth(["roce"], [{"roce": Offer(("a", "b"))}, {"roce": Offer(("b",))}]) == 75e9
-    assert alone.bandwidth(["shm", "tcp"], []) == 0.0
-
-
 def test_without_a_nic_every_device_is_named_with_its_reason() -> None:
     present = Topology(nics=(nic("a", active=False), nic("b")))
     offer = HostNics(Settings(nccl_ib_hca="^b"), topology=present).offers["roce"]

@@ -37,8 +37,7 @@ LOW_LATENCY = {
 }
 #: Those of normal mode that are quickly compiled.
 NORMAL = {
-    *("mark_tokens", "report_ids", "list_tokens", "open_operation", "advance", "move_rows", "reduce_rows"),
-    *("list_passed", "move_node_rows", "count_marks"),
+    *("mark_tokens", "report_ids", "dispatch_rows"),
 }
 SEND, RECEIVE, RETURN, SUM = ("dispatch_send",), ("dispatch_recv",), ("combine_send",), ("combine_recv",)
 

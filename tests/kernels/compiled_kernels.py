@@ -17,10 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests.kernels import compiled_traps
-from tests.kernels.compiled_traps import COPYING, IN_FLIGHT, WAITING
+from tests.kernels.compiled_traps import COPYING, EXCHANGING, IN_FLIGHT, WAITING
 from tests.kernels.divergence import divergences
 from tests.ptx.translation.translate import unknown
-from uccl_ep_serving.kernels.blocks.normal_device import NodeTensors, NormalFormat, NormalTensors
+from uccl_ep_serving.kernels.blocks.normal_device import NormalFormat
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.kernel import PREFIX
 from uccl_ep_serving.kernels.triton.launch import Launch
@@ -29,51 +29,38 @@ from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, NormalNotify
 
-#: Bytes that a kernel which copies may spill: with Triton 3.8 on sm_90 these are four registers of `move_rows`, which
-#: has 32 KiB on their way to a program.
+#: Bytes that a kernel which copies may spill.
 _SPILLED = 16
 #: Those of low latency, of one warp, keep a few addresses of outer loops in local memory: ptxas would not take more
 #: registers than let 24 to 32 of their programs run on a multiprocessor.
 _SPILLED_BY_A_WARP = 64
-#: A combine's sums between nodes, at 128 registers of a thread.
-_SPILLED_BETWEEN_NODES = 48
+#: Those between nodes keep what turns know beside the rows that are on their way: 256 threads, 255 registers each.
+_SPILLED_BETWEEN_NODES = 512
 
-#: That the caller allows.
-PROGRAMS = 20
+#: Channels of normal mode.
+PROGRAMS = 16
 
 
 def normal_launches() -> list[Launch]:
     """Normal mode likewise: FP8 with scales and BF16 dispatches, cached ones, combines with weights and biases."""
-    kernels = TritonNormalKernels(8)
-    at = 1 << 40
-    found = [*kernels.mark(at, at, at, 128, 8, 256, at, at, at, at), *kernels.list(at, 128, 0, 0, at, at, at, at)]
-    found += kernels.list(at, 128, 0, 4, at, at, at, at)
-    nodes = NodeTensors(at, at, 128, at, 128, at)
-    tensors = NormalTensors(at, at, 128, at, at, at, at, at, at, at, 128)
+    kernels, found = TritonNormalKernels(8), list[Launch]()
     for kind, dtype, row, meta, scale, topk in (
         (NormalNotify.OPERATION_DISPATCH, DTYPE_FP8, 7168, 288, 224, 8),
         (NormalNotify.OPERATION_CACHED_DISPATCH, DTYPE_BF16, 14336, 0, 0, 0),
         (NormalNotify.OPERATION_COMBINE, DTYPE_BF16, 14336, 32, 0, 8),
     ):
-        form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, at, at)
-        found += kernels.open(at, at, form, at, at, at, at, at, at, at, 1, 0, 0)
-        found += kernels.exchange(at, at, form, tensors, None, 1, PROGRAMS)
+        form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, 1 << 40, 1 << 40, 0, PROGRAMS)
+        found += kernels.ahead(form, 256, 2)
         # the marks of a row between nodes take 16 bytes more at most
         between = form._replace(meta_bytes=meta + 16 if kind != NormalNotify.OPERATION_COMBINE else meta, node_ranks=4)
-        found += kernels.open(at, at, between, at, at, at, at, at, at, at, 1, 0, at)
-        found += kernels.exchange(at, at, between, tensors, nodes, 1, PROGRAMS)
-        if kind == NormalNotify.OPERATION_COMBINE:
-            found += kernels.reduce(at, at, form, at, 128, at, at, 128, at, at, (at, at), at, at, PROGRAMS)
+        found += kernels.ahead(between, 256, 2)
     return found
 
 
 def quickly_compiled(launch: Launch) -> bool:
-    """False for kernels of normal mode that take a second and more, and hold what another one holds as well."""
+    """False for kernels between nodes and of cached dispatches, which hold what the others hold as well."""
     kind = launch.constants.get("KIND", NormalNotify.OPERATION_DISPATCH)
-    name = launch.kernel.__name__
-    return name not in {"finish", "finish_nodes", "advance_nodes"} and (
-        name != "open_operation" or kind == NormalNotify.OPERATION_DISPATCH
-    )
+    return not launch.constants.get("NODES", False) and kind == NormalNotify.OPERATION_DISPATCH
 
 
 def launches(names: frozenset[str]) -> list[Launch]:
@@ -117,12 +104,13 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
         found = resources(gpu, result)
         if not result.metadata.name.startswith(PREFIX):
             faults.append(f"a profile would show it as {result.metadata.name}")
-        # Triton 3.6 and 3.7 may put the barrier of a scalar atomic on one side of a branch: one warp does not mind
-        if name in WAITING and launch.variant.warps != 1:
+        # Triton 3.6 and 3.7 may put the barrier of a scalar atomic on one side of a branch: one warp does not mind, and
+        # normal mode has none in a loop
+        if name in WAITING - EXCHANGING and launch.variant.warps != 1:
             faults.append("a program that waits has several warps, of which some may hang at a barrier")
         # those that wait spend their time waiting
         allowed = _SPILLED_BY_A_WARP if name in COPYING & WAITING else _SPILLED
-        if name == "move_node_rows":
+        if launch.constants.get("NODES", False):
             allowed = _SPILLED_BETWEEN_NODES
         if found["spilled"] > allowed and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")
@@ -130,8 +118,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
             found["in_flight"] = 16 * launch.variant.warps * gpu.warp_size * compiled_traps.loads_at_once(text)
             if found["in_flight"] < IN_FLIGHT[name][gpu.backend == "hip"]:
                 faults.append(f"only {found['in_flight']} bytes of rows are on their way to a program")
-            if math.prod(launch.grid) < PROGRAMS:
-                faults.append(f"a grid of {launch.grid} where {PROGRAMS} programs are allowed")
+            if name in EXCHANGING and math.prod(launch.grid) != PROGRAMS:
+                faults.append(f"a grid of {launch.grid} for {PROGRAMS} channels")
         said = {"target": target, "kernel": name, "triton": triton.__version__, "faults": faults, **found}
         print(json.dumps(said), flush=True)
 

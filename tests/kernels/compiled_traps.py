@@ -14,6 +14,7 @@ from tests.kernels import flow_graph
 
 __all__ = [
     "COPYING",
+    "EXCHANGING",
     "IN_FLIGHT",
     "PUBLISHING",
     "WAITING",
@@ -26,15 +27,16 @@ __all__ = [
 
 #: Those of low latency whose last program to arrive goes on alone.
 ARRIVING = {"dispatch_send", "dispatch_recv", "combine_send"}
-PUBLISHING = {"dispatch_send", "combine_send", "open_operation", "advance", "finish", "advance_nodes", "finish_nodes"}
-#: Of one warp each.
+#: Those of normal mode, which do all of that.
+EXCHANGING = {"dispatch_rows", "combine_rows"}
+PUBLISHING = {"dispatch_send", "combine_send", *EXCHANGING}
 WAITING = {*ARRIVING, *PUBLISHING, "combine_recv"}
-COPYING = {*ARRIVING, "combine_recv", "move_rows", "move_node_rows", "reduce_rows"}
+COPYING = {*ARRIVING, *EXCHANGING, "combine_recv"}
 
 #: Bytes of rows that must be on their way to one program of these, on CUDA and ROCm.
 IN_FLIGHT = {
-    "reduce_rows": (16 << 10, 8 << 10),
-    "move_rows": (32 << 10, 8 << 10),
+    "dispatch_rows": (32 << 10, 8 << 10),
+    "combine_rows": (32 << 10, 8 << 10),
     # with Triton 3.6 on ROCm, 8 KiB with later ones
     "combine_recv": (8 << 10, 6 << 10),
     "combine_send": (4 << 10, 4 << 10),

@@ -38,9 +38,7 @@ NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, 
 LOW_LATENCY = {
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"),
 }
-ROUTING = {"mark_tokens", "report_ids", "list_tokens", "open_operation", "reduce_rows"}
-NORMAL = {*ROUTING, "advance", "move_rows", "finish"}
-BETWEEN_NODES = {*ROUTING, "advance_nodes", "list_passed", "move_node_rows", "count_marks", "finish_nodes"}
+NORMAL = {"mark_tokens", "report_ids", "dispatch_rows", "combine_rows"}
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +121,22 @@ def test_normal_mode_runs_what_was_compiled_ahead(of_normal_mode: list[Seen], tr
 
 @pytest.mark.parametrize("triton", TRITONS)
 def test_normal_mode_between_nodes_runs_what_was_compiled_ahead(between_nodes: list[Seen], triton: str) -> None:
-    check(between_nodes, BETWEEN_NODES, triton)
+    check(between_nodes, NORMAL, triton)
 
 
 NO_GLOBALS = """
 from uccl_ep_serving.kernels.triton.launch import Launch, Variant
-from uccl_ep_serving.kernels.triton.normal_step import advance
+from uccl_ep_serving.kernels.triton.ll_combine_recv import combine_recv
 
 def warmup(*arguments, grid, **constants):
-    assert advance.cache_key
-    read.append(len(advance.used_global_vals))
+    assert combine_recv.cache_key
+    read.append(len(combine_recv.used_global_vals))
 
 read = []
-advance.warmup = warmup
+combine_recv.warmup = warmup
 Launch(Variant(advance, {"LANES": 32, "BACKEND": 1}), (1, 1, 1), (0, 0)).build()
 assert read[0] > 0
-assert len(advance.used_global_vals) == 0
+assert len(combine_recv.used_global_vals) == 0
 """
 
 

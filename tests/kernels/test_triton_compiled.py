@@ -37,18 +37,11 @@ EVERYTHING = {
     "combine_send": 1,
     "combine_recv": 2,
     "mark_tokens": 1,
-    "list_tokens": 2,
     "report_ids": 1,
-    "open_operation": 2,
-    "advance": 1,
-    "move_rows": 3,
-    "reduce_rows": 1,
-    "list_passed": 2,
-    "move_node_rows": 3,
-    "count_marks": 1,
+    "dispatch_rows": 1,
 }
 #: Kernels of normal mode that take long to compile, likewise.
-SLOW = {"open_operation": 6, "finish": 3, "advance_nodes": 2, "finish_nodes": 3}
+SLOW = {"dispatch_rows": 4, "combine_rows": 2}
 Found = dict[str, Any]
 
 

@@ -159,9 +159,9 @@ def _normal(place: Place, buffer: Buffer, given: list[oracle.LowLatencyInput], w
     assert isinstance(received, torch.Tensor)
     assert local_ids is not None
     assert local_weights is not None
-    number, where = len(here.source), "kernels advance and move_rows"
-    expect(len(received) == (worst or number), "kernel open_operation", f"{worst or number} rows", len(received))
-    expect(counts == ([] if worst else here.expert_counts), "kernel open_operation", f"{here.expert_counts}", counts)
+    number, where = len(here.source), "kernel dispatch_rows"
+    expect(len(received) == (worst or number), "kernel dispatch_rows", f"{worst or number} rows", len(received))
+    expect(counts == ([] if worst else here.expert_counts), "kernel dispatch_rows", f"{here.expert_counts}", counts)
     _expect_equal(where, "rows", received[:number], here.rows([one.x for one in given]))
     _expect_equal(where, "ids", local_ids[:number], here.topk_idx)
     _expect_equal(where, "weights", local_weights[:number], here.topk_weights)
@@ -175,9 +175,9 @@ def _normal(place: Place, buffer: Buffer, given: list[oracle.LowLatencyInput], w
     outputs = [_outputs(one.rows([source.x for source in given]), peer) for peer, one in enumerate(delivered)]
     tokens = len(given[rank].x)
     wanted = oracle.normal_combine(outputs, delivered, rank, tokens)
-    _expect_equal("kernel reduce_rows", "combined tokens", combined, wanted, _CLOSE)
+    _expect_equal("kernel combine_rows", "combined tokens", combined, wanted, _CLOSE)
     wanted = oracle.normal_combine_weights([one.topk_weights for one in delivered], delivered, rank, tokens)
-    _expect_equal("kernel reduce_rows", "combined weights", back, wanted, _WEIGHTS_CLOSE)
+    _expect_equal("kernel combine_rows", "combined weights", back, wanted, _WEIGHTS_CLOSE)
 
 
 def _outputs(rows: torch.Tensor, rank: int) -> torch.Tensor:

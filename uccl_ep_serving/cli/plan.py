@@ -13,15 +13,9 @@ from rich.text import Text
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.gpu.program_budget import (
-    DEFAULT_SMS,
-    LINK_BANDWIDTH,
-    PCIE_BANDWIDTH,
-    PROXY_BANDWIDTH,
-    budget,
-    row_traffic,
-)
+from uccl_ep_serving.gpu.program_budget import DEFAULT_SMS, row_traffic
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+from uccl_ep_serving.protocol.streams import MAX_CHANNELS
 
 __all__ = ["ELEMENTS", "app", "plan"]
 
@@ -86,18 +80,13 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
     on_device = settings.window != "host"
     crossed = node_ranks if 1 < node_ranks < ranks and settings.hierarchy != "off" else 0
     traffic = row_traffic(batch, row_bytes, min(topk, ranks), ranks, node_ranks, crossed, on_device)
-    link = settings.link_bandwidth * 1e9 or (LINK_BANDWIDTH if on_device else PCIE_BANDWIDTH)
-    # one step to pack and one to unpack
-    found = budget(traffic, 2, link, settings.nic_bandwidth * 1e9 or PROXY_BANDWIDTH, DEFAULT_SMS)
-    programs = min(settings.programs, DEFAULT_SMS) or found.programs
     return {
         "tokens": batch,
         "bytes_by_kernels": round(traffic.copied),
         "bytes_over_links": round(traffic.link),
         "bytes_by_proxies": round(traffic.far),
         "windows_in": "GPU memory" if on_device else "host memory",
-        "programs": programs,
-        "programs_are": "UCCL_EP_PROGRAMS" if settings.programs else found.reason,
+        "programs": min(settings.programs or MAX_CHANNELS, MAX_CHANNELS, DEFAULT_SMS),
     }
 
 
@@ -144,8 +133,7 @@ def _print(found: dict[str, Any], title: str) -> None:
     console.print(
         f"A normal-mode dispatch of {moved['tokens']} tokens on a GPU, windows in {moved['windows_in']}: "
         f"{kernels:,.0f} MiB copied by kernels, {links:,.0f} over links, {proxies:,.0f} by proxies. "
-        f"Programs (SMs): {moved['programs']}, "
-        f"{moved['programs_are']}.",
+        f"Programs (SMs): {moved['programs']}.",
         soft_wrap=True,
     )
     if sent := found.get("low_latency"):

@@ -140,7 +140,7 @@ class PlaneBuilder:
         return addresses
 
     def _choose_routes(self, plane: DataPlane, windows: list[int]) -> None:
-        """The way to each peer, and what the NICs in use can carry."""
+        """The way to each peer."""
         settings, rank, cards = self._settings, self._rank, self._cards
         for peer in sorted(self._liveness.present):
             plane.choices[peer] = choose(
@@ -155,9 +155,6 @@ class PlaneBuilder:
             for warning in {choice.warning: None for choice in plane.choices.values() if choice.warning}:
                 peers = [str(peer) for peer, choice in plane.choices.items() if choice.warning == warning]
                 _log.warning("rank %d reaches ranks %s over tcp: %s", rank, ", ".join(peers), warning)
-        if set(plane.kinds) & set(NIC_TRANSPORTS):
-            local_offers = [self._offers[local] for local in self._local_ranks()]
-            plane.nic_bandwidth = self._nics.bandwidth(plane.kinds, local_offers)
 
     def _log_choices(self, plane: DataPlane) -> None:
         """Once for each data plane: the first serves normal mode only, a later one more low-latency shapes."""

@@ -227,18 +227,6 @@ class HostNics:
             *(self.near_cpus(transports, one) or here for one in range(self._settings.proxies))
         )
 
-    def bandwidth(self, transports: Collection[str], local_offers: Sequence[Offers]) -> float:
-        """Bytes per second, one way, of this rank's NICs of ``transports``; of one that several ranks use, its share.
-
-        Args:
-            local_offers: of all ranks of this host, this one included.
-        """
-        bits = 0.0
-        for transport in set(transports) & set(NIC_TRANSPORTS):
-            users = Counter(name for offers in local_offers for name in offers.get(transport, Offer()).nics)
-            bits += sum(nic.gbps / max(users[nic.name], 1) for nic in self.rails[transport].nics)
-        return bits * 1e9 / 8
-
     def endpoint(
         self,
         transport: str,

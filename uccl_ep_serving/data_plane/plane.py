@@ -56,7 +56,6 @@ class DataPlane:
         finishes: called before a drain, by whose kernels may still publish; the sticky error ends them.
         node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
         gpu_reach: what stands in the way of windows in GPU memory.
-        nic_bandwidth: bytes per second of the NICs in use, one way, 0.0 without any or where the system does not say.
         spin: how long its idle proxies keep their cores.
         releases: called before the memory goes, by who has mapped it into a device.
         fence: words of the driver's flush that arrivals wait for.
@@ -69,7 +68,6 @@ class DataPlane:
     choices: dict[int, Choice] = field(default_factory=dict)
     node_ranks: int = 1
     gpu_reach: GpuReach = GpuReach()  # noqa: RUF009
-    nic_bandwidth: float = 0.0
     spin: Spin = field(default_factory=lambda: Spin(0, "no proxy runs"))
     space: KernelSpace | None = None
     service: ProxyService | None = None

@@ -172,11 +172,6 @@ class Runtime:
         """Channels that messages are striped over, the same on all ranks and in all epochs."""
         return self._epochs.channels
 
-    @property
-    def nic_bandwidth(self) -> float:
-        """Bytes per second that this rank's NICs in use send, 0.0 without any or where the system does not say."""
-        return 0.0 if self._watch.plane is None else self._watch.plane.nic_bandwidth
-
     # -- operations ---------------------------------------------------------------------------------------------
 
     def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:

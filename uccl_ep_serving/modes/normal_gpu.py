@@ -12,6 +12,7 @@ An expert id out of range counts as -1; it is raised by the call whose host read
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -135,7 +136,8 @@ class NormalGpu:
                 )
             present, wire = session.enter(form, 0)
 
-            before, counts, used = (), 0, args.tensors
+            before: tuple[Callable[[], None], ...] = ()
+            counts, used = 0, args.tensors
             if known is None:
                 assert args.layout is not None
                 route = Route(args.layout, args.topk_idx, self._runtime.ranks)

@@ -15,8 +15,8 @@ A mapped peer tells how far it is in words of the other's window, int64 ``[2, MA
     ARRIVED  the sender's GPU     the window's GPU   stamped: rows that stand in the pipe
     FREED    the receiver's GPU   the window's GPU   stamped: rows of the pipe that are read
 
-A stamped word holds ``(operation number + 1) << 32 | rows``: one of an earlier operation says nothing. It is stored with
-release after whatever it announces, and loaded with acquire.
+A stamped word holds ``(operation number + 1) << 32 | rows``: one of an earlier operation says nothing. It is stored
+with release after whatever it announces, and loaded with acquire.
 
 Through proxies rows travel in messages of the phase's stream of the channel, ``chunk_rows`` each, which the ring holds
 a whole number of. What is read is told in messages without content, on the stream that the other phase has for that

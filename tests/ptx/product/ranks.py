@@ -97,6 +97,7 @@ class ModelGroup(FakeGroup):
         compiled: where its kernels come from.
         mapped: which peers map each other's window; the others are reached through proxies, over the fake transport.
         sizes: of what normal mode has of the windows.
+        node_ranks: more than 1: those that do are the groups of so many ranks.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class ModelGroup(FakeGroup):
         settings: Settings | None = None,
         mapped: Callable[[int, int], bool] = lambda rank, peer: False,
         sizes: Mapping[str, int] = _SMALL,
+        node_ranks: int = 1,
     ) -> None:
         self.machine, self.compiled = machine, compiled
         self._here = threading.local()
@@ -120,7 +122,15 @@ class ModelGroup(FakeGroup):
         self.stepped: Callable[[], object] = lambda: None
         settings = settings or Settings(timeout=TIMEOUT, window="host")
         plan = NormalPlan(ranks, 16, **sizes)
-        super().__init__(ranks, adversary=adversary, seed=seed, normal=plan, settings=settings, mapped=mapped)
+        super().__init__(
+            ranks,
+            adversary=adversary,
+            seed=seed,
+            normal=plan,
+            settings=settings,
+            mapped=mapped,
+            node_ranks=node_ranks,
+        )
         self.barrier = _Barrier(machine, ranks)  # type: ignore[assignment]
         for rank, proxy in itertools.product(range(ranks), range(self.settings.proxies)):
             machine.actor(f"proxy {proxy} of rank {rank}", lambda rank=rank, proxy=proxy: self._step(rank, proxy))

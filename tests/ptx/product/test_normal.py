@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch

@@ -121,13 +121,25 @@ NARROW = {"heap": 0, "rounds": 8192, "chunk": 4096, "depth": 1}
 
 
 def exchange(
-    compiled: Compiled, memory: str, path: str, case: normal_cases.Case, seed: int, narrow: bool = False
+    compiled: Compiled,
+    memory: str,
+    path: str,
+    case: normal_cases.Case,
+    seed: int,
+    narrow: bool = False,
+    node_ranks: int = 1,
 ) -> Outcome:
     """Normal mode: a dispatch and its combine, of a size that is read back; the same again with a promise; and from the
-    handle of that. ``narrow``: through rings of a few rows."""
+    handle of that.
+
+    Args:
+        narrow: through rings of a few rows.
+        node_ranks: more than 1: rows cross once to nodes of so many ranks, over proxies, whatever ``path`` says.
+    """
     machine = machine_of(memory, seed)
     settings = Settings(timeout=TIMEOUT, window="host", programs=2)
-    with group_of(machine, compiled, case.ranks, path, settings, **({"sizes": NARROW} if narrow else {})) as group:
+    options: dict[str, Any] = {"sizes": NARROW} if narrow else {}
+    with group_of(machine, compiled, case.ranks, path, settings, node_ranks=node_ranks, **options) as group:
 
         def body(runtime: ModelRuntime) -> None:
             normal: Any = group.normal_mode(runtime)
