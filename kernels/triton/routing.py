@@ -1,6 +1,7 @@
 """Routing of normal mode: from expert ids to counts and marks.
 
-Counts are sums of integers, so that nothing depends on the order in which programs run. Expert ``e`` lives on rank ``e // (E / R)``; -1 means "no expert".
+Counts are sums of integers, so that nothing depends on the order in which programs run. Expert ``e`` lives on rank
+``e // (E / R)``; -1 means "no expert".
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ EVERYTHING = {
     "mark_tokens": 1,
     "report_ids": 1,
     "dispatch_rows": 1,
+    "combine_rows": 1,
 }
 #: Kernels of normal mode that take long to compile, likewise.
 SLOW = {"dispatch_rows": 4, "combine_rows": 2}

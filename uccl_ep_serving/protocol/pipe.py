@@ -36,8 +36,9 @@ STAMP_SHIFT = 32
 EVERYTHING = (1 << 31) - 1
 #: Rings begin at multiples of so many bytes.
 LINE = 128
-#: Most rows of a pipe that a program moves before it looks again how far the others are.
-STEP = 32
+#: Most rows of a pipe that a program moves before it looks again how far the others are: one for each lane of a wave of
+#: AMD's, so that no two count the same one.
+STEP = 64
 
 
 def pipe_count(ranks: int) -> int:
