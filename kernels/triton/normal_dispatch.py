@@ -269,7 +269,7 @@ def _receive(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
             for begin in range(0, rows, shape.ROWS):
                 index = taken + begin + tl.arange(0, shape.ROWS).to(tl.int64)
                 row = base + index
-                # rule: normal mode: rows that were not promised are left where they landed
+                # rows that were not promised are left where they landed
                 inside = (index < taken + rows) & (row < tensors.capacity)
                 source = row_address(ring, held, one.stride, index.to(tl.int32))
                 meta = source + 4 * shape.WORDS

@@ -356,7 +356,7 @@ def _take_notifies(
             rail_known: tl.constexpr = _RAIL_SEND if KIND == COMBINE else _RAIL_RECV
             known_at = opening.route + 8 * (channel + _MAX_CHANNELS * (rail_known * ranks + nodes))
             wrong, least = _take_rows(rail, rail_rows, known_at, KIND)
-            # rule: only rail peers tell of rows to be forwarded
+            # only rail peers tell of rows to be forwarded
             wrong = wrong | (same & (rail == 0) & (rail_rows != 0))
             bad, got, want = bad | wrong, tl.where(wrong, rail_rows, got), tl.where(wrong, least, want)
     different = tl.sum(other.to(tl.int32), axis=0)
@@ -371,9 +371,10 @@ def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, KIND: tl
         tl.store(int64s(known_at), rows, mask=chosen)
         return chosen & (rows < 0), tl.zeros_like(rows) + _MOST_ROWS
     else:
-        # rule: normal mode: rows are those of the handle
         known = tl.load(int64s(known_at), mask=chosen, other=0)
-        return chosen & (rows != known), known
+        # rule: normal mode: rows are those of the handle
+        wrong = chosen & (rows != known)
+        return wrong, known
 
 
 @triton.jit

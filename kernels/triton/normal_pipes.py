@@ -352,7 +352,6 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
     # what a NIC may repeat is written over when it is over: that of earlier operations as well
-    # rule: normal mode: staging is packed again only when its write is over
     staging = tl.where(done < 0, 0, done * chunk + out_rows)
     limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
     set_each(one, N_LIMIT, pipes, live, limit)

@@ -126,6 +126,11 @@ def test_ranks_that_differ_go_on(interpreted: Ranks) -> None:
 
 
 @pytest.mark.interpreter
+def test_rows_that_the_handle_does_not_know_are_refused(interpreted: Ranks) -> None:
+    assert interpreted.run(2, bodies.other_rows, PATHS["mapped"], timeout=300)[0] == ("ProtocolError", 1)
+
+
+@pytest.mark.interpreter
 def test_a_silent_peer_is_named(interpreted: Ranks) -> None:
     kind, peer, text = interpreted.run(2, bodies.silent_peer, PATHS["mapped"], timeout=300)[0]
     assert (kind, peer) == ("PeerTimeout", 1)

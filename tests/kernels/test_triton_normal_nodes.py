@@ -76,6 +76,10 @@ def test_rings_of_a_few_rows(interpreted: Ranks) -> None:
     assert interpreted.run(4, bodies.against_the_oracle, {**NODES, **ROUNDS}, [DEEP], timeout=580) == [1] * 4
 
 
+def test_a_node_sums_in_float32_and_rounds_once(interpreted: Ranks) -> None:
+    interpreted.run(4, bodies.exact_sums, {**NODES, "timeout": 20.0}, timeout=300)
+
+
 @pytest.mark.interpreter
 def test_over_windows_that_all_ranks_map(interpreted: Ranks) -> None:
     """Windows in device memory, as of ranks on one host whose nodes are simulated: rail peers are written directly."""

@@ -74,10 +74,10 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any], tokens: i
     empty = torch.empty
 
     def used_before(*size: int, dtype: Any = None, device: Any = None) -> torch.Tensor:
-        # memory comes as others have left it
-        if dtype != torch.int32:
+        # memory comes as others have left it: of marks, everything is marked behind them
+        if dtype != torch.uint8:
             return empty(*size, dtype=dtype, device=device)
-        return torch.full((size[0] + 2 * tokens, *size[1:]), 1 << 20, dtype=dtype)[: size[0]]
+        return torch.full((size[0] + 2 * tokens, *size[1:]), 255, dtype=dtype)[: size[0]]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "check", lambda phase: None)
@@ -95,6 +95,45 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any], tokens: i
         normal_cases.dispatch(buffer, inputs, rank)
     checked(buffer, rank, inputs)
     buffer.destroy()
+
+
+def exact_sums(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Bits of a combine: a row that crosses is the sum of its node in float32, rounded once, and so is a token of what
+    came; a single row is itself, the sign of a zero included."""
+    buffer, rank = plain.opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(6, 5, 0, 7), experts=4, topk=4, lost=0.3, seed=9).inputs()
+    received, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank)
+    delivered = inputs.delivered()
+    outputs = [
+        torch.randn(len(one.source), inputs.case.hidden, generator=torch.Generator().manual_seed(peer)).bfloat16()
+        for peer, one in enumerate(delivered)
+    ]
+    for one in outputs:
+        one[:, 0] = -0.0
+    assert len(received) == len(outputs[rank])
+    combined, _, _ = buffer.combine(outputs[rank], handle)
+    node, expected = rank // 2, torch.zeros_like(inputs.x[rank])
+    for token in range(len(expected)):
+        parts: list[torch.Tensor] = []
+        for there in range(2):
+            rows = [
+                outputs[peer][place].float()
+                for peer in (2 * there, 2 * there + 1)
+                for place in range(len(outputs[peer]))
+                if (delivered[peer].source[place], delivered[peer].token[place]) == (rank, token)
+            ]
+            if there == node:
+                parts += rows
+            elif rows:
+                parts.append(_sum_in_order(rows).bfloat16().float())
+        if parts:
+            expected[token] = _sum_in_order(parts).bfloat16()
+    assert same_bits(combined, expected)
+    buffer.destroy()
+
+
+def _sum_in_order(rows: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, rows)
 
 
 def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap, wait_for
+from uccl_ep_serving.kernels.blocks.normal_device import ROUTE_SEND
 from uccl_ep_serving.modes.normal_gpu import NormalGpu
 
 
@@ -257,6 +258,23 @@ def different(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
         normal_cases.dispatch(buffer, wrong, rank)
     run_cases(buffer, rank, [case])
     return str(raised.value)
+
+
+def other_rows(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:
+    """Rank 1 tells of one row more than the handle knows. What rank 0 raises, and whom it names."""
+    buffer, rank = opened(exchange, {**overrides, "timeout": 15.0}), exchange.rank
+    inputs = Case(tokens=(4, 3), experts=4, topk=2).inputs()
+    handle = normal_cases.dispatch(buffer, inputs, rank)[4]
+    if rank == 1:
+        handle.route[ROUTE_SEND, 0, 0] += 1
+    try:
+        buffer.dispatch(inputs.x[rank], handle=handle)
+        buffer.dispatch(inputs.x[rank], handle=handle)
+    except UcclEpError as error:
+        return type(error).__name__, getattr(error, "peer", -1)
+    finally:
+        buffer.destroy()
+    return "", -1
 
 
 def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.rules.mutation import ALWAYS, NEVER, SKIP, Mutant, Rules
+from tests.rules.mutation import ALWAYS, INSTEAD, NEVER, SKIP, Mutant, Rules
 
 _LOW_LATENCY = "tests/kernels/test_triton_low_latency.py::"
 _NORMAL = "tests/kernels/test_triton_normal.py::"
+_NODES = "tests/kernels/test_triton_normal_nodes.py::"
 
 DEVICE_MUTANTS = Rules(
     ("kernels/triton", "uccl_ep_serving"),
@@ -54,9 +55,17 @@ DEVICE_MUTANTS = Rules(
             NEVER,
             _NORMAL + "test_ranks_that_differ_go_on",
         ),
-        "normal mode: the last kernel takes the steps that the host has not launched": Mutant(
-            NEVER,
-            _NORMAL + "test_steps_that_the_host_did_not_launch",
+        "normal mode: rows are those of the handle": Mutant(
+            INSTEAD("chosen & (rows < 0)"),
+            _NORMAL + "test_rows_that_the_handle_does_not_know_are_refused",
+        ),
+        "normal mode: a peer tells of no more rows than it has, and of none that do not fit": Mutant(
+            INSTEAD("receive + (1 << 40)"),
+            _NODES + "test_a_word_of_a_pipe_that_cannot_be_is_refused[0-5]",
+        ),
+        "normal mode: a peer has read no more rows than there were": Mutant(
+            INSTEAD("mapped & (sent < 0)"),
+            _NODES + "test_a_word_of_a_pipe_that_cannot_be_is_refused[1-1000]",
         ),
         "normal mode: the host is told that more rows came than num_worst_tokens promised": Mutant(
             NEVER,
