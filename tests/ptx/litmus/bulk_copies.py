@@ -15,13 +15,13 @@ def _out(
     return Litmus(f"MP bulk {name}", (writer, "ld.acquire.sys a, f; ld.weak b, x"), "a=1 b=0", allowed, at)
 
 
-def _in(name: str, before: str, wait: str, allowed: bool, writer: str = "") -> Litmus:
+def _in(name: str, before: str, allowed: bool, writes: str = "st.weak x, 1") -> Litmus:
     """A flag, then a copy to shared memory: does it read what came before the flag?"""
-    reads = f"init m; ld.acquire.gpu a, f; {before}expect m; copy.in s, x, m; {wait}"
-    return Litmus(f"MP bulk read {name}", (f"st.weak x, 1; {writer}st.release.gpu f, 1", reads), "a=1 b=0", allowed)
+    reads = f"init m; ld.acquire.gpu a, f; {before}expect m; copy.in s, x, m; phase m; ld.shared b, s"
+    return Litmus(f"MP bulk read {name}", (f"{writes}; st.release.gpu f, 1", reads), "a=1 b=0", allowed)
 
 
-_READ, _LATE = "; wait_group.read", "phase m; ld.shared b, s"
+_READ, _OUT = "; wait_group.read", f"st.shared s, 1; {_FENCE}; copy.out x, s; commit; wait_group"
 
 BULK_COPIES = (
     # what a copy has written
@@ -103,11 +103,13 @@ BULK_COPIES = (
         True,
     ),
     # what it reads in global memory, and who finds it in shared memory
-    _in("behind a fence", f"{_FENCE}; ", _LATE, False),
-    _in("behind a fence of global memory", f"{_GLOBAL}; ", _LATE, False),
-    _in("behind a fence of shared memory", f"{_SHARED}; ", _LATE, True),
-    _in("without a fence", "", _LATE, True),
-    _in("behind a fence of another CTA", "", _LATE, True, f"{_FENCE}; "),
+    _in("behind a fence", f"{_FENCE}; ", False),
+    _in("behind a fence of global memory", f"{_GLOBAL}; ", False),
+    _in("behind a fence of shared memory", f"{_SHARED}; ", True),
+    _in("without a fence", "", True),
+    _in("behind a fence of another CTA", "", True, f"st.weak x, 1; {_FENCE}"),
+    _in("of what a bulk copy wrote", "", True, _OUT),
+    _in("of what a bulk copy wrote, behind a fence", f"{_FENCE}; ", False, _OUT),
     Litmus(
         "bulk before the phase is over",
         (f"init m; st.weak x, 1; st.shared s, 0; {_FENCE}; expect m; copy.in s, x, m; ld.shared a, s; phase m",),
