@@ -13,7 +13,7 @@ from tests.ptx.memory.sequential import Sequential
 from tests.ptx.memory.weak import Weak
 from tests.ptx.texts import memory
 
-#: Of a run, and of one that sums; at most half as many are usual.
+#: Of a run of 30 words, and of one that sums them; at most half as many are usual.
 LIMIT_STEPS, SUM_STEPS = 15_000, 3_000
 SEED, CHANGE = 1000, 0x5555_0000_AAAA_0000
 
@@ -30,6 +30,11 @@ class Ring:
     rows: int = 5
     words: int = 6
     stages: int = 2
+
+    @property
+    def size(self) -> int:
+        """How many times 30 words."""
+        return max(1, self.rows * self.words // 30)
 
 
 def machine_of(kind: str, seed: int) -> Machine:
@@ -63,7 +68,7 @@ def play(ring: Ring, kind: str, gpu: str, seed: int, edit: Edit = unchanged) -> 
     machine.launch_later(0, give, (1,), [start, count, SEED, given])
     machine.launch_later(1, move, (1,), [start, target, ring.rows, ring.words, CHANGE, given, told], shared)
     machine.launch_later(0, take, (1,), [target, count, out.ctypes.data, told])
-    machine.run(limit_steps=LIMIT_STEPS)
+    machine.run(limit_steps=LIMIT_STEPS * ring.size)
     expected = np.arange(SEED, SEED + count, dtype=np.uint64) ^ np.uint64(CHANGE)
     assert out.tolist() == moved.tolist() == expected.tolist(), f"seed {seed}: other bytes"
     return machine.digest()
@@ -79,6 +84,6 @@ def play_sum(ring: Ring, kind: str, gpu: str, seed: int, edit: Edit = unchanged)
     arguments = [rows.ctypes.data, out.ctypes.data, ring.rows, ring.words]
     code = kernel("sum", gpu, machine.memory.every_access, ring.stages, edit)
     machine.launch_later(0, code, (1,), arguments, ring.stages * ring.words * 8)
-    machine.run(limit_steps=SUM_STEPS)
+    machine.run(limit_steps=SUM_STEPS * ring.size)
     assert out.tolist() == rows.reshape(ring.rows, ring.words).sum(0).tolist(), f"seed {seed}: another sum"
     return machine.digest()

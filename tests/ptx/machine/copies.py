@@ -63,7 +63,7 @@ class Copy:
             self._write(self.target + offset, self.held.pop(offset))
         if self.barrier is not None:
             try:
-                self.block.mbarriers.copied(self.barrier, self.phase, self.time, UNIT * len(chosen))
+                self.block.mbarriers.copied(self.barrier, self.phase, UNIT * len(chosen))
             except BadMBarrier as error:
                 raise BadMBarrier(f"{self.name}: {self.decoded.where}: {error}") from None
 

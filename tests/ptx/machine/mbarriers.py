@@ -34,7 +34,7 @@ class MBarrier:
         missing: bytes; negative where copies came before it was told that they would.
         found: how many phases some wait has found over.
         loads: phase of the last copy that tells it; ``key`` of these copies in clocks.
-        told: by whom has arrived in this phase; ``over``: by all the phases before it.
+        told: by whom has arrived in this phase; ``over``: by all the phases before it, copies included.
     """
 
     def __init__(self, offset: int, expected: int, made: Stamp, key: int) -> None:
@@ -144,19 +144,20 @@ class MBarriers:
         if not -MOST <= barrier.missing <= MOST:
             raise BadMBarrier(f"more than {MOST} bytes, or as many too early: {barrier}")
 
-    def copied(self, barrier: MBarrier, phase: int, time: int, nbytes: int) -> None:
+    def copied(self, barrier: MBarrier, phase: int, nbytes: int) -> None:
         """``nbytes`` more of a copy that was issued in ``phase`` are there."""
         if barrier.phase != phase:
             raise BadMBarrier(f"{nbytes} bytes of a copy of phase {phase}, which is over: {barrier}")
         self._expect(barrier, -nbytes)
         if barrier.missing < 0 and not barrier.pending:
             raise BadMBarrier(f"more bytes than were expected: {barrier}")
-        barrier.told.append(self.block.machine.memory.told_by_copies({barrier.key: time}))
         self._complete(barrier)
 
     def _complete(self, barrier: MBarrier) -> None:
         if not barrier.pending and not barrier.missing:
-            barrier.over = self.block.machine.memory.united([barrier.over, *barrier.told])
+            memory = self.block.machine.memory
+            copies = memory.told_by_copies({barrier.key: barrier.phase})
+            barrier.over = memory.united([barrier.over, *barrier.told, copies])
             barrier.told = []
             barrier.phase += 1
             barrier.pending = barrier.expected

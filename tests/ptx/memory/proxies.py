@@ -6,6 +6,7 @@ its own, one that reads and one that writes:
 * They know what the issuing thread knew, less what no ``fence.proxy.async`` stands behind. The fence may be that of any
   thread of the CTA, before or after the barrier that tells the issuing one; one of another CTA counts for nothing.
 * What a CTA's copies have written needs no fence for others of its copies, and for no thread: a copy ends with one.
+* What the host or a NIC writes while the kernel runs is known like a peer's writes: by an acquire, and then a fence.
 * What was read needs none to be overwritten: a load is over when its value is there.
 * Nobody knows of a copy before it is told that it is complete: by a phase of an mbarrier, or by ``wait_group``, with
   ``.read`` of what the copy has read alone.
