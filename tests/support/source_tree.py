@@ -41,7 +41,9 @@ def installed_files() -> dict[str, Path]:
     """What an installation holds, by its path there: the Python files of the package and pyproject.toml's data."""
     files = python_sources()
     for package, patterns in PYPROJECT["tool"]["setuptools"]["package-data"].items():
-        files += [path for pattern in patterns for path in ROOT.joinpath(*package.split(".")).glob(pattern)]
+        # not by the two symlinks of the package
+        place = ROOT.joinpath(*package.split(".")).resolve()
+        files += [path for pattern in patterns for path in place.glob(pattern)]
     names = [path.relative_to(ROOT).as_posix() for path in files]
     return {
         name if name.startswith(f"{PACKAGE.name}/") else f"{PACKAGE.name}/{name}": path

@@ -16,7 +16,9 @@ class Litmus:
 
     Attributes:
         threads: of each its instructions, as in PTX without type and state space: ``st.release.gpu f, 1``. ``f`` to
-            ``z`` are locations of eight bytes (16 for ``.v2``), zero at first; ``a`` to ``e`` are registers.
+            ``z`` are locations of eight bytes (16 for ``.v2``), zero at first; ``a`` to ``e`` are registers; ``s`` is
+            of shared memory. Bulk copies are of 16 bytes: ``copy.in s, x, m``, which tells the mbarrier ``m``, and
+            ``copy.out x, s``.
         outcome: registers and final values of locations, in question: ``a=1 b=0``.
         allowed: whether PTX allows it.
         at: the place of each thread.
@@ -29,6 +31,11 @@ class Litmus:
     allowed: bool
     at: tuple[str, ...] = CTAS
     beyond: str = ""
+
+    @property
+    def copies(self) -> bool:
+        """Whether there are bulk copies in it."""
+        return any("copy." in thread for thread in self.threads)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

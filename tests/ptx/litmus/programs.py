@@ -17,20 +17,40 @@ from tests.ptx.translation.host_code import Kernel
 COPIES = 16
 LOCATIONS = "fghxyz"
 REGISTERS = "abcde"
+#: offsets in shared memory: of a place, and an mbarrier
+SHARED = {"s": 0, "m": 64}
+SHARED_BYTES = 72
+#: what threads say to bulk copies of 16 bytes, and to the mbarrier that they tell
+_COPIES = {
+    "copy.in": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {}, {}, 16, {};",
+    "copy.out": "cp.async.bulk.global.shared::cta.bulk_group {}, {}, 16;",
+    "commit": "cp.async.bulk.commit_group;",
+    "wait_group": "cp.async.bulk.wait_group 0;",
+    "wait_group.read": "cp.async.bulk.wait_group.read 0;",
+    "init": "mbarrier.init.shared.b64 {}, 1; fence.mbarrier_init.release.cluster;",
+    "expect": "mbarrier.arrive.expect_tx.shared.b64 _, {}, 16;",
+    "phase": "$M{n}: mbarrier.try_wait.parity.shared.b64 %p1, {}, 0; @!%p1 bra $M{n};",
+    "phase.relaxed": "$M{n}: mbarrier.try_wait.parity.relaxed.cta.shared.b64 %p1, {}, 0; @!%p1 bra $M{n};",
+    "st.shared": "st.shared.v2.b64 {0}, {{{1}, {1}}};",
+    "ld.shared": "ld.shared.b64 {}, {};",
+}
 #: bytes between locations, and of one copy: its locations and its registers
 STRIDE, WHOLE = 64, 1024
 
 
-def _instruction(text: str) -> str:
-    """One of a thread's, in full."""
+def _instruction(text: str, number: int) -> str:
+    """One of a thread's, in full; its number makes a label its own."""
     op, _, rest = text.strip().partition(" ")
     parts = op.split(".")
     if parts[0] in ("fence", "membar", "barrier"):
         return f"{'.'.join(parts)}{' ' + rest if rest else ''};"
     words = [one.strip() for one in rest.split(",")]
     where = {name: f"[%rd1+{STRIDE * n}]" for n, name in enumerate(LOCATIONS)}
+    where |= {name: f"[%r1+{offset}]" for name, offset in SHARED.items()}
     register = {name: f"%rd{10 + n}" for n, name in enumerate(REGISTERS)}
     named = [where.get(word, register.get(word, word)) for word in words]
+    if op in _COPIES:
+        return _COPIES[op].format(*named, n=number)
     if parts[0] in ("atom", "red"):
         kind = {"exch": "b64", "cas": "b64"}.get(parts[-1], "u64")
         return f"{parts[0]}.{'.'.join([*parts[1:-1], 'global', parts[-1], kind])} {', '.join(named)};"
@@ -53,7 +73,7 @@ def ptx(test: Litmus) -> str:
     code.append("ret;")
     for number, thread in enumerate(test.threads):
         code.append(f"$T{number}:")
-        code += [_instruction(one) for one in thread.split(";")]
+        code += [_instruction(one, 100 * number + place) for place, one in enumerate(thread.split(";"))]
         written = [
             name for name in REGISTERS if any(name in one.replace(",", " ").split()[1:] for one in thread.split(";"))
         ]
@@ -81,6 +101,7 @@ rem.u32 %r4, %r2, {ctas};
 mad.lo.s32 %r5, %r1, {ctas}, %r4;
 mov.u32 %r6, %tid.x;
 mad.lo.s32 %r7, %r5, {lanes}, %r6;
+mov.u32 %r1, 0;
 mul.wide.u32 %rd2, %r3, {WHOLE};
 add.s64 %rd1, %rd1, %rd2;
 {lines}
@@ -112,7 +133,7 @@ def outcomes(test: Litmus, seeds: range, memory: Callable[[], Weak], enough: boo
         machine = Machine(seed, memory(), resident=COPIES * ctas, burst=0.6)
         machine.memory.register("locations", base, COPIES * WHOLE)
         for rank in sorted({rank for rank, _ in places}):
-            machine.launch_later(rank, compiled, (COPIES * ctas,), [base, rank])
+            machine.launch_later(rank, compiled, (COPIES * ctas,), [base, rank], SHARED_BYTES * test.copies)
         machine.run(limit_steps=20_000)
         for copy in range(COPIES):
             at = skipped + copy * WHOLE // 8

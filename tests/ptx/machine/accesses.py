@@ -11,7 +11,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
 
-from tests.ptx.machine.report import MachineError, Misaligned, NotModelled, OutsideShared, Unmapped
+from tests.ptx.machine.report import BadMBarrier, MachineError, Misaligned, NotModelled, OutsideShared, Unmapped
 from tests.ptx.memory.sequential import read, write
 
 if TYPE_CHECKING:
@@ -86,8 +86,18 @@ def _addresses(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[int]:
     found = [(one & M32) + offset & M64 for one in bases]
     if reduce(or_, found) % nbytes or max(found) + nbytes > warp.block.launch.shared:
         raise _misplaced(warp, decoded, lanes, found)
+    if warp.block.mbarriers.made:
+        _keep_off_mbarriers(warp, decoded, lanes, found)
     first = warp.block.shared
     return [at + first for at in found]
+
+
+def _keep_off_mbarriers(warp: Warp, decoded: Decoded, lanes: list[int], found: list[int]) -> None:
+    for lane, at in zip(lanes, found, strict=True):
+        try:
+            warp.block.mbarriers.keep_off(at, decoded.nbytes)
+        except BadMBarrier as error:
+            raise BadMBarrier(f"{warp.block.name_of(warp.first + lane)}: {decoded.where}: {error}") from None
 
 
 def _misplaced(warp: Warp, decoded: Decoded, lanes: list[int], found: list[int]) -> MachineError:

@@ -74,7 +74,7 @@ class Barriers:
         else:
             groups = {}
             for lane in lanes:
-                values = [int(warp.state[lane, n]) & 0xFFFFFFFF if how == "slot" else n for how, n in decoded.args]
+                values = [value & 0xFFFFFFFF for value in warp.operands(lane, decoded)]
                 number, expected = (*values, whole)[:2]
                 groups.setdefault((number, expected), []).append(lane)
         for (number, expected), group in groups.items():

@@ -10,7 +10,9 @@ import numpy as np
 
 from tests.ptx.machine import accesses, cross_lane
 from tests.ptx.machine.barriers import Barriers
+from tests.ptx.machine.copies import Copies
 from tests.ptx.machine.decoded import Decoded
+from tests.ptx.machine.mbarriers import MBarriers
 from tests.ptx.machine.report import BadBarrier, BadParticipation, MachineError, NotModelled, fault
 from tests.ptx.translation.event import CAUSES, CTAX, CTAY, FAULT, FAULT_CAUSE, RANGES, SHARED
 
@@ -46,7 +48,7 @@ class Block:
         #: of both arrays, for the compiled code
         self.addresses = state.ctypes.data, self.pending.ctypes.data
         self.agents = machine.memory.new_block(launch, str(self), self.count)
-        self.barriers = Barriers(self)
+        self.barriers, self.mbarriers, self.copies = Barriers(self), MBarriers(self), Copies(self)
         self.warps = [Warp(self, first, number) for number, first in enumerate(range(0, self.count, 32))]
 
     def name_of(self, thread: int) -> str:
@@ -57,11 +59,13 @@ class Block:
 
     def close(self) -> None:
         """All its threads have exited."""
+        self.mbarriers.check_end()
+        self.copies.check_end()
         if self.launch.shared:
             self.machine.memory.close_shared(self.shared)
         # they refer to it, and nobody looks for garbage while the machine runs: a block has a megabyte of registers
         self.warps.clear()
-        del self.barriers
+        del self.barriers, self.copies
 
     def decoded(self, number: int) -> Decoded:
         return self.launch.decoded[number]
@@ -99,8 +103,9 @@ class Block:
         )
 
     def where(self) -> str:
-        """Where each warp stands."""
-        return "\n".join(f"  {self} warp {warp.number}: {warp.where()}" for warp in self.warps)
+        """Where each warp stands, and what mbarriers wait for."""
+        lines = [f"  {self} warp {warp.number}: {warp.where()}" for warp in self.warps]
+        return "\n".join(lines + [f"  {self} {barrier}" for barrier in self.mbarriers.made.values()])
 
 
 class Warp:
@@ -155,6 +160,10 @@ class Warp:
         """Results, as wide as they are: the compiled code extends them. Slot -1: nobody wants them."""
         if slot >= 0:
             self.state[slice(None) if len(lanes) == self.count else lanes, slot] = np.array(values, np.uint64)
+
+    def operands(self, lane: int, decoded: Decoded) -> list[int]:
+        """Of one lane, as they stand in its registers."""
+        return [int(self.state[lane, n]) if how == "slot" else n for how, n in decoded.args]
 
     # -- execution
 
@@ -238,12 +247,33 @@ class Warp:
         if kind == "clock":
             for slot, width in decoded.dests:
                 self.state[lanes, slot] = self._clock(decoded) & (1 << width) - 1
+        elif kind in ("copies", "mbarrier", "proxy"):
+            return self._asynchronous(decoded, lanes)
         elif kind == "active":
             self.state[lanes, decoded.dests[0][0]] = sum(1 << lane for lane in lanes)
         elif kind != "nap":
             raise NotModelled(f"{self.block}: {decoded.where}")
         self.go_on(lanes)
         return False
+
+    def _asynchronous(self, decoded: Decoded, lanes: list[int]) -> bool:
+        """Bulk copies and mbarriers. Lanes that wait for groups of copies stay where they are."""
+        block = self.block
+        moved = True
+        if decoded.kind == "copies":
+            on = block.copies.carry_out(self, decoded, lanes)
+            moved = len(on) == len(lanes)
+            lanes = on
+        elif decoded.kind == "mbarrier":
+            moved = block.mbarriers.carry_out(self, decoded, lanes)
+        elif decoded.parts[1] == "mbarrier_init":
+            block.mbarriers.fence(self, lanes)
+        else:
+            space = decoded.parts[-1]
+            agents = [self.agents[lane] for lane in lanes]
+            self.machine.memory.fence_proxy(agents, space != "global", not space.startswith("shared"))
+        self.go_on(lanes)
+        return moved
 
     def _clock(self, decoded: Decoded) -> int:
         name = decoded.event.text

@@ -1,4 +1,4 @@
-"""Operations in which lanes of a warp read each other's registers: shfl, redux, vote, match, ldmatrix, stmatrix."""
+"""Operations of lanes of a warp together: shfl, redux, vote, match, elect, ldmatrix, stmatrix."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def carry_out(warp: Warp, lanes: dict[int, Decoded]) -> None:
             "redux": _redux,
             "vote": _vote,
             "match": _match,
+            "elect": _elect,
             "ldmatrix": _ldmatrix,
             "stmatrix": _stmatrix,
         }
@@ -158,6 +159,14 @@ def _match(warp: Warp, lanes: dict[int, Decoded]) -> None:
                 _set(warp, lane, decoded.dests[1], int(agreed))
         else:
             _set(warp, lane, decoded.dests[0], same)
+
+
+def _elect(warp: Warp, lanes: dict[int, Decoded]) -> None:
+    """One of them, the same of the same lanes each time."""
+    chosen = warp.machine.elected(sorted(lanes))
+    for lane, decoded in lanes.items():
+        _set(warp, lane, decoded.dests[0], chosen)
+        _set(warp, lane, decoded.dests[1], int(lane == chosen))
 
 
 def _place(warp: Warp, lanes: dict[int, Decoded], lane: int, n: int) -> int:

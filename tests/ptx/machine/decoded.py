@@ -7,7 +7,7 @@ from typing import Any
 from tests.ptx.memory.operation import Operation, Scope, decode
 
 #: of which the lanes in a mask meet
-MEETING = {"shfl", "redux", "vote", "match", "ldmatrix", "stmatrix"}
+MEETING = {"shfl", "redux", "vote", "match", "elect", "ldmatrix", "stmatrix"}
 #: of which all lanes meet, without saying so
 WHOLE_WARP = {"ldmatrix", "stmatrix"}
 
@@ -17,7 +17,8 @@ class Decoded:
 
     Attributes:
         kind: "load", "store", "atomic", "fence", "meet" (lanes of a warp), "barrier" (warps of a CTA), "clock",
-            "nap" or "active".
+            "nap", "active", "copies" (bulk copies and their groups), "mbarrier" or "proxy" (a fence for bulk copies).
+        reading: of a bulk copy, whose ``operation`` is to write.
         bits: of one element of an access.
         shared: the address is an offset in the CTA's shared memory.
         reached: some thread has come to it.
@@ -36,6 +37,7 @@ class Decoded:
         "operation",
         "parts",
         "reached",
+        "reading",
         "shared",
         "signed",
     )
@@ -58,6 +60,11 @@ class Decoded:
         if self.parts[0] in WHOLE_WARP:
             kind = "load" if self.parts[0] == "ldmatrix" else "store"
             self.operation = Operation(event.op, kind, 4, Scope.NONE, line=event.line, source=event.source)
+        if self.kind == "copies":
+            self.reading, self.operation = (
+                Operation(event.op, kind, 16, Scope.NONE, line=event.line, source=event.source)
+                for kind in ("load", "store")
+            )
         if self.kind in ("load", "store", "atomic", "fence"):
             self.operation = decode(event)
             elements = len(self.dests) if self.kind == "load" else len(self.args) if self.kind == "store" else 1
@@ -71,6 +78,8 @@ class Decoded:
             return "meet"
         if name == "mov":
             return "clock"
+        if name == "fence" and self.parts[1] in ("proxy", "mbarrier_init"):
+            return "proxy"
         kinds = {
             "ld": "load",
             "st": "store",
@@ -80,6 +89,8 @@ class Decoded:
             "membar": "fence",
             "nanosleep": "nap",
             "activemask": "active",
+            "cp": "copies",
+            "mbarrier": "mbarrier",
         }
         return kinds.get(name, "unknown")
 

@@ -21,7 +21,7 @@ class Launched:
     """One launch.
 
     Attributes:
-        clock, seen: what its threads know of when they start; memory sets them.
+        clock, seen, fenced: what its threads know of when they start; memory sets them.
         host: what the host knew when it launched.
         sequence: its number among the launches of its rank, from 1.
     """
@@ -33,7 +33,9 @@ class Launched:
         width, height = (*grid, 1)[:2]
         self.grid = (width, height)
         self.params = _parameters(kernel.program, arguments)
-        self.shared = shared + kernel.program.static_shared
+        program = kernel.program
+        # what is dynamic comes last, where its alignment lets it
+        self.shared = shared + max(program.static_shared, *program.shared.values(), 0)
         self.sequence = 0
         source = np.random.Generator(np.random.SFC64(machine.random.getrandbits(63)))
         #: of every block: registers and shared memory that nobody has written hold anything
@@ -45,6 +47,7 @@ class Launched:
         self.agents: list[Agent] = []
         self.clock: Clock = {}
         self.seen: Seen = {}
+        self.fenced: tuple[View, View] | None = None
         self.host: View | None = None
 
     def __str__(self) -> str:

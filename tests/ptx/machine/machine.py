@@ -41,6 +41,7 @@ from typing import Any
 
 from tests.ptx.machine.actors import HostThread, Proxy
 from tests.ptx.machine.block import Block, Warp
+from tests.ptx.machine.copies import Copy
 from tests.ptx.machine.decoded import Decoded
 from tests.ptx.machine.launched import Launched, Stream
 from tests.ptx.machine.report import Deadlock, MachineError, NoEnd
@@ -60,6 +61,7 @@ class Machine:
         burst: chance that a warp's turn ends after an event.
         parting: chance that an event is carried out for some only of the lanes that stand at it.
         host_share: chance that a turn is a host thread's or a proxy's.
+        copy_share: chance that a turn is a bulk copy's, where one is on its way.
         patience: steps without anything but waiting after which the clock goes faster.
         host_limit_s: of real time, for a turn of a host thread.
     """
@@ -74,6 +76,7 @@ class Machine:
         burst: float = 0.3,
         parting: float = 0.05,
         host_share: float = 0.1,
+        copy_share: float = 0.1,
         tick_ns: int = 50,
         patience: int = 2000,
         host_limit_s: float = 60.0,
@@ -82,7 +85,7 @@ class Machine:
         self.random = random.Random(seed)
         memory.seed(random.Random(f"memory {seed}"))
         self.resident, self.shuffled = resident, shuffled
-        self.burst, self.parting, self.host_share = burst, parting, host_share
+        self.burst, self.parting, self.host_share, self.copy_share = burst, parting, host_share, copy_share
         self.tick_ns, self.patience, self.host_limit_s = tick_ns, patience, host_limit_s
         self.now_ns = START_NS
         self.steps = 0
@@ -91,6 +94,8 @@ class Machine:
         self._proxies: list[Proxy] = []
         self._streams: dict[int, Stream] = {}
         self._settling: list[Launched] = []
+        #: bulk copies on their way
+        self.copies: list[Copy] = []
         self._ready: list[Warp] = []
         self._decoded: dict[Any, dict[int, Decoded]] = {}
         self._here = threading.local()
@@ -217,6 +222,10 @@ class Machine:
         """In which CTAs start."""
         return self.random.sample(range(programs), programs) if self.shuffled else list(range(programs))
 
+    def elected(self, lanes: Sequence[int]) -> int:
+        """One of ``lanes``, the same each time."""
+        return random.Random(f"elect {self.seed} {lanes}").choice(lanes)
+
     def decoded(self, kernel: Any) -> dict[int, Decoded]:
         if kernel not in self._decoded:
             self._decoded[kernel] = {number: Decoded(event) for number, event in kernel.events.items()}
@@ -252,7 +261,9 @@ class Machine:
             self._settling.append(launch)
 
     def _settle(self, launch: Launched) -> None:
-        """Its stores reach the host; once all have, it has ended and the next of its stream starts."""
+        """Its copies end and its stores reach the host; then it has ended, and the next of its stream starts."""
+        if any(copy.block.launch is launch for copy in self.copies):
+            return
         if self.memory.settle(launch):
             self.memory.end(launch, launch.agents)
             self._settling.remove(launch)
@@ -297,7 +308,9 @@ class Machine:
     def _one_turn(self) -> None:
         draw = self.random.random
         outside = self._hosts or self._proxies or self._settling
-        if not self._ready or (outside and draw() < self.host_share):
+        if self.copies and draw() < self.copy_share:
+            self._copy_turn()
+        elif not self._ready or (outside and draw() < self.host_share):
             if not self._outside_turn() and not self._ready:
                 self._nobody()
         elif self._ready:
@@ -312,6 +325,20 @@ class Machine:
             self.now_ns += self.tick_ns
             if not warp.advance() or warp.place < 0 or draw() < self.burst or self.steps > self._limit:
                 return
+
+    def _copy_turn(self) -> None:
+        """Of one bulk copy."""
+        self.steps += 1
+        self.now_ns += self.tick_ns
+        chosen = int(self.random.random() * len(self.copies))
+        self._trace.update(b"copy %d;" % chosen)
+        copy = self.copies[chosen]
+        self._turn = copy.name
+        self.memory.step = self.steps
+        copy.step()
+        if copy.is_done:
+            del self.copies[chosen]
+            self.progress()
 
     def _outside_turn(self) -> bool:
         """Of a host thread, a proxy or a kernel that settles. False where there is none that could."""
@@ -371,4 +398,5 @@ class Machine:
             + ("has ended" if thread.done else f"waits for {thread.what}" if thread.waits else "runs")
             for thread in self._hosts
         ]
-        return "\n".join(hosts + [stream.where() for stream in self._streams.values()])
+        streams = [stream.where() for stream in self._streams.values()]
+        return "\n".join(hosts + streams + [f"  {copy}" for copy in self.copies])

@@ -49,6 +49,14 @@ class BadBarrier(MachineError):
     """A barrier that threads of the CTA can never complete."""
 
 
+class BadMBarrier(MachineError):
+    """An mbarrier of which nobody may know yet, that counts more than it can, or whose bytes somebody accesses."""
+
+
+class Unfinished(MachineError):
+    """A CTA ends while bulk copies may still access its shared memory."""
+
+
 class NoEnd(MachineError):
     """More steps than were allowed."""
 

@@ -36,12 +36,17 @@ class Timer:
 
 
 class View:
-    """What a release tells: everything that the releasing agent had heard of, itself included."""
+    """What a release tells: everything that the releasing agent had heard of, itself included.
 
-    __slots__ = ("clock", "seen")
+    Attributes:
+        fenced: what of it lies before a fence of the async proxy, of shared and of global memory. It counts for
+            the CTA alone whose thread has executed the fence.
+    """
 
-    def __init__(self, clock: Clock, seen: Seen) -> None:
-        self.clock, self.seen = clock, seen
+    __slots__ = ("clock", "fenced", "seen")
+
+    def __init__(self, clock: Clock, seen: Seen, fenced: tuple[View, View] | None = None) -> None:
+        self.clock, self.seen, self.fenced = clock, seen, fenced
 
 
 class Release:
@@ -67,6 +72,9 @@ class Agent:
     Attributes:
         clock, seen: what it has heard of.
         fences: for each scope the last fence, which later strong stores carry.
+        fenced: what its CTA's bulk copies may be told of, by it (:class:`View`).
+        over: of a bulk copy, what the thread that issued it had heard of: reads, which need no fence of a proxy before
+            a copy overwrites what they have read.
         pending: strong reads that a later fence, or acquire of the same cell, completes to an acquire pattern.
         alone, warp: itself, and all of its warp.
     """
@@ -76,8 +84,10 @@ class Agent:
         "alone",
         "block_key",
         "clock",
+        "fenced",
         "fences",
         "key",
+        "over",
         "pending",
         "rank",
         "rank_key",
@@ -96,6 +106,8 @@ class Agent:
         self.clock: Clock = {}
         self.seen: Seen = {}
         self.fences: list[Release] = []
+        self.fenced: tuple[View, View] | None = None
+        self.over: Clock | None = None
         self.pending: list[tuple[Cell, Message]] = []
         self.warp = self.alone = Lanes((self,))
 
@@ -175,6 +187,18 @@ def merged_seen(all_seen: Iterable[Seen]) -> Seen:
             if whole.get(place, -1.0) < order:
                 whole[place] = order
     return whole
+
+
+def merged_fenced(all_fenced: Iterable[tuple[View, View] | None]) -> tuple[View, View] | None:
+    """What lies before a fence of any of them (:class:`View`)."""
+    distinct = list({id(fenced): fenced for fenced in all_fenced if fenced}.values())
+    if len(distinct) <= 1:
+        return distinct[0] if distinct else None
+    of_shared, of_global = (
+        View(merged(view.clock for view in views), merged_seen(view.seen for view in views))
+        for views in zip(*distinct, strict=True)
+    )
+    return of_shared, of_global
 
 
 def join(agent: Agent, view: View) -> None:

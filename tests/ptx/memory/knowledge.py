@@ -39,6 +39,9 @@ class Knowledge:
         host = launch.host
         launch.clock = merged((stream.clock, host.clock)) if stream else host.clock
         launch.seen = merged_seen((stream.seen, host.seen)) if stream else host.seen
+        # where a kernel ends, and where it starts, nothing is left for a fence to do
+        before = View(launch.clock, launch.seen)
+        launch.fenced = (before, before)
 
     def new_block(self, launch: Any, block: str, count: int) -> list[Agent]:
         """The agents of a block's threads. Entities of a rank have the same lowest byte."""
@@ -54,7 +57,7 @@ class Knowledge:
                 clocks.rank_key(launch.rank),
             )
             agent = Agent((block, number), launch.rank, launch.sequence, timer, keys)
-            agent.clock, agent.seen = launch.clock, launch.seen
+            agent.clock, agent.seen, agent.fenced = launch.clock, launch.seen, launch.fenced
             agents.append(agent)
         for begin in range(0, count, 32):
             warp = clocks.Lanes(agents[begin : begin + 32])
@@ -114,12 +117,14 @@ class Knowledge:
         timer = agent.timer
         clock = {**agent.clock, agent.key: timer.time}
         timer.time += 1
-        return Release(agent, scope, View(clock, agent.seen))
+        return Release(agent, scope, View(clock, agent.seen, agent.fenced))
 
     def _acquire(self, agent: Agent, scope: Scope, message: Message) -> None:
         for release in message.own + message.chain:
             if self._includes(scope, agent, release.agent) and self._includes(release.scope, release.agent, agent):
                 clocks.join(agent, release.view)
+                if release.agent.block_key == agent.block_key:
+                    agent.fenced = clocks.merged_fenced((agent.fenced, release.view.fenced))
 
     def _patterns(self, agent: Agent, cell: Cell, mask: int, release: Release | None) -> tuple[Release, ...]:
         """The release patterns that a strong store of ``agent`` ends: for each scope the latest one."""
@@ -211,8 +216,9 @@ class Knowledge:
             for agent in agents:
                 clock[agent.key] = timer.time
         timer.time += 1
+        fenced = clocks.merged_fenced([agent.fenced for agent in agents] + [view.fenced for view in views])
         for agent in agents:
-            agent.clock, agent.seen = clock, seen
+            agent.clock, agent.seen, agent.fenced = clock, seen, fenced
 
 
 def _holds(view: View, release: Release) -> bool:

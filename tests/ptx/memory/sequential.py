@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.ptx.memory.clocks import Agent, Timer, View
+from tests.ptx.memory.clocks import Agent, Clock, Timer, View
 from tests.ptx.memory.operation import Operation
 from tests.ptx.memory.regions import Region, Regions
 
@@ -115,6 +115,33 @@ class Sequential:
     def fence(self, agents: Sequence[Agent], operation: Operation) -> None: ...
 
     def arrive(self, agent: Agent) -> View:
+        return View({}, {})
+
+    def new_entity(self, rank: int) -> int:
+        return 0
+
+    def fence_proxy(self, agents: Sequence[Agent], shared: bool, everywhere: bool) -> None: ...
+
+    def copier(
+        self, issuer: Agent, name: str, keys: tuple[int, int], time: int, to_shared: bool, launch: Any
+    ) -> tuple[Agent, Agent]:
+        return issuer, issuer
+
+    def stamp(self, agent: Agent) -> tuple[Agent, int]:
+        return agent, 0
+
+    def knows(self, agent: Agent, stamp: tuple[Agent, int]) -> bool:
+        return True
+
+    def proxy_knows(self, agent: Agent, stamp: tuple[Agent, int]) -> bool:
+        return True
+
+    def told_by_copies(self, times: Clock) -> View:
+        return View({}, {})
+
+    def hear(self, agent: Agent, views: Sequence[View]) -> None: ...
+
+    def united(self, views: Sequence[View]) -> View:
         return View({}, {})
 
     def barrier(self, agents: Sequence[Agent], entity: int | None, arrived: Sequence[View] = ()) -> None: ...

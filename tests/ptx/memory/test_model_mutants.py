@@ -9,7 +9,7 @@ import pytest
 from tests.ptx.litmus import programs
 from tests.ptx.litmus.tests import ALL
 from tests.ptx.memory import clocks
-from tests.ptx.memory.clocks import Agent, Release, View
+from tests.ptx.memory.clocks import Agent, Clock, Release, View
 from tests.ptx.memory.histories import Cell, Message
 from tests.ptx.memory.operation import Operation, Scope
 from tests.ptx.memory.weak import Weak
@@ -121,6 +121,51 @@ class LoadsReadTheLast(Weak):
         return super()._options(agent, cell, mask)[:1]
 
 
+class CopiesKnowWhatTheirThreadKnows(Weak):
+    def copier(
+        self, issuer: Agent, name: str, keys: tuple[int, int], time: int, to_shared: bool, launch: object
+    ) -> tuple[Agent, Agent]:
+        agents = super().copier(issuer, name, keys, time, to_shared, launch)
+        for agent in agents:
+            agent.clock = agents[1].over or {}
+        return agents
+
+
+class CopiesAreNeverTold(Weak):
+    def told_by_copies(self, times: Clock) -> View:
+        return View({}, {})
+
+
+class CopiesAreToldToThreadsOnly(Weak):
+    def told_by_copies(self, times: Clock) -> View:
+        return View(times, {})
+
+
+class FencesOfProxiesDoNothing(Weak):
+    def fence_proxy(self, agents: Sequence[Agent], shared: bool, everywhere: bool) -> None:
+        pass
+
+
+class FencesOfProxiesAreOfAllMemory(Weak):
+    def fence_proxy(self, agents: Sequence[Agent], shared: bool, everywhere: bool) -> None:
+        super().fence_proxy(agents, True, True)
+
+
+class FencesOfProxiesCountInOtherCtas(Weak):
+    def _acquire(self, agent: Agent, scope: Scope, message: Message) -> None:
+        super()._acquire(agent, scope, message)
+        for release in message.own:
+            agent.fenced = clocks.merged_fenced((agent.fenced, release.view.fenced))
+
+
+class BarriersTellNoFences(Weak):
+    def barrier(self, agents: Sequence[Agent], entity: int | None, arrived: Sequence[View] = ()) -> None:
+        before = [agent.fenced for agent in agents]
+        super().barrier(agents, entity, arrived)
+        for agent, fenced in zip(agents, before, strict=True):
+            agent.fenced = fenced
+
+
 #: the mutant, and the tests that must change their minds
 MUTANTS: tuple[tuple[type[Weak], tuple[str, ...]], ...] = (
     (ScopesDoNotCount, ("MP cta between CTAs", "MP gpu between ranks", "bar, then release.gpu")),
@@ -142,6 +187,16 @@ MUTANTS: tuple[tuple[type[Weak], tuple[str, ...]], ...] = (
     (StoresGoToTheEnd, ("2+2W relaxed", "S relaxed")),
     (StoresGoAnywhere, ("CoWR",)),
     (LoadsReadTheLast, ("MP relaxed", "SB relaxed", "CoRR weak")),
+    (CopiesKnowWhatTheirThreadKnows, ("bulk without a fence", "MP bulk read without a fence")),
+    (CopiesAreNeverTold, ("MP bulk waited for", "bulk once the phase is over")),
+    (CopiesAreToldToThreadsOnly, ("bulk in and out again",)),
+    (FencesOfProxiesDoNothing, ("bulk behind a fence", "MP bulk read behind a fence")),
+    (
+        FencesOfProxiesAreOfAllMemory,
+        ("bulk behind a fence of global memory", "MP bulk read behind a fence of shared memory"),
+    ),
+    (FencesOfProxiesCountInOtherCtas, ("MP bulk read behind a fence of another CTA",)),
+    (BarriersTellNoFences, ("bulk behind a fence and a barrier",)),
 )
 
 

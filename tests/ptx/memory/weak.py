@@ -22,8 +22,8 @@ from typing import Any
 from tests.ptx.machine.report import Uninitialised
 from tests.ptx.memory.clocks import Agent, Release, all_heard, heard
 from tests.ptx.memory.histories import Cell, Message, Reading, StrongMessage
-from tests.ptx.memory.knowledge import Knowledge
 from tests.ptx.memory.operation import Operation
+from tests.ptx.memory.proxies import Proxies
 from tests.ptx.memory.races import Races, account
 from tests.ptx.memory.regions import Region, Regions
 from tests.ptx.memory.visibility import HostSide
@@ -33,7 +33,7 @@ M64 = (1 << 64) - 1
 PENDING = 64
 
 
-class Weak(Knowledge):
+class Weak(Proxies):
     """See the module.
 
     Args:
@@ -395,11 +395,12 @@ class Weak(Knowledge):
         Args:
             touched: the bytes of ``mask`` that are certainly written.
         """
+        clock = agent.clock if agent.over is None else agent.over
         for lanes, (reading, value) in cell.readers.items():
             if not reading.mask & mask & touched:
                 continue
             for reader in lanes:
-                if reader is agent or heard(agent.clock, reader, reading.time):
+                if reader is agent or heard(clock, reader, reading.time):
                     continue
                 if not (
                     (reading.mask == mask or (agent is self.host.agent and not reading.mask & ~mask))

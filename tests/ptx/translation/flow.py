@@ -10,9 +10,9 @@ from .program import Instruction, Label, Program
 
 __all__ = ["Flow", "Unwritten"]
 
-#: Those that write no register.
+#: Those that write no register, beside those whose first operand is an address.
 _WITHOUT_RESULT = {
-    "st", "red", "stmatrix", "bra", "ret", "exit", "trap", "bar", "barrier", "membar", "fence", "nanosleep"
+    "bra", "ret", "exit", "trap", "bar", "barrier", "membar", "fence", "nanosleep"
 }  # fmt: skip
 
 
@@ -51,7 +51,8 @@ def _registers(operand: Operand) -> Iterator[str]:
 
 
 def _step(one: Instruction) -> _Step:
-    results = () if one.opcode in _WITHOUT_RESULT else one.operands[:1]
+    without = one.opcode in _WITHOUT_RESULT or isinstance(next(iter(one.operands), None), Address)
+    results = () if without else one.operands[:1]
     inputs = one.operands[len(results) :]
     reads = {name for operand in inputs for name in _registers(operand)}
     if one.guard:

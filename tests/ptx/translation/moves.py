@@ -117,14 +117,18 @@ def _select(code: Code, one: Instruction) -> None:
 
 
 def _address(code: Code, one: Instruction) -> None:
-    """cvta of global memory, whose addresses are generic ones as well."""
+    """cvta: of global memory the addresses are generic ones as well; shared memory begins where the host has it."""
     modifiers = Modifiers(one)
-    modifiers.maybe("to")
-    modifiers.one_of("global")
+    back = modifiers.maybe("to")
+    space = modifiers.one_of("global", "shared")
     modifiers.one_of("u64")
     modifiers.end()
     d, a = operands(one, 2)
-    code.write(d, code.read(a, 64), 64)
+    at = code.read(a, 64)
+    if space == "shared":
+        first = code.value("ptrtoint ptr %shared to i64")
+        at = code.value(f"{'sub' if back else 'add'} i64 {at}, {first}")
+    code.write(d, at, 64)
 
 
 MOVES = {"mov": _move, "setp": _compare, "selp": _select, "cvta": _address}

@@ -17,7 +17,7 @@ WIDTHS = {"pred": 8, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "f32x2": 
 }
 #: Parameters begin at multiples of so many bytes.
 PARAMETER_STEP = 8
-#: Dynamic shared memory begins at a multiple of so many bytes.
+#: Dynamic shared memory begins at a multiple of so many bytes, or of more where it is declared so.
 SHARED_STEP = 16
 
 
@@ -112,9 +112,10 @@ def parse(text: str) -> Program:
     if len(entries) != 1 or re.search(r"\.func\b", plain):
         raise PtxError(f"{len(entries)} kernels, where one and no function is understood")
     (entry,) = entries
-    threads = re.search(r"\.reqntid\s+([\d,\s]+)", entry[3])
+    # CUDA C says how many there are at most, and is launched with so many
+    threads = re.search(r"\.(?:req|max)ntid\s+([\d,\s]+)", entry[3])
     if not threads:
-        raise PtxError(f"{entry[1]}: no .reqntid says how many threads a block has")
+        raise PtxError(f"{entry[1]}: no .reqntid or .maxntid says how many threads a block has")
     target = re.search(r"\.target\s+(\w+)", plain)
     program = Program(
         entry[1],
@@ -185,7 +186,7 @@ class _Body:
         self.opened = 0
         self.callers: dict[_Place, _Place | None] = {}
         self.source = ""
-        self.dynamic = ""
+        self.dynamic, self.dynamic_step = "", SHARED_STEP
 
     def read(self, text: str, start: int) -> None:
         """Statements from ``start`` to the brace that ends the kernel."""
@@ -249,7 +250,7 @@ class _Body:
         }
         program.code = [one for one in program.code if not isinstance(one, Label) or one.name in targets]
         if self.dynamic:
-            program.shared[self.dynamic] = -(-program.static_shared // SHARED_STEP) * SHARED_STEP
+            program.shared[self.dynamic] = -(-program.static_shared // self.dynamic_step) * self.dynamic_step
 
     def _location(self, text: str) -> None:
         found = _LOC.match(text)
@@ -281,7 +282,7 @@ class _Body:
         nbytes = WIDTHS[found[2]] // 8
         step = int(found[1] or nbytes)
         if external:
-            self.dynamic = found[3]
+            self.dynamic, self.dynamic_step = found[3], max(step, SHARED_STEP)
         else:
             offset = -(-self.program.static_shared // step) * step
             self.program.shared[found[3]] = offset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .code import Code, Modifiers
 from .event import TRAP
 from .integers import operands
-from .operands import Operand, Pair, Symbol
+from .operands import Operand, Pair, Sink, Symbol
 from .program import Instruction
 
 __all__ = ["SYNCHRONISATION"]
@@ -58,6 +58,12 @@ def _fence(code: Code, one: Instruction) -> None:
     modifiers = Modifiers(one)
     if one.opcode == "membar":
         modifiers.one_of("cta", "gl", "sys")
+    elif modifiers.maybe("proxy"):
+        modifiers.one_of("async")
+        modifiers.maybe("global", "shared::cta", "shared::cluster")
+    elif modifiers.maybe("mbarrier_init"):
+        modifiers.one_of("release")
+        modifiers.one_of("cluster")
     else:
         modifiers.maybe("sc", "acq_rel", "acquire", "release")
         modifiers.one_of("cta", "cluster", "gpu", "sys")
@@ -117,6 +123,18 @@ def _reduce(code: Code, one: Instruction) -> None:
     code.event(_both(code, d, 32), [code.operand(value), code.operand(mask)])
 
 
+def _elect(code: Code, one: Instruction) -> None:
+    modifiers = Modifiers(one)
+    modifiers.one_of("sync")
+    modifiers.end()
+    d, mask = operands(one, 2)
+    if not isinstance(d, Pair):
+        raise one.error("a lane and a predicate are its results")
+    _both(code, d.second, 8)
+    lane = [] if isinstance(d.first, Sink) else _both(code, d.first, 32)
+    code.event([*(lane or [d.first]), d.second], [code.operand(mask)])
+
+
 def _active(code: Code, one: Instruction) -> None:
     """activemask: which threads of a warp go together is for the machine to say."""
     modifiers = Modifiers(one)
@@ -147,6 +165,7 @@ SYNCHRONISATION = {
     "vote": _vote,
     "match": _match,
     "redux": _reduce,
+    "elect": _elect,
     "activemask": _active,
     "nanosleep": _sleep,
 }

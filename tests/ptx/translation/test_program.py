@@ -162,7 +162,7 @@ REFUSED = [
     ("shfl.sync.up.b32 _|%p0, %r1, 1, 0, -1;", "where a register is known"),
     ("redux.sync.add.b32 %r0, %r1, -1;", ".b32 where one of"),
     ("match.any.sync.b32 %r0|%p0, %r1, -1;", "only .all tells"),
-    ("cp.async.ca.shared.global [%r0], [%rd0], 16;", "unknown instruction"),
+    ("cp.async.ca.shared.global [%r0], [%rd0], 16;", "where one of .bulk is known"),
     ("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%r0}, {%r1}, {%r2}, {%r3};", "unknown instruction"),
     ("call (%r0), f, (%r1);", "operand '(%r0)'"),
     ("@%r0 bra $nowhere;", "no label of this kernel"),

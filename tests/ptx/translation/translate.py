@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from . import conversions, ranges
+from .asynchronous import ASYNCHRONOUS
 from .bits import BITS
 from .code import Code
 from .conversions import CONVERSIONS
@@ -26,7 +27,7 @@ from .synchronisation import SYNCHRONISATION
 __all__ = ["Translation", "translate", "unknown"]
 
 _ALIKE = INTEGERS.keys() & FLOATS.keys()
-_LOWERINGS = BITS | CONVERSIONS | MEMORY | MOVES | SYNCHRONISATION | INTEGERS | FLOATS
+_LOWERINGS = ASYNCHRONOUS | BITS | CONVERSIONS | MEMORY | MOVES | SYNCHRONISATION | INTEGERS | FLOATS
 
 _FUNCTION = """
 define internal i32 @step(ptr noalias %s) {{

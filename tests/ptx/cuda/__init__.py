@@ -1,0 +1,1 @@
+"""Kernels in CUDA C as NVRTC compiles them, on the model machine."""
