@@ -98,8 +98,8 @@ _word = count()
 ROUTE_SEND = next(_word)  # rows for the rank
 ROUTE_RECV = next(_word)  # rows of the rank
 ROUTE_RAIL_SEND = next(_word)  # by node: rows over the rail
-ROUTE_RAIL_RECV = next(_word)
-ROUTE_TABLES = next(_word)
+ROUTE_RAIL_RECV = next(_word)  # by node: rows that came over the rail
+ROUTE_TABLES = next(_word)  # how many these are
 
 #: What a launch of a dispatch does: all of it, its opening, or what follows that.
 WHOLE, OPENING, MOVING = range(3)

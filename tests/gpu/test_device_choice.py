@@ -19,7 +19,7 @@ from uccl_ep_serving.modes.low_latency_arguments import dispatch_coding
 from uccl_ep_serving.modes.low_latency_gpu_session import LowLatencyGpuSession
 from uccl_ep_serving.modes.normal_gpu_session import NormalGpuSession
 from uccl_ep_serving.modes.row_format import RowFormat
-from uccl_ep_serving.protocol.layout import LowLatencyPlan
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, NormalNotify
 
 OURS, CURRENT = torch.device("cuda", 1), torch.device("cuda", 0)
@@ -33,6 +33,10 @@ class Kernels:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.seen.append((name, Device.chosen))
+
+    def rows_of_a_ring(self, *_: Any) -> int:
+        """Whatever fits."""
+        return 1
 
 
 @pytest.fixture
@@ -80,7 +84,12 @@ def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
 ) -> None:
     monkeypatch.setattr(normal_device_session, "device_normal_kernels", Kernels)
     runtime: Any = SimpleNamespace(
-        ranks=1, epoch=0, stale="", settings=None, compile_together=lambda compile: compile()
+        ranks=1,
+        epoch=0,
+        stale="",
+        settings=None,
+        layout=SimpleNamespace(normal=NormalPlan(1)),
+        compile_together=lambda compile: compile(),
     )
     session: Any = NormalGpuSession(runtime, gpu)
     session._present = object()

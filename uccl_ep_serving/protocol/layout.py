@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from .bitfield import Word
 from .command import MAX_RANKS, MAX_WINDOW_BYTES, UNIT
 from .message import (
+    CHANNEL_ROWS_BYTES,
     FORMAT_VERSION,
     GRANT_SLOTS,
     HEADER_BYTES,
@@ -279,7 +280,7 @@ class NormalPlan:
     @property
     def notify(self) -> int:
         """Bytes reserved for one notify."""
-        return round_up(notify_bytes(self.local_experts), 128)
+        return round_up(notify_bytes(self.local_experts) + CHANNEL_ROWS_BYTES, 128)
 
 
 @dataclass(frozen=True, slots=True)

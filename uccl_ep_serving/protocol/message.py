@@ -245,5 +245,6 @@ def counts_bytes(local_experts: int) -> int:
 
 
 def notify_bytes(local_experts: int) -> int:
-    """Most bytes of a normal-mode notify: header, rows for each channel, one int32 count per expert of the receiver."""
-    return HEADER_BYTES + CHANNEL_ROWS_BYTES + round_up(local_experts * 4, 16)
+    """Bytes of a normal-mode notify: header and one int32 count per expert of the receiver; those of GPUs have
+    CHANNEL_ROWS_BYTES more."""
+    return HEADER_BYTES + round_up(local_experts * 4, 16)

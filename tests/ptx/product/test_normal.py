@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -21,7 +22,17 @@ SHAPES: dict[str, Case] = {
     "bf16": Case(tokens=(5, 3), experts=4, topk=2),
     "fp8": Case(tokens=(4, 6), experts=4, topk=2, dtype=torch.float8_e4m3fn, seed=1),
     "fp32, an empty rank": Case(tokens=(0, 7), experts=8, topk=3, dtype=torch.float32, seed=2),
+    "one rank is chosen": Case(tokens=(20, 13), experts=4, topk=2, hot=1, lost=0.0, seed=5),
+    "three ranks": Case(tokens=(6, 0, 9), experts=6, topk=3, hidden=136, seed=6),
 }
+#: Nodes of two ranks.
+BETWEEN_NODES: dict[str, Case] = {
+    "bf16": Case(tokens=(5, 3, 0, 4), experts=8, topk=3),
+    "fp8": Case(tokens=(4, 6, 3, 5), experts=4, topk=2, dtype=torch.float8_e4m3fn, seed=1),
+    "one rank is chosen": Case(tokens=(9, 7, 8, 6), experts=8, topk=2, hot=1, lost=0.0, hidden=136, seed=3),
+}
+#: Seeds of each shape and path in the long run.
+SEEDS = {"sequential": 10, "weak": 4}
 
 
 @functools.cache
@@ -40,3 +51,19 @@ def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
 )
 def test_a_seed_of_each_quick_shape(memory: str, path: str, shape: str) -> None:
     trials.exchange(compiled(memory), memory, path, SHAPES[shape], 2)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("memory", "path", "shape"), list(itertools.product(trials.MEMORIES, trials.PATHS, SHAPES)))
+def test_many_seeds(memory: str, path: str, shape: str, narrow: bool) -> None:
+    for seed in range(SEEDS[memory]):
+        trials.exchange(compiled(memory), memory, path, SHAPES[shape], seed, narrow)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("memory", "shape"), list(itertools.product(trials.MEMORIES, BETWEEN_NODES)))
+def test_many_seeds_between_nodes(memory: str, shape: str, narrow: bool) -> None:
+    for seed in range(SEEDS[memory]):
+        trials.exchange(compiled(memory), memory, "proxied", BETWEEN_NODES[shape], seed, narrow, node_ranks=2)
