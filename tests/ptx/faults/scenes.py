@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
-from tests.ptx.product.ranks import TIMEOUT, ModelRuntime
+from tests.ptx.product.ranks import TIMEOUT, ModelGroup, ModelRuntime
 from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
@@ -21,6 +24,7 @@ Play = Callable[[Compiled, str, int], Machine]
 #: A fault is noticed within so many seeds of a scene; the kernels as they are pass ten times as many.
 WITHIN = 6
 CASE = Case(tokens=4, experts=4, topk=2, counts=(4, 3))
+THREE = replace(CASE, ranks=3, experts=6, counts=(2, 1, 1))
 IN_ORDER, EXPANDED = replace(CASE, deterministic=True), replace(CASE, reduced=False)
 #: Of a kernel's late stores the host gets to see so few that proxies look amid them: one in a fifth of its turns. Of
 #: every other seed those come first that were stored last: a command before what it is about.
@@ -36,6 +40,8 @@ HELD: dict[str, Callable[[int], bool]] = {
 }
 #: Nothing is repeated: that would be something else than waiting.
 _SLOW = replace(HOSTILE, duplicate=0.0, linger=0.9)
+#: So often a proxy looks for what has completed, at once.
+_POLLS = 50
 
 
 def machine_of(memory: str, seed: int) -> Machine:
@@ -56,7 +62,8 @@ class Scene:
         path: of :data:`trials.PATHS`.
         channels: that a message is striped over.
         ring_slots: of each ring.
-        held: of :data:`HELD`: those complete only when everybody has waited for long.
+        held: of :data:`HELD`: those complete only when everybody has waited for long,
+        until: or as soon as a rank has launched this kernel for the time of this number, from 0.
         case: what they exchange.
     """
 
@@ -66,6 +73,7 @@ class Scene:
     channels: int = 1
     ring_slots: int = 1024
     held: str = ""
+    until: tuple[str, int] | None = None
     case: Case = CASE
 
     def __str__(self) -> str:
@@ -85,14 +93,36 @@ class Scene:
         ) as group:
             if self.held:
                 machine.patience = _PATIENCE
-                wanted = HELD[self.held]
-                group.stepped = lambda: group.fabric.hold(wanted, machine.waited < _HELD or machine.memory.behind)
+                self._hold(machine, group)
 
             def body(runtime: ModelRuntime) -> None:
                 Player(group.low_latency(runtime), runtime.rank, self.case).play(self.programs[runtime.rank])
 
             group.run(body, limit_steps=trials.LIMIT_STEPS)
         return machine
+
+    def _hold(self, machine: Machine, group: ModelGroup) -> None:
+        wanted, launched, launch = HELD[self.held], Counter[tuple[int, str]](), group.launch
+
+        def counted(one: Any) -> None:
+            rank, kernel = group.calling, one.kernel.fn.__name__
+            launch(one)
+            launched[rank, kernel] += 1
+            if self.until == (kernel, launched[rank, kernel] - 1):
+                # before any thread of it looks, and then each sees that at once
+                for _, proxy in itertools.product(range(_POLLS), range(group.settings.proxies)):
+                    group.step(rank, proxy)
+                if isinstance(machine.memory, Weak):
+                    machine.memory.stale = 0.0
+
+        def back() -> bool:
+            if self.until is None:
+                return machine.waited < _HELD or machine.memory.behind
+            kernel, number = self.until
+            return all(launched[rank, kernel] <= number for rank in range(group.ranks))
+
+        group.launch = counted  # type: ignore[method-assign]
+        group.stepped = lambda: group.fabric.hold(wanted, back())
 
 
 def _layers(count: int) -> str:
@@ -108,6 +138,9 @@ _TOGETHER = (
 _PAIRS = " ".join(f"D D d{2 * number} d{2 * number + 1}" for number in range(6))
 #: The same of combines.
 _RETURNS = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for number in range(6))
+#: Both end with the operation whose notice is the fifth.
+_FIFTH = " ".join(f"D D d{2 * number} d{2 * number + 1}" for number in range(5)) + " D d10"
+_FIFTH_RETURN = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for number in range(3)) + " C0 c6"
 #: Every command is put into a slot that had one before.
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
 #: Kernels wait for room in the ring of two channels.
@@ -123,10 +156,34 @@ SCENES = (
     Scene("layers", "proxied", (_layers(3),) * 2, channels=2),
     Scene("two in flight", "mapped", _TOGETHER),
     Scene("two in flight", "proxied", _TOGETHER, channels=2),
+    # a dispatch is there, not received yet, whose header says that a combine is read
+    Scene("a combine behind a dispatch", "mapped", ("D d0 C0 C0 c0 c1 D C0 d1 c2",) * 2),
     Scene("dispatches that end late", "proxied", ("D d0 D D d1 d2",) * 2, held="messages"),
     Scene("combines that end late", "proxied", ("D d0 C0 C0 c0 c1",) * 2, held="messages"),
     Scene("notices of dispatches that end late", "proxied", (_PAIRS,) * 2, held="notices"),
     Scene("notices of combines that end late", "proxied", (_RETURNS,) * 2, held="notices"),
+    Scene(
+        "a notice of dispatches that ends in time",
+        "proxied",
+        (_FIFTH,) * 2,
+        held="notices",
+        until=("dispatch_send", 10),
+    ),
+    Scene(
+        "a notice of combines that ends in time",
+        "proxied",
+        (_FIFTH_RETURN,) * 2,
+        held="notices",
+        until=("combine_send", 6),
+    ),
     FULL_RING,
     FULL_OF_NOTICES,
+    Scene("dispatches to two peers in a full ring", "proxied", ("D D d0 d1 D d2",) * 3, ring_slots=4, case=THREE),
+    Scene(
+        "combines to two peers in a full ring",
+        "proxied",
+        ("D D d0 d1 C0 C0 c0 C0 c1 c2",) * 3,
+        ring_slots=4,
+        case=THREE,
+    ),
 )
