@@ -142,6 +142,19 @@ EQUIVALENT = (
     Equivalent(
         _SENDS,
         ("barrier",),
+        ("settle(BACKEND)", "good = _wait_acks("),
+        "another one stands behind all that a look notes, but where it refuses a notice: then none follows",
+    ),
+    Equivalent(
+        ("dispatch_send",),
+        ("barrier",),
+        ("settle(BACKEND)",),
+        "another one stands before READY is told, and nobody reads before that where the message has its place",
+        then="rows = int64s(route_table(context, route, R_COUNTS, peer))",
+    ),
+    Equivalent(
+        _SENDS,
+        ("barrier",),
         ("settle(BACKEND)", "write_header("),
         "another one stands before READY is told, and nobody reads behind that one what the peer was told",
     ),
