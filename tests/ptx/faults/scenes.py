@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.ptx.machine.block import Warp
 from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product import trials
@@ -40,6 +41,8 @@ HELD: dict[str, Callable[[int], bool]] = {
 }
 #: Nothing is repeated: that would be something else than waiting.
 _SLOW = replace(HOSTILE, duplicate=0.0, linger=0.9)
+#: Of the turns of a stalled program, so many are nobody's.
+_STALL = 0.99
 #: So often a proxy looks for what has completed, at once.
 _POLLS = 50
 
@@ -54,6 +57,18 @@ def machine_of(memory: str, seed: int) -> Machine:
     return machine
 
 
+def _stall(machine: Machine) -> None:
+    turn = machine._warp_turn
+
+    def some(warp: Warp) -> None:
+        # no other exchange releases
+        told = any("release.exch" in one.op for one in warp.stored)
+        if not told or machine.random.random() >= _STALL:
+            turn(warp)
+
+    machine._warp_turn = some  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Scene:
     """Ranks that play a program (:class:`tests.support.ll_player.Player`) each.
@@ -64,6 +79,7 @@ class Scene:
         ring_slots: of each ring.
         held: of :data:`HELD`: those complete only when everybody has waited for long,
         until: or as soon as a rank has launched this kernel for the time of this number, from 0.
+        stalled: programs that have told READY have few turns, so that what others do for their peer comes first.
         case: what they exchange.
     """
 
@@ -74,6 +90,7 @@ class Scene:
     ring_slots: int = 1024
     held: str = ""
     until: tuple[str, int] | None = None
+    stalled: bool = False
     case: Case = CASE
 
     def __str__(self) -> str:
@@ -85,6 +102,8 @@ class Scene:
         Raises whatever is wrong, with the seed and the step.
         """
         machine = machine_of(memory, seed)
+        if self.stalled:
+            _stall(machine)
         if self.path == "proxied":
             machine.host_share = max(machine.host_share, HOST_SHARE)
         settings = Settings(timeout=TIMEOUT, window="host", channels=self.channels, ring_slots=self.ring_slots)
@@ -156,8 +175,10 @@ SCENES = (
     Scene("layers", "proxied", (_layers(3),) * 2, channels=2),
     Scene("two in flight", "mapped", _TOGETHER),
     Scene("two in flight", "proxied", _TOGETHER, channels=2),
-    # a dispatch is there, not received yet, whose header says that a combine is read
+    # a dispatch is there, not received yet, whose header says that an earlier one is read, or a combine
+    Scene("a dispatch behind another one", "mapped", ("D d0 D D d1 d2 D d3 D D d4 d5",) * 2),
     Scene("a combine behind a dispatch", "mapped", ("D d0 C0 C0 c0 c1 D C0 d1 c2",) * 2),
+    Scene("a dispatch whose headers come last", "mapped", ("D d0",) * 2, stalled=True),
     Scene("dispatches that end late", "proxied", ("D d0 D D d1 d2",) * 2, held="messages"),
     Scene("combines that end late", "proxied", ("D d0 C0 C0 c0 c1",) * 2, held="messages"),
     Scene("notices of dispatches that end late", "proxied", (_PAIRS,) * 2, held="notices"),
@@ -178,7 +199,7 @@ SCENES = (
     ),
     FULL_RING,
     FULL_OF_NOTICES,
-    Scene("dispatches to two peers in a full ring", "proxied", ("D D d0 d1 D d2",) * 3, ring_slots=4, case=THREE),
+    Scene("dispatches to two peers in a full ring", "proxied", ("D D d0 d1 D d2 D d3",) * 3, ring_slots=4, case=THREE),
     Scene(
         "combines to two peers in a full ring",
         "proxied",

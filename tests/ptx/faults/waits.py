@@ -174,6 +174,9 @@ _WAITS: dict[str, Wait] = {
     ),
     "room for a dispatch": Wait(("D d0 D D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=2, **_NO_ROOM),
     "room for a combine": Wait(("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=2, **_NO_ROOM),
+    "room for two dispatches": Wait(
+        ("D d0 D D", "D d0 D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=4, **_NO_ROOM
+    ),
     "room for two combines": Wait(
         ("D d0 C0 C0", "D d0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=4, **_NO_ROOM
     ),
