@@ -24,8 +24,9 @@ from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 
 __all__ = ["before_launch", "hide", "leave_out", "meeting", "peek", "poke", "raised_by", "release", "run"]
 
-#: Steps without anything but waiting after which the clock goes faster: few where no wire holds up what comes.
-_PATIENCE = 100
+#: Steps without anything but waiting after which the clock goes faster: so many that nobody's deadline comes while
+#: another one is on its way, lane by lane, to what is waited for.
+_PATIENCE = 500
 #: Chance that lanes part: what only some of them store is seen before what the others store.
 _PARTING = 0.6
 #: Turns of the host after which it releases a kernel, which will wait. Of every other seed it does: that many steps of
@@ -55,16 +56,10 @@ def meeting(
     ranks: int = 2,
     path: str = "mapped",
     ring_slots: int = 1024,
-    soon: bool = True,
 ) -> Iterator[tuple[Machine, ModelGroup]]:
-    """A machine and its ranks, of which somebody looks at reports all the time.
-
-    Args:
-        soon: deadlines come soon, once all have come that is on its way.
-    """
+    """A machine and its ranks, of which somebody looks at reports all the time."""
     machine = machine_of(memory, seed)
-    # where stores are late, nobody's deadline comes before they are seen
-    machine.patience = _PATIENCE * (1 if soon and path == "mapped" and not seed % 2 else 5)
+    machine.patience = _PATIENCE
     machine.host_share = max(machine.host_share, HOST_SHARE)
     machine.parting = _PARTING
     if isinstance(machine.memory, Weak):

@@ -61,7 +61,7 @@ class Wait:
     def play(self, compiled: Compiled, memory: str, seed: int, *, released: bool) -> Machine:
         """The machine on which the wait ended as it must."""
         ranks, reached = len(self.programs), {"path": self.path, "ring_slots": self.ring_slots}
-        with meeting(compiled, memory, seed, ranks=ranks, soon=not released, **reached) as (machine, group):
+        with meeting(compiled, memory, seed, ranks=ranks, **reached) as (machine, group):
             begin, since = release(machine, group)
             state = [0]
 
