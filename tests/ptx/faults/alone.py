@@ -84,7 +84,10 @@ def _look_at_once(memory: Weak, group: ModelGroup) -> None:
     show = memory.host.show_some
 
     def shown() -> bool:
-        return show() and not _look(group)
+        found = show()
+        if found:
+            _look(group)
+        return found
 
     memory.host.show_some = shown  # type: ignore[method-assign]
 
@@ -183,7 +186,8 @@ def release(machine: Machine, group: ModelGroup) -> tuple[Callable[[], None], Ca
         if since[0] or not turns[0]:
             return False
         turns[0] += 1
-        if turns[0] < _TURNS if machine.seed % 2 else machine.waited < _WAITING:
+        early = turns[0] < _TURNS if machine.seed % 2 else machine.waited < _WAITING
+        if early:
             return False
         since[0] = machine.now_ns
         return group.spaces[0].fail(FAILURE_PEER_LOST, peer=1)

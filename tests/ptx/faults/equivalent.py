@@ -189,6 +189,7 @@ EQUIVALENT = (
         for kernel, caller, then in (
             ("combine_send", "", "number = peek(state + S_COMBINE_NUMBER)"),
             ("dispatch_send", "_close(", "number, local, ranks = "),
+            ("dispatch_recv", "_close(", ""),
         )
     ),
     Equivalent(
@@ -209,12 +210,6 @@ EQUIVALENT = (
         ("barrier",),
         ("settle(BACKEND)", ""),
         "before a piece of work is counted: Triton puts another one between it and the atomic",
-    ),
-    Equivalent(
-        ("dispatch_recv",),
-        ("barrier",),
-        ("settle(BACKEND)", "_close("),
-        "Triton puts another one behind the atomic that finds the last program",
     ),
     *(
         Equivalent(

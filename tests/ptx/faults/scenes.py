@@ -121,27 +121,36 @@ class Scene:
         return machine
 
     def _hold(self, machine: Machine, group: ModelGroup) -> None:
-        wanted, launched, launch = HELD[self.held], Counter[tuple[int, str]](), group.launch
+        """Writes are held back as long as the scene wants it."""
+        wanted = HELD[self.held]
 
-        def counted(one: Any) -> None:
-            rank, kernel = group.calling, one.kernel.fn.__name__
-            launch(one)
-            launched[rank, kernel] += 1
-            if self.until == (kernel, launched[rank, kernel] - 1):
-                # before any thread of it looks, and then each sees that at once
-                for _, proxy in itertools.product(range(_POLLS), range(group.settings.proxies)):
-                    group.step(rank, proxy)
-                if isinstance(machine.memory, Weak):
-                    machine.memory.stale = 0.0
+        def waited_little() -> bool:
+            return machine.waited < _HELD or machine.memory.behind
 
-        def back() -> bool:
-            if self.until is None:
-                return machine.waited < _HELD or machine.memory.behind
-            kernel, number = self.until
-            return all(launched[rank, kernel] <= number for rank in range(group.ranks))
-
-        group.launch = counted  # type: ignore[method-assign]
+        back = _until(machine, group, *self.until) if self.until else waited_little
         group.stepped = lambda: group.fabric.hold(wanted, back())
+
+
+def _until(machine: Machine, group: ModelGroup, kernel: str, number: int) -> Callable[[], bool]:
+    """What says that no rank has launched ``kernel`` for the time of this number. The proxies of one that has look at
+    once for what has completed."""
+    launched, launch = Counter[int](), group.launch
+
+    def counted(one: Any) -> None:
+        rank = group.calling
+        launch(one)
+        if one.kernel.fn.__name__ != kernel:
+            return
+        launched[rank] += 1
+        if launched[rank] == number + 1:
+            # before any thread of it looks, and then each sees that at once
+            for _, proxy in itertools.product(range(_POLLS), range(group.settings.proxies)):
+                group.step(rank, proxy)
+            if isinstance(machine.memory, Weak):
+                machine.memory.stale = 0.0
+
+    group.launch = counted  # type: ignore[method-assign]
+    return lambda: all(count <= number for count in launched.values())
 
 
 def _layers(count: int) -> str:

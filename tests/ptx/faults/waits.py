@@ -123,8 +123,12 @@ def _crowd(group: ModelGroup, state: list[int]) -> Callable[[], bool]:
             slot = NOTICE_SLOTS + landed[0] % NOTICE_SLOTS
             notice = int(group.spaces[0].window) + peek(state[0] + 8 * NOTICE_RECV) + slot * HEADER_BYTES
             old = landed[0] // NOTICE_SLOTS & 1
-            words = {Notice.TAG: Notice.TAG_VALUE, Notice.NUMBER: landed[0]}
-            for word, value in {**words, Notice.CONSUMED_DISPATCH: old, Notice.CONSUMED_COMBINE: old}.items():
+            for word, value in (
+                (Notice.TAG, Notice.TAG_VALUE),
+                (Notice.NUMBER, landed[0]),
+                (Notice.CONSUMED_DISPATCH, old),
+                (Notice.CONSUMED_COMBINE, old),
+            ):
                 poke(notice + 8 * word, value)
             landed[0] += 1
         else:
