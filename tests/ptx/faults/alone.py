@@ -24,14 +24,17 @@ from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST
 
 __all__ = ["before_launch", "hide", "leave_out", "meeting", "peek", "poke", "raised_by", "release", "run"]
 
-#: Steps without anything but waiting after which the clock goes faster: few where no wire holds up what comes.
-_PATIENCE = 100
+#: Steps without anything but waiting after which the clock goes faster: so many that nobody's deadline comes while
+#: another one is on its way, lane by lane, to what is waited for.
+_PATIENCE = 500
 #: Chance that lanes part: what only some of them store is seen before what the others store.
 _PARTING = 0.6
-#: Turns of the host after which it releases a kernel: it waits by then, or will.
-_TURNS = 5
-#: Where the host can see stores late, some always are.
-_LAG = 0.01
+#: Turns of the host after which it releases a kernel, which will wait. Of every other seed it does: that many steps of
+#: nothing else.
+_TURNS, _WAITING = 5, 100
+#: Where the host can see stores late, some always are. Of every other seed most are seen soon, but in no order: a word
+#: of a report before the others.
+_LAG, _SOON = 0.01, 0.5
 
 
 def peek(address: int) -> int:
@@ -53,23 +56,20 @@ def meeting(
     ranks: int = 2,
     path: str = "mapped",
     ring_slots: int = 1024,
-    soon: bool = True,
 ) -> Iterator[tuple[Machine, ModelGroup]]:
-    """A machine and its ranks, of which somebody looks at reports all the time.
-
-    Args:
-        soon: deadlines come soon, once all have come that is on its way.
-    """
+    """A machine and its ranks, of which somebody looks at reports all the time."""
     machine = machine_of(memory, seed)
-    machine.patience = _PATIENCE * (1 if soon and path == "mapped" else 5)
+    machine.patience = _PATIENCE
     machine.host_share = max(machine.host_share, HOST_SHARE)
     machine.parting = _PARTING
     if isinstance(machine.memory, Weak):
-        machine.memory.lag = machine.memory.lag or _LAG
+        machine.memory.lag = _SOON if seed % 2 else machine.memory.lag or _LAG
     settings = Settings(timeout=TIMEOUT, window="host", ring_slots=ring_slots)
     with trials.group_of(machine, compiled, ranks, path, settings) as group:
         # an engine may look at what a kernel has reported while another thread waits for that kernel
         machine.actor("who looks at reports", lambda: _look(group))
+        if isinstance(machine.memory, Weak):
+            _look_at_once(machine.memory, group)
         yield machine, group
 
 
@@ -77,6 +77,19 @@ def _look(group: ModelGroup) -> bool:
     for context in group.contexts:
         context.take_report()
     return False
+
+
+def _look_at_once(memory: Weak, group: ModelGroup) -> None:
+    """Somebody looks also after each store that the host gets to see while kernels run: before the next one."""
+    show = memory.host.show_some
+
+    def shown() -> bool:
+        found = show()
+        if found:
+            _look(group)
+        return found
+
+    memory.host.show_some = shown  # type: ignore[method-assign]
 
 
 def raised_by(player: Player, words: str) -> UcclEpError:
@@ -166,12 +179,15 @@ def hide(group: ModelGroup, addresses: Sequence[int], most: int) -> None:
 
 
 def release(machine: Machine, group: ModelGroup) -> tuple[Callable[[], None], Callable[[], float]]:
-    """Some turns after the first is called the host loses rank 1; the second tells when it did, in ns."""
+    """Some time after the first is called the host loses rank 1; the second tells when it did, in ns."""
     turns, since = [0], [0.0]
 
     def lose() -> bool:
-        turns[0] += turns[0] > 0
-        if turns[0] != _TURNS:
+        if since[0] or not turns[0]:
+            return False
+        turns[0] += 1
+        early = turns[0] < _TURNS if machine.seed % 2 else machine.waited < _WAITING
+        if early:
             return False
         since[0] = machine.now_ns
         return group.spaces[0].fail(FAILURE_PEER_LOST, peer=1)

@@ -66,7 +66,16 @@ class Fault:
     @property
     def texts(self) -> tuple[str, ...]:
         """What stands on the line of the source, and on those of its callers: that outlasts a move of lines."""
-        return tuple(_line_of(*_split(frame)) for frame in re.findall(r"[\w.]+:\d+", self.source))
+        return tuple(_line_of(*place) for place in self._places)
+
+    @property
+    def next_texts(self) -> tuple[str, ...]:
+        """What stands behind each of these lines, less comments: that tells lines apart that are the same."""
+        return tuple(_line_behind(*place) for place in self._places)
+
+    @property
+    def _places(self) -> list[tuple[str, int]]:
+        return [_split(frame) for frame in re.findall(r"[\w.]+:\d+", self.source)]
 
     def __str__(self) -> str:
         return f"{self.kernel}: without the {self.kind} of {self.source}"
@@ -145,6 +154,11 @@ def _line_of(file: str, number: int) -> str:
     """Of a file of our kernels; of Triton's library the file's name."""
     lines = _lines(file)
     return lines[number - 1].strip() if lines else file
+
+
+def _line_behind(file: str, number: int) -> str:
+    lines = (line.strip() for line in _lines(file)[number:])
+    return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 @cache

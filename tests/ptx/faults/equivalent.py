@@ -20,19 +20,24 @@ class Equivalent:
         kinds: of :data:`tests.ptx.faults.edits.KINDS`.
         where: parts of lines of the source, each of the line that calls the one before it; "" after that of the kernel.
         why: in one sentence.
+        then: part of the line behind the first of those, where another line says the same.
     """
 
     kernels: tuple[str, ...]
     kinds: tuple[str, ...]
     where: tuple[str, ...]
     why: str
+    then: str = ""
 
     def holds(self, fault: Fault) -> bool:
         """Whether ``fault`` is one of them."""
         return (
             fault.short in self.kernels
             and fault.kind in self.kinds
-            and any(_fits(self.where, (*fault.texts, "")[first:]) for first in range(len(fault.texts)))
+            and any(
+                self.then in behind and _fits(self.where, (*fault.texts, "")[first:])
+                for first, behind in enumerate(fault.next_texts)
+            )
         )
 
 
@@ -112,6 +117,89 @@ EQUIVALENT = (
         )
     ),
     Equivalent(
+        _SENDS,
+        ("barrier",),
+        ("tl.atomic_max(int64s(head_at + 8)",),
+        "Triton puts it for the order of the atomic, which nobody needs; one of the source's own stands before a "
+        "command is put",
+    ),
+    Equivalent(
+        _SENDS,
+        ("barrier",),
+        ("settle(BACKEND)", "put_commands("),
+        "whoever puts a command has taken its slot and read the tail itself, since a lane is a thread; what the "
+        "command is about was settled before",
+        then="slot = ring + _SLOTS",
+    ),
+    Equivalent(
+        _SENDS,
+        ("barrier",),
+        ("settle(BACKEND)", "good = _send_notice("),
+        "the thread that stores the words of a notice, all of them numbers, is that of the first lane, which tells "
+        "that they are there",
+        then="peers, mine = one_lane(",
+    ),
+    Equivalent(
+        _SENDS,
+        ("barrier",),
+        ("settle(BACKEND)", "good = _wait_acks("),
+        "another one stands behind all that a look notes, but where it refuses a notice: then none follows",
+    ),
+    Equivalent(
+        ("dispatch_send",),
+        ("barrier",),
+        ("settle(BACKEND)",),
+        "another one stands before READY is told, and nobody reads before that where the message has its place",
+        then="rows = int64s(route_table(context, route, R_COUNTS, peer))",
+    ),
+    Equivalent(
+        _SENDS,
+        ("barrier",),
+        ("settle(BACKEND)", "write_header("),
+        "another one stands before READY is told, and nobody reads behind that one what the peer was told",
+    ),
+    Equivalent(
+        _SENDS,
+        ("barrier",),
+        ("settle(BACKEND)", "good = wait_messages(context, state, others"),
+        "another one stands before READY is told, and nothing of the message is written before that",
+    ),
+    *(
+        Equivalent(
+            (kernel,),
+            ("barrier",),
+            ("settle(BACKEND)", *caller),
+            "Triton puts another one between it and the atomic that counts the piece of work",
+            then=then,
+        )
+        for kernel, caller, then in (
+            ("combine_send", ("",), "if told:"),
+            ("dispatch_send", ("",), "many = tl.load(int64s(route_table(context, route, R_COUNTS"),
+            ("dispatch_send", (), "return finish_one("),
+        )
+    ),
+    *(
+        Equivalent(
+            (kernel,),
+            ("barrier",),
+            ("settle(BACKEND)", caller),
+            "Triton puts another one behind the atomic that finds the last program",
+            then=then,
+        )
+        for kernel, caller, then in (
+            ("combine_send", "", "number = peek(state + S_COMBINE_NUMBER)"),
+            ("dispatch_send", "_close(", "number, local, ranks = "),
+            ("dispatch_recv", "_close(", ""),
+        )
+    ),
+    Equivalent(
+        ("combine_send",),
+        ("acquire",),
+        ("count, _ = messages_completed(", "good = wait_messages(context, state, others"),
+        "nothing is packed over the message whose end it sees, but by the next combine, which acquires the peer's word "
+        "that this one has arrived; and this one is put once that end was seen",
+    ),
+    Equivalent(
         _ALL,
         ("barrier",),
         ("settle(BACKEND)", "tell_ready("),
@@ -122,12 +210,6 @@ EQUIVALENT = (
         ("barrier",),
         ("settle(BACKEND)", ""),
         "before a piece of work is counted: Triton puts another one between it and the atomic",
-    ),
-    Equivalent(
-        ("dispatch_recv",),
-        ("barrier",),
-        ("settle(BACKEND)", "_close("),
-        "Triton puts another one behind the atomic that finds the last program",
     ),
     *(
         Equivalent(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tests.ptx.machine.block import Warp
 from tests.ptx.machine.machine import Machine
 from tests.ptx.memory.weak import Weak
 from tests.ptx.product import trials
 from tests.ptx.product.compiled import Compiled
-from tests.ptx.product.ranks import TIMEOUT, ModelRuntime
+from tests.ptx.product.ranks import TIMEOUT, ModelGroup, ModelRuntime
 from tests.support.fake_ranks import HOSTILE
 from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
@@ -21,6 +25,7 @@ Play = Callable[[Compiled, str, int], Machine]
 #: A fault is noticed within so many seeds of a scene; the kernels as they are pass ten times as many.
 WITHIN = 6
 CASE = Case(tokens=4, experts=4, topk=2, counts=(4, 3))
+THREE = replace(CASE, ranks=3, experts=6, counts=(2, 1, 1))
 IN_ORDER, EXPANDED = replace(CASE, deterministic=True), replace(CASE, reduced=False)
 #: Of a kernel's late stores the host gets to see so few that proxies look amid them: one in a fifth of its turns. Of
 #: every other seed those come first that were stored last: a command before what it is about.
@@ -36,6 +41,10 @@ HELD: dict[str, Callable[[int], bool]] = {
 }
 #: Nothing is repeated: that would be something else than waiting.
 _SLOW = replace(HOSTILE, duplicate=0.0, linger=0.9)
+#: Of the turns of a stalled program, so many are nobody's.
+_STALL = 0.99
+#: So often a proxy looks for what has completed, at once.
+_POLLS = 50
 
 
 def machine_of(memory: str, seed: int) -> Machine:
@@ -48,6 +57,18 @@ def machine_of(memory: str, seed: int) -> Machine:
     return machine
 
 
+def _stall(machine: Machine) -> None:
+    turn = machine._warp_turn
+
+    def some(warp: Warp) -> None:
+        # no other exchange releases
+        told = any("release.exch" in one.op for one in warp.stored)
+        if not told or machine.random.random() >= _STALL:
+            turn(warp)
+
+    machine._warp_turn = some  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Scene:
     """Ranks that play a program (:class:`tests.support.ll_player.Player`) each.
@@ -56,7 +77,9 @@ class Scene:
         path: of :data:`trials.PATHS`.
         channels: that a message is striped over.
         ring_slots: of each ring.
-        held: of :data:`HELD`: those complete only when everybody has waited for long.
+        held: of :data:`HELD`: those complete only when everybody has waited for long,
+        until: or as soon as a rank has launched this kernel for the time of this number, from 0.
+        stalled: programs that have told READY have few turns, so that what others do for their peer comes first.
         case: what they exchange.
     """
 
@@ -66,6 +89,8 @@ class Scene:
     channels: int = 1
     ring_slots: int = 1024
     held: str = ""
+    until: tuple[str, int] | None = None
+    stalled: bool = False
     case: Case = CASE
 
     def __str__(self) -> str:
@@ -77,6 +102,8 @@ class Scene:
         Raises whatever is wrong, with the seed and the step.
         """
         machine = machine_of(memory, seed)
+        if self.stalled:
+            _stall(machine)
         if self.path == "proxied":
             machine.host_share = max(machine.host_share, HOST_SHARE)
         settings = Settings(timeout=TIMEOUT, window="host", channels=self.channels, ring_slots=self.ring_slots)
@@ -85,14 +112,45 @@ class Scene:
         ) as group:
             if self.held:
                 machine.patience = _PATIENCE
-                wanted = HELD[self.held]
-                group.stepped = lambda: group.fabric.hold(wanted, machine.waited < _HELD or machine.memory.behind)
+                self._hold(machine, group)
 
             def body(runtime: ModelRuntime) -> None:
                 Player(group.low_latency(runtime), runtime.rank, self.case).play(self.programs[runtime.rank])
 
             group.run(body, limit_steps=trials.LIMIT_STEPS)
         return machine
+
+    def _hold(self, machine: Machine, group: ModelGroup) -> None:
+        """Writes are held back as long as the scene wants it."""
+        wanted = HELD[self.held]
+
+        def waited_little() -> bool:
+            return machine.waited < _HELD or machine.memory.behind
+
+        back = _until(machine, group, *self.until) if self.until else waited_little
+        group.stepped = lambda: group.fabric.hold(wanted, back())
+
+
+def _until(machine: Machine, group: ModelGroup, kernel: str, number: int) -> Callable[[], bool]:
+    """What says that no rank has launched ``kernel`` for the time of this number. The proxies of one that has look at
+    once for what has completed."""
+    launched, launch = Counter[int](), group.launch
+
+    def counted(one: Any) -> None:
+        rank = group.calling
+        launch(one)
+        if one.kernel.fn.__name__ != kernel:
+            return
+        launched[rank] += 1
+        if launched[rank] == number + 1:
+            # before any thread of it looks, and then each sees that at once
+            for _, proxy in itertools.product(range(_POLLS), range(group.settings.proxies)):
+                group.step(rank, proxy)
+            if isinstance(machine.memory, Weak):
+                machine.memory.stale = 0.0
+
+    group.launch = counted  # type: ignore[method-assign]
+    return lambda: all(count <= number for count in launched.values())
 
 
 def _layers(count: int) -> str:
@@ -108,6 +166,9 @@ _TOGETHER = (
 _PAIRS = " ".join(f"D D d{2 * number} d{2 * number + 1}" for number in range(6))
 #: The same of combines.
 _RETURNS = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for number in range(6))
+#: Both end with the operation whose notice is the fifth.
+_FIFTH = " ".join(f"D D d{2 * number} d{2 * number + 1}" for number in range(5)) + " D d10"
+_FIFTH_RETURN = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for number in range(3)) + " C0 c6"
 #: Every command is put into a slot that had one before.
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
 #: Kernels wait for room in the ring of two channels.
@@ -123,10 +184,36 @@ SCENES = (
     Scene("layers", "proxied", (_layers(3),) * 2, channels=2),
     Scene("two in flight", "mapped", _TOGETHER),
     Scene("two in flight", "proxied", _TOGETHER, channels=2),
+    # a dispatch is there, not received yet, whose header says that an earlier one is read, or a combine
+    Scene("a dispatch behind another one", "mapped", ("D d0 D D d1 d2 D d3 D D d4 d5",) * 2),
+    Scene("a combine behind a dispatch", "mapped", ("D d0 C0 C0 c0 c1 D C0 d1 c2",) * 2),
+    Scene("a dispatch whose headers come last", "mapped", ("D d0",) * 2, stalled=True),
     Scene("dispatches that end late", "proxied", ("D d0 D D d1 d2",) * 2, held="messages"),
     Scene("combines that end late", "proxied", ("D d0 C0 C0 c0 c1",) * 2, held="messages"),
     Scene("notices of dispatches that end late", "proxied", (_PAIRS,) * 2, held="notices"),
     Scene("notices of combines that end late", "proxied", (_RETURNS,) * 2, held="notices"),
+    Scene(
+        "a notice of dispatches that ends in time",
+        "proxied",
+        (_FIFTH,) * 2,
+        held="notices",
+        until=("dispatch_send", 10),
+    ),
+    Scene(
+        "a notice of combines that ends in time",
+        "proxied",
+        (_FIFTH_RETURN,) * 2,
+        held="notices",
+        until=("combine_send", 6),
+    ),
     FULL_RING,
     FULL_OF_NOTICES,
+    Scene("dispatches to two peers in a full ring", "proxied", ("D D d0 d1 D d2 D d3",) * 3, ring_slots=4, case=THREE),
+    Scene(
+        "combines to two peers in a full ring",
+        "proxied",
+        ("D D d0 d1 C0 C0 c0 C0 c1 c2",) * 3,
+        ring_slots=4,
+        case=THREE,
+    ),
 )

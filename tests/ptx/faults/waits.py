@@ -12,10 +12,10 @@ from tests.ptx.machine.machine import Machine
 from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, TransportError, UcclEpError
-from uccl_ep_serving.kernels.blocks.low_latency import COMBINE_NUMBER, DISPATCH_NUMBER
+from uccl_ep_serving.kernels.blocks.low_latency import COMBINE_NUMBER, DISPATCH_NUMBER, NOTICE_RECV
 from uccl_ep_serving.kernels.blocks.low_latency_device import ARRIVALS, PLACED, STATE_TABLES, STATE_WORDS
 from uccl_ep_serving.protocol.context import HEADS
-from uccl_ep_serving.protocol.message import NOTICE_SLOTS
+from uccl_ep_serving.protocol.message import HEADER_BYTES, NOTICE_SLOTS, Notice
 from uccl_ep_serving.protocol.ring import TAIL
 from uccl_ep_serving.protocol.streams import LL_COMBINE, LL_DISPATCH, NOTICE, ll_stream
 
@@ -39,6 +39,8 @@ class Wait:
         path, ring_slots: how peers are reached.
         notices: what rank 0 takes for its notices under way when it comes to that launch.
         known: of the ring's tail, what it knows then, and sees; -1: it sees ``most`` from the beginning.
+        crowded: notices of rank 1 come all the while, as a NIC writes them, and tell nothing new: each lands on the
+            last one that is counted.
         error, told: what it raises at its deadline.
     """
 
@@ -52,13 +54,14 @@ class Wait:
     ring_slots: int = 1024
     notices: int = 0
     known: int = -1
+    crowded: bool = False
     error: type[UcclEpError] = PeerTimeout
     told: str = "rank 1 is silent"
 
     def play(self, compiled: Compiled, memory: str, seed: int, *, released: bool) -> Machine:
         """The machine on which the wait ended as it must."""
         ranks, reached = len(self.programs), {"path": self.path, "ring_slots": self.ring_slots}
-        with meeting(compiled, memory, seed, ranks=ranks, soon=not released, **reached) as (machine, group):
+        with meeting(compiled, memory, seed, ranks=ranks, **reached) as (machine, group):
             begin, since = release(machine, group)
             state = [0]
 
@@ -92,6 +95,8 @@ class Wait:
                     assert " 0 needed" not in str(error), error
                     assert not isinstance(error, PeerTimeout) or error.arrived < error.expected, error
 
+            if self.crowded:
+                machine.actor("who sends notices", _crowd(group, state))
             run(group, self.programs, first, ended)
         return machine
 
@@ -102,6 +107,36 @@ class Wait:
         assert peek(state + 8 * PLACED) == peek(state + 8 * ARRIVALS) == 0
         if self.kernel in _NUMBERS:
             assert peek(state + 8 * _NUMBERS[self.kernel]) == self.number + 1
+
+
+def _crowd(group: ModelGroup, state: list[int]) -> Callable[[], bool]:
+    """What lands and counts notices of rank 1 for rank 0, once that has a state block."""
+    landed, counted = [0], [0]
+
+    def step() -> bool:
+        if not state[0]:
+            return False
+        count = int(group.spaces[0]._arrived[1, NOTICE])
+        if not landed[0]:
+            landed[0] = counted[0] = peek(count)
+        if landed[0] < counted[0] + NOTICE_SLOTS:
+            slot = NOTICE_SLOTS + landed[0] % NOTICE_SLOTS
+            notice = int(group.spaces[0].window) + peek(state[0] + 8 * NOTICE_RECV) + slot * HEADER_BYTES
+            old = landed[0] // NOTICE_SLOTS & 1
+            for word, value in (
+                (Notice.TAG, Notice.TAG_VALUE),
+                (Notice.NUMBER, landed[0]),
+                (Notice.CONSUMED_DISPATCH, old),
+                (Notice.CONSUMED_COMBINE, old),
+            ):
+                poke(notice + 8 * word, value)
+            landed[0] += 1
+        else:
+            counted[0] += 1
+            poke(count, counted[0])
+        return False
+
+    return step
 
 
 def _arrived(*streams: int) -> Callable[[ModelGroup], list[int]]:
@@ -126,6 +161,8 @@ _WAITS: dict[str, Wait] = {
     "a combine": Wait(("D d0 C0 c0", "D d0"), "combine_recv", 0, _arrived(_C0)),
     "that a dispatch is read": Wait(("D d0 D D", "D d0"), "dispatch_send", 2, _arrived(NOTICE, _D1, _C0)),
     "that a combine is read": Wait((_THIRD, "D d0 C0 C0"), "combine_send", 2, _arrived(NOTICE, _D1)),
+    "news of a dispatch": Wait(("D d0 C0 c0 D d1 D D", "D d0 C0 c0 D"), "dispatch_send", 3, crowded=True),
+    "news of a combine": Wait(("D d0 C0 C0 c0 C0 c1 C0", "D d0 C0 C0 c0 C0"), "combine_send", 3, crowded=True),
     "the combine before": Wait((_THIRD, "D d0 C0"), "combine_send", 2, _arrived(_C1)),
     "the end of a dispatch of its own": Wait(
         ("D d0 D D", "D d0 D"), "dispatch_send", 2, _completed(_D0), path="proxied"
@@ -141,6 +178,12 @@ _WAITS: dict[str, Wait] = {
     ),
     "room for a dispatch": Wait(("D d0 D D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=2, **_NO_ROOM),
     "room for a combine": Wait(("D d0 C0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=2, **_NO_ROOM),
+    "room for two dispatches": Wait(
+        ("D d0 D D", "D d0 D", "D d0 D"), "dispatch_send", 2, _tail, ring_slots=4, **_NO_ROOM
+    ),
+    "room for two combines": Wait(
+        ("D d0 C0 C0", "D d0 C0", "D d0 C0"), "combine_send", 1, _tail, ring_slots=4, **_NO_ROOM
+    ),
     # as if no command before had left its slot
     "room for a notice, dispatch": Wait(
         ("D D d0 D", "D"), "dispatch_send", 2, _tail, known=0, ring_slots=2, **_NO_ROOM

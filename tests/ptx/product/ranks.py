@@ -133,12 +133,13 @@ class ModelGroup(FakeGroup):
         )
         self.barrier = _Barrier(machine, ranks)  # type: ignore[assignment]
         for rank, proxy in itertools.product(range(ranks), range(self.settings.proxies)):
-            machine.actor(f"proxy {proxy} of rank {rank}", lambda rank=rank, proxy=proxy: self._step(rank, proxy))
+            machine.actor(f"proxy {proxy} of rank {rank}", lambda rank=rank, proxy=proxy: self.step(rank, proxy))
 
     def start(self) -> None:
         """The machine steps the proxies."""
 
-    def _step(self, rank: int, proxy: int) -> bool:
+    def step(self, rank: int, proxy: int) -> bool:
+        """A turn of a proxy. Whether it did anything."""
         if not self.services:
             return False
         before = self.fabric.sources()
