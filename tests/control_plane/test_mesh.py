@@ -171,18 +171,23 @@ def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest
 
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)
-        mesh.steps.gather("all here")
-        exchange.all_gather(b"")
-        try:
-            if exchange.rank == 0:
-                read = mesh._read_link
+        reading, failing = threading.Lock(), threading.Event()
+        if exchange.rank == 0:
+            read = mesh._read_link
 
-                def fail_for_one(link: Any) -> None:
-                    if link.peer == 1:
+            def fail_for_one(link: Any) -> None:
+                with reading:
+                    if link.peer == 1 and failing.is_set():
                         raise KeyError(17)
                     read(link)
 
-                mesh._read_link = fail_for_one  # type: ignore[method-assign]
+            mesh._read_link = fail_for_one  # type: ignore[method-assign]
+        mesh.steps.gather("all here")
+        exchange.all_gather(b"")
+        try:
+            # what reads the last frame would read the next one as well
+            with reading:
+                failing.set()
             exchange.all_gather(b"")
             if exchange.rank == 0:
                 with pytest.raises(PeerLost, match="KeyError: 17") as caught:
