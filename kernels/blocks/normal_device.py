@@ -65,6 +65,7 @@ TABLES = (
     # as it goes on: set by the channel's program
     "ARRIVED",  # rows that have arrived
     "LIMIT",  # rows that may have been put in
+    "WRITTEN",  # of a proxied peer: messages of rows whose writes are over
     "SENT",  # rows put in
     "NEXT_SENT",  # these with those of the present turn
     "SHOWN",  # rows that the other end was told of; of a proxied peer, messages

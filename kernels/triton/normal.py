@@ -74,10 +74,10 @@ class TritonNormalKernels:
         """Raise ConfigError for what these kernels cannot serve."""
         if topk > MAX_TOPK:
             raise ConfigError(f"normal mode: topk = {topk} exceeds {MAX_TOPK} on a device")
-        needed = min(self.ranks, self._shared["PIPES"])
-        if needed > settings.ring_slots:
+        # a command to each peer, see publish.put_batch
+        if self.ranks > settings.ring_slots:
             raise ConfigError(
-                f"normal mode on a device puts up to {needed} commands into a ring at once, which holds "
+                f"normal mode on a device puts up to {self.ranks} commands into a ring at once, which holds "
                 f"{settings.ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
             )
 

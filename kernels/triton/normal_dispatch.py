@@ -208,6 +208,8 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
     words: tl.constexpr = shape.WORDS
     block: tl.constexpr = shape.BLOCK
     if rows > 0:
+        # all threads have read the marks of the node before
+        settle_plan()
         # what a peer may change is read once
         every = tl.arange(0, STEP).to(tl.int64)
         told = row_address(ring, held, one.stride, (taken + every).to(tl.int32)) + 4 * words + 4 * used

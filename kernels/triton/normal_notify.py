@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...protocol.message import CHANNEL_ROWS_BYTES, HEADER_BYTES, MOST_ROWS, NormalNotify
+from ...protocol.message import CHANNEL_ROWS_BYTES, HEADER_BYTES, NormalNotify
 from ...protocol.streams import MAX_CHANNELS, NORMAL_NOTIFY
 from ..blocks import normal_device
 from .blocks import (
@@ -28,14 +28,15 @@ from .context import (
 )
 from .normal_pipes import (
     COMBINE,
+    EVERYTHING,
     Channel,
     node_of,
     note_wrong,
     over,
     rest,
 )
-from .publish import put_commands, store_flags
-from .wait import GO_ON, TOO_LATE, end_spin
+from .publish import put_batch, store_flags
+from .wait import GO_ON, STILL_FULL, TOO_LATE, end_spin
 from .words import (
     acquire_each,
     any_of,
@@ -54,8 +55,6 @@ _AT_SHAPE = tl.constexpr(8 * NormalNotify.SHAPE)
 _AT_ROW_BYTES, _AT_META_BYTES = tl.constexpr(8 * NormalNotify.ROW_BYTES), tl.constexpr(8 * NormalNotify.META_BYTES)
 _AT_ROWS, _ROWS_BYTES = tl.constexpr(8 * NormalNotify.CHANNEL_ROWS), tl.constexpr(CHANNEL_ROWS_BYTES)
 _MAX_CHANNELS = tl.constexpr(MAX_CHANNELS)
-#: More rows than any operation can have: indices are int32.
-_MOST_ROWS = tl.constexpr(MOST_ROWS)
 #: Where the host is told what peers of another shape said, and bytes for each.
 PEER_INFO = tl.constexpr(8 * normal_device.INFO_WORDS)
 PEER_INFO_BYTES = tl.constexpr(8 * normal_device.PEER_INFO_WORDS)
@@ -212,9 +211,10 @@ def send_notifies(
         settle(BACKEND)
         mapped = live & (window != 0)
         store_flags(context, state, peers, mapped, NOTIFY, notices + 1, BACKEND)
-        streams, last = zero + NOTIFY, tl.full((), 1, tl.int64)
-        proxied = live & (window == 0)
-        put_commands(context, state, peers, streams, proxied, source, target, nbytes, last, start, BACKEND)
+        proxied, stream = live & (window == 0), tl.full((), NOTIFY, tl.int64)
+        ending, took, needed = put_batch(context, state, peers, stream, proxied, source, target, nbytes, start, BACKEND)
+        full = tl.where(ending == STILL_FULL, proxied.to(tl.int32), 0) != 0
+        note_wrong(one, peers, full, me, NOTIFY, took, needed)
     return ending
 
 
@@ -277,7 +277,7 @@ def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, KIND: tl
     what it should be)."""
     if KIND == DISPATCH:
         tl.store(int64s(known_at), rows, mask=chosen)
-        return chosen & (rows < 0), tl.zeros_like(rows) + _MOST_ROWS
+        return chosen & ((rows < 0) | (rows >= EVERYTHING)), tl.zeros_like(rows) + EVERYTHING
     else:
         known = tl.load(int64s(known_at), mask=chosen, other=0)
         # rule: normal mode: rows are those of the handle

@@ -37,6 +37,7 @@ from .blocks import (
     N_SENT,
     N_SHOWN,
     N_TAKEN,
+    N_WRITTEN,
     N_WRONG,
     N_WRONG_GOT,
     N_WRONG_STREAM,
@@ -88,7 +89,16 @@ from .normal_pipes import (
     set_each,
     whole,
 )
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, RELEASED, TOO_LATE, fail
+from .wait import (
+    FAILURE_PEER_TIMEOUT,
+    FAILURE_PROTOCOL,
+    FAILURE_RING_FULL,
+    GO_ON,
+    RELEASED,
+    STILL_FULL,
+    TOO_LATE,
+    fail,
+)
 from .words import (
     acquire,
     clock_ns,
@@ -205,6 +215,7 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
     zero = tl.zeros_like(pipes)
     set_each(one, N_ARRIVED, pipes, every, zero)
     set_each(one, N_LIMIT, pipes, every, zero)
+    set_each(one, N_WRITTEN, pipes, every, zero)
     set_each(one, N_SENT, pipes, every, zero)
     set_each(one, N_NEXT_SENT, pipes, every, zero)
     set_each(one, N_SHOWN, pipes, every, zero)
@@ -303,24 +314,12 @@ def open_operation(
             here = on_channel(one, as_long(channel))
             set_each(here, N_WRONG, every, every < 2 * one.ranks, tl.zeros_like(every))
         settle(BACKEND)
-        ending = tl.full((), GO_ON, tl.int32)
-        for first in range(0, one.ranks, PIPES):
-            peers = first + tl.arange(0, PIPES).to(tl.int64)
-            live = is_live(context, peers) & (peers != one.me)
-            if ending == GO_ON:
-                ending = send_notifies(one, opening, shape, peers, live, start, KIND, NODES, BACKEND)
-        for first in range(0, one.ranks, PIPES):
-            peers = first + tl.arange(0, PIPES).to(tl.int64)
-            live = is_live(context, peers) & (peers != one.me)
-            if ending == GO_ON:
-                ending = wait_notifies(one, peers, live, peek(state + W_NOTICES) + 1, start, True, BACKEND)
-        different = tl.where(ending == GO_ON, 0, -1).to(tl.int32)
-        for first in range(0, one.ranks, PIPES):
-            peers = first + tl.arange(0, PIPES).to(tl.int64)
-            live = is_live(context, peers) & (peers != one.me)
-            if different >= 0:
-                found = take_notifies(one, opening, shape, peers, live, KIND, NODES)
-                different = tl.where(found < 0, -1, different + found)
+        live = is_live(context, every) & (every != one.me)
+        ending = send_notifies(one, opening, shape, every, live, start, KIND, NODES, BACKEND)
+        if ending == GO_ON:
+            ending = wait_notifies(one, every, live, peek(state + W_NOTICES) + 1, start, True, BACKEND)
+        if ending == GO_ON:
+            different = take_notifies(one, opening, shape, every, live, KIND, NODES)
         settle(BACKEND)
         if different == 0:
             if _settle_counts(one, opening, KIND, NODES, PIPES, BACKEND) != 0:
@@ -329,7 +328,7 @@ def open_operation(
             fail(context, state, 0, -1, -1, 0, 0, BACKEND)
         elif different < 0:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
-            fail_by_notes(one, code, PIPES, BACKEND)
+            fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), PIPES, BACKEND)
     if different > 0:
         poke(opening.info + I_SHAPE_MISMATCH, different.to(tl.int64))
     poke(opening.info + I_DIFFERENT, different.to(tl.int64))
@@ -356,13 +355,13 @@ def released(context: tl.tensor, state: tl.tensor, BACKEND: tl.constexpr) -> tl.
 def await_opened(one: Channel, BACKEND: tl.constexpr) -> tl.tensor:
     """Wait until program 0 has opened the operation: 1 when its rows may move, 0 when they may not.
 
-    Program 0 has a limit of its own, twice which is waited here: for what it sends, and for what it receives.
+    Program 0 has a limit of its own, and tells even when that is over: twice as long is waited here.
     """
     number, start = peek(one.state + W_NUMBER), clock_ns(BACKEND)
     opened = acquire(one.state + W_OPENED, BACKEND)
     while (opened != number + 1) & (opened != -(number + 1)):
         opened = acquire(one.state + W_OPENED, BACKEND)
-        late = (clock_ns(BACKEND) - start > 4 * wait_limit(one.context)).to(tl.int32)
+        late = (clock_ns(BACKEND) - start > 2 * wait_limit(one.context)).to(tl.int32)
         if uniform(late, BACKEND) != 0:
             fail(one.context, one.state, FAILURE_PEER_TIMEOUT, one.me, NOTIFY, 0, 1, BACKEND)
             opened = -(number + 1)

@@ -38,6 +38,7 @@ from .blocks import (
     N_SENT,
     N_SHOWN,
     N_TAKEN,
+    N_WRITTEN,
     N_WRONG,
     N_WRONG_GOT,
     N_WRONG_STREAM,
@@ -62,8 +63,8 @@ from .context import (
     rank_count,
     window_address,
 )
-from .publish import put_commands
-from .wait import fail_at
+from .publish import put_batch
+from .wait import GO_ON, STILL_FULL, fail_at
 from .words import acquire_each, any_of, clock_ns, divide, int64s, peek, release_each, settle
 
 _WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
@@ -351,8 +352,10 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     each, needed = _told_rows(one, send, tl.maximum(chunk, 1), ring)
     messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
-    # what a NIC may repeat is written over when it is over: that of earlier operations as well
-    staging = tl.where(done < 0, 0, done * chunk + out_rows)
+    # what a NIC may repeat is written over when it is over, in the staging and where it lands
+    # rule: normal mode: rows are put where no write is under way any more
+    staging = done * chunk + tl.minimum(out_rows, ring)
+    set_each(one, N_WRITTEN, pipes, proxied, done)
     limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
     set_each(one, N_LIMIT, pipes, live, limit)
 
@@ -405,8 +408,9 @@ def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr, BACKEND: t
 
 
 @triton.jit
-def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """End a turn: positions move on and peers are told. Barriers stand before it and behind it."""
+def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+    """End a turn: positions move on and peers are told. Barriers stand before it and behind it. GO_ON, or how the wait
+    for a proxy ended that has taken too little; that is noted."""
     pipes = tl.arange(0, PIPES).to(tl.int64)
     live = is_pipe(one, pipes, NODES)
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
@@ -437,36 +441,27 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
     staged = tl.maximum(get_each(one, N_OUT_ROWS, pipes, proxied), 1)
     source, target = _staging_offset(one, pipes, NODES), _out_offset(one, pipes, NODES)
     rows, others = tl.max(due, axis=0), tl.max(due_told, axis=0)
+    start, ending = clock_ns(BACKEND), tl.full((), GO_ON, tl.int32)
     for step in range(rows + others):
-        # messages of rows, then those that only tell
-        first = (shown + step) * chunk
-        size = tl.minimum(chunk, sent - first) * one.stride
-        moving = step < rows
-        chosen = tl.where(moving, due > step, due_told > step - rows)
-        where = tl.where(moving, source + rest(first, staged) * one.stride, 0)
-        there = tl.where(moving, target + rest(first, ring) * one.stride, 0)
-        size = tl.where(moving, size, 0)
-        _put(one, peers, tl.where(moving, stream, told), chosen, where, there, size, BACKEND)
+        if ending == GO_ON:
+            # messages of rows, then those that only tell
+            first = (shown + step) * chunk
+            size = tl.minimum(chunk, sent - first) * one.stride
+            moving = step < rows
+            chosen = tl.where(moving, due > step, due_told > step - rows)
+            where = tl.where(moving, source + rest(first, staged) * one.stride, 0)
+            there = tl.where(moving, target + rest(first, ring) * one.stride, 0)
+            size = tl.where(moving, size, 0)
+            on = tl.where(moving, stream, told)
+            ending, took, needed = put_batch(
+                one.context, one.state, peers, on, chosen, where, there, size, start, BACKEND
+            )
+            full = tl.where(ending == STILL_FULL, chosen.to(tl.int32), 0) != 0
+            note_wrong(one, pipes, full, one.me, on, took, needed)
     set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
     set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
     settle(BACKEND)
-
-
-@triton.jit
-def _put(
-    one: Channel,
-    peers: tl.tensor,
-    stream: tl.tensor,
-    chosen: tl.tensor,
-    source: tl.tensor,
-    target: tl.tensor,
-    nbytes: tl.tensor,
-    BACKEND: tl.constexpr,
-) -> None:
-    """A message of one write to each of the ``chosen`` peers."""
-    streams, last = tl.zeros_like(peers) + stream, tl.full((), 1, tl.int64)
-    start = clock_ns(BACKEND)
-    put_commands(one.context, one.state, peers, streams, chosen, source, target, nbytes, last, start, BACKEND)
+    return ending
 
 
 @triton.jit
@@ -474,7 +469,7 @@ def unfinished(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.ten
     """1 while rows are missing or are not sent, the same in every thread."""
     pipes = tl.arange(0, PIPES).to(tl.int64)
     late, stuck = _late_and_stuck(one, pipes, NODES)
-    return any_of(late | stuck)
+    return any_of(late | stuck | _unwritten(one, pipes, NODES))
 
 
 @triton.jit
@@ -485,6 +480,18 @@ def _late_and_stuck(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.t
     send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
     late = live & (receive != EVERYTHING) & (get_each(one, N_TAKEN, pipes, live) < receive)
     return late, live & (send != EVERYTHING) & (get_each(one, N_SENT, pipes, live) < send)
+
+
+@triton.jit
+def _unwritten(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+    """Pipes with writes under way. An operation ends after them: the next one puts other rows into the same bytes, here
+    and at the peer."""
+    live = is_pipe(one, pipes, NODES)
+    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    proxied = live & (peer_window(one.context, peers) == 0)
+    shown, written = get_each(one, N_SHOWN, pipes, proxied), get_each(one, N_WRITTEN, pipes, proxied)
+    # rule: normal mode: an operation ends when its writes are over
+    return proxied & (written < shown)
 
 
 @triton.jit
@@ -502,26 +509,36 @@ def waits_for_others(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> 
 
 @triton.jit
 def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
-    """Note a peer that is missing: whose rows have not come, or who has not read those that it has."""
+    """Note a peer that is missing: whose rows have not come, who has not read those that it has, or to whom writes are
+    not over."""
     pipes = tl.arange(0, PIPES).to(tl.int64)
     live = is_pipe(one, pipes, NODES)
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
     late, stuck = _late_and_stuck(one, pipes, NODES)
     arrived, receive = get_each(one, N_ARRIVED, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
     sent, limit = get_each(one, N_SENT, pipes, live), get_each(one, N_LIMIT, pipes, live)
+    taken = get_each(one, N_TAKEN, pipes, live)
     stream, told, _, _ = _streams(one)
     # a pipe to this rank itself waits for another one
     other = live & (peers != one.me)
-    late = other & (arrived < receive) & (late | (receive == EVERYTHING))
     stuck = stuck & other & (sent >= limit)
-    # rows that have not come, unless all have
-    of_stuck = any_of(late) == 0
-    bad = tl.where(of_stuck, stuck, late)
+    late = late & other & (arrived < receive)
+    if NODES:
+        # of rows that are summed for another node nobody knows whose comes next: whoever has none there may be missing,
+        # unless the rail takes no sum
+        rail = one.ranks + over(tl.where(pipes < one.ranks, pipes, 0), one.size)
+        open_rail = get_each(one, N_SENT, rail, live) < get_each(one, N_LIMIT, rail, live)
+        late |= other & (receive == EVERYTHING) & (taken == arrived) & (pipes < one.ranks) & open_rail
+    # rows that have not come, unless all have; then rows for which there is no room; then writes
+    of_late, of_stuck = any_of(late), any_of(stuck)
+    bad = tl.where(of_late != 0, late, tl.where(of_stuck != 0, stuck, _unwritten(one, pipes, NODES)))
     bad = tl.where(any_of(bad) != 0, bad, live)
-    got, want = tl.where(of_stuck, limit, arrived), tl.where(of_stuck, sent + 1, receive)
     # of a pipe that nobody knows the end of, at least one row more
-    want = tl.where(want == EVERYTHING, arrived + 1, want)
-    note_wrong(one, pipes, bad, peers, tl.where(of_stuck, told, stream), got, want)
+    want = tl.where(receive == EVERYTHING, arrived + 1, receive)
+    shown, written = get_each(one, N_SHOWN, pipes, live), get_each(one, N_WRITTEN, pipes, live)
+    got = tl.where(of_late != 0, arrived, tl.where(of_stuck != 0, limit, written))
+    want = tl.where(of_late != 0, want, tl.where(of_stuck != 0, sent + 1, shown))
+    note_wrong(one, pipes, bad, peers, tl.where((of_late == 0) & (of_stuck != 0), told, stream), got, want)
 
 
 @triton.jit

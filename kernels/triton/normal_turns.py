@@ -17,12 +17,21 @@ from .normal_pipes import (
     unfinished,
     waits_for_others,
 )
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, GO_ON, TOO_LATE, end_spin, fail
+from .wait import (
+    FAILURE_PEER_TIMEOUT,
+    FAILURE_PROTOCOL,
+    FAILURE_RING_FULL,
+    GO_ON,
+    STILL_FULL,
+    TOO_LATE,
+    end_spin,
+    fail,
+)
 from .words import arrive_last, clock_ns, int64s, peek, poke, settle, uniform
 
-#: Why a program leaves its loop: all is done; a peer claimed what it must not; one is missing; the host, or another
-#: program, has said so.
-GOING, DONE, CLAIMED, LATE, OVER = (tl.constexpr(value) for value in range(5))
+#: Why a program leaves its loop: all is done; a peer claimed what it must not; one is missing; a proxy takes nothing;
+#: the host, or another program, has said so.
+GOING, DONE, CLAIMED, LATE, FULL, OVER = (tl.constexpr(value) for value in range(6))
 
 
 @triton.jit
@@ -60,8 +69,10 @@ def end_turn(
     was looked at last). ``left``: there is work of which no pipe knows."""
     settle(BACKEND)
     found = tl.full((), GOING, tl.int32)
-    advance(one, NODES, PIPES, BACKEND)
-    if (unfinished(one, NODES, PIPES) | left) == 0:
+    ending = advance(one, NODES, PIPES, BACKEND)
+    if ending != GO_ON:
+        found = tl.where(ending == STILL_FULL, FULL, OVER)
+    elif (unfinished(one, NODES, PIPES) | left) == 0:
         found = tl.full((), DONE, tl.int32)
     elif moved > 0:
         start = clock_ns(BACKEND)
@@ -87,7 +98,8 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
         fail(one.context, one.state, 0, -1, -1, 0, 0, BACKEND)
     else:
         # also when all is done: of what was taken out last nobody has looked what it claims
-        fail_by_notes(one, tl.where(found == LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL), PIPES, BACKEND)
+        code = tl.where(found == LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
+        fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), PIPES, BACKEND)
 
 
 @triton.jit

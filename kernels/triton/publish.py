@@ -2,9 +2,9 @@
 
 A command is 16 bytes in pinned host memory, on CUDA one store; the lap bit stands in both words, so that a proxy
 never takes half of one. Heads, the last known tails and capacities live in device memory: nothing is read back over
-PCIe unless a ring seems full, and nothing but commands is written. Kernels of a Buffer run one after the other. In
-normal mode one program of each publishes: it waits for room before it packs anything (:func:`wait_room`), and advances
-heads by plain stores. In low latency several do, and take slots by an atomic addition (:func:`put_commands`).
+PCIe unless a ring seems full, and nothing but commands is written. Kernels of a Buffer run one after the other, but
+several programs of one publish, and take slots by atomic additions: in low latency one for each command, into several
+rings at once (:func:`put_commands`); in normal mode one for all commands of a turn, into one ring (:func:`put_batch`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, UNIT
 from ...protocol.ring import SLOTS, TAIL
 from .blocks import S_SINK
 from .context import flag_address, head_address, ring_address
-from .wait import FAILURE_RING_FULL, GO_ON, TOO_LATE, end_spin, fail, first_of
-from .words import CUDA, HIP, acquire, acquire_each, any_of, int64s, of_lane, peek, poke, release_each, settle
+from .wait import FAILURE_RING_FULL, GO_ON, STILL_FULL, TOO_LATE, end_spin, fail, first_of
+from .words import CUDA, HIP, acquire, acquire_each, any_of, int64s, of_lane, peek, release_each, settle
 
 _SOURCE, _LENGTH = tl.constexpr(LOW["source"].shift), tl.constexpr(LOW["length"].shift)
 _TARGET, _RANK = tl.constexpr(HIGH["target"].shift), tl.constexpr(HIGH["rank"].shift)
@@ -67,37 +67,25 @@ def _store_commands(
 
 
 @triton.jit
-def put_writes(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
+def _command_words(
+    index: tl.tensor,
+    capacity: tl.tensor,
+    peer: tl.tensor,
     stream: tl.tensor,
     source: tl.tensor,
     target: tl.tensor,
     nbytes: tl.tensor,
     last: tl.tensor,
-    BACKEND: tl.constexpr,
-) -> None:
-    """One write to each of the ``chosen`` peers into the ring that owns ``stream``.
+) -> tl.tensor:
+    """Both words of the commands number ``index`` of rings of ``capacity`` slots.
 
     ``source`` and ``target`` are byte offsets in this rank's and the peer's window, ``nbytes`` 0 .. 256 MiB, all
-    multiples of 16; ``last`` = 1 ends the message. The ring has room.
+    multiples of 16; ``last`` = 1 ends the message.
     """
-    ring, head_at = ring_address(context, stream), head_address(context, stream)
-    head, capacity = peek(head_at), peek(head_at + 16)
-    take = chosen.to(tl.int64)
-    index = head + tl.cumsum(take, axis=0) - take
     lap = ((index & capacity) == 0).to(tl.int64)
     low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
-    high = lap | ((target // _UNIT) << _TARGET) | (peers << _RANK) | (stream << _STREAM)
-    high = high | _KIND | (last.to(tl.int64) << _LAST)
-    slots = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
-    # every thread has read the head; and it is stored before any thread reads it again, or stores a command
-    settle(BACKEND)
-    poke(head_at, head + tl.sum(take, axis=0))
-    settle(BACKEND)
-    _store_commands(slots, low, high, chosen, state + S_SINK, BACKEND)
+    high = lap | ((target // _UNIT) << _TARGET) | (peer << _RANK) | (stream << _STREAM)
+    return low, high | _KIND | (last << _LAST)
 
 
 @triton.jit
@@ -136,8 +124,8 @@ def put_commands(
     more into a ring than that holds, messages and notices (:meth:`..low_latency.TritonLowLatencyKernels.check`): so
     what stands in a slot that a program waits for was put by an earlier kernel, not by a program that waits as well.
 
-    Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of :func:`put_writes`, one
-    a lane.
+    Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of
+    :func:`_command_words`, one a lane.
     """
     inside = tl.where(chosen, streams, 0)
     ring, head_at = ring_address(context, inside), head_address(context, inside)
@@ -169,10 +157,7 @@ def put_commands(
             expected = of_lane(index + 1 - capacity, named)
             fail(context, state, code, -1, full, arrived, expected, BACKEND)
     if ending == GO_ON:
-        lap = ((index & capacity) == 0).to(tl.int64)
-        low = lap | ((source // _UNIT) << _SOURCE) | ((nbytes // _UNIT) << _LENGTH)
-        high = lap | ((target // _UNIT) << _TARGET) | (peer << _RANK) | (streams << _STREAM)
-        high = high | _KIND | (last << _LAST)
+        low, high = _command_words(index, capacity, peer, streams, source, target, nbytes, last)
         # what the atomics have acquired: for the thread that stores
         settle(BACKEND)
         slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
@@ -180,29 +165,53 @@ def put_commands(
 
 
 @triton.jit
-def wait_room(
+def put_batch(
     context: tl.tensor,
     state: tl.tensor,
+    peers: tl.tensor,
     stream: tl.tensor,
-    commands: tl.tensor,
+    chosen: tl.tensor,
+    source: tl.tensor,
+    target: tl.tensor,
+    nbytes: tl.tensor,
     start: tl.tensor,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until the ring that owns ``stream`` has room for ``commands`` more, of one program. False after a
-    failure."""
+    """A message of one write to each of the ``chosen`` peers, into the ring that owns ``stream`` and has a slot for
+    each of them.
+
+    Slots of a batch follow each other. So who waits for room waits for batches that were taken before, never for one
+    that waits for it, however many programs put some at a time.
+
+    Args:
+        start: clock at which the time began that the proxies have.
+
+    Returns:
+        (GO_ON when the commands are put, else STILL_FULL or RELEASED; how many the proxy has taken; how many it had to
+        take.)
+    """
     ring, head_at = ring_address(context, stream), head_address(context, stream)
-    head, tail, capacity = peek(head_at), peek(head_at + 8), peek(head_at + 16)
+    capacity = peek(head_at + 16)
+    take = chosen.to(tl.int64)
+    many = tl.sum(take, axis=0)
+    first = tl.atomic_add(int64s(head_at), many, sem="relaxed", scope="gpu")
+    needed = first + many - capacity
+    # acquired by whoever noted it: what the slots held was read before
+    tail = tl.atomic_max(int64s(head_at + 8), tl.full((), 0, tl.int64), sem="acq_rel", scope="gpu")
     ending, checked = tl.full((), 0, tl.int32), start
-    if head + commands - tail > capacity:
+    if tail < needed:
         tail = acquire(ring + _TAIL, BACKEND)
-        while (head + commands - tail > capacity) & (ending == GO_ON):
+        while (tail < needed) & (ending == GO_ON):
             ending, checked = end_spin(context, start, checked, BACKEND)
             tail = acquire(ring + _TAIL, BACKEND)
-        # every thread has read the tail known before, and none reads it again before this one is stored
         settle(BACKEND)
-        poke(head_at + 8, tail)
+        tl.atomic_max(int64s(head_at + 8), tail, sem="acq_rel", scope="gpu")
+    if ending == GO_ON:
+        index = first + tl.cumsum(take, axis=0) - take
+        last = tl.full((), 1, tl.int64)
+        low, high = _command_words(index, capacity, peers, stream, source, target, nbytes, last)
+        # what the atomics have acquired: for the threads that store
         settle(BACKEND)
-        if ending != GO_ON:
-            code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
-            fail(context, state, code, -1, stream, tail, head + commands - capacity, BACKEND)
-    return ending == GO_ON
+        slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
+        _store_commands(slot, low, high, chosen, state + S_SINK, BACKEND)
+    return tl.where(ending == TOO_LATE, STILL_FULL, ending), tail, needed

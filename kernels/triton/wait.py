@@ -33,8 +33,9 @@ ERROR_CODE, ERROR_PEER = tl.constexpr(8 * ctx.ERROR_CODE), tl.constexpr(8 * ctx.
 ERROR_STREAM = tl.constexpr(8 * ctx.ERROR_STREAM)
 ERROR_ARRIVED, ERROR_EXPECTED = tl.constexpr(8 * ctx.ERROR_ARRIVED), tl.constexpr(8 * ctx.ERROR_EXPECTED)
 ERROR_IDS, ERROR_IDS_SHIFT = tl.constexpr(8 * ctx.ERROR_IDS), tl.constexpr(ctx.ERROR_IDS_SHIFT)
-#: How a spin of a waiting loop ends: go on; the time is over; released by the sticky error.
-GO_ON, TOO_LATE, RELEASED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: How a spin of a waiting loop ends: go on; the time is over; released by the sticky error. And how a wait for room in
+#: a ring ends when the time is over.
+GO_ON, TOO_LATE, RELEASED, STILL_FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 #: Nanoseconds after which a waiting program reads the sticky error again. That lies in host memory, where proxies
 #: set it, and a read over PCIe takes longer than a read of counts in device memory: it would hold up every spin.

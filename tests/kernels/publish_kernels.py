@@ -21,7 +21,7 @@ from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
 from uccl_ep_serving.kernels.triton import words
 from uccl_ep_serving.kernels.triton.ll_message import publish_message
-from uccl_ep_serving.kernels.triton.publish import put_writes, store_flags
+from uccl_ep_serving.kernels.triton.publish import put_batch, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.command import Command, decode
@@ -80,8 +80,8 @@ def publish(
     if FLAGS:
         store_flags(context, state, peers, take, stream, zero + 7, BACKEND)
     else:
-        source, target, last = zero + 64, zero + 128 * peers, zero + 1
-        put_writes(context, state, peers, take, stream, source, target, zero + 32, last, BACKEND)
+        start = tl.full((), 0, tl.int64)
+        put_batch(context, state, peers, stream, take, zero + 64, zero + 128 * peers, zero + 32, start, BACKEND)
 
 
 class _Bench:

@@ -87,15 +87,15 @@ _RETURNED = "peek(state + S_COMBINE_RECV_STEP)"
 #: By what they do wrong. Bits that tell one lap of a ring from the next.
 LAPS: dict[str, tuple[Change, ...]] = {
     "the lap bit never changes": (
-        Change("publish.put_commands", "((index & capacity) == 0).to(tl.int64)", "(index * 0) + 1"),
+        Change("publish._command_words", "((index & capacity) == 0).to(tl.int64)", "(index * 0) + 1"),
     ),
     "the lap bit is the other one": (
-        Change("publish.put_commands", "(index & capacity) == 0", "(index & capacity) != 0"),
+        Change("publish._command_words", "(index & capacity) == 0", "(index & capacity) != 0"),
     ),
-    "the low word has no lap bit": (Change("publish.put_commands", "low = lap | (", "low = ("),),
-    "the high word has no lap bit": (Change("publish.put_commands", "high = lap | (", "high = ("),),
-    "the low word is always of the first lap": (Change("publish.put_commands", "low = lap | (", "low = 1 | ("),),
-    "the high word is always of the first lap": (Change("publish.put_commands", "high = lap | (", "high = 1 | ("),),
+    "the low word has no lap bit": (Change("publish._command_words", "low = lap | (", "low = ("),),
+    "the high word has no lap bit": (Change("publish._command_words", "high = lap | (", "high = ("),),
+    "the low word is always of the first lap": (Change("publish._command_words", "low = lap | (", "low = 1 | ("),),
+    "the high word is always of the first lap": (Change("publish._command_words", "high = lap | (", "high = 1 | ("),),
 }
 #: Bits that tell a message from the one before: in streams and their counts, in landing slots, in staging.
 PARITIES: dict[str, tuple[Change, ...]] = {
