@@ -391,21 +391,27 @@ SETTINGS: tuple[Variable, ...] = (
         "writes posted and not completed, per proxy",
         group="debug",
     ),
-    Variable("heap_bytes", _size(0, 1 << 40), True, "bytes of window into which normal mode receives rows in place"),
+    Variable(
+        "heap_bytes",
+        _size(0, 1 << 40),
+        True,
+        "bytes of window into which normal mode receives rows in place; on GPUs, with round_bytes, of the rings that "
+        "rows land in",
+    ),
     Variable(
         "round_bytes",
         _size(4096, 1 << 40),
         True,
-        "bytes of window into which normal mode receives rows in rounds, when the heap has no room",
+        "bytes of window into which normal mode receives rows in rounds, when the heap has no room; on GPUs see "
+        "heap_bytes",
     ),
     Variable("chunk_bytes", _size(4096, 256 * _MIB), True, "bytes of one chunk of normal mode", group="debug"),
     Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode", group="debug"),
     Variable(
         "programs",
-        _integer(0, 1024),
-        False,
-        "GPU programs (SMs) of normal mode, each of which serves a channel, the same on all ranks; 0: 16. Never more "
-        "than `Config.num_sms`",
+        _integer(0, 16),
+        True,
+        "GPU programs (SMs) of normal mode, each of which serves a channel; 0: 16. Never more than `Config.num_sms`",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(

@@ -213,8 +213,8 @@ def send_notifies(
         store_flags(context, state, peers, mapped, NOTIFY, notices + 1, BACKEND)
         proxied, stream = live & (window == 0), tl.full((), NOTIFY, tl.int64)
         ending, took, needed = put_batch(context, state, peers, stream, proxied, source, target, nbytes, start, BACKEND)
-        full = tl.where(ending == STILL_FULL, proxied.to(tl.int32), 0) != 0
-        note_wrong(one, peers, full, me, NOTIFY, took, needed)
+        if ending == STILL_FULL:
+            note_wrong(one, peers, proxied, me, NOTIFY, took, needed)
     return ending
 
 

@@ -453,11 +453,11 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
             there = tl.where(moving, target + rest(first, ring) * one.stride, 0)
             size = tl.where(moving, size, 0)
             on = tl.where(moving, stream, told)
-            ending, took, needed = put_batch(
+            ending, took, wanted = put_batch(
                 one.context, one.state, peers, on, chosen, where, there, size, start, BACKEND
             )
-            full = tl.where(ending == STILL_FULL, chosen.to(tl.int32), 0) != 0
-            note_wrong(one, pipes, full, one.me, on, took, needed)
+            if ending == STILL_FULL:
+                note_wrong(one, pipes, chosen, one.me, on, took, wanted)
     set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
     set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
     settle(BACKEND)

@@ -1,11 +1,12 @@
 """Normal-mode dispatch and combine of tensors on a device: the host launches kernels and, at most once, reads back.
 
-The same operations, arguments and wire as :mod:`.normal_cpu`. A first dispatch must know how many rows to return, so
-the host waits until the opening has told it; with ``num_worst_tokens``, from a handle, and in a combine it reads
-nothing back: numbers, routing and counts stay in device memory, and a captured graph replays. Returned tensors are the
-caller's allocator's; peers write to the window, from where kernels copy.
+The same operations and arguments as :mod:`.normal_cpu`, over pipes (``protocol.pipe``). A first dispatch must know how
+many rows to return, so the host waits until the opening has told it; with ``num_worst_tokens``, from a handle, and in a
+combine it reads nothing back: numbers, routing and counts stay in device memory, and a captured graph replays. Returned
+tensors are the caller's allocator's; peers write to the window, from where kernels copy.
 
-What a kernel reports (a silent peer, a refused claim) is raised by the next call; until then ids are -1 and sums zero.
+What a kernel reports (a silent peer, a refused claim) is raised by the next call. Until then rows that came have their
+ids and the others -1; sums are right or zero.
 An expert id out of range counts as -1; it is raised by the call whose host reads back, else by the next.
 """
 

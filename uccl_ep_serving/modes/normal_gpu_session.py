@@ -122,7 +122,7 @@ class NormalGpuSession:
             raise ConfigError(
                 f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit a ring "
                 f"of the window, of which {runtime.ranks} ranks and {form.channels} channels have one each. Next step: "
-                "raise UCCL_EP_ROUND_BYTES, and UCCL_EP_CHUNK_BYTES, on all ranks"
+                "raise UCCL_EP_HEAP_BYTES, and UCCL_EP_CHUNK_BYTES, on all ranks"
             )
         self.kernels.check(runtime.settings, form.topk)
         kind = (form._replace(origin=(-1, -1)), biases)

@@ -144,9 +144,14 @@ def shape_mismatch(form: RowFormat, rank: int, others: Iterable[tuple[int, int, 
     return ConfigError(
         f"{form.name}: the ranks were given different operations, nothing was sent: rank {rank} "
         f"{_words(form.coding, form.row_bytes, form.meta_bytes)} (hidden {form.hidden}, top-k {form.topk}, "
-        f"{form.local_experts} local experts, handle {form.origin}); {told}. Where these agree, hidden, top-k, the "
-        "experts or the handle differ. Next step: make the same call on every rank; the group goes on"
+        f"{form.local_experts} local experts, {_channels(form)}, handle {form.origin}); {told}. Where these agree, "
+        "hidden, top-k, the experts, the channels or the handle differ. Next step: make the same call on every rank, "
+        "with the same num_sms, on CPUs or on GPUs alike; the group goes on"
     )
+
+
+def _channels(form: RowFormat) -> str:
+    return f"{form.channels} channels" if form.channels else "CPU kernels"
 
 
 def overflow(rows: int, promised: str) -> ConfigError:

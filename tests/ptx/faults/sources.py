@@ -1,4 +1,4 @@
-"""Kernels of low latency made wrong in their source, and compiled by Triton like the product's own."""
+"""Kernels made wrong in their source, and compiled by Triton like the product's own."""
 
 from __future__ import annotations
 
@@ -17,35 +17,43 @@ from uccl_ep_serving.kernels.triton import launch
 
 _PACKAGE = "uccl_ep_serving.kernels.triton"
 _DIRECTORY = Path("kernels/triton")
-#: In the order in which they import each other.
-_FAMILY = (
-    "words",
-    "context",
-    "blocks",
-    "quant",
-    "wait",
-    "programs",
-    "publish",
-    "ll_counts",
-    "ll_message",
-    "ll_routing",
-    "ll_dispatch_send",
-    "ll_dispatch_recv",
-    "ll_combine_send",
-    "ll_combine_recv",
-    "low_latency",
-)
+_SHARED = ("words", "context", "blocks", "quant", "wait", "programs", "publish")
+#: By mode, in the order in which they import each other.
+_FAMILIES = {
+    "low_latency": (
+        *_SHARED,
+        "ll_counts",
+        "ll_message",
+        "ll_routing",
+        "ll_dispatch_send",
+        "ll_dispatch_recv",
+        "ll_combine_send",
+        "ll_combine_recv",
+        "low_latency",
+    ),
+    "normal": (
+        *_SHARED,
+        "normal_pipes",
+        "normal_notify",
+        "normal_open",
+        "normal_turns",
+        "normal_rows",
+        "normal_dispatch",
+        "normal_combine",
+        "normal",
+    ),
+}
 
 
 @contextlib.contextmanager
-def serving(sources: Mapping[Path, str], directory: Path) -> Iterator[None]:
-    """Inside, low latency is served by kernels of ``sources``, by path from the root of the checkout.
+def serving(sources: Mapping[Path, str], directory: Path, mode: str = "low_latency") -> Iterator[None]:
+    """Inside, a mode is served by kernels of ``sources``, by path from the root of the checkout.
 
     Args:
         directory: where the compiler finds them.
     """
-    name = f"{_PACKAGE}.low_latency"
-    mutant = execute([f"{_PACKAGE}.{short}" for short in _FAMILY], sources, directory)[name]
+    name = f"{_PACKAGE}.{mode}"
+    mutant = execute([f"{_PACKAGE}.{short}" for short in _FAMILIES[mode]], sources, directory)[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mutant, "present_target", lambda: launch.Target(1, 32))
         patch.setitem(sys.modules, name, mutant)

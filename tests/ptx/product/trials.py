@@ -116,6 +116,9 @@ def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, co
     return Outcome(machine.digest(), machine.steps)
 
 
+#: Steps of waiting after which the clock goes faster where writes are held back, and after which they are over; bytes of
+#: the shortest message of rows.
+_PATIENCE, _HELD, _ROWS_BYTES = 400, 1500, 256
 #: Rings of a few rows, which are used many times in an operation.
 NARROW = {"heap": 0, "rounds": 8192, "chunk": 4096, "depth": 1}
 
@@ -128,6 +131,8 @@ def exchange(
     seed: int,
     narrow: bool = False,
     node_ranks: int = 1,
+    held: bool = False,
+    settings: Settings | None = None,
 ) -> Outcome:
     """Normal mode: a dispatch and its combine, of a size that is read back; the same again with a promise; and from the
     handle of that.
@@ -135,11 +140,16 @@ def exchange(
     Args:
         narrow: through rings of a few rows.
         node_ranks: more than 1: rows cross once to nodes of so many ranks, over proxies, whatever ``path`` says.
+        held: writes of rows are over only when everybody has waited for long.
     """
     machine = machine_of(memory, seed)
-    settings = Settings(timeout=TIMEOUT, window="host", programs=2)
+    settings = settings or Settings(timeout=TIMEOUT, window="host", programs=2)
     options: dict[str, Any] = {"sizes": NARROW} if narrow else {}
-    with group_of(machine, compiled, case.ranks, path, settings, node_ranks=node_ranks, **options) as group:
+    adversary = replace(HOSTILE, linger=0.9) if held else HOSTILE
+    with group_of(machine, compiled, case.ranks, path, settings, adversary, node_ranks=node_ranks, **options) as group:
+        if held:
+            machine.patience = _PATIENCE
+            group.stepped = lambda: group.fabric.hold(lambda nbytes: nbytes >= _ROWS_BYTES, machine.waited < _HELD)
 
         def body(runtime: ModelRuntime) -> None:
             normal: Any = group.normal_mode(runtime)
