@@ -43,7 +43,6 @@ from .blocks import (
     N_WRONG_STREAM,
     N_WRONG_WANT,
     S_SINK,
-    W_NOTICES,
     W_NUMBER,
     W_OPENED,
 )
@@ -317,7 +316,7 @@ def open_operation(
         live = is_live(context, every) & (every != one.me)
         ending = send_notifies(one, opening, shape, every, live, start, KIND, NODES, BACKEND)
         if ending == GO_ON:
-            ending = wait_notifies(one, every, live, peek(state + W_NOTICES) + 1, start, True, BACKEND)
+            ending = wait_notifies(one, every, live, number + 1, start, True, BACKEND)
         if ending == GO_ON:
             different = take_notifies(one, opening, shape, every, live, KIND, NODES)
         settle(BACKEND)
