@@ -116,7 +116,7 @@ def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, co
     return Outcome(machine.digest(), machine.steps)
 
 
-#: Steps of waiting after which writes that are held back are over; bytes of the shortest message of rows; turns of which
+#: Steps of waiting after which writes that are held back are over; bytes of the shortest message of rows; of the turns
 #: proxies have so many at least, so that all are over before the clock goes faster.
 _HELD, _ROWS_BYTES, _HOST_SHARE = 1000, 256, 0.2
 #: Rings of a few rows, which are used many times in an operation.
