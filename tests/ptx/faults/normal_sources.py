@@ -38,12 +38,13 @@ FAULTS: dict[str, Fault] = {
     "what is read is told at once, and not when the turn is over": Fault(
         Change("normal_turns.end_turn", "    settle(BACKEND)\n", "")
     ),
-    "threads go on before all have looked": Fault(
-        Change("normal_pipes.look", "    settle(BACKEND)\n    return broken", "    return broken")
-    ),
     "rows are told of in any order": Fault(Change("words.release_each", "st.release.sys", "st.relaxed.sys")),
     "rows are read in any order": Fault(Change("words.acquire_each", "ld.acquire.sys", "ld.relaxed.sys")),
-    "rows go where nobody has planned them": Fault(Change("normal_rows.settle_plan", "tl.debug_barrier()", "pass")),
+    "marks are read before they are copied": Fault(
+        Change("normal_dispatch._forward", "        settle_plan()\n        marks", "        marks"),
+        "proxied",
+        nodes=True,
+    ),
     "programs go on before the first one has opened": Fault(
         Change("normal_open.await_opened", "(opened != number + 1) & (opened != -(number + 1))", "opened == 1 << 40")
     ),
@@ -65,7 +66,7 @@ FAULTS: dict[str, Fault] = {
         "proxied",
     ),
     "a node's sum takes what has not come": Fault(
-        Change("normal_combine._sum_for", "N_TAKEN, N_ARRIVED, N_NEXT_TAKEN", "N_TAKEN, N_RECV_ROWS, N_NEXT_TAKEN"),
+        Change("normal_combine._sum_for", "N_TAKEN, N_ARRIVED, N_NEXT_TAKEN", "N_TAKEN, N_LIMIT, N_NEXT_TAKEN"),
         "proxied",
         nodes=True,
     ),
