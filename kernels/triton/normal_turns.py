@@ -103,25 +103,20 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
 
 
 @triton.jit
-def end_kernel(
-    one: Channel, opening_only: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Count this program as ended; the last one closes the operation. Of an opening alone only one whose ranks parted
-    is closed."""
+def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """Count this program as ended; the last one closes the operation."""
     state = one.state
     number, notices = peek(state + W_NUMBER), peek(state + W_NOTICES)
     opened = peek(state + W_OPENED) == number + 1
-    last = (opening_only != 0) & (opened == 0)
+    failed = has_failed_now(one.context, BACKEND)
+    if opened & (failed == 0):
+        count_messages(one, NODES, PIPES)
+    if failed:
+        poke(state + W_BROKEN, 1)
+    last = arrive_last(state + W_ENDED, 1, one.channels, BACKEND)
     ran = tl.full((), 0, tl.int32)
-    if opening_only == 0:
-        failed = has_failed_now(one.context, BACKEND)
-        if opened & (failed == 0):
-            count_messages(one, NODES, PIPES)
-        if failed:
-            poke(state + W_BROKEN, 1)
-        last = arrive_last(state + W_ENDED, 1, one.channels, BACKEND)
-        if last:
-            ran = (opened & (peek(state + W_BROKEN) == 0)).to(tl.int32)
+    if last:
+        ran = (opened & (peek(state + W_BROKEN) == 0)).to(tl.int32)
     # every thread has read what one of them is about to overwrite
     settle(BACKEND)
     if last:
