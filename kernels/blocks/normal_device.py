@@ -20,8 +20,9 @@ from ...protocol.streams import MAX_CHANNELS
 from . import low_latency_device
 
 _word = count()
-NUMBER = next(_word)  # number of the next operation (of the running one while it is open) [the last program]
-NOTICES = next(_word)  # messages sent to each peer on NORMAL_NOTIFY before that operation [the last program]
+# number of the next operation (of the running one while it is open), and so of messages sent to each peer on
+# NORMAL_NOTIFY before it [the last program]
+NUMBER = next(_word)
 NOTIFY_SEND = next(_word)  # offset of the notifies to send [host]
 NOTIFY_RECV = next(_word)  # offset of the received notifies [host]
 NOTIFY_STRIDE = next(_word)  # bytes between the notifies of two ranks [host]
@@ -36,8 +37,6 @@ PIPE_WORDS = next(_word)  # offset of what mapped peers tell of their pipes (``p
 OPENED = next(_word)  # [program 0]
 ENDED = next(_word)  # programs of the running kernel that have ended; 0 between kernels [all]
 TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
-BROKEN = next(_word)  # 1 when a program gave up in the running operation [all]
-RAN = next(_word)  # 1 = the operation opened last has been exchanged [program 0, the last program]
 
 # kernels of both modes share what waits and publishes
 SINK = low_latency_device.SINK  # takes stores that cannot be predicated [all]

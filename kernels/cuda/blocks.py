@@ -26,7 +26,7 @@ _NAMES: tuple[tuple[str, ModuleType, int, tuple[str, ...]], ...] = (
     ),
     ("", context, 8, ("ERROR_CODE", "ERROR_PEER", "ERROR_STREAM", "ERROR_ARRIVED", "ERROR_EXPECTED")),
     ("", context, 1, ("FAILURE_PEER_TIMEOUT", "FAILURE_PROTOCOL")),
-    ("W_", normal_device, 8, ("NUMBER", "NOTICES", "PIPE_WORDS", "OPENED", "ENDED", "BROKEN", "RAN")),
+    ("W_", normal_device, 8, ("NUMBER", "PIPE_WORDS", "OPENED", "ENDED")),
     ("", normal_device, 1, ("STATE_WORDS",)),
     ("PIPE_", pipe, 1, ("ARRIVED", "FREED", "EVERYTHING", "STEP")),
     ("", pipe, 1, ("STAMP_SHIFT",)),

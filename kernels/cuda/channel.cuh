@@ -347,18 +347,12 @@ __device__ __forceinline__ bool has_failed(const Channel& one, Turn& turn) {
 }
 
 // Count this block as ended, of an operation that was opened; the last one closes it.
-__device__ __forceinline__ void end_operation(const Channel& one, bool failed) {
+__device__ __forceinline__ void end_operation(const Channel& one) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        if (failed) {
-            poke(one.state + W_BROKEN, 1);
-        }
         if (add_gpu(global<word>(one.state + W_ENDED), 1) + 1 == one.channels) {
             poke(one.state + W_ENDED, 0);
-            poke(one.state + W_RAN, peek(one.state + W_BROKEN) == 0);
-            poke(one.state + W_BROKEN, 0);
             poke(one.state + W_NUMBER, peek(one.state + W_NUMBER) + 1);
-            poke(one.state + W_NOTICES, peek(one.state + W_NOTICES) + 1);
         }
     }
 }

@@ -209,9 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
         }
     }
     end_turns(one, turn, found, true);
-    const bool failed = has_failed(one, turn);
-    if (failed) {
+    if (has_failed(one, turn)) {
         clear(tensors, all);
     }
-    end_operation(one, failed);
+    end_operation(one);
 }

@@ -169,5 +169,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
         }
     }
     end_turns(one, turn, found, false);
-    end_operation(one, has_failed(one, turn));
+    end_operation(one);
 }

@@ -17,7 +17,6 @@ _RING, _HEADS = tl.constexpr(8 * ctx.RING), tl.constexpr(8 * ctx.HEADS)
 _MASK, _ERROR = tl.constexpr(8 * ctx.MASK), tl.constexpr(8 * ctx.ERROR)
 _VERDICT, _REPORT = tl.constexpr(8 * ctx.VERDICT), tl.constexpr(8 * ctx.REPORT)
 _LIMIT, _LANDING = tl.constexpr(8 * ctx.LIMIT), tl.constexpr(8 * ctx.LANDING)
-_RELAY_WINDOW = tl.constexpr(8 * ctx.RELAY_WINDOW)
 _STREAMS, _MAX_CHANNELS = tl.constexpr(STREAMS), tl.constexpr(MAX_CHANNELS)
 
 
@@ -73,12 +72,6 @@ def wait_limit(context: tl.tensor) -> tl.tensor:
 def peer_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses at which the peers' windows are mapped, 0 for a peer reached through a proxy."""
     return peek(peek(context + _PEER_WINDOW) + 8 * peers)
-
-
-@triton.jit
-def relay_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """Addresses of the near ``peers``' windows that messages from other nodes land in."""
-    return peek(peek(context + _RELAY_WINDOW) + 8 * peers)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from ...protocol.streams import MAX_CHANNELS, NORMAL_NOTIFY
 from ..blocks import normal_device
 from .blocks import (
     S_SINK,
-    W_NOTICES,
     W_NOTIFY_RECV,
     W_NOTIFY_SEND,
     W_NOTIFY_STRIDE,
@@ -36,7 +35,7 @@ from .normal_pipes import (
     rest,
 )
 from .publish import put_batch, store_flags
-from .wait import GO_ON, STILL_FULL, TOO_LATE, end_spin
+from .wait import GO_ON, TOO_LATE, end_spin
 from .words import (
     acquire_each,
     any_of,
@@ -173,9 +172,9 @@ def send_notifies(
     """Write and publish the notify to the ``live`` peers. The peers have read the slot: they have opened the last
     operation since. A NIC may still repeat the slot's last write, which is waited for: how that ended."""
     context, state = one.context, one.state
-    number, notices, me, ranks = peek(state + W_NUMBER), peek(state + W_NOTICES), one.me, one.ranks
+    number, me, ranks = peek(state + W_NUMBER), one.me, one.ranks
     zero = tl.zeros_like(peers)
-    ending = wait_notifies(one, peers, live, notices - 1, start, False, BACKEND)
+    ending = wait_notifies(one, peers, live, number - 1, start, False, BACKEND)
     if ending == GO_ON:
         stride = peek(state + W_NOTIFY_STRIDE)
         parity = (number & 1) * ranks * stride
@@ -210,11 +209,10 @@ def send_notifies(
             nbytes += (4 * opening.local_experts + 15) // 16 * 16
         settle(BACKEND)
         mapped = live & (window != 0)
-        store_flags(context, state, peers, mapped, NOTIFY, notices + 1, BACKEND)
+        store_flags(context, state, peers, mapped, NOTIFY, number + 1, BACKEND)
         proxied, stream = live & (window == 0), tl.full((), NOTIFY, tl.int64)
         ending, took, needed = put_batch(context, state, peers, stream, proxied, source, target, nbytes, start, BACKEND)
-        if ending == STILL_FULL:
-            note_wrong(one, peers, proxied, me, NOTIFY, took, needed)
+        note_wrong(one, peers, proxied & (zero + took < needed), me, NOTIFY, took, needed)
     return ending
 
 

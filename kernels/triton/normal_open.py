@@ -43,10 +43,8 @@ from .blocks import (
     N_WRONG_STREAM,
     N_WRONG_WANT,
     S_SINK,
-    W_NOTICES,
     W_NUMBER,
     W_OPENED,
-    W_RAN,
 )
 from .context import (
     has_failed,
@@ -320,7 +318,7 @@ def open_operation(
         live = is_live(context, every) & (every != one.me)
         ending = send_notifies(one, opening, shape, every, live, start, KIND, NODES, BACKEND)
         if ending == GO_ON:
-            ending = wait_notifies(one, every, live, peek(state + W_NOTICES) + 1, start, True, BACKEND)
+            ending = wait_notifies(one, every, live, number + 1, start, True, BACKEND)
         if ending == GO_ON:
             different = take_notifies(one, opening, shape, every, live, KIND, NODES)
         settle(BACKEND)
@@ -447,10 +445,7 @@ def open_rows(
     open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES, BACKEND)
     before = peek(state + W_NUMBER)
     parted = peek(state + W_OPENED) != before + 1
-    notices = peek(state + W_NOTICES)
     # every thread has read what one of them is about to overwrite
     settle(BACKEND)
     if parted:
-        poke(state + W_RAN, first)
         poke(state + W_NUMBER, before + 1)
-        poke(state + W_NOTICES, notices + 1)

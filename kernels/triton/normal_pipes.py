@@ -64,7 +64,7 @@ from .context import (
     window_address,
 )
 from .publish import put_batch
-from .wait import GO_ON, STILL_FULL, fail_at
+from .wait import GO_ON, fail_at
 from .words import acquire_each, any_of, clock_ns, divide, int64s, peek, release_each, settle
 
 _WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
@@ -456,8 +456,8 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
             ending, took, wanted = put_batch(
                 one.context, one.state, peers, on, chosen, where, there, size, start, BACKEND
             )
-            if ending == STILL_FULL:
-                note_wrong(one, pipes, chosen, one.me, on, took, wanted)
+            full = chosen & (tl.zeros_like(pipes) + took < wanted)
+            note_wrong(one, pipes, full, one.me, on, took, wanted)
     set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
     set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
     settle(BACKEND)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import W_BROKEN, W_ENDED, W_NOTICES, W_NUMBER, W_OPENED, W_RAN, W_TICKETS
+from .blocks import W_ENDED, W_NUMBER, W_OPENED, W_TICKETS
 from .context import has_failed_now, wait_limit
 from .normal_pipes import (
     Channel,
@@ -105,22 +105,12 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
 @triton.jit
 def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """Count this program as ended; the last one closes the operation."""
-    state = one.state
-    number, notices = peek(state + W_NUMBER), peek(state + W_NOTICES)
-    opened = peek(state + W_OPENED) == number + 1
-    failed = has_failed_now(one.context, BACKEND)
-    if opened & (failed == 0):
+    number = peek(one.state + W_NUMBER)
+    opened = peek(one.state + W_OPENED) == number + 1
+    if opened & (has_failed_now(one.context, BACKEND) == 0):
         count_messages(one, NODES, PIPES)
-    if failed:
-        poke(state + W_BROKEN, 1)
-    last = arrive_last(state + W_ENDED, 1, one.channels, BACKEND)
-    ran = tl.full((), 0, tl.int32)
-    if last:
-        ran = (opened & (peek(state + W_BROKEN) == 0)).to(tl.int32)
+    last = arrive_last(one.state + W_ENDED, 1, one.channels, BACKEND)
     # every thread has read what one of them is about to overwrite
     settle(BACKEND)
     if last:
-        poke(state + W_RAN, ran.to(tl.int64))
-        poke(state + W_BROKEN, 0)
-        poke(state + W_NUMBER, number + 1)
-        poke(state + W_NOTICES, notices + 1)
+        poke(one.state + W_NUMBER, number + 1)

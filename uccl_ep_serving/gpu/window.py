@@ -213,14 +213,12 @@ class _Tables(NamedTuple):
     Attributes:
         own: the window that proxies read.
         landing, windows: by rank: where its messages land, and its window where kernels write it.
-        relay: by rank: its mapped window that messages from other nodes land in.
         arrived, completed, flags: by rank and stream.
     """
 
     own: int
     landing: _I64
     windows: _I64
-    relay: _I64
     arrived: _I64
     completed: _I64
     flags: _I64
@@ -300,13 +298,13 @@ class DeviceSpace:
             own = self._pages(space.window)
             landing = np.full(space.ranks, own)
             mapped = device(windows)
-            tables = _Tables(own, landing, mapped, mapped, device(arrived), device(completed), device(flags))
+            tables = _Tables(own, landing, mapped, device(arrived), device(completed), device(flags))
             return self._block(common, tables)
         tables = self._over(self._window, device(arrived), device(completed))
         if on_host:
             own = self._pages(space.window)
             landing = np.where(tables.windows != 0, tables.own, own)
-            tables = tables._replace(own=own, landing=landing, relay=device(windows))
+            tables = tables._replace(own=own, landing=landing)
         return self._block(common, tables)
 
     def _over(self, window: DeviceWindow, arrived: _I64, completed: _I64) -> _Tables:
@@ -321,7 +319,6 @@ class DeviceSpace:
             window.own,
             np.full(ranks, window.own),
             windows,
-            windows,
             np.where(mapped, window.own + flags_at + 8 * (peers * STREAMS + streams), arrived),
             np.where(mapped, 0, completed),
             np.where(mapped, windows[:, None] + flags_at + 8 * (self._space.rank * STREAMS + streams), 0),
@@ -335,7 +332,6 @@ class DeviceSpace:
         context[ctx.WINDOW] = tables.own
         context[ctx.LANDING] = self._on_device(tables.landing)
         context[ctx.PEER_WINDOW] = self._on_device(tables.windows)
-        context[ctx.RELAY_WINDOW] = self._on_device(tables.relay)
         context[ctx.ARRIVED] = self._on_device(tables.arrived.ravel())
         context[ctx.COMPLETED] = self._on_device(tables.completed.ravel())
         context[ctx.FLAG] = self._on_device(tables.flags.ravel())
@@ -360,14 +356,6 @@ class DeviceSpace:
     def all_mapped(self) -> bool:
         """True when kernels of normal mode write every peer's window themselves."""
         return self._space.all_direct if self._window is None else all(self._window.addresses)
-
-    @property
-    def mapped(self) -> int:
-        """Ranks whose windows kernels of normal mode write themselves, this one included."""
-        if self._window is not None:
-            return sum(map(bool, self._window.addresses))
-        ranks = range(self._space.ranks)
-        return sum(rank == self._space.rank or self._space.is_direct(rank) for rank in ranks)
 
     @property
     def on_device(self) -> bool:

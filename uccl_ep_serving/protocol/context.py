@@ -33,11 +33,8 @@ where the last column says so.
     16    LANDING          address of int64[ranks]: address of this rank's window that the    -
                            rank's messages land in; all are WINDOW unless windows lie in two
                            kinds of memory
-    17    RELAY_WINDOW     address of int64[ranks]: address of the peer's mapped window that     -
-                           messages from other nodes land in, which pass through it; that of
-                           PEER_WINDOW unless windows lie in two kinds of memory
 
-The last six are for kernels on a device, which read-modify-write no memory of the host; for kernels on the CPU they
+The last five are for kernels on a device, which read-modify-write no memory of the host; for kernels on the CPU they
 are 0.
 
 Memory orders: arrived and completed counts are stored with release by their one writer (proxy, or for a mapped peer
@@ -75,7 +72,6 @@ __all__ = [
     "PEER_WINDOW",
     "RANK",
     "RANKS",
-    "RELAY_WINDOW",
     "REPORT",
     "RING",
     "STATUS_OK",
@@ -88,8 +84,8 @@ __all__ = [
 ]
 
 RANK, RANKS, CHANNELS, WINDOW, WINDOW_BYTES, ARRIVED, COMPLETED, PEER_WINDOW, FLAG, RING, MASK, ERROR = range(12)
-VERDICT, REPORT, HEADS, LIMIT, LANDING, RELAY_WINDOW = range(12, 18)
-CONTEXT_WORDS = 18
+VERDICT, REPORT, HEADS, LIMIT, LANDING = range(12, 17)
+CONTEXT_WORDS = 17
 
 ERROR_CODE, ERROR_PEER, ERROR_STREAM, ERROR_ARRIVED, ERROR_EXPECTED = range(5)
 ERROR_WORDS = 8

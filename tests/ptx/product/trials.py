@@ -116,9 +116,9 @@ def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, co
     return Outcome(machine.digest(), machine.steps)
 
 
-#: Steps of waiting after which the clock goes faster where writes are held back, and after which they are over; bytes of
-#: the shortest message of rows.
-_PATIENCE, _HELD, _ROWS_BYTES = 400, 1500, 256
+#: Steps of waiting after which writes that are held back are over; bytes of the shortest message of rows; of the turns
+#: proxies have so many at least, so that all are over before the clock goes faster.
+_HELD, _ROWS_BYTES, _HOST_SHARE = 1000, 256, 0.2
 #: Rings of a few rows, which are used many times in an operation.
 NARROW = {"heap": 0, "rounds": 8192, "chunk": 4096, "depth": 1}
 
@@ -148,7 +148,7 @@ def exchange(
     adversary = replace(HOSTILE, linger=0.9) if held else HOSTILE
     with group_of(machine, compiled, case.ranks, path, settings, adversary, node_ranks=node_ranks, **options) as group:
         if held:
-            machine.patience = _PATIENCE
+            machine.host_share = max(machine.host_share, _HOST_SHARE)
             group.stepped = lambda: group.fabric.hold(lambda nbytes: nbytes >= _ROWS_BYTES, machine.waited < _HELD)
 
         def body(runtime: ModelRuntime) -> None:
