@@ -1,12 +1,13 @@
 """Normal mode whose rows the tensor memory accelerator moves, where all peers are mapped: launches of CuPy's.
 
-Triton's kernels count ids and open operations; here are those that move rows, of the same state and pipes. So ranks of a
-group may differ in which of the two moves theirs.
+Triton's kernels count ids and open operations; here are those that move rows, of the same state and pipes. So ranks of
+a group may differ in which of the two moves theirs.
 """
 
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ..triton.launch import Launch, Target
 from ..triton.normal import TritonNormalKernels
 from . import blocks, nvrtc
 
-__all__ = ["CopyCode", "CopyLaunch", "CopyNormalKernels"]
+__all__ = ["CopyCode", "CopyLaunch", "CopyNormalKernels", "check_copies"]
 
 #: Warps of a block. Each has slots of its own in shared memory, of which a block of sm_90 and newer can have so many
 #: bytes: 227 KiB, less what stands there beside them.
@@ -26,6 +27,7 @@ _SLOTS, _PIECE, _SUMMED = 6, 8192, 4096
 _HERE = Path(__file__).parent
 #: Least compute capability that has bulk copies.
 _LEAST = 90
+_OTHERWISE = "Next step: UCCL_EP_COPY=triton, which any rank may set for itself"
 
 
 @functools.cache
@@ -71,17 +73,35 @@ def _loaded(code: CopyCode, device: int) -> Any:
     """The kernel in a device, as CuPy has it."""
     cupy = _cupy()
     with cupy.cuda.Device(device):
-        major, minor = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
-        path = nvrtc.kept(code.compiled(f"sm_{10 * major + minor}"))
+        binary = code.compiled(f"sm_{cupy.cuda.Device(device).compute_capability}")
         try:
-            function = cupy.RawModule(path=str(path)).get_function(code.function)
+            # CuPy takes a file
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(binary.cubin)
+                file.flush()
+                function = cupy.RawModule(path=file.name).get_function(code.function)
             function.max_dynamic_shared_size_bytes = code.shared
         except Exception as error:
             raise TransportError(
-                f"{code.function} is compiled, and the GPU does not load it: {error}. Likely cause: its memory is taken, "
-                "or a kernel of this process has failed before. Next step: UCCL_EP_COPY=triton"
+                f"{code.function} is compiled, and the GPU does not load it: {error}. Likely cause: its memory is "
+                "taken, or a kernel of this process has failed before. Next step: UCCL_EP_COPY=triton"
             ) from error
         return function
+
+
+def check_copies(ranks: int) -> None:
+    """Raise ConfigError where a group of so many ranks cannot have these kernels on the current device."""
+    import torch
+
+    cupy = _cupy()
+    nvrtc.version()
+    if not torch.cuda.is_available() or torch.version.hip:
+        raise ConfigError(f"UCCL_EP_COPY=tma needs a GPU of sm_90 or newer: there is none. {_OTHERWISE}")
+    capability = int(cupy.cuda.Device(torch.cuda.current_device()).compute_capability)
+    if capability < _LEAST:
+        raise ConfigError(f"UCCL_EP_COPY=tma needs a GPU of sm_90 or newer: this is sm_{capability}. {_OTHERWISE}")
+    if ranks > 32 * _WARPS:
+        raise ConfigError(f"UCCL_EP_COPY=tma serves up to {32 * _WARPS} ranks, not {ranks}. {_OTHERWISE}")
 
 
 def _cupy() -> Any:
@@ -90,7 +110,7 @@ def _cupy() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"UCCL_EP_COPY=tma needs CuPy: {error}. Next step: pip install cupy-cuda13x (cupy-cuda12x for CUDA 12), or "
-            "UCCL_EP_COPY=triton on any rank"
+            "UCCL_EP_COPY=triton, which any rank may set for itself"
         ) from error
     return cupy
 

@@ -160,8 +160,8 @@ class TritonNormalKernels:
     def open(
         self, context: int, state: int, form: NormalFormat, opening: NormalOpening, capacity: int
     ) -> tuple[Launch, ...]:
-        """The opening alone: see :func:`.normal_open.open_rows`. ``capacity``: rows that were promised to be enough, 0 =
-        no promise."""
+        """The opening alone: see :func:`.normal_open.open_rows`. ``capacity``: rows that were promised to be enough, 0:
+        none."""
         variant = self._of_opening(form.kind, form.node_ranks > 0)
         told = _told(form, opening, capacity)
         return (Launch(variant, (1, 1, 1), (context, state, form.channels, form.node_ranks, *told)),)

@@ -151,7 +151,7 @@ class NormalGpu:
             per_local: list[int] = []
             with session.operation(form) as operation:
                 if reads_back:
-                    work = self._kernels.open(*present.addresses, wire, opening, 0)
+                    work = present.kernels.open(*present.addresses, wire, opening, 0)
                     steps = (*before, *all_of(work))
                     session.launch(operation, lambda: run_all(steps), used, finish=False)
                     session.wait_reply(operation, form, present)
@@ -162,7 +162,7 @@ class NormalGpu:
                 if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
                     outputs.rows.view(torch.uint8).zero_()
                 marks, kept = _marks_of(known)
-                moved = self._kernels.dispatch(
+                moved = present.kernels.dispatch(
                     *present.addresses,
                     wire,
                     opening,
@@ -235,7 +235,7 @@ class NormalGpu:
                 rows.data_ptr(), 0, _address(weights), 0, out.data_ptr(), 0, _address(out_weights), 0
             )
             given = tuple(one.data_ptr() for one in biases)
-            launches = self._kernels.combine(
+            launches = present.kernels.combine(
                 *present.addresses, wire, opening, tensors, rows.shape[0], *_marks_of(handle), given
             )
             used = [rows, out, *biases, handle.route, handle.number, handle.is_token_in_rank]
