@@ -115,6 +115,25 @@ def _cupy() -> Any:
     return cupy
 
 
+class _Stream(NamedTuple):
+    """Torch's stream, as CuPy 14 takes those of others."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(device: int, handle: int) -> Any:
+    """What CuPy launches on inside ``with``."""
+    cuda = _cupy().cuda
+    with cuda.Device(device):
+        if hasattr(cuda.Stream, "from_external"):
+            return cuda.Stream.from_external(_Stream(handle))
+        return cuda.ExternalStream(handle, device)
+
+
 class CopyLaunch(NamedTuple):
     """A kernel with its arguments.
 
@@ -133,10 +152,10 @@ class CopyLaunch(NamedTuple):
         import numpy as np
         import torch
 
-        cupy, stream = _cupy(), torch.cuda.current_stream()
+        stream = torch.cuda.current_stream()
         function = _loaded(self.code, stream.device_index)
         arguments = tuple(map(np.uint64, self.arguments))
-        with cupy.cuda.ExternalStream(stream.cuda_stream):
+        with _stream(stream.device_index, stream.cuda_stream):
             function(self.grid, (self.code.threads,), arguments, shared_mem=self.code.shared)
 
     def compile(self) -> None:
