@@ -1,5 +1,4 @@
-"""What CuPy is asked for by a launch of bulk copies: a stand-in takes its place, and looks at the machine code that it is
-given."""
+"""What CuPy is asked for by a launch of bulk copies: a stand-in takes its place, and looks at what code it gets."""
 
 from __future__ import annotations
 
